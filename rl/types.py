@@ -1,0 +1,342 @@
+"""The nouns every room speaks, and the verbs each plug room promises.
+
+What: frozen records that walk through the loop (`Sample` -> `Prompt` -> `Completion` -> `Action` ->
+`Episode`) and one protocol per plug room. What not: behaviour. Nothing heavy is imported here, so a
+config can be checked on a laptop without torch; tensors appear in annotations only.
+
+Axes in names: `_P` prompts on this rank, `_G` completions in a group, `_B` graded episodes,
+`_T` tokens, `_V` vocabulary. `x_PG[p][g]` is one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+ActionKind = Literal["hidden_states", "text", "image_tokens"]
+"""What a policy can hand to a renderer, and what a renderer can take."""
+
+
+class Status(StrEnum):
+    """How an episode ended. A judge's failure is never the policy's score (ARCHITECTURE.md)."""
+
+    SCORED = "scored"
+    """Rendered and graded; `reward` is in [0, 1]."""
+    POLICY_FAILED = "policy_failed"
+    """The policy wrote nothing usable; `reward` is the configured floor and counts in the baseline."""
+    UNGRADED = "ungraded"
+    """Renderer or judge failed after bounded retries; no reward, out of the group's baseline."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One row of data, as the user wrote it."""
+
+    id: str
+    """Stable identity: survives shuffles, restarts and a different number of ranks."""
+    instruction: str
+    """The user's own words (edit instruction, question, or prompt)."""
+    source: Image | None = None
+    """RGB source picture, or None for text-only tasks."""
+    target: Image | None = None
+    """RGB reference edit, for rewards only."""
+    category: str = ""
+    """Free label; metrics are also shown per category on held-out data."""
+    reference: str | None = None
+    """A right completion where one is known; used only to measure renderer drift, never trained on."""
+    hidden: Mapping[str, Any] = field(default_factory=dict)
+    """What rewards may see and the policy may not (answers, labels)."""
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """How a renderer wants its text encoder to be asked; the policy samples under the same words.
+
+    `text` holds `{image}` where the picture goes and `{instruction}` where the user's words go.
+    """
+
+    text: str
+    drop_prefix: str = ""
+    """Leading part of `text` whose tokens are dropped from the conditioning ('' drops nothing)."""
+    image_area_px: int | None = None
+    """Area the source is resized to (aspect kept) before the policy's processor; None: as it is."""
+    image_multiple_px: int = 32
+    """Width and height after that resize are multiples of this."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A sample as the policy reads it. Token ids are the truth; text is never re-tokenised."""
+
+    sample: Sample
+    token_ids: tuple[int, ...]
+    """As trained on: every image expanded to its number of image tokens."""
+    engine_token_ids: tuple[int, ...]
+    """As the sampler takes it: ONE image placeholder per picture."""
+    images: tuple[Image, ...] = ()
+    """Pictures as both processors see them (already resized)."""
+    model_inputs: Mapping[str, Any] = field(default_factory=dict)
+    """Per-prompt tensors for the policy's forward (`pixel_values`, `image_grid_thw`, ...)."""
+    num_dropped_tokens: int = 0
+    """Leading tokens left out of the conditioning (the renderer's system prompt)."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the sampler wrote for one prompt."""
+
+    token_ids: tuple[int, ...]
+    """Includes the stop token exactly when the sampler stopped by itself."""
+    logprobs: tuple[float, ...]
+    """The sampler's own log-probs of these tokens under the distribution it sampled from, nats."""
+    finish: Literal["stop", "length"]
+    forced: tuple[bool, ...] | None = None
+    """True where a constraint left no choice: such tokens are attended to, never trained."""
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """Conditioning for a diffusion transformer, detached."""
+
+    embeds: torch.Tensor
+    """[L, D] post-norm last hidden states of prompt tail + completion, no padding."""
+    negative_embeds: torch.Tensor | None = None
+    """[L', D] the same for the negative prompt under the BASE weights, for CFG."""
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """A completion, understood."""
+
+    text: str
+    """The completion without special tokens."""
+    payload: HiddenStates | str | Any | None
+    """What the renderer takes (its `ACCEPTS` kind); None exactly when `failure` is set."""
+    failure: str | None = None
+    """Why nothing can be rendered, in words (-> POLICY_FAILED)."""
+    logprobs: torch.Tensor | None = None
+    """[T] float32, nats: the trainer's log-probs from the same forward that made the payload."""
+
+
+@dataclass(frozen=True, eq=False)
+class RenderJob:
+    """One picture to make."""
+
+    sample: Sample
+    payload: Any
+    noise_seed: int
+    """All completions of a group share it, so an advantage reflects the words, not the noise."""
+
+
+@dataclass(frozen=True)
+class RenderFailure:
+    """The renderer could not make this picture; `blame` decides POLICY_FAILED or UNGRADED."""
+
+    reason: str
+    blame: Literal["policy", "renderer"] = "renderer"
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What a reward may look at."""
+
+    sample: Sample
+    text: str
+    """The completion's text."""
+    image: Image | None
+    """The rendered picture (None for the `none` renderer)."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """One reward's verdict on one episode."""
+
+    value: float | None
+    """In [0, 1]; None when it could not be graded (`failure` says why)."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Every number behind the value, under stable names (e.g. `edit_success` 0-10)."""
+    replies: tuple[str, ...] = ()
+    """Raw judge replies, kept verbatim with the episode."""
+    failure: str | None = None
+    """Cause for a None value, a short stable word first (`timeout: ...`), for counting."""
+    seconds: float = 0.0
+    """Wall time from request to verdict, s."""
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """One completion, rendered and graded."""
+
+    group_id: str
+    """Identity of the group: never its prompt text."""
+    prompt: Prompt
+    completion: Completion
+    action: Action
+    noise_seed: int
+    image: Image | None
+    status: Status
+    reward: float | None
+    """In [0, 1]; None exactly when status is UNGRADED."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """`<reward>/<part>` -> number, over all rewards."""
+    replies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    failure: str | None = None
+    judge_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class TrainSequence:
+    """One completion as the learner sees it."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    """[T] completion tokens."""
+    loss_mask: tuple[bool, ...]
+    """[T] which of them carry loss; never used as an attention mask."""
+    advantage: float
+    sampler_logprobs: tuple[float, ...]
+    """[T] nats, from the sampler."""
+    old_logprobs: tuple[float, ...] | None = None
+    """[T] nats, from the trainer before this iteration's first update; None: equal to the current."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """A micro-batch of prompt+completion rows, right-padded. All tensors on the policy's device."""
+
+    input_ids: torch.Tensor
+    """[B, T] int64, prompt then completion then padding."""
+    attention_mask: torch.Tensor
+    """[B, T] int64, 1 = a real token."""
+    prompt_lens: torch.Tensor
+    """[B] int64."""
+    completion_lens: torch.Tensor
+    """[B] int64."""
+    model_inputs: Mapping[str, torch.Tensor]
+    """Extra forward arguments (`pixel_values`, `image_grid_thw`, `mm_token_type_ids`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOutputs:
+    """What one forward over a `TokenBatch` gives."""
+
+    logprobs: torch.Tensor
+    """[B, C] float32, nats, log pi(token | before) at the sampling temperature; 0 where padded."""
+    entropy: torch.Tensor
+    """[B, C] float32, nats, detached; 0 where padded."""
+    hidden: torch.Tensor
+    """[B, T, D] post-norm last hidden states."""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyWeights:
+    """What the sampler must hold after a sync."""
+
+    kind: Literal["lora", "full"]
+    tensors: Mapping[str, torch.Tensor]
+    """Detached copies; LoRA: PEFT's state-dict names, full: the transformers names."""
+    lora_config: Mapping[str, Any] | None
+    version: int
+    """Optimiser steps taken so far."""
+    fingerprint: str
+    """Hash of the tensors: equal exactly when nothing changed."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    """-1 = off."""
+    max_tokens: int
+    num_completions: int
+    """G."""
+
+
+class Policy(Protocol):
+    """A plug of `rl/policies`: a trainable model that reads prompts and writes completions."""
+
+    module: torch.nn.Module
+    """`module(batch: TokenBatch) -> TokenOutputs`; what the learner trains. Everything a forward
+    needs happens inside this one call, so that sharded training (ZeRO-3) can wrap it."""
+    banned_token_ids: tuple[int, ...]
+    """Never sampled, and left out of the softmax in sampler and trainer alike."""
+    stop_token_ids: tuple[int, ...]
+
+    def build_prompt(self, sample: Sample) -> Prompt: ...
+
+    def encode_completion(self, text: str) -> Completion:
+        """`text` as if the policy had written it and stopped (for reference descriptions)."""
+        ...
+
+    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
+        """Understand a group: parse, and run the one forward the renderer's payload needs."""
+        ...
+
+    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch: ...
+
+    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """`tensors` are the trainable parameters, whole, keyed as in `module.named_parameters()`."""
+        ...
+
+    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """PEFT adapter (LoRA) or transformers folder (full) from the same tensors."""
+        ...
+
+
+class Engine(Protocol):
+    """A plug of `rl/engines`: a sampler that holds a copy of the policy's weights."""
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        """completions_PG; member g of prompt p is drawn from seed `seeds_P[p] + g`, whatever the
+        batch order."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device to the others (and drop every cache that depends on weights)."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def load_weights(self, weights: PolicyWeights) -> None: ...
+
+    def held_fingerprint(self) -> str | None:
+        """Fingerprint recomputed from the tensors the engine really holds; None if it cannot be
+        read back on this engine."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Renderer(Protocol):
+    """A plug of `rl/renderers`: a frozen generator. Its module states `ACCEPTS: ActionKind`,
+    `MAKES_IMAGES: bool` and `prompt_template(config) -> PromptTemplate | None`."""
+
+    def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, Image | RenderFailure | None]]:
+        """Yield `(index into jobs, picture)` as each is ready, so that judging can start at once."""
+        ...
+
+
+class Reward(Protocol):
+    """A plug of `rl/rewards`. Its module states `NEEDS: frozenset[str]` out of
+    {'source', 'image', 'target', 'text'} or names of keys in `Sample.hidden`."""
+
+    async def grade(self, evidence: Evidence) -> Grade: ...
+
+
+class DataSource(Protocol):
+    """A plug of `rl/data`: a finite, indexable list of samples."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
