@@ -1,18 +1,28 @@
 """The one config schema, nested by room, and how a Jsonnet file becomes it.
 
 What: `RunConfig` and its sections; every key has a docstring with unit and range, unknown keys are
-refused. What not: plug sections (`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are
-checked by the plug's own `Config`, see `build.py`. Light: pydantic and jsonnet only.
+refused. `load_config` reads the file and the command line's overrides. What not: plug sections
+(`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the plug's own
+`Config`, see `build.py`. Light: pydantic and jsonnet only. Called by the launcher, `--check` and
+every rank.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import _jsonnet
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl.validation import validate
+
 PlugSection = dict[str, Any]
-"""`{type: 'file_name_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
+"""`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
 
 
 class Section(BaseModel):
@@ -38,7 +48,7 @@ class AlgorithmConfig(Section):
     """GRPO and its published variations; each is a pure function in `rl/algorithm`."""
 
     advantage_scale: Literal["none", "group_std", "batch_std"] = "group_std"
-    """What the centred rewards are divided by (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std)."""
+    """Divisor of the centred rewards (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std)."""
     advantage_eps: Annotated[float, Field(ge=0)] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
     loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
@@ -66,6 +76,8 @@ class AlgorithmConfig(Section):
     the loss | graded as it is."""
     policy_failed_reward: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Reward of an episode whose completion cannot be used."""
+    shuffle_rewards: bool = False
+    """Control arm: rewards permuted over the whole batch; such a run must not learn."""
 
 
 class OptimizerConfig(Section):
@@ -194,12 +206,12 @@ class FinalReward(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    run_name: str
-    """Names the run folder, the wandb page and the resume point."""
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-'."""
     base_exp_dir: str
     """Runs live in <base_exp_dir>/<run_name>/."""
-    seed: int = 0
-    """Everything random derives from it."""
+    seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    """Everything random derives from it (Jsonnet numbers are exact below 2^53)."""
     num_iterations: Annotated[int, Field(ge=1)] | None = None
     """Iterations (one batch of rollouts each); exactly one of this and num_epochs."""
     num_epochs: Annotated[float, Field(gt=0)] | None = None
@@ -229,3 +241,143 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run's record and checkpoints live."""
+        return Path(self.base_exp_dir).expanduser() / self.run_name
+
+
+class ConfigError(ValueError):
+    """A config that cannot run; `problems` holds every one, each with its key and remedy."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def resolve_path(path: str) -> Path:
+    """A path from a config: absolute as it is, else from the current folder, else from the
+    repository root. What exists in neither place is given from the current folder."""
+    given = Path(path).expanduser()
+    if given.is_absolute() or given.exists() or not (REPOSITORY / given).exists():
+        return given
+    return REPOSITORY / given
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ
+) -> RunConfig:
+    """Read a Jsonnet file into a `RunConfig`.
+
+    `std.extVar('APP__X')` reads the environment variable of that name; only names that begin with
+    APP__ are visible. Each override is `key.sub=value` (a list's entries by number:
+    `data.train.0.path=...`); the value is Jsonnet, a bare word that is not Jsonnet is a string.
+    Overrides act inside Jsonnet, so what the file derives from `$.run_name` follows them.
+
+    Raises:
+        ConfigError: with every problem found, not only the first.
+    """
+    if not Path(path).is_file():
+        raise ConfigError([f"{path}: no such config file (the shipped ones are in configs/)"])
+    values, problems = _evaluate(Path(path), overrides, env)
+    if values is None:
+        raise ConfigError(problems)
+    config, wrong = validate(RunConfig, values)
+    if config is None or problems:
+        raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
+    return config
+
+
+_SET = """
+local set(x, path, value, key) =
+  if path == [] then value
+  else if std.isObject(x) then
+    x { [path[0]]: set(if path[0] in super then super[path[0]] else {}, path[1:], value, key) }
+  else if std.isArray(x) then
+    assert std.member([std.toString(i) for i in std.range(0, std.length(x) - 1)], path[0])
+           : "override %s: no entry %s; the list's %d entries are counted from 0"
+             % [key, path[0], std.length(x)];
+    std.mapWithIndex(
+      function(i, item)
+        if path[0] == std.toString(i) then set(item, path[1:], value, key) else item,
+      x
+    )
+  else error 'override %s: %s lies in a plain value, not in a section' % [key, path[0]];
+"""
+"""An override as Jsonnet: rebuilt with `super`, so that the file's own references see it."""
+
+
+def _evaluate(
+    path: Path, overrides: Sequence[str], env: Mapping[str, str]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The file with its overrides as plain values. A missing variable is noted and stood in for,
+    so that the rest of the file is still checked."""
+    variables = {name: value for name, value in env.items() if name.startswith("APP__")}
+    problems = []
+    text = f"import {json.dumps(str(path.resolve()))}"
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not all(key.split(".")):
+            problems.append(f"override {override!r}: write key.sub=value")
+            continue
+        try:
+            literal = _jsonnet_value(value, variables)
+        except ValueError as error:
+            problems.append(f"override {key}: {error}")
+            continue
+        text = f"set({text}, {json.dumps(key.split('.'))}, {literal}, {json.dumps(key)})"
+    while True:
+        try:
+            values = json.loads(
+                _jsonnet.evaluate_snippet("overrides", _SET + text, ext_vars=variables)
+            )
+        except RuntimeError as error:
+            missing = re.search(r"undefined external variable: (\w+)", str(error))
+            if missing is None:
+                # With stand-ins in place, what Jsonnet says next may be their fault.
+                return None, problems or [_jsonnet_problem(str(error), path)]
+            name = missing[1]
+            variables[name] = name
+            problems.append(_missing_variable(name, str(error)))
+            continue
+        if isinstance(values, dict):
+            return values, problems
+        return None, [f"{path}: a config is an object {{ ... }}, this is a {type(values).__name__}"]
+
+
+def _jsonnet_value(text: str, variables: Mapping[str, str]) -> str:
+    """An override's right-hand side as a JSON literal."""
+    try:
+        return _jsonnet.evaluate_snippet("value", text, ext_vars=dict(variables))
+    except RuntimeError as error:
+        if text[:1] in ("{", "[", "'", '"') or "external variable" in str(error):
+            raise ValueError(f"{text} is not Jsonnet: {str(error).splitlines()[0]}") from error
+        return json.dumps(text)
+
+
+def _missing_variable(name: str, error: str) -> str:
+    used = f" (used at {_place(error)})" if _place(error) else ""
+    if not name.startswith("APP__"):
+        return f"std.extVar('{name}'){used}: only environment variables named APP__... can be read"
+    return f"set the environment variable {name}{used}"
+
+
+def _jsonnet_problem(error: str, path: Path) -> str:
+    message = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.splitlines()[0])
+    place = _place(error)
+    if message.startswith("override "):
+        return message
+    return f"{message} (at {place})" if place and place not in message else f"{path}: {message}"
+
+
+def _place(error: str) -> str:
+    """file:line of the first frame of a Jsonnet error that lies in a file."""
+    for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
+        if Path(file).is_file():
+            near = os.path.relpath(file)
+            return f"{file if near.startswith('..') else near}:{line}"
+    return ""
