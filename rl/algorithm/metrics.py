@@ -1,0 +1,69 @@
+"""Numbers of an iteration, each with its own denominator, over all ranks.
+
+What: `Metrics`, a local accumulator whose plain `state()` travels to the other ranks, and the pure
+`merge` of such states. What not: collectives (`system/dist.py`) or files (`system/tracking`).
+Filled by rollout, summary, evaluate and the learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MetricState = dict[str, list[float | str]]
+"""name -> [kind, value, weight], kind in mean | max | sum. Plain data: pickles and JSONs."""
+
+
+class Metrics:
+    """Accumulates named numbers on one rank. A name keeps one kind for good."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, tuple[str, float, float]] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Into a mean over everything added under this name, on all ranks, by weight.
+
+        Weight 0 adds nothing, whatever the value.
+        """
+        if weight:
+            self._fold(name, "mean", value * weight, weight)
+
+    def maximum(self, name: str, value: float) -> None:
+        """Into the largest value over everything, on all ranks."""
+        self._fold(name, "max", value, 1.0)
+
+    def total(self, name: str, value: float) -> None:
+        """Into a sum over everything, on all ranks."""
+        self._fold(name, "sum", value, 1.0)
+
+    def update(self, other: Metrics) -> None:
+        """Take in everything another accumulator holds."""
+        for name, (kind, value, weight) in other._state.items():
+            self._fold(name, kind, value, weight)
+
+    def state(self) -> MetricState:
+        """What a rank sends to the others."""
+        return {name: list(entry) for name, entry in self._state.items()}
+
+    @staticmethod
+    def merge(states: Sequence[MetricState]) -> dict[str, float]:
+        """All ranks' states -> one number per name, in order of first appearance."""
+        merged = Metrics()
+        for state in states:
+            for name, (kind, value, weight) in state.items():
+                merged._fold(name, str(kind), float(value), float(weight))
+        return {
+            name: value / weight if kind == "mean" else value
+            for name, (kind, value, weight) in merged._state.items()
+        }
+
+    def _fold(self, name: str, kind: str, value: float, weight: float) -> None:
+        if name not in self._state:
+            self._state[name] = (kind, float(value), float(weight))
+            return
+        held_kind, held, held_weight = self._state[name]
+        assert held_kind == kind, f"metric {name!r} is a {held_kind}, not a {kind}"
+        # max() would drop a NaN on one side only; a NaN must show whatever the order.
+        folded = held + value
+        if kind == "max" and folded == folded:
+            folded = max(held, value)
+        self._state[name] = (kind, folded, held_weight + weight)
