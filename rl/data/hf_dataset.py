@@ -1,0 +1,200 @@
+"""A Hugging Face data set: a hub id, or a local parquet, arrow, csv or json file or folder.
+
+Plug of `rl/data`. What: opening it, its split, its filter, its columns. What not: pictures and
+rows, see `_rows.py`. `datasets` runs no code from a data set's repository (it dropped loading
+scripts), and is imported when a run starts, never by a config check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.config import Section
+from rl.data._rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows, pick
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PROVIDES = frozenset({"source", "target", "reference"})
+"""At most; `provides` says what this config's rows carry."""
+_BUILDERS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+}
+
+
+class Config(Section):
+    """One split of one data set."""
+
+    type: str
+    """This plug's name."""
+    path: str
+    """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); what
+    exists locally is taken as local. A relative path counts from the working directory."""
+    name: str = ""
+    """The data set's configuration on the hub, '' = its only or default one."""
+    revision: str = ""
+    """Branch, tag or commit on the hub, '' = the newest."""
+    split: str = "train"
+    """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it."""
+    columns: Columns = Columns()
+    """Which column is what."""
+    where: dict[str, str | int | float | bool] = {}
+    """Column -> value: only rows that have exactly these values, e.g. {complexity: 8}."""
+    image_folder: str = ""
+    """Where relative paths in a text column of pictures count from; '' = the file's own folder."""
+    picture_check: PictureCheck = "header"
+    """How far every picture is read at start. exists: not at all; header: format and size, which
+    reads the whole set once; pixels: decoded, about 10 ms per megapixel, which alone finds
+    truncated files."""
+
+
+def provides(config: Config) -> frozenset[str]:
+    """What this config's samples carry, in the words of a reward's `NEEDS`."""
+    return config.columns.provides()
+
+
+def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
+    """What can be seen without `datasets`: is it there, and has a parquet file the columns."""
+    path = Path(config.path)
+    if not path.exists():
+        may_be_hub_id = config.path.count("/") == 1 and path.suffix not in _BUILDERS
+        return [] if may_be_hub_id and config.path[0] not in "./~" else [_nowhere(config)]
+    try:
+        if path.is_file():
+            _builder(path)
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            _require_columns(config, pyarrow.parquet.read_schema(path).names)
+    except (BadRowError, OSError) as error:
+        return [str(error)]
+    except ValueError as error:  # pyarrow's complaint about a file that is no parquet
+        return [f"{path}: {error}"]
+    return []
+
+
+def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
+    """The split as a `DataSource`. Raises BadRowError (a ValueError) naming data set and rows."""
+    dataset = _open(config)
+    _require_columns(config, dataset.column_names)
+    numbers = _matching(config, dataset)
+    dataset = _undecoded(dataset.select(numbers), config.columns)
+    path = Path(config.path)
+    folder = path if path.is_dir() else path.parent if path.exists() else Path()
+    rows = Rows(
+        dataset,
+        numbers,
+        f"{config.path}[{config.split}]",
+        config.columns,
+        Path(config.image_folder) if config.image_folder else folder,
+        max_image_side_px,
+    )
+    rows.keep_good(on_bad_row, config.picture_check)
+    return rows
+
+
+def _open(config: Config) -> Dataset:
+    import datasets
+
+    path = Path(config.path)
+    try:
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return _split_of_saved(config, datasets.load_from_disk(config.path))
+        if path.is_file():
+            return datasets.load_dataset(
+                _builder(path),
+                data_files={config.split.split("[")[0]: config.path},
+                split=config.split,
+            )
+        return datasets.load_dataset(
+            config.path,
+            config.name or None,
+            split=config.split,
+            revision=config.revision or None,
+        )
+    except BadRowError:
+        raise
+    except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetsError) as error:
+        raise BadRowError(f"{_nowhere(config)} ({error})") from error
+    except ValueError as error:  # unknown split or configuration: `datasets` lists the known ones
+        raise BadRowError(f"{config.path}: {error}") from error
+
+
+def _split_of_saved(config: Config, saved: Any) -> Dataset:
+    if "[" in config.split:
+        raise BadRowError(
+            f"{config.path}: was written by save_to_disk and cannot be sliced by {config.split!r}; "
+            "save the slice, or save it as parquet"
+        )
+    if not isinstance(saved, Mapping):
+        return saved
+    if config.split not in saved:
+        raise BadRowError(
+            f"{config.path}: has no split {config.split!r}; it has {', '.join(saved)}"
+        )
+    return saved[config.split]
+
+
+def _builder(path: Path) -> str:
+    if path.suffix not in _BUILDERS:
+        raise BadRowError(
+            f"{path}: files of type {', '.join(_BUILDERS)} are read, not {path.suffix!r}"
+        )
+    return _BUILDERS[path.suffix]
+
+
+def _require_columns(config: Config, available: Sequence[str]) -> None:
+    """Nested columns ('a.b') are known by their first part here, by the rest when a row is read."""
+    missing = [
+        column
+        for column in [*config.columns.named(), *config.where]
+        if column not in available and column.split(".")[0] not in available
+    ]
+    if missing:
+        raise BadRowError(
+            f"{config.path}: has no column {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(available)}. Map them in the source's `columns`."
+        )
+
+
+def _matching(config: Config, dataset: Dataset) -> list[int]:
+    """Numbers of the rows that `where` lets through."""
+    numbers = list(range(len(dataset)))
+    for column, value in config.where.items():
+        top = column if column in dataset.column_names else column.split(".")[0]
+        cells = [pick({top: cell}, column, None) for cell in dataset.select_columns([top])[top]]
+        numbers = [number for number in numbers if cells[number] == value]
+        if not numbers:
+            raise BadRowError(
+                f"{config.path}[{config.split}]: no row is left by where {column!r} = {value!r}; "
+                f"the column holds {_some(cells)}"
+            )
+    return numbers
+
+
+def _some(cells: Iterable[Any]) -> str:
+    distinct = list(dict.fromkeys(map(repr, cells)))
+    return ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
+
+
+def _undecoded(dataset: Dataset, columns: Columns) -> Dataset:
+    """Image columns as their bytes or paths: `datasets` would decode without our checks."""
+    import datasets
+
+    for column in columns.pictures().values():
+        if isinstance(dataset.features.get(column), datasets.Image):
+            dataset = dataset.cast_column(column, datasets.Image(decode=False))
+    return dataset
+
+
+def _nowhere(config: Config) -> str:
+    return (
+        f"{config.path}: neither a file or folder here ({Path.cwd()}) nor a data set on the hub "
+        "that can be reached; give a local path, or a hub id 'owner/name' with network access"
+    )
