@@ -31,39 +31,41 @@ class BadRowError(ValueError):
 
 
 class Columns(Section):
-    """Which key of a row is what. `a.b.0` reaches into nested records and lists."""
+    """Which key of a row is what. `a.b.0` reaches into nested records and lists.
+
+    A key that the config names must be in every row. `target`, `id` and `category` are also found
+    under their default keys in the rows that have them.
+    """
 
     instruction: str = "instruction"
     """The user's words (edit instruction, question or prompt); every row needs them."""
     source: str = "image"
     """Source picture: a path, or an image cell; '' = rows have none."""
-    target: str = ""
-    """Reference edit, a picture for rewards only; '' = rows have none, else every row needs it."""
+    target: str = "target_image"
+    """Reference edit, a picture for rewards only; '' = not read. Name it when a reward needs it."""
     reference: str = ""
-    """A right completion, text; '' = rows have none, else every row needs it."""
+    """A right completion, text; '' = rows have none."""
     id: str = "id"
-    """Stable, unique identity. Rows without the default key are named after file and row number."""
+    """Stable, unique identity; rows without one are called '<file>:<row number>'."""
     category: str = "category"
-    """Free label for per-category metrics. Rows without the default key get ''."""
+    """Free label for per-category metrics."""
     hidden: dict[str, str] = {}
     """Name -> column: what rewards may see and the policy may not (answers, labels)."""
 
-    def named(self) -> list[str]:
+    def required(self) -> list[str]:
         """The columns every row must have."""
-        optional = [
-            getattr(self, key) for key in ("id", "category") if key in self.model_fields_set
-        ]
-        wanted = [self.instruction, self.source, self.target, self.reference, *optional]
-        return [name for name in [*wanted, *self.hidden.values()] if name]
+        by_choice = [key for key in ("target", "id", "category") if key in self.model_fields_set]
+        keys = ["instruction", "source", "reference", *by_choice]
+        return [name for name in [*(getattr(self, k) for k in keys), *self.hidden.values()] if name]
 
     def pictures(self) -> dict[str, str]:
-        """'source' and 'target' -> column, as far as rows have them."""
+        """'source' and 'target' -> column."""
         return {key: name for key in ("source", "target") if (name := getattr(self, key))}
 
     def provides(self) -> frozenset[str]:
-        """What a sample carries beyond its instruction, in the words of a reward's `NEEDS`."""
-        known = [key for key in ("source", "target", "reference") if getattr(self, key)]
-        return frozenset([*known, *(f"hidden:{name}" for name in self.hidden)])
+        """What every sample carries beyond its instruction, in the words of a reward's `NEEDS`."""
+        keys = [k for k in ("source", "target", "reference") if getattr(self, k) in self.required()]
+        return frozenset([*keys, *(f"hidden:{name}" for name in self.hidden)])
 
 
 def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
@@ -95,7 +97,7 @@ class Rows:
         folder: Path,
         max_image_side_px: int,
     ) -> None:
-        """`numbers[i]` is the number that row i has in `origin` (a file, or data set and split), for
+        """`numbers[i]` is the number of row i in `origin` (a file, or data set and split), for
         messages and default ids; relative picture paths count from `folder`."""
         self.num_skipped = 0
         """Rows left out by `keep_good`."""
@@ -166,9 +168,13 @@ class Rows:
         self, row: Mapping[str, Any], use: Callable[[Path | bytes, int], Any]
     ) -> dict[str, Any]:
         used = {}
+        required = self._columns.required()
         for key, column in self._columns.pictures().items():
+            cell = pick(row, column, None)
+            if cell is None and column not in required:
+                continue
             try:
-                used[key] = use(locate(pick(row, column), self._folder), self._max_side_px)
+                used[key] = use(locate(cell, self._folder), self._max_side_px)
             except UnusableError as error:
                 raise UnusableError(f"{key} picture ({column!r}): {error}") from error
         return used
@@ -197,7 +203,7 @@ def shorten(problems: Sequence[str]) -> list[str]:
 
 
 def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
-    for column in columns.named():
+    for column in columns.required():
         pick(row, column)
     for column in filter(None, (columns.instruction, columns.reference)):
         text = pick(row, column)

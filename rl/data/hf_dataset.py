@@ -153,7 +153,7 @@ def _require_columns(config: Config, available: Sequence[str]) -> None:
     """Nested columns ('a.b') are known by their first part here, by the rest when a row is read."""
     missing = [
         column
-        for column in [*config.columns.named(), *config.where]
+        for column in [*config.columns.required(), *config.where]
         if column not in available and column.split(".")[0] not in available
     ]
     if missing:
