@@ -1,0 +1,159 @@
+"""What one sees while a run goes: a line per phase, a summary line per iteration, where time went.
+
+What: `Console` (rank 0 prints, the others are mute), `PhaseTimer` (seconds per phase, every rank)
+and `warn`. What not: records and wandb. With a terminal the phase under way is shown live; in a log
+file every line is plain text.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.status import Status
+from rich.table import Table
+
+SUMMARY = {
+    "reward/mean": "reward",
+    "eval/reward": "held-out",
+    "kl/reference": "kl",
+    "grad_norm": "grad",
+}
+"""Metrics of the summary line and what they are called there; absent ones are left out."""
+_ETA_WINDOW = 20
+"""Iterations that the time per iteration is averaged over."""
+
+
+def warn(text: str) -> None:
+    """One loud line on stderr. Callers pick the rank."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """'8.2 s', '4 min 05 s', '3 h 07 min'."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Console:
+    """The run's face. Colours and live lines only where the stream is a terminal."""
+
+    def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
+        """`enabled`: rank 0. `stream`: default stdout."""
+        self._rich = RichConsole(
+            file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True
+        )
+        self._live = enabled and self._rich.is_terminal
+        self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
+
+    def say(self, text: str) -> None:
+        """One plain line."""
+        self._rich.print(text, markup=False)
+
+    def status(self, text: str) -> Status | None:
+        """A live line on a terminal, else None."""
+        return self._rich.status(text) if self._live else None
+
+    def phase(self, name: str, seconds: float, note: str) -> None:
+        """The line of a finished phase."""
+        self._rich.print(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip(), markup=False)
+
+    def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
+        """The line of a finished iteration; `iteration` counts from 1."""
+        parts = [f"[{iteration}/{num_iterations}]"]
+        parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
+        if "time/iteration_s" in metrics:
+            self._iteration_s.append(metrics["time/iteration_s"])
+            mean_s = sum(self._iteration_s) / len(self._iteration_s)
+            parts.append(f"{duration(mean_s)}/it")
+            parts.append(f"ETA {duration(mean_s * (num_iterations - iteration))}")
+        self._rich.print("  ".join(parts), markup=False, style="bold")
+
+    def where_time_went(self, timer: PhaseTimer) -> None:
+        """The closing table: every phase's seconds and share of the wall time, largest first."""
+        wall_s = max(timer.wall_s, 1e-9)
+        other_s = max(0.0, wall_s - sum(timer.total_s.values()))
+        table = Table("phase", "time", "share", title="where did the time go")
+        rows = [*sorted(timer.total_s.items(), key=lambda row: -row[1]), ("(other)", other_s)]
+        for name, seconds in [*rows, ("wall", wall_s)]:
+            table.add_row(name, duration(seconds), f"{seconds / wall_s:.1%}")
+        self._rich.print(table)
+
+
+@dataclass
+class Phase:
+    """A phase under way."""
+
+    name: str
+    text: str = ""
+    status: Status | None = None
+
+    def note(self, text: str) -> None:
+        """What to show beside the seconds; the last call's text stays."""
+        self.text = text
+        if self.status is not None:
+            self.status.update(f"{self.name}: {text}")
+
+
+class PhaseTimer:
+    """Wall seconds per phase, of this iteration and of the whole run, on this rank.
+
+    Phases do not nest, so their seconds add up to the wall time; inside one, use `silent()`.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        """`console`: where lines go; None: nowhere."""
+        self._console = console
+        self._start_s = self._lap_s = time.perf_counter()
+        self._this_iteration_s: dict[str, float] = {}
+        self._under_way: str | None = None
+        self.total_s: dict[str, float] = {}
+        """Since the start, by phase."""
+
+    @property
+    def wall_s(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._start_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Time a block; a phase entered twice in an iteration adds up. Prints when it ends."""
+        assert self._under_way is None, f"phase {name} inside phase {self._under_way}"
+        self._under_way = name
+        phase = Phase(name, status=self._console.status(name) if self._console else None)
+        if phase.status is not None:
+            phase.status.start()
+        start_s = time.perf_counter()
+        try:
+            yield phase
+        finally:
+            seconds = time.perf_counter() - start_s
+            self._under_way = None
+            if phase.status is not None:
+                phase.status.stop()
+            for totals in (self._this_iteration_s, self.total_s):
+                totals[name] = totals.get(name, 0.0) + seconds
+        if self._console is not None:
+            self._console.phase(name, seconds, phase.text)
+
+    def silent(self) -> PhaseTimer:
+        """A timer for code that runs inside a phase: it prints nothing and counts nowhere."""
+        return PhaseTimer()
+
+    def lap(self) -> dict[str, float]:
+        """`time/<phase>_s` and `time/iteration_s` since the last lap; starts the next one."""
+        now_s = time.perf_counter()
+        metrics = {f"time/{name}_s": seconds for name, seconds in self._this_iteration_s.items()}
+        metrics["time/iteration_s"] = now_s - self._lap_s
+        self._this_iteration_s, self._lap_s = {}, now_s
+        return metrics

@@ -1,0 +1,115 @@
+"""Every metric that may be logged: its unit and meaning. The README's table is made from this.
+
+What: `METRICS`, `check_known` (tests hold everything logged to it; a run is not stopped for a
+missing row) and `markdown_table`. What not: computing any of them. `<...>` in a name stands for
+words that the config or the data choose, e.g. a reward's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+
+
+@dataclass(frozen=True)
+class MetricDoc:
+    """One row of the table."""
+
+    unit: str
+    """'1' for pure numbers, '0..1' for shares and rewards."""
+    meaning: str
+    """One sentence, with the denominator of a mean."""
+
+
+METRICS: dict[str, MetricDoc] = {
+    # Rewards: over the episodes of all ranks
+    "reward/mean": MetricDoc("0..1", "mean composed reward of graded and policy-failed episodes"),
+    "reward/std": MetricDoc("0..1", "standard deviation of the same rewards over the whole batch"),
+    "reward/max": MetricDoc("0..1", "largest of them"),
+    "reward/group_std": MetricDoc("0..1", "mean over groups of the standard deviation in a group"),
+    "reward/noise_variance_share": MetricDoc(
+        "0..1",
+        "with several pictures per completion: share of the reward's variance that the rendering "
+        "noise makes, not the words",
+    ),
+    "reward/part/<name>": MetricDoc(
+        "as the reward states", "mean of a reward's value or `<reward>/<part>` over graded episodes"
+    ),
+    "status/scored": MetricDoc("0..1", "share of episodes rendered and graded"),
+    "status/policy_failed": MetricDoc("0..1", "share whose completion could not be used"),
+    "status/ungraded": MetricDoc("0..1", "share lost to the renderer or the judge"),
+    "groups/zero_spread": MetricDoc("0..1", "share of groups whose rewards are all equal"),
+    "groups/distinct_completions": MetricDoc(
+        "0..1", "mean over groups of distinct completions / completions"
+    ),
+    # Judge: over graded episodes
+    "judge/latency_mean_s": MetricDoc("s", "mean wall time from a question to its verdict"),
+    "judge/latency_p50_s": MetricDoc("s", "median of the same on rank 0"),
+    "judge/latency_p95_s": MetricDoc("s", "95th percentile of the same on rank 0"),
+    "judge/latency_max_s": MetricDoc("s", "longest of the same"),
+    # Tokens
+    "tokens/completion_mean": MetricDoc("tokens", "mean completion length, stop token included"),
+    "tokens/completion_max": MetricDoc("tokens", "longest completion"),
+    "tokens/completion_total": MetricDoc("tokens", "sum of completion lengths over all ranks"),
+    "tokens/prompt_mean": MetricDoc("tokens", "mean prompt length, image tokens included"),
+    "tokens/truncated": MetricDoc("0..1", "share of completions that hit max_completion_tokens"),
+    "tokens/loss_total": MetricDoc("tokens", "tokens that carry loss: the global denominator"),
+    # Held-out run
+    "eval/reward": MetricDoc("0..1", "mean reward of greedy completions on the validation samples"),
+    "eval/reward/<category>": MetricDoc("0..1", "the same over one category"),
+    "eval/part/<name>": MetricDoc("as the reward states", "mean of a reward's value or part there"),
+    "eval/ungraded": MetricDoc("0..1", "share of validation episodes lost to renderer or judge"),
+    "eval/reference_match": MetricDoc("0..1", "share of completions equal to the reference"),
+    "eval_reference/reward": MetricDoc(
+        "0..1",
+        "mean reward of the RIGHT completions under the current weights: when it falls, the "
+        "renderer's conditioning has drifted",
+    ),
+    "eval_reference/reward/<category>": MetricDoc("0..1", "the same over one category"),
+    "eval_reference/part/<name>": MetricDoc("as the reward states", "mean of a part there"),
+    "eval_reference/ungraded": MetricDoc("0..1", "share of those lost to renderer or judge"),
+    # Learner
+    "lr": MetricDoc("1", "AdamW learning rate of the last optimiser step"),
+    "grad_norm": MetricDoc("1", "global gradient norm before clipping, mean over optimiser steps"),
+    "optimizer/steps": MetricDoc("steps", "optimiser steps since the run began"),
+    # Time: wall time on rank 0
+    "time/<phase>_s": MetricDoc("s", "wall time of one phase of the iteration, rank 0"),
+    "time/iteration_s": MetricDoc("s", "wall time of the whole iteration, rank 0"),
+}
+
+
+def doc_of(name: str) -> MetricDoc | None:
+    """The row that a logged name belongs to; an exact row wins over a pattern."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((METRICS[key] for key in METRICS if "<" in key and _regex(key).match(name)), None)
+
+
+def check_known(names: Iterable[str]) -> None:
+    """Raise ValueError naming every metric that has no row, and the nearest row that exists."""
+    unknown = [name for name in names if doc_of(name) is None]
+    if not unknown:
+        return
+    lines = []
+    for name in unknown:
+        near = get_close_matches(name, METRICS, n=1)
+        lines.append(name + (f" (did you mean {near[0]}?)" if near else ""))
+    raise ValueError(
+        "metrics without a row in rl/system/metric_names.py: " + ", ".join(lines) + ". "
+        "Add one with its unit and meaning."
+    )
+
+
+def markdown_table() -> str:
+    """The README's table of metrics."""
+    rows = [f"| `{name}` | {doc.unit} | {doc.meaning} |" for name, doc in METRICS.items()]
+    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    literal_parts = re.split(r"<[a-z_]+>", pattern)
+    return re.compile(".+".join(re.escape(part) for part in literal_parts) + r"\Z")
