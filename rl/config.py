@@ -138,6 +138,11 @@ class JudgeConfig(Section):
     """Longest judge reply, tokens."""
     image_side_px: Annotated[int, Field(ge=32)] = 768
     """Images are downscaled so that their longer side is at most this."""
+    guided_json: Literal["never", "on_retry", "always"] = "never"
+    """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
+    reply; for endpoints that take it (vLLM and OpenAI do)."""
+    max_outage_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long an open breaker may hold questions back before they are given up as UNGRADED, s."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     UNGRADED."""

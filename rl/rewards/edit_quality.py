@@ -1,0 +1,110 @@
+"""One question per picture: does the edit follow the instruction, and is it a good picture?
+
+`alignment` and `quality`, both 0-1, asked together with source and edited picture, several times
+with the judge sampling, and averaged: value = (w_a alignment + w_q quality) / (w_a + w_q).
+
+What not: HTTP, retries, reading of replies (`rl/system/judge_*.py`). Called by the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+
+from rl.config import Section
+from rl.system.judge_question import Question, fill_prompt, read_prompt, repeat_temperature
+from rl.system.judge_reply import fields_schema, read_fields
+from rl.types import Evidence, Grade
+
+if TYPE_CHECKING:
+    from rl.system.judge_client import Answer, JudgeClient
+
+NEEDS = frozenset({"source", "image"})
+UNIT_PARTS = frozenset({"alignment", "quality"})
+"""Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
+
+PROMPTS = Path(__file__).parent / "prompts"
+FIELDS = ("alignment", "quality")
+
+Pair = tuple[float, float]
+
+
+class Config(Section):
+    """Weights, words, and how often the judge is asked."""
+
+    type: str = "edit_quality"
+    """This plug."""
+    prompt: str = ""
+    """File with the question, `{instruction}` where the user's words go; '' = ours. The source
+    picture precedes the text, the edited one follows it."""
+    alignment_weight: Annotated[float, Field(ge=0)] = 0.6
+    """Weight of following the instruction."""
+    quality_weight: Annotated[float, Field(ge=0)] = 0.4
+    """Weight of picture quality."""
+    n_evals: Annotated[int, Field(ge=1)] = 3
+    """Times each picture is graded; the readings that could be had are averaged."""
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+    """Judge sampling temperature for this reward; repeats at 0 would all be the same."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Config:
+        if self.alignment_weight + self.quality_weight == 0:
+            raise ValueError("alignment_weight and quality_weight are both 0; raise one")
+        repeat_temperature(self.n_evals, self.temperature)
+        self.read_prompt()
+        return self
+
+    def read_prompt(self) -> str:
+        """Raises ValueError naming the key."""
+        path = Path(self.prompt or PROMPTS / "edit_quality.txt")
+        return read_prompt(path, "prompt", needs_instruction=True)
+
+
+class EditQuality:
+    """Grades one picture with `n_evals` questions, all at once."""
+
+    def __init__(self, config: Config, judge: JudgeClient) -> None:
+        self._config = config
+        self._judge = judge
+        self._prompt = config.read_prompt()
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        """Value in [0, 1]. A judge in trouble gives a Grade without value, never an exception;
+        `JudgeRefused` (a wrong set-up) passes through."""
+        sample = evidence.sample
+        if sample.source is None or evidence.image is None:
+            return Grade(None, failure="no_image: edit_quality needs a source and a rendering")
+        text = fill_prompt(self._prompt, sample.instruction)
+        parts = (sample.source, text, evidence.image)
+        question = Question(parts, fields_schema(FIELDS, 0, 1), self._config.temperature)
+        answers = await asyncio.gather(
+            *(self._judge.ask(question, _read_pair, n) for n in range(self._config.n_evals))
+        )
+        return self._combine(answers)
+
+    def _combine(self, answers: Sequence[Answer[Pair]]) -> Grade:
+        readings = [answer.value for answer in answers if answer.value]
+        replies = tuple(reply for answer in answers for reply in answer.replies)
+        seconds = max(answer.seconds for answer in answers)
+        if not readings:
+            return Grade(None, replies=replies, failure=answers[0].failure, seconds=seconds)
+        alignment, quality = (fmean(column) for column in zip(*readings, strict=True))
+        weights = self._config.alignment_weight, self._config.quality_weight
+        value = (weights[0] * alignment + weights[1] * quality) / sum(weights)
+        parts = {"alignment": alignment, "quality": quality}
+        return Grade(value, parts, replies, seconds=seconds)
+
+
+def _read_pair(text: str) -> Pair:
+    alignment, quality = read_fields(text, FIELDS, 0, 1)
+    return alignment, quality
+
+
+def build(config: Config, judge: JudgeClient) -> EditQuality:
+    """The reward."""
+    return EditQuality(config, judge)

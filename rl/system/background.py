@@ -1,0 +1,72 @@
+"""An asyncio loop in a daemon thread, so that judging goes on while this thread renders.
+
+What: one loop for the life of a process; coroutines go in, `concurrent.futures.Future`s come out.
+What not: any knowledge of what runs in it. Called by: the rollout and whoever owns a `JudgeClient`
+(an httpx pool belongs to one loop; a fresh `asyncio.run` per call is how it dies).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+JOIN_TIMEOUT_S = 10.0
+
+
+class BackgroundLoop:
+    """Runs coroutines until `close()`. A daemon: it never keeps a dying process alive."""
+
+    def __init__(self, name: str = "background-loop") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `coro` in the loop; its result, exception or cancellation arrives in the future.
+
+        Raises RuntimeError after `close()`.
+        """
+        if self._loop.is_closed():
+            coro.close()
+            raise RuntimeError("this BackgroundLoop is closed: submit before close()")
+        return asyncio.run_coroutine_threadsafe(coro, self._loop)
+
+    def close(self) -> None:
+        """Cancel what still runs, wait for its end, stop the thread. Twice is harmless."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_TIMEOUT_S)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()

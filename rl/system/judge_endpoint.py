@@ -1,0 +1,110 @@
+"""Where the judge is: the forms `judge.api_base` may take, and what to do when it says no.
+
+What: text in, URL or remedy out. What not: requests (`judge_client.py`). Called by the judge client
+and by whoever checks a config.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rl.config import JudgeConfig
+
+if TYPE_CHECKING:
+    import httpx
+
+DEFAULT_PORT = 4877
+"""Of scripts/serve_judge.sh; a file may hold a bare host."""
+
+_HOST = re.compile(r"[A-Za-z0-9.-]+(:\d+)?(/.*)?")
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
+_VERSION = re.compile(r"v\d[a-z0-9]*")
+
+
+def resolve_api_base(value: str) -> str:
+    """`judge.api_base` as the URL that requests are appended to, e.g. 'http://host:4877/v1'.
+
+    Takes a URL with or without '/v1' and trailing slash, 'host:port', or a file whose first line
+    holds a URL, a host, or host:port. Raises ValueError naming the key and the remedy.
+    """
+    value = value.strip()
+    if value.lower() in ("", "none"):
+        raise ValueError(
+            "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
+            "a file that holds it, or to 'embedded' (the tiny world's own)"
+        )
+    if "://" in value or _HOST_AND_PORT.fullmatch(value):
+        return _normalise(value, f"judge.api_base={value!r}")
+    if not Path(value).is_file():
+        raise ValueError(
+            f"judge.api_base={value!r} is neither a URL (http://host:{DEFAULT_PORT}), nor "
+            "host:port, nor a file that exists"
+        )
+    return _from_file(Path(value))
+
+
+def _from_file(path: Path) -> str:
+    where = f"judge.api_base: the file {path}"
+    lines = path.read_text(encoding="utf-8", errors="replace").split()
+    if not lines:
+        raise ValueError(f"{where} is empty; write the judge's URL or host into it")
+    held = lines[0]
+    if "://" not in held and _HOST_AND_PORT.fullmatch(held) is None:
+        if _HOST.fullmatch(held) is None:
+            raise ValueError(f"{where} holds {held[:80]!r}, which is neither a URL nor a host")
+        host, slash, path_part = held.partition("/")
+        held = f"{host}:{DEFAULT_PORT}{slash}{path_part}"
+    return _normalise(held, where)
+
+
+def _normalise(url: str, where: str) -> str:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # Not quoted: what stands there may be a key.
+        raise ValueError(
+            "judge.api_base must be a plain URL without user, password or query: keys come from "
+            "the environment variable that judge.api_key_env names"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{where} is not an http(s) URL with a host")
+    segments = [segment for segment in parts.path.split("/") if segment]
+    if segments[-2:] == ["chat", "completions"]:
+        segments = segments[:-2]
+    # A gateway that versions in another way (/v1beta/openai) has said where it wants the requests.
+    if not any(_VERSION.fullmatch(segment) for segment in segments):
+        segments.append("v1")
+    return f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
+
+
+def is_loopback(api_base: str) -> bool:
+    host = urlsplit(api_base).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def remedy_for(response: httpx.Response, config: JudgeConfig) -> str:
+    """What a person can do about a refusal."""
+    status = response.status_code
+    if status in (401, 403):
+        held = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
+        return (
+            "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
+            f"({held})."
+        )
+    if status == 404:
+        return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
+    if response.is_redirect:
+        return (
+            f"Remedy: set judge.api_base to where it points ({response.headers.get('location')})."
+        )
+    return (
+        "Remedy: the request itself does not suit this endpoint. Check "
+        f"judge.model={config.model!r} (does it take pictures, and two of them?), "
+        "judge.image_side_px and judge.max_tokens against its context, and judge.guided_json."
+    )

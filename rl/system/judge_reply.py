@@ -1,0 +1,110 @@
+"""Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable.
+
+What: one JSON object out of a reply, and its numbers, never guessed, never clipped. What not: the
+retry that follows an unreadable reply (`judge_client.py`). Called by the rewards that ask a judge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+MAX_REPLY_CHARS = 100_000
+
+
+class UnreadableReplyError(ValueError):
+    """The reply is not what was asked for; says why, without quoting the reply."""
+
+
+def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:
+    """The numbers of `{"score": [...]}`: exactly `count`, each in [low, high].
+
+    Raises `UnreadableReplyError`.
+    """
+    scores = _find_object(text).get("score")
+    if not isinstance(scores, list):
+        raise UnreadableReplyError('no list under "score"')
+    if len(scores) != count:
+        raise UnreadableReplyError(f'{len(scores)} numbers under "score", {count} asked for')
+    return tuple(_number(score, "score", low, high) for score in scores)
+
+
+def read_fields(text: str, names: Sequence[str], low: float, high: float) -> tuple[float, ...]:
+    """The numbers under `names`, in that order, each in [low, high].
+
+    Raises `UnreadableReplyError`.
+    """
+    found = _find_object(text)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UnreadableReplyError(f"nothing under {', '.join(missing)}")
+    return tuple(_number(found[name], name, low, high) for name in names)
+
+
+def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
+    """JSON schema of what `read_scores` reads."""
+    number = {"type": "number", "minimum": low, "maximum": high}
+    scores = {"type": "array", "items": number, "minItems": count, "maxItems": count}
+    return _object_schema({"score": scores})
+
+
+def fields_schema(names: Sequence[str], low: float, high: float) -> Mapping[str, Any]:
+    """JSON schema of what `read_fields` reads."""
+    number = {"type": "number", "minimum": low, "maximum": high}
+    return _object_schema(dict.fromkeys(names, number))
+
+
+def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Reasoning first: the numbers are then written in the light of it.
+    properties = {"reasoning": {"type": "string"}, **properties}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _find_object(text: str) -> dict[str, Any]:
+    """The one JSON object of a reply, bare, fenced or after prose.
+
+    A brace that opens anything else makes the reply unreadable: to look inside a broken object for
+    a whole one would be a guess.
+    """
+    if len(text) > MAX_REPLY_CHARS:
+        raise UnreadableReplyError(f"{len(text)} characters long")
+    start = text.find("{")
+    if start < 0:
+        raise UnreadableReplyError("no JSON object")
+    # strict=False: raw newlines inside the reasoning are common and harm nothing.
+    decoder = json.JSONDecoder(
+        object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, strict=False
+    )
+    try:
+        found, end = decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, UnreadableReplyError) else "broken JSON"
+        raise UnreadableReplyError(str(reason)) from None
+    if "{" in text[end:]:
+        raise UnreadableReplyError("more than one JSON object")
+    return dict(found)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise UnreadableReplyError("a key twice in the JSON object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise UnreadableReplyError(f"{name} is not a number")
+
+
+def _number(value: Any, name: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnreadableReplyError(f'{type(value).__name__} under "{name}", a number asked for')
+    if not low <= value <= high:
+        raise UnreadableReplyError(f'"{name}" outside {low:g}..{high:g}')
+    return float(value)

@@ -1,0 +1,161 @@
+"""The tiny world's judge behind the same HTTP that real judges speak.
+
+What: an OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the
+shipped prompts of `viescore` and `edit_quality` from pixels (`pixel_judge.py`). So the quickstart's
+reward path is the real one: PNG, HTTP, JSON, parser. What not: a model, nor a server for anyone
+else: it binds to 127.0.0.1. Called by whoever resolves `judge.api_base: 'embedded'`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+from PIL import Image, UnidentifiedImageError
+
+from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+
+MAX_BODY_BYTES = 64 * 2**20
+PNG_PREFIX = "data:image/png;base64,"
+OPEN_TAG, CLOSE_TAG = "<instruction>", "</instruction>"
+
+
+class JudgeServer:
+    """Serves from a daemon thread on a free port until `close()`."""
+
+    def __init__(self, model: str) -> None:
+        """`model`: the name it answers to, i.e. `judge.model`; any other is a 404."""
+        self.model = model
+        self._http = _Http(("127.0.0.1", 0), _Handler)
+        self._http.judge = self
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def api_base(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def answer(self, parts: list[dict[str, Any]]) -> str:
+        """The judge's words about one user message. Raises ValueError for what it cannot grade."""
+        images = [_picture(part) for part in parts if part.get("type") == "image_url"]
+        text = "\n".join(str(part["text"]) for part in parts if part.get("type") == "text")
+        if len(images) == 1:
+            return _reply({"score": grade_perception(images[0])})
+        if len(images) != 2:
+            raise ValueError(f"{len(images)} pictures in the message; this judge takes 1 or 2")
+        source, edited = images
+        semantics = grade_semantics(source, edited, _instruction(text))
+        if '"alignment"' not in text:
+            return _reply({"score": semantics})
+        perception = grade_perception(edited)
+        return _reply({"alignment": min(semantics) / 10, "quality": min(perception) / 10})
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _instruction(text: str) -> str:
+    """What stands in the marked block of the shipped prompts."""
+    start, end = text.find(OPEN_TAG), text.rfind(CLOSE_TAG)
+    if start < 0 or end < start:
+        raise ValueError(f"no {OPEN_TAG}...{CLOSE_TAG} in the prompt; use the shipped ones")
+    return text[start + len(OPEN_TAG) : end].strip()
+
+
+def _picture(part: dict[str, Any]) -> Image.Image:
+    url = part["image_url"]["url"]
+    if not url.startswith(PNG_PREFIX):
+        raise ValueError("pictures must come as PNG data URLs")
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(url[len(PNG_PREFIX) :], validate=True)))
+        return image.convert("RGB")
+    except (binascii.Error, UnidentifiedImageError, OSError) as error:
+        raise ValueError(f"a picture that cannot be read ({error})") from None
+
+
+def _reply(numbers: dict[str, Any]) -> str:
+    rounded = {
+        name: round(value, 3) if isinstance(value, float) else [round(float(v), 2) for v in value]
+        for name, value in numbers.items()
+    }
+    return json.dumps({"reasoning": "read off the pixels", **rounded})
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    judge: JudgeServer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Http
+    protocol_version = "HTTP/1.1"
+    # Small replies in two writes would each wait 40 ms for an acknowledgement.
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            return self._fail(404, f"no such path: {self.path}")
+        model = {"id": self.server.judge.model, "object": "model", "owned_by": "tiny-world"}
+        return self._send(200, {"object": "list", "data": [model]})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if length > MAX_BODY_BYTES:
+            self.close_connection = True
+            return self._fail(413, f"{length} bytes; at most {MAX_BODY_BYTES}")
+        body = self.rfile.read(length)
+        if self.path != "/v1/chat/completions":
+            return self._fail(404, f"no such path: {self.path}")
+        return self.complete(body)
+
+    def complete(self, body: bytes) -> None:
+        judge = self.server.judge
+        try:
+            request = json.loads(body)
+            if request["model"] != judge.model:
+                return self._fail(404, f"model {request['model']!r} is not served here")
+            reply = judge.answer(request["messages"][-1]["content"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return self._fail(400, f"{type(error).__name__}: {error}")
+        message = {"role": "assistant", "content": reply}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return self._send(
+            200, {"object": "chat.completion", "model": judge.model, "choices": [choice]}
+        )
+
+    def _fail(self, status: int, message: str) -> None:
+        self._send(status, {"error": {"message": message, "code": status}})
+
+    def _send(self, status: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent: the client tells what matters."""

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Serve the judge with vLLM: an OpenAI-compatible endpoint for judge.api_base.
+#
+#   ./scripts/serve_judge.sh [more vllm serve options]
+#
+# Environment (defaults in the code below):
+#   JUDGE_MODEL      what is served; judge.model must say the same
+#   JUDGE_HOST       address to listen on; 0.0.0.0 for other machines (then set VLLM_API_KEY)
+#   JUDGE_PORT       port
+#   JUDGE_MAX_LEN    context, tokens. A picture costs about (side/28)^2: 752 at 768 px, so two of
+#                    them, the longest prompt (700) and a reply of 512 need 2,800; 8192 leaves room
+#                    for image_side_px up to about 1,500
+#   JUDGE_URL_FILE   a file to write the URL to; judge.api_base may name that file
+#   VLLM_API_KEY     key that clients must show; judge.api_key_env names the variable that holds it
+set -euo pipefail
+
+model=${JUDGE_MODEL:-Qwen/Qwen2.5-VL-72B-Instruct}
+host=${JUDGE_HOST:-127.0.0.1}
+port=${JUDGE_PORT:-4877}
+max_len=${JUDGE_MAX_LEN:-8192}
+
+if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    num_gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+elif command -v nvidia-smi >/dev/null; then
+    num_gpus=$(nvidia-smi -L | wc -l)
+else
+    num_gpus=0
+fi
+if ((num_gpus == 0)); then
+    echo "serve_judge.sh: no GPU to be seen. The quickstart needs none of this:" \
+        "its judge is judge.api_base: 'embedded'." >&2
+    exit 1
+fi
+# Attention heads divide by powers of two only (64 query and 8 key-value heads in the 72B).
+tensor_parallel=1
+while ((tensor_parallel * 2 <= num_gpus && tensor_parallel < 8)); do
+    tensor_parallel=$((tensor_parallel * 2))
+done
+
+if [[ $host != 127.* && $host != localhost && -z ${VLLM_API_KEY:-} ]]; then
+    echo "serve_judge.sh: listening on $host without VLLM_API_KEY: anyone who reaches this port" \
+        "can use it." >&2
+fi
+if [[ -n ${JUDGE_URL_FILE:-} ]]; then
+    seen_as=$host
+    [[ $host == 0.0.0.0 ]] && seen_as=$(hostname)
+    echo "http://$seen_as:$port/v1" >"$JUDGE_URL_FILE"
+fi
+
+# --generation-config vllm: the model's own defaults (top_k 1, repetition_penalty 1.05) would make
+# a retry with another seed and temperature say the same again.
+exec vllm serve "$model" \
+    --host "$host" --port "$port" \
+    --tensor-parallel-size "$tensor_parallel" \
+    --max-model-len "$max_len" \
+    --limit-mm-per-prompt '{"image": 2, "video": 0}' \
+    --enable-prefix-caching \
+    --generation-config vllm \
+    "$@"
