@@ -1,0 +1,474 @@
+"""Qwen2.5-VL as a policy: reads a picture and an instruction, writes words.
+
+What: prompts under the renderer's own template, log-probs and conditioning states from one forward,
+what a completion means, and what leaves for the sampler and for disk. What not: sampling (engines),
+the update (learner), rendering. Built by `build.py`.
+
+Axes: `_G` completions in a group, `_B` rows of a micro-batch, `_T` tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from rl.config import Section
+from rl.policies import _adapters, _prompting
+from rl.types import (
+    Action,
+    ActionKind,
+    Completion,
+    HiddenStates,
+    PolicyWeights,
+    Prompt,
+    PromptTemplate,
+    Sample,
+    TokenBatch,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+EMITS: frozenset[ActionKind] = frozenset({"hidden_states", "text"})
+"""Description states for a diffusion transformer, or the words themselves."""
+
+STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+NEGATIVES_KEPT = 64
+"""Negative embeddings are cached for this many pictures (about 11 MB each at full size)."""
+
+
+class LoraSection(Section):
+    """The adapter that is trained; the base stays frozen."""
+
+    r: Annotated[int, Field(ge=1)] = 32
+    """Rank."""
+    alpha: Annotated[float, Field(gt=0)] = 64
+    """The adapter's output is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of linear layers, in the language model only while the vision tower is frozen."""
+    init_seed: int = 0
+    """Seed of the adapter's initial A matrices (B starts at zero)."""
+
+
+class Config(Section):
+    """The policy section."""
+
+    type: str
+    """'qwen2_5_vl'."""
+    model_path: str
+    """Folder or hub id: tokenizer, image processor and (usually) weights."""
+    revision: str | None = None
+    """Hub revision of model_path; null = newest."""
+    init_text_encoder_from: str = ""
+    """Folder or hub id of an editor whose own text encoder gives the weights; '' = model_path's."""
+    text_encoder_subfolder: str = "text_encoder"
+    """Where in that editor the text encoder lies."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the weights in memory; log-probs are float32 always."""
+    device: str = "auto"
+    """'auto' = this rank's device; else 'cpu', 'cuda:1', ..."""
+    lora: LoraSection | None = LoraSection()
+    """null = full fine-tuning."""
+    adapter_path: str = ""
+    """PEFT adapter folder to start from ('' = a fresh one); must fit `lora`."""
+    freeze_vision_tower: bool = True
+    """False also trains the tower (full) or adapts its equally named layers (LoRA)."""
+    system_prompt: str = "You are a helpful assistant."
+    """For renderers that bring no template of their own; '' = no system turn."""
+    conditioning: Literal["policy", "base"] = "policy"
+    """Whose hidden states the renderer gets: the trained weights' (their forward also gives the old
+    log-probs) or the untrained base's (the renderer never sees drifted states)."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel of the trainer's forward."""
+    image_min_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Smallest picture area the model sees, px; null = the processor's own."""
+    image_max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Largest picture area the model sees, px; null = the processor's own."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
+    """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
+    act_batch_size: Annotated[int, Field(ge=1)] = 8
+    """Completions per no-gradient conditioning forward."""
+
+
+def build(
+    config: Config,
+    template: PromptTemplate | None,
+    kind: ActionKind,
+    negative_prompt: str | None,
+    temperature: float,
+    max_completion_tokens: int,
+    gradient_checkpointing: bool,
+    device: str,
+) -> Qwen25VLPolicy:
+    """Load the policy.
+
+    Args:
+        config: the policy section.
+        template: how the renderer asks its text encoder; None = Qwen's chat format.
+        kind: what the renderer takes, one of `EMITS`.
+        negative_prompt: words of the renderer's unconditional branch; None = it uses none.
+        temperature: of the sampler, > 0; the trainer divides its logits by it.
+        max_completion_tokens: longest completion, tokens.
+        gradient_checkpointing: recompute activations in the backward.
+        device: this rank's device.
+    """
+    if kind not in EMITS:
+        raise ValueError(f"policy qwen2_5_vl emits {sorted(EMITS)}, not {kind!r}")
+    return Qwen25VLPolicy(
+        config,
+        template or _prompting.chat_template(config.system_prompt),
+        needs_picture=template is not None and "{image}" in template.text,
+        kind=kind,
+        negative_prompt=negative_prompt,
+        temperature=temperature,
+        max_completion_tokens=max_completion_tokens,
+        gradient_checkpointing=gradient_checkpointing,
+        device=device if config.device == "auto" else config.device,
+    )
+
+
+class Qwen25VLPolicy:
+    """See `rl.types.Policy`."""
+
+    def __init__(
+        self,
+        config: Config,
+        template: PromptTemplate,
+        *,
+        needs_picture: bool,
+        kind: ActionKind,
+        negative_prompt: str | None,
+        temperature: float,
+        max_completion_tokens: int,
+        gradient_checkpointing: bool,
+        device: str,
+    ) -> None:
+        from rl.policies import _qwen_loading as loading
+        from rl.policies._qwen_module import QwenModule
+
+        self.config = config
+        self.dtype = config.dtype
+        self.device = device
+        self.max_prompt_tokens = config.max_prompt_tokens
+        self.max_completion_tokens = max_completion_tokens
+        self._template = template
+        self._needs_picture = needs_picture
+        self._kind = kind
+        self._negative_prompt = negative_prompt
+        self._tokenizer = loading.load_tokenizer(config)
+        self._image_processor = loading.load_image_processor(config)
+        model = loading.adapt(loading.load_model(config), config).to(device)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted = config.lora is not None
+        vocab_size = (model.get_base_model() if adapted else model).config.text_config.vocab_size
+        self.stop_token_ids, self.banned_token_ids = _token_roles(self._tokenizer, vocab_size)
+        self._image_id = self._tokenizer.convert_tokens_to_ids(_prompting.IMAGE_TOKEN)
+        self.module = QwenModule(model, adapted, temperature, self.banned_token_ids)
+        self._overlay: tempfile.TemporaryDirectory[str] | None = None
+        self._negatives: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._base_state: dict[str, torch.Tensor] | None = None
+
+    # What the sampler needs to know
+
+    @property
+    def lora_rank(self) -> int | None:
+        """Rank of the trained adapter; None under full fine-tuning."""
+        return self.config.lora.r if self.config.lora else None
+
+    @property
+    def adapts_vision_tower(self) -> bool:
+        """Whether the adapter reaches beyond the language model."""
+        return self.config.lora is not None and not self.config.freeze_vision_tower
+
+    @property
+    def image_pixel_bounds(self) -> tuple[int, int]:
+        """(smallest, largest) picture area the processor allows, px."""
+        size = self._image_processor.size
+        return size["shortest_edge"], size["longest_edge"]
+
+    def sampler_folder(self) -> str:
+        """Folder or hub id from which an outside sampler loads these base weights, this tokenizer
+        and this image processor; lives as long as the policy."""
+        from rl.policies._qwen_loading import sampler_folder
+
+        self._overlay = self._overlay or tempfile.TemporaryDirectory(prefix="policy-")
+        return sampler_folder(self.config, Path(self._overlay.name))
+
+    def decoder(self, prompt: Prompt, num_rows: int) -> Any:
+        """Token-by-token decoding of one group by the trainer's own module (`Decoder`)."""
+        from rl.policies._qwen_module import Decoder
+
+        return Decoder(self.module, self.collate([(prompt, ())]), num_rows)
+
+    # Prompts and completions
+
+    def build_prompt(self, sample: Sample) -> Prompt:
+        """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
+        a picture the template shows, or is longer than `max_prompt_tokens`."""
+        return self._prompt(sample, sample.instruction)
+
+    def _prompt(self, sample: Sample, words: str) -> Prompt:
+        template = self._template
+        if self._needs_picture and sample.source is None:
+            raise ValueError(
+                f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
+            )
+        if sample.source is None:
+            template = PromptTemplate(template.text.replace("{image}", ""), template.drop_prefix)
+        images: tuple[Any, ...] = ()
+        inputs: dict[str, Any] = {}
+        lengths: list[int] = []
+        if sample.source is not None and "{image}" in template.text:
+            image = self._sized(sample.source)
+            inputs = dict(self._image_processor(images=[image], return_tensors="pt"))
+            images = (image,)
+            lengths = [int(inputs["image_grid_thw"].prod()) // self._image_processor.merge_size**2]
+        short_ids = _prompting.tokenize(self._tokenizer, template, words)
+        token_ids = _prompting.expand_images(short_ids, self._image_id, lengths)
+        if len(token_ids) > self.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
+                f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
+                f"{self.max_prompt_tokens}: raise it, lower policy.image_max_pixels, or drop the "
+                "sample"
+            )
+        return Prompt(
+            sample=sample,
+            token_ids=tuple(token_ids),
+            engine_token_ids=tuple(short_ids),
+            images=images,
+            model_inputs=inputs,
+            num_dropped_tokens=_prompting.num_prefix_tokens(self._tokenizer, template, token_ids),
+        )
+
+    def _sized(self, image: Any) -> Any:
+        """The picture after BOTH resizes (the renderer's and the processor's), so that the
+        trainer's and the sampler's processors, which resize differently, find nothing to do."""
+        from PIL import Image
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        image = image.convert("RGB")
+        if self._template.image_area_px is not None:
+            image = _prompting.resize_to_area(
+                image, self._template.image_area_px, self._template.image_multiple_px
+            )
+        processor = self._image_processor
+        smallest, largest = self.image_pixel_bounds
+        height, width = smart_resize(
+            image.height,
+            image.width,
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=smallest,
+            max_pixels=largest,
+        )
+        return image.resize((width, height), Image.Resampling(processor.resample))
+
+    def encode_completion(self, text: str) -> Completion:
+        """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
+        ids = (*_prompting.plain_ids(self._tokenizer, text), self.stop_token_ids[0])
+        return Completion(ids, (0.0,) * len(ids), "stop")
+
+    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch:
+        """Right-padded rows on the policy's device. A picture shared by several rows (a group) is
+        there once; `image_index` says which row looks at which."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        ids_B = [torch.tensor([*prompt.token_ids, *ids]) for prompt, ids in rows]
+        pad_id = self._tokenizer.pad_token_id
+        input_ids = pad_sequence(ids_B, batch_first=True, padding_value=pad_id)
+        mask_B = [torch.ones_like(ids) for ids in ids_B]
+        attention_mask = pad_sequence(mask_B, batch_first=True)
+        is_image = (input_ids == self._image_id) & attention_mask.bool()
+        inputs = {"mm_token_type_ids": is_image.long()}
+        pictured = [prompt for prompt, _ in rows if prompt.images]
+        if pictured:
+            unique = list({id(prompt): prompt for prompt in pictured}.values())
+            place = {id(prompt): i for i, prompt in enumerate(unique)}
+            for name in ("pixel_values", "image_grid_thw"):
+                inputs[name] = torch.cat([prompt.model_inputs[name] for prompt in unique])
+            inputs["image_index"] = torch.tensor([place[id(prompt)] for prompt in pictured])
+        return TokenBatch(
+            input_ids=input_ids.to(self.device),
+            attention_mask=attention_mask.to(self.device),
+            prompt_lens=torch.tensor([len(p.token_ids) for p, _ in rows], device=self.device),
+            completion_lens=torch.tensor([len(ids) for _, ids in rows], device=self.device),
+            model_inputs={name: tensor.to(self.device) for name, tensor in inputs.items()},
+        )
+
+    # From completions to actions
+
+    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
+        """Parse a group and, for hidden states, run its one no-gradient forward.
+
+        Every completion is forwarded, failed or not, so that the ranks of a sharded run stay in
+        step. Embeddings keep the stop token and are what the renderer's own encoder would give for
+        prompt and completion as one text.
+        """
+        texts = [self._tokenizer.decode(c.token_ids, skip_special_tokens=True).strip()
+                 for c in completions_G]  # fmt: skip
+        failures = [None if text else "empty: the completion holds no words" for text in texts]
+        if self._kind == "text":
+            return [
+                Action(text, None if failure else text, failure)
+                for text, failure in zip(texts, failures, strict=True)
+            ]
+        rows = [(prompt, completion.token_ids) for completion in completions_G]
+        outputs = self._condition(rows, base=self.config.conditioning == "base")
+        negative = self._negative(prompt)
+        return [
+            Action(text, None if failure else HiddenStates(embeds, negative), failure, logprobs)
+            for text, failure, (embeds, logprobs) in zip(texts, failures, outputs, strict=True)
+        ]
+
+    def _condition(
+        self, rows: Sequence[tuple[Prompt, Sequence[int]]], base: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """([L, D] states after the dropped prefix, [T] log-probs; None from the base) per row."""
+        import torch
+
+        results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        size = self.config.act_batch_size
+        with torch.no_grad(), self._evaluating(), self._weights(base):
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                outputs = self.module(self.collate(part))
+                for b, (prompt, ids) in enumerate(part):
+                    end = len(prompt.token_ids) + len(ids)
+                    # Clones: a view would keep the whole padded batch alive.
+                    embeds = outputs.hidden[b, prompt.num_dropped_tokens : end].clone()
+                    logprobs = None if base else outputs.logprobs[b, : len(ids)].clone()
+                    results.append((embeds, logprobs))
+        return results
+
+    def _negative(self, prompt: Prompt) -> torch.Tensor | None:
+        """[L', D] of the negative prompt under the base, which training never moves."""
+        if self._negative_prompt is None:
+            return None
+        key = prompt.sample.id
+        if key not in self._negatives or self._sharded:
+            negative = self._prompt(prompt.sample, self._negative_prompt)
+            self._negatives[key] = self._condition([(negative, ())], base=True)[0][0]
+        self._negatives.move_to_end(key)
+        while len(self._negatives) > NEGATIVES_KEPT:
+            self._negatives.popitem(last=False)
+        return self._negatives[key]
+
+    @property
+    def _sharded(self) -> bool:
+        """Under ZeRO-3 every forward is collective: no rank may skip one that another makes."""
+        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train(was_training)
+
+    @contextmanager
+    def _weights(self, base: bool) -> Iterator[None]:
+        if not base:
+            yield
+            return
+        with self.reference():
+            yield
+
+    # The untrained weights
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `module` is the policy as it was before training.
+
+        LoRA: the adapter is off. Full fine-tuning: the checkpoint's weights, kept on the CPU from
+        the first use on, stand in for the trained ones; ValueError under ZeRO-3, which holds no
+        whole tensors to exchange.
+        """
+        if self.config.lora is not None:
+            with self.module.model.disable_adapter():
+                yield
+            return
+        if self._sharded:
+            raise ValueError(
+                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
+                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
+            )
+        base = self._base_weights()
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        held = {name: parameter.data for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                parameter.data = base[name.removeprefix(_adapters.WRAPPER)].to(parameter)
+            yield
+        finally:
+            for name, parameter in trained.items():
+                parameter.data = held[name]
+
+    def _base_weights(self) -> dict[str, torch.Tensor]:
+        if self._base_state is None:
+            from rl.policies._qwen_loading import load_model
+
+            self._base_state = load_model(self.config).state_dict()
+        return self._base_state
+
+    # What leaves the policy
+
+    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """Clones: a sampler scales LoRA matrices in place."""
+        lora = self.config.lora is not None
+        named = self._outside_names(tensors)
+        return PolicyWeights(
+            kind="lora" if lora else "full",
+            tensors=named,
+            lora_config=self._lora_config() if lora else None,
+            version=version,
+            fingerprint=_adapters.fingerprint(named),
+        )
+
+    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """LoRA: a PEFT adapter. Full: a transformers folder with tokenizer and image processor."""
+        named = self._outside_names(tensors)
+        if self.config.lora is not None:
+            _adapters.write_adapter(folder, named, self._lora_config())
+            return
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self.module.vl_model.config.to_json_file(path / "config.json")
+        self._tokenizer.save_pretrained(folder)
+        self._image_processor.save_pretrained(folder)
+        whole = {**self._base_weights(), **named}
+        _adapters.write_safetensors(path / "model.safetensors", whole)
+
+    def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.config.lora is not None:
+            return {_adapters.peft_name(n): t.detach().clone() for n, t in tensors.items()}
+        named = {n.removeprefix(_adapters.WRAPPER): t.detach().clone() for n, t in tensors.items()}
+        embedding = "model.language_model.embed_tokens.weight"
+        if self.module.vl_model.config.tie_word_embeddings:
+            # A sampler keeps its own head even where the weights are tied.
+            named["lm_head.weight"] = named[embedding].clone()
+        return named
+
+    def _lora_config(self) -> dict[str, Any]:
+        config = _adapters.plain_config(self.module.model.peft_config["default"])
+        return {**config, "base_model_name_or_path": self.config.model_path}
+
+
+def _token_roles(tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(stop ids, the turn's own end first; banned ids: the other specials and the vocabulary's
+    unused tail, which no text decodes to)."""
+    stops = tuple(tokenizer.convert_tokens_to_ids(list(STOP_TOKENS)))
+    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = set(range(len(tokenizer), vocab_size))
+    return stops, tuple(sorted((specials | unused) - set(stops)))

@@ -1,0 +1,154 @@
+"""A tiny, real Qwen2.5-VL on disk: the classes, files and special tokens of the big one.
+
+The tokenizer is trained on Qwen-Image-Edit's system prompt until that prefix has its real length,
+64 tokens. Random weights are scaled up so that pictures and words visibly matter.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rl.system.wheels import mend_mismatched_wheels
+from rl.types import PromptTemplate, Sample
+
+SYSTEM = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. "
+    "Generate a new image that meets the user's requirements while maintaining consistency with "
+    "the original input where appropriate."
+)
+PREFIX = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+TEMPLATE = PromptTemplate(
+    text=PREFIX + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+    drop_prefix=PREFIX,
+    image_area_px=96 * 96,
+)
+SPECIALS = (
+    ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    + [f"<|{kind}_{side}|>" for kind in ("object_ref", "box", "quad") for side in ("start", "end")]
+    + ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = ["make the sky blue", "add a red square to the image", "turn the circle green"]
+
+
+def make_tokenizer() -> Any:
+    """Byte-level BPE of a few hundred tokens under Qwen's own pre-tokenizer and specials."""
+    mend_mismatched_wheels()
+    from transformers import Qwen2Tokenizer
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    roles = ["system\n", "user\n", "assistant\n"]
+    bpe.train_from_iterator([SYSTEM] * 50 + roles * 20 + WORDS * 5, trainer)
+    trained = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=[tuple(merge) for merge in trained["merges"]],
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
+    tokenizer.pad_token, tokenizer.eos_token = "<|endoftext|>", "<|im_end|>"
+    return tokenizer
+
+
+def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
+    """64 wide, two layers; like the big one's, its vocabulary is longer than the tokenizer."""
+    mend_mismatched_wheels()
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(seed)
+    id_of = tokenizer.convert_tokens_to_ids
+    ends = {"bos_token_id": None, "eos_token_id": id_of("<|im_end|>")}
+    ends["pad_token_id"] = id_of("<|endoftext|>")
+    config = Qwen2_5_VLConfig(
+        text_config=dict(
+            vocab_size=len(tokenizer) + 3,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            tie_word_embeddings=tied,
+            **ends,
+        ),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
+        image_token_id=id_of("<|image_pad|>"),
+        video_token_id=id_of("<|video_pad|>"),
+        vision_start_token_id=id_of("<|vision_start|>"),
+        vision_end_token_id=id_of("<|vision_end|>"),
+        tie_word_embeddings=tied,
+        **ends,
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.1 if "visual" in name else 0.15)
+    return model
+
+
+def save_policy_folder(folder: Path, seed: int = 0, tied: bool = False) -> str:
+    """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, seed, tied).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    make_image_processor().save_pretrained(folder)
+    return str(folder)
+
+
+def make_image_processor() -> Any:
+    """4 to 16 image tokens a picture."""
+    mend_mismatched_wheels()
+    from transformers import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
+
+
+def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
+    """Blocks of random colour."""
+    blocks = np.random.RandomState(seed).randint(0, 255, (4, 4, 3))
+    pixels = np.kron(blocks, np.ones((height // 4, width // 4, 1)))
+    return Image.fromarray(pixels.astype("uint8"))
+
+
+def sample(i: int, instruction: str | None = None, width: int = 64, height: int = 64) -> Sample:
+    """Sample number `i`."""
+    return Sample(f"s{i}", instruction or WORDS[i % 3], source=picture(i, width, height))
