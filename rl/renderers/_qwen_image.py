@@ -1,0 +1,197 @@
+"""What the Qwen-Image-Edit plugs share: config, sizes, template, checks, counts, build.
+
+What: everything about these renderers that needs no torch. What not: pictures, which
+`_qwen_image_loop.py` makes. Called by `qwen_image_edit.py` and `qwen_image_edit_plus.py`, which
+re-export the plug contract from here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rl.config import Section
+from rl.types import ActionKind, PromptTemplate
+
+if TYPE_CHECKING:
+    from rl.renderers._qwen_image_loop import QwenImageRenderer
+
+ACCEPTS: ActionKind = "hidden_states"
+MAKES_IMAGES = True
+
+SYSTEM_PROMPT = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. "
+    "Generate a new image that meets the user's requirements while maintaining consistency with "
+    "the original input where appropriate."
+)
+"""The words the released editors were trained under."""
+
+DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
+"""Its tokens (64 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
+
+SIZE_MULTIPLE_PX = 32
+"""Sides that follow from an area are multiples of this, as in the stock pipelines."""
+
+PATCH_PX = 16
+"""One DiT token is 16x16 px: the VAE shrinks 8 times, latents are packed 2x2."""
+
+HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
+    hub_id: {"transformer": 20.43e9, "vae": 0.127e9}
+    for hub_id in (
+        "Qwen/Qwen-Image-Edit",
+        "Qwen/Qwen-Image-Edit-2509",
+        "Qwen/Qwen-Image-Edit-2511",
+    )
+}
+
+
+class QwenImageConfig(Section):
+    """A frozen Qwen-Image-Edit editor. The defaults are the stock pipeline's."""
+
+    type: str
+    """Name of the plug."""
+    model_path: str = "Qwen/Qwen-Image-Edit"
+    """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
+    revision: str | None = None
+    """Hub branch, tag or commit; None = the newest. Ignored for a local folder."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of transformer, VAE and latents; weights stored otherwise are converted when loaded."""
+    device: str = "auto"
+    """'auto' = the rank's own device; else 'cpu', 'cuda:1', ..."""
+    num_steps: Annotated[int, Field(ge=1)] = 50
+    """Denoising steps, transformer forwards per picture (twice that with guidance)."""
+    true_cfg_scale: Annotated[float, Field(ge=1)] = 4.0
+    """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
+    negative_prompt: str = " "
+    """What guidance steers away from; read only when true_cfg_scale > 1."""
+    cfg_in_one_forward: bool = True
+    """True: one forward over positive and negative rows together; False: two forwards, half the
+    activation memory, bit for bit the stock pipeline."""
+    height_px: Annotated[int, Field(ge=32)] | None = None
+    """Fixed picture height, px, multiple of 16; None = from output_area_px."""
+    width_px: Annotated[int, Field(ge=32)] | None = None
+    """Fixed picture width, px, multiple of 16; None = from output_area_px."""
+    output_area_px: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024
+    """Area of the rendered picture, px^2; the source's aspect is kept, sides in multiples of 32."""
+    condition_area_px: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024
+    """Area the source is resized to for the VAE branch, px^2; its tokens cost as much as the
+    picture's own."""
+    policy_image_area_px: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024
+    """Area of the source as the policy reads it, px^2."""
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    """Pictures denoised together; halved for a batch that does not fit in memory."""
+    lora_path: str | None = None
+    """Few-step adapter fused into the transformer: safetensors file, folder or hub id."""
+    lora_weight_name: str | None = None
+    """File name inside lora_path when that is a folder or hub id with several."""
+    scheduler_overrides: dict[str, float | int | bool | str | None] = {}
+    """Keys of the checkpoint's scheduler config to replace, e.g. for Lightning adapters
+    {base_shift: 1.0986, max_shift: 1.0986, shift_terminal: null}."""
+
+
+def fit_area(area_px: int, source_size: tuple[int, int]) -> tuple[int, int]:
+    """(width, height) in px, multiples of 32, of about `area_px` in the aspect of `source_size`.
+
+    The stock pipelines' `calculate_dimensions`, except that a very long picture keeps one patch row
+    where that one rounds to nothing.
+    """
+    ratio = source_size[0] / source_size[1]
+    width = math.sqrt(area_px * ratio)
+    height = width / ratio
+    sides = (round(side / SIZE_MULTIPLE_PX) * SIZE_MULTIPLE_PX for side in (width, height))
+    width_px, height_px = (max(side, SIZE_MULTIPLE_PX) for side in sides)
+    return width_px, height_px
+
+
+def output_size(config: QwenImageConfig, source_size: tuple[int, int]) -> tuple[int, int]:
+    """(width, height) in px of the rendered picture."""
+    if config.height_px is not None and config.width_px is not None:
+        return config.width_px, config.height_px
+    return fit_area(config.output_area_px, source_size)
+
+
+def edit_template(config: QwenImageConfig, picture_label: str) -> PromptTemplate:
+    """The question the editor's text encoder was trained under; the policy samples under it.
+
+    `{image}` stands for the picture's placeholder together with its vision markers.
+    """
+    return PromptTemplate(
+        text=DROPPED_PREFIX
+        + picture_label
+        + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+        drop_prefix=DROPPED_PREFIX,
+        image_area_px=config.policy_image_area_px,
+        image_multiple_px=SIZE_MULTIPLE_PX,
+    )
+
+
+def negative_prompt(config: QwenImageConfig) -> str | None:
+    """What the policy must encode to steer away from; None when guidance is off."""
+    return config.negative_prompt if config.true_cfg_scale > 1 else None
+
+
+def validate(config: QwenImageConfig) -> list[str]:
+    """What is wrong across fields, each with its key and remedy; [] when all is well."""
+    problems = []
+    if (config.height_px is None) != (config.width_px is None):
+        problems.append(
+            "height_px, width_px: set both for a fixed size, or neither for output_area_px"
+        )
+    for key in ("height_px", "width_px"):
+        side = getattr(config, key)
+        if side is not None and side % PATCH_PX:
+            near = round(side / PATCH_PX) * PATCH_PX
+            problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
+    if config.num_steps == 1 and config.scheduler_overrides.get("shift_terminal", "stock"):
+        problems.append(
+            "num_steps: one step cannot be stretched to a terminal sigma (0/0); use 2 or more, or "
+            "scheduler_overrides: { shift_terminal: null }"
+        )
+    if config.lora_weight_name and not config.lora_path:
+        problems.append("lora_weight_name: names a file of lora_path, which is not set")
+    return problems + _find_path_problems(config.model_path)
+
+
+def _find_path_problems(model_path: str) -> list[str]:
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        if model_path.count("/") == 1 and model_path[0] not in "/.~":
+            return []
+        return [f"model_path: no folder {model_path!r}, and not a hub id of the form 'owner/name'"]
+    parts = ("transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json")
+    missing = [part for part in parts if not (folder / part).is_file()]
+    return [f"model_path: {model_path} lacks {', '.join(missing)}"] if missing else []
+
+
+def parameter_counts(config: QwenImageConfig) -> dict[str, float]:
+    """Parameters per resident part, for a memory plan: {'transformer': ..., 'vae': ...}.
+
+    Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+    """
+    folder = Path(config.model_path).expanduser()
+    if not folder.is_dir():
+        return dict(HUB_PARAMETERS.get(config.model_path, {}))
+    return {
+        part: float(sum(map(_count_in_header, (folder / part).glob("*.safetensors"))))
+        for part in ("transformer", "vae")
+    }
+
+
+def _count_in_header(file: Path) -> int:
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+
+
+def build(config: QwenImageConfig, device: str) -> QwenImageRenderer:
+    """Load the editor onto `config.device`, or onto `device` (the rank's) when that is 'auto'."""
+    from rl.renderers._qwen_image_loop import QwenImageRenderer, load_parts
+
+    place = device if config.device == "auto" else config.device
+    return QwenImageRenderer(config, load_parts(config, place))

@@ -1,0 +1,55 @@
+"""Renderer plug: nothing to render. The action is text, and rewards read it as it is.
+
+What: the renderer's contract with no pictures in it. Called by `build.py` and the config check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rl.config import Section
+from rl.types import ActionKind, PromptTemplate, RenderJob
+
+ACCEPTS: ActionKind = "text"
+MAKES_IMAGES = False
+
+
+class Config(Section):
+    """`renderer: { type: 'none' }`."""
+
+    type: str
+    """Name of the plug."""
+
+
+def prompt_template(config: Config) -> PromptTemplate | None:
+    """None: the policy's own template stands."""
+    return None
+
+
+def negative_prompt(config: Config) -> str | None:
+    """None: nothing is guided."""
+    return None
+
+
+def validate(config: Config) -> list[str]:
+    """There is nothing to get wrong."""
+    return []
+
+
+def parameter_counts(config: Config) -> dict[str, float]:
+    """Nothing is resident."""
+    return {}
+
+
+def build(config: Config, device: str) -> NoRenderer:
+    """Ready at once, on no device."""
+    return NoRenderer()
+
+
+class NoRenderer:
+    """See `rl.types.Renderer`."""
+
+    def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, None]]:
+        """Yield `(index, None)` for every job, in order."""
+        for index in range(len(jobs)):
+            yield index, None

@@ -1,0 +1,39 @@
+"""Renderer plug: Qwen-Image-Edit, conditioned on the policy's hidden states.
+
+What: its template. What not: the rest of the contract and the loop, which it shares with Edit-Plus
+(`_qwen_image.py`, `_qwen_image_loop.py`). Called by `build.py` and the config check.
+"""
+
+from __future__ import annotations
+
+from rl.renderers._qwen_image import (
+    ACCEPTS,
+    MAKES_IMAGES,
+    QwenImageConfig,
+    build,
+    edit_template,
+    negative_prompt,
+    parameter_counts,
+    validate,
+)
+from rl.types import PromptTemplate
+
+__all__ = [
+    "ACCEPTS",
+    "MAKES_IMAGES",
+    "Config",
+    "build",
+    "negative_prompt",
+    "parameter_counts",
+    "prompt_template",
+    "validate",
+]
+
+
+class Config(QwenImageConfig):
+    """`renderer: { type: 'qwen_image_edit', ... }`."""
+
+
+def prompt_template(config: Config) -> PromptTemplate:
+    """The picture, then the instruction."""
+    return edit_template(config, picture_label="")

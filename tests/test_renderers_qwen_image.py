@@ -1,0 +1,435 @@
+"""The render loop against the stock pipelines, and every picture against its batch mates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import tiny_editor
+import torch
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_edit_plus
+from PIL import Image
+from tiny_editor import make_job, make_picture
+
+from rl.renderers import _qwen_image_loop as loop
+from rl.renderers import qwen_image_edit, qwen_image_edit_plus
+from rl.types import RenderFailure, RenderJob
+
+SMALL_AREA_PX = 64 * 64
+TINY = {
+    "type": "qwen_image_edit",
+    "model_path": "tiny/editor",
+    "dtype": "float32",
+    "num_steps": 4,
+    "true_cfg_scale": 1.0,
+    "output_area_px": SMALL_AREA_PX,
+    "condition_area_px": SMALL_AREA_PX,
+}
+
+
+@pytest.fixture(scope="module")
+def parts() -> loop.EditorParts:
+    return tiny_editor.make_parts()
+
+
+@pytest.fixture
+def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock pipelines resize every source to 1024^2; here, to 64^2, for speed."""
+    for module in (stock_edit, stock_edit_plus):
+        original = module.calculate_dimensions
+        monkeypatch.setattr(
+            module,
+            "calculate_dimensions",
+            lambda area, ratio, original=original: original(SMALL_AREA_PX, ratio),
+        )
+
+
+def make_renderer(parts: loop.EditorParts, **changes: object) -> loop.QwenImageRenderer:
+    return loop.QwenImageRenderer(qwen_image_edit.Config(**{**TINY, **changes}), parts)
+
+
+def render_floats(renderer: loop.QwenImageRenderer, jobs: Sequence[RenderJob]) -> torch.Tensor:
+    """[B, 3, H, W] in 0..1; all jobs in one batch."""
+    (bucket,) = {renderer._bucket(job.sample.source) for job in jobs}
+    return tiny_editor.as_floats(renderer.render_tensor(jobs, bucket))
+
+
+def render_stock(
+    parts: loop.EditorParts,
+    jobs: Sequence[RenderJob],
+    pipeline_class: type = QwenImageEditPipeline,
+    **arguments: object,
+) -> torch.Tensor:
+    """The stock pipeline on the same states, drawing the noise itself from the jobs' seeds."""
+    embeds, mask = tiny_editor.pad_states([job.payload.embeds for job in jobs])
+    if arguments.get("true_cfg_scale", 1.0) > 1:
+        negatives = tiny_editor.pad_states([job.payload.negative_embeds for job in jobs])
+        arguments["negative_prompt_embeds"], arguments["negative_prompt_embeds_mask"] = negatives
+    pipeline = tiny_editor.stock_pipeline(parts, pipeline_class)
+    return pipeline(
+        image=[job.sample.source for job in jobs],
+        prompt_embeds=embeds,
+        prompt_embeds_mask=mask,
+        generator=[torch.Generator().manual_seed(job.noise_seed) for job in jobs],
+        output_type="pt",
+        **{"num_inference_steps": 4, "true_cfg_scale": 1.0, **arguments},
+    ).images
+
+
+def three_jobs(width: int = 64, height: int = 64) -> list[RenderJob]:
+    return [
+        make_job(
+            make_picture(seed, width, height),
+            length,
+            noise_seed=seed,
+            states_seed=seed,
+            negative_length=5 + seed,
+        )
+        for seed, length in enumerate((9, 14, 11))
+    ]
+
+
+@pytest.mark.usefixtures("small_stock")
+@pytest.mark.parametrize("num_jobs", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_loop_equals_the_stock_pipeline_bit_for_bit(
+    parts: loop.EditorParts, num_jobs: int, scale: float
+) -> None:
+    jobs = three_jobs()[:num_jobs]
+    renderer = make_renderer(parts, true_cfg_scale=scale, cfg_in_one_forward=False)
+    expected = render_stock(parts, jobs, true_cfg_scale=scale)
+    assert torch.equal(render_floats(renderer, jobs), expected)
+
+
+@pytest.mark.usefixtures("small_stock")
+def test_guidance_in_one_forward_equals_two(parts: loop.EditorParts) -> None:
+    jobs = three_jobs()
+    expected = render_stock(parts, jobs, true_cfg_scale=4.0)
+    ours = render_floats(make_renderer(parts, true_cfg_scale=4.0), jobs)
+    assert (ours - expected).abs().max() <= 2e-6
+    unguided = render_floats(make_renderer(parts), jobs)
+    assert (unguided - expected).abs().max() > 1e-2
+
+
+@pytest.mark.slow
+def test_stock_settings_are_the_defaults(parts: loop.EditorParts) -> None:
+    """The true 1024^2 condition of a 3:2 source, its pixels and the config's own defaults."""
+    job = make_job(make_picture(3, 96, 64), 9, noise_seed=3, negative_length=4)
+    config = qwen_image_edit.Config(
+        type="qwen_image_edit",
+        dtype="float32",
+        num_steps=2,
+        cfg_in_one_forward=False,
+        height_px=32,
+        width_px=64,
+    )
+    ((_, picture),) = loop.QwenImageRenderer(config, parts).render([job])
+    expected = render_stock(
+        parts, [job], true_cfg_scale=4.0, num_inference_steps=2, height=32, width=64
+    )
+    expected_picture = (expected[0].permute(1, 2, 0).numpy() * 255).round().astype("uint8")
+    assert np.array_equal(np.asarray(picture), expected_picture)
+
+
+@pytest.mark.usefixtures("small_stock")
+@pytest.mark.parametrize("zero_cond_t", [False, True])
+def test_plus_equals_its_stock_pipeline(zero_cond_t: bool) -> None:
+    parts = tiny_editor.make_parts(zero_cond_t)
+    jobs = three_jobs(width=128)
+    config = qwen_image_edit_plus.Config(**TINY | {"type": "qwen_image_edit_plus"})
+    ours = render_floats(loop.QwenImageRenderer(config, parts), jobs)
+    one_by_one = [render_stock(parts, [job], QwenImageEditPlusPipeline) for job in jobs]
+    alone = render_floats(loop.QwenImageRenderer(config, parts), jobs[:1])
+    assert torch.equal(alone, one_by_one[0])
+    assert (ours - torch.cat(one_by_one)).abs().max() <= 2e-6
+
+
+@pytest.mark.usefixtures("small_stock")
+def test_bfloat16_equals_stock_given_the_same_noise(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("editor")
+    tiny_editor.save_editor(tiny_editor.make_parts(), folder)
+    config = qwen_image_edit.Config(**TINY | {"model_path": str(folder), "dtype": "bfloat16"})
+    renderer = qwen_image_edit.build(config, device="cpu")
+    assert renderer.parts.transformer.dtype == renderer.parts.vae.dtype == torch.bfloat16
+    (job,) = three_jobs()[:1]
+    pipeline = tiny_editor.stock_pipeline(renderer.parts)
+    expected = pipeline(
+        image=job.sample.source,
+        prompt_embeds=job.payload.embeds[None].bfloat16(),
+        # Stock would draw the noise in bfloat16; ours is the float32 one, rounded.
+        latents=loop.make_noise(job.noise_seed, 4, 4, 4).bfloat16(),
+        num_inference_steps=4,
+        true_cfg_scale=1.0,
+        output_type="pt",
+    ).images
+    assert torch.equal(render_floats(renderer, [job]), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_picture_does_not_depend_on_its_batch_mates(
+    parts: loop.EditorParts, scale: float
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts, true_cfg_scale=scale)
+    together = render_floats(renderer, jobs)
+    alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
+    assert (together - alone).abs().max() <= 2e-6
+    assert torch.equal(render_floats(renderer, jobs), together)
+
+
+def test_the_words_and_the_noise_both_show(parts: loop.EditorParts) -> None:
+    source = make_picture(0)
+    renderer = make_renderer(parts)
+    words = [make_job(source, 9, noise_seed=5, states_seed=seed) for seed in (0, 1)]
+    noises = [make_job(source, 9, noise_seed=seed) for seed in (5, 6)]
+    for jobs in (words, noises):
+        first, second = render_floats(renderer, jobs)
+        assert (first - second).abs().max() > 1e-2
+
+
+def test_equal_seeds_give_equal_noise_in_any_batch(parts: loop.EditorParts) -> None:
+    """Same words and seed: the same picture, wherever it lies in the call."""
+    source = make_picture(0)
+    twins = make_job(source, 9, noise_seed=2**63 - 1)
+    other = make_job(source, 12, noise_seed=1, states_seed=1)
+    renderer = make_renderer(parts, batch_size=2)
+    first = dict(renderer.render([twins, other, twins]))
+    second = dict(renderer.render([other, twins, twins]))
+    for picture in (first[2], second[1], second[2]):
+        assert_same_picture(picture, first[0])
+
+
+def assert_same_picture(left: object, right: object) -> None:
+    """Equal but for a rounding of 1/255 at the edge, which float32 batch noise can tip."""
+    assert isinstance(left, Image.Image)
+    assert isinstance(right, Image.Image)
+    difference = np.asarray(left, dtype=int) - np.asarray(right, dtype=int)
+    assert np.abs(difference).max() <= 1
+    assert (difference != 0).mean() < 1e-3
+
+
+def test_junk_in_padded_slots_has_no_effect(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts)
+    clean = render_floats(renderer, jobs)
+    pad_right = loop.pad_right
+
+    def pad_with_junk(embeds_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        padded, mask = pad_right(embeds_B)
+        assert mask is not None
+        return torch.where(mask[..., None], padded, torch.full_like(padded, 37.0)), mask
+
+    monkeypatch.setattr(loop, "pad_right", pad_with_junk)
+    assert torch.equal(render_floats(renderer, jobs), clean)
+
+
+def test_padding_is_on_the_right_and_unmasked_where_there_is_none() -> None:
+    short, long = torch.ones(2, 3), torch.ones(4, 3)
+    padded, mask = loop.pad_right([short, long])
+    assert padded[0].sum(dim=1).tolist() == [3, 3, 0, 0]
+    assert mask.tolist() == [[True, True, False, False], [True] * 4]
+    assert loop.pad_right([long, long])[1] is None
+
+
+@pytest.fixture
+def counted_encodes(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[tuple[int, ...]]]:
+    shapes: list[tuple[int, ...]] = []
+    encode = parts.vae.encode
+
+    def counting_encode(pixels: torch.Tensor) -> object:
+        shapes.append(tuple(pixels.shape))
+        return encode(pixels)
+
+    monkeypatch.setattr(parts.vae, "encode", counting_encode)
+    yield shapes
+
+
+def test_each_source_is_encoded_once(
+    parts: loop.EditorParts, counted_encodes: list[tuple[int, ...]]
+) -> None:
+    sources = [make_picture(0), make_picture(1)]
+    jobs = [make_job(sources[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
+    renderer = make_renderer(parts, batch_size=4)
+    assert len(dict(renderer.render(jobs))) == 6
+    assert counted_encodes == [(1, 3, 1, 64, 64)] * 2
+    list(renderer.render(jobs))
+    assert len(counted_encodes) == 2
+
+
+def test_forgotten_sources_are_encoded_again(
+    parts: loop.EditorParts,
+    counted_encodes: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "NUM_KEPT_SOURCES", 1)
+    renderer = make_renderer(parts, num_steps=2)
+    jobs = [make_job(make_picture(seed), 9, noise_seed=0) for seed in (0, 1)]
+    list(renderer.render(jobs))
+    list(renderer.render(jobs[:1]))
+    assert len(counted_encodes) == 3
+
+
+def test_mixed_aspects_each_keep_their_own(parts: loop.EditorParts) -> None:
+    sizes = [(64, 64), (128, 64), (64, 128), (128, 64)]
+    jobs = [make_job(make_picture(0, *size), 9, noise_seed=0) for size in sizes]
+    renderer = make_renderer(parts)
+    pictures = dict(renderer.render(jobs))
+    assert [pictures[i].size for i in range(4)] == [(64, 64), (96, 32), (32, 96), (96, 32)]
+    for index, job in enumerate(jobs):
+        ((_, alone),) = renderer.render([job])
+        assert_same_picture(pictures[index], alone)
+
+
+def test_pictures_come_as_their_batches_finish(parts: loop.EditorParts) -> None:
+    renderer = make_renderer(parts, batch_size=1, num_steps=2)
+    denoised: list[int] = []
+    render_tensor = renderer.render_tensor
+
+    def noting(jobs: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
+        denoised.extend(job.noise_seed for job in jobs)
+        return render_tensor(jobs, bucket)
+
+    renderer.render_tensor = noting  # type: ignore[method-assign]
+    stream = renderer.render(three_jobs())
+    assert next(stream)[0] == 0
+    assert denoised == [0]
+
+
+def test_one_bad_batch_fails_alone(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts, batch_size=1, num_steps=2)
+    render_tensor = renderer.render_tensor
+
+    def break_second(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
+        if batch[0] is jobs[1]:
+            raise RuntimeError("device fell over")
+        return render_tensor(batch, bucket)
+
+    monkeypatch.setattr(renderer, "render_tensor", break_second)
+    outcomes = dict(renderer.render(jobs))
+    assert outcomes[1] == RenderFailure("exception: RuntimeError: device fell over")
+    assert isinstance(outcomes[0], Image.Image)
+    assert isinstance(outcomes[2], Image.Image)
+
+
+@pytest.mark.parametrize("room", [1, 2, 0])
+def test_a_batch_that_does_not_fit_is_halved(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts, num_steps=2)
+    expected = dict(renderer.render(jobs))
+    render_tensor = renderer.render_tensor
+
+    def small_device(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
+        if len(batch) > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return render_tensor(batch, bucket)
+
+    monkeypatch.setattr(renderer, "render_tensor", small_device)
+    outcomes = dict(renderer.render(jobs))
+    for index in range(3):
+        if room:
+            assert_same_picture(outcomes[index], expected[index])
+        else:
+            assert outcomes[index] == RenderFailure("out_of_memory: out of memory")
+
+
+def test_nan_fails_its_own_picture_only(parts: loop.EditorParts) -> None:
+    jobs = three_jobs()
+    jobs[1].payload.embeds[3, 7] = float("nan")
+    renderer = make_renderer(parts, num_steps=2)
+    outcomes = dict(renderer.render(jobs))
+    assert isinstance(outcomes[1], RenderFailure)
+    assert outcomes[1].reason.startswith("non_finite")
+    ((_, alone),) = renderer.render(jobs[:1])
+    assert_same_picture(outcomes[0], alone)
+
+
+def test_what_cannot_be_rendered_is_said(parts: loop.EditorParts) -> None:
+    source = make_picture(0)
+    jobs = [make_job(None, 9, noise_seed=0), make_job(source, 4095, noise_seed=0)]
+    outcomes = dict(make_renderer(parts).render(jobs))
+    assert outcomes[0].reason.startswith("no_source")
+    assert outcomes[0].blame == "renderer"
+    assert outcomes[1] == RenderFailure(
+        "too_long: 4095 conditioning tokens, room for 4094", blame="policy"
+    )
+    with pytest.raises(ValueError, match="true_cfg_scale: 1"):
+        list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9, noise_seed=0)]))
+
+
+def test_the_longest_text_that_is_let_in_fits(parts: loop.EditorParts) -> None:
+    renderer = make_renderer(parts, num_steps=2)
+    ((_, picture),) = renderer.render([make_job(make_picture(0), 4094, noise_seed=0)])
+    assert isinstance(picture, Image.Image)
+
+
+def test_transparent_and_grey_sources_are_read_as_rgb(parts: loop.EditorParts) -> None:
+    grey = make_picture(0).convert("L")
+    renderer = make_renderer(parts, num_steps=2)
+    jobs = [make_job(grey.convert(mode), 9, noise_seed=0) for mode in ("L", "RGBA", "RGB")]
+    first, second, third = (picture for _, picture in renderer.render(jobs))
+    assert_same_picture(first, third)
+    assert_same_picture(second, third)
+
+
+def test_large_pictures_are_decoded_in_slices(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts)
+    together = render_floats(renderer, jobs)
+    monkeypatch.setattr(loop, "DECODED_PX_AT_ONCE", 64 * 64)
+    assert (render_floats(renderer, jobs) - together).abs().max() <= 2e-6
+
+
+def test_guidance_by_hand() -> None:
+    """neg + 3 (pos - neg) = (9, 4) - ... one token of two channels, rescaled to |pos| = 5."""
+    positive = torch.tensor([[[3.0, 4.0]]])
+    negative = torch.tensor([[[1.5, 4.0]]])
+    # combined = (1.5 + 3 * 1.5, 4) = (6, 4), norm sqrt(52)
+    expected = torch.tensor([[[6.0, 4.0]]]) * 5 / 52**0.5
+    torch.testing.assert_close(loop.guide(positive, negative, 3.0), expected)
+
+
+def test_the_schedule_of_eight_steps_at_1024(parts: loop.EditorParts) -> None:
+    """As tabulated from the stock pipeline; 4096 picture tokens give mu = 0.693."""
+    scheduler = loop.override_scheduler(parts.scheduler, {})
+    loop.set_timesteps(scheduler, 8, 4096, "cpu")
+    expected = [1.0, 0.916, 0.820, 0.709, 0.580, 0.427, 0.244, 0.02, 0.0]
+    np.testing.assert_allclose(scheduler.sigmas.numpy(), expected, atol=6e-4)
+
+
+def test_scheduler_overrides_replace_the_checkpoint_keys(parts: loop.EditorParts) -> None:
+    lightning = {"base_shift": np.log(3), "max_shift": np.log(3), "shift_terminal": None}
+    scheduler = loop.override_scheduler(parts.scheduler, lightning)
+    loop.set_timesteps(scheduler, 4, 4096, "cpu")
+    # shift 3: sigma -> 3 s / (1 + 2 s) at s = 1, 3/4, 1/2, 1/4
+    np.testing.assert_allclose(scheduler.sigmas.numpy(), [1, 0.9, 0.75, 0.5, 0], atol=1e-6)
+    assert parts.scheduler.config.shift_terminal == 0.02
+    with pytest.raises(ValueError, match="shift_terminl"):
+        loop.override_scheduler(parts.scheduler, {"shift_terminl": None})
+
+
+def test_rendering_leaves_no_state_behind(parts: loop.EditorParts) -> None:
+    untouched = parts.scheduler.sigmas.clone()
+    renderer = make_renderer(parts)
+    jobs = three_jobs()
+    first = render_floats(renderer, jobs)
+    renderer_few = dataclasses.replace(parts)
+    render_floats(make_renderer(renderer_few, num_steps=2), jobs)
+    assert torch.equal(render_floats(renderer, jobs), first)
+    assert torch.equal(parts.scheduler.sigmas, untouched)

@@ -1,0 +1,129 @@
+"""A tiny Qwen-Image editor of the real classes, random but with visible conditioning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rl.renderers._qwen_image_loop import EditorParts
+from rl.system.wheels import mend_mismatched_wheels
+from rl.types import HiddenStates, RenderJob, Sample
+
+mend_mismatched_wheels()
+
+from diffusers import (  # noqa: E402
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImageTransformer2DModel,
+)
+
+STATE_DIM = 32
+SCHEDULER_CONFIG = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+"""As shipped with Qwen/Qwen-Image-Edit; the class's own defaults differ."""
+
+
+def make_parts(zero_cond_t: bool = False) -> EditorParts:
+    torch.manual_seed(0)
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=STATE_DIM,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
+    ).eval()
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.3, 0.7, 1.1, 0.9],
+    ).eval()
+    # The default init all but ignores text and time.
+    for parameter in transformer.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG)
+    return EditorParts(transformer=transformer, vae=vae, scheduler=scheduler)
+
+
+def save_editor(parts: EditorParts, folder: Path) -> None:
+    """As the released checkpoints lie on disk."""
+    parts.transformer.save_pretrained(folder / "transformer")
+    parts.vae.save_pretrained(folder / "vae")
+    parts.scheduler.save_pretrained(folder / "scheduler")
+
+
+def stock_pipeline(parts: EditorParts, pipeline_class: type = QwenImageEditPipeline) -> Any:
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config)
+    pipeline = pipeline_class(
+        scheduler=scheduler,
+        vae=parts.vae,
+        transformer=parts.transformer,
+        text_encoder=None,
+        tokenizer=None,
+        processor=None,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def make_picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
+    """Coarse random blocks."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
+
+
+def make_states(seed: int, length: int) -> torch.Tensor:
+    """[length, STATE_DIM] float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, STATE_DIM, generator=generator)
+
+
+def make_job(
+    source: Image.Image | None,
+    length: int,
+    noise_seed: int,
+    *,
+    states_seed: int = 0,
+    negative_length: int | None = None,
+) -> RenderJob:
+    negative = None if negative_length is None else make_states(1000, negative_length)
+    payload = HiddenStates(make_states(states_seed, length), negative_embeds=negative)
+    sample = Sample(id=f"sample-{states_seed}", instruction="", source=source)
+    return RenderJob(sample=sample, payload=payload, noise_seed=noise_seed)
+
+
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Decoder output -1..1 -> 0..1, as before the rounding to uint8."""
+    return (tensor * 0.5 + 0.5).clamp(0, 1)
+
+
+def pad_states(states_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Independent of the renderer's own padding: plain loops."""
+    longest = max(len(states) for states in states_B)
+    padded = torch.zeros(len(states_B), longest, STATE_DIM)
+    mask = torch.zeros(len(states_B), longest, dtype=torch.long)
+    for row, states in enumerate(states_B):
+        padded[row, : len(states)] = states
+        mask[row, : len(states)] = 1
+    return padded, mask
