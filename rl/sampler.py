@@ -20,8 +20,10 @@ from rl.types import DataSource, Sample
 
 
 class PromptSampler:
-    """Draw n of the run is the next row of some source's shuffled order; the source is chosen so that
-    shares are exact, and every pass over a source is shuffled anew."""
+    """Draw n of the run is the next row in the shuffled order of one of the sources.
+
+    Which one is chosen so that shares are exact. Every pass over a source is shuffled anew.
+    """
 
     def __init__(
         self,
