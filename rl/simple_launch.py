@@ -1,0 +1,178 @@
+"""Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
+
+What: check the config, then start the ranks on torchrun's elastic agent, forward signals, name the
+rank that failed and pass its exit code on. What not: what a rank does first (`system/worker.py`),
+training (`train.py`), restarts: the same command resumes the run from its last checkpoint.
+
+Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
+node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rl import check
+from rl.config import ConfigError, RunConfig, load_config
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+GRACE_S = 300
+"""How long ranks may take to save after a signal before they are killed."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 128+n ended by signal n,
+    else the first failing rank's own."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        config = load_config(args.config, args.overrides)
+        if args.nproc is not None:
+            args.overrides.append(f"world_size={args.nproc * args.nnodes}")
+            config = load_config(args.config, args.overrides)
+        if args.check:
+            sys.exit(check.report(config, gpu_gb=args.gpu_gb))
+        problems = check.problems(config)
+        if config.world_size % args.nnodes:
+            problems.append(
+                f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"
+            )
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        print(f"{args.config} cannot run:", *error.problems, sep="\n  - ", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(launch(args, config))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m rl.simple_launch", usage="%(prog)s [options] [script.py] config [key=value ...]"
+    )
+    add = parser.add_argument
+    add("--nproc", type=int, help="ranks on this node (default: world_size / nnodes)")
+    add("--nnodes", type=int, default=1)
+    add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
+    add("--rdzv-endpoint", default="", help="host:port of node 0 (one node: a free port)")
+    add("--check", action="store_true", help="report on the config and start nothing")
+    add("--gpu-gb", type=float, default=80.0, help="GPU size for --check's memory plan, GB")
+    add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
+    args = parser.parse_intermixed_args(argv)
+    if args.nproc is not None and args.nproc < 1:
+        parser.error(f"--nproc {args.nproc}: at least one rank is needed")
+    if args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes:
+        parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
+    if args.nnodes > 1 and not args.rdzv_endpoint:
+        parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
+    args.script = args.words.pop(0) if args.words[0].endswith(".py") else "rl.train"
+    if not args.words:
+        parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
+    args.config, *args.overrides = args.words
+    return args
+
+
+def launch(args: argparse.Namespace, config: RunConfig) -> int:
+    """Run this node's ranks to their end; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _quiet_agent_logs()
+    num_ranks = config.world_size // args.nnodes
+    os.environ.setdefault("OMP_NUM_THREADS", str(_num_threads(num_ranks)))
+    log_dir = config.run_dir / "logs"
+    alone = args.nnodes == 1
+    with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:
+        notes = Path(folder)
+        launch_config = LaunchConfig(
+            min_nodes=args.nnodes,
+            max_nodes=args.nnodes,
+            nproc_per_node=num_ranks,
+            run_id=config.run_name,
+            rdzv_backend="c10d" if alone else "static",
+            rdzv_endpoint="localhost:0" if alone else args.rdzv_endpoint,
+            rdzv_configs={} if alone else {"rank": args.node_rank},
+            local_addr="localhost" if alone else None,
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            shutdown_timeout=GRACE_S,
+        )
+        worker = ["-u", "-m", "rl.system.worker", str(log_dir), folder, args.script]
+        try:
+            elastic_launch(launch_config, sys.executable)(*worker, args.config, *args.overrides)
+            return 0
+        except ChildFailedError as error:
+            return _explain_failure(error, notes, log_dir)
+        except SignalException as error:
+            name = signal.Signals(error.sigval).name
+            print(f"stopped by {name}; the same command resumes the run", file=sys.stderr)
+            return 128 + int(error.sigval)
+        except RendezvousError as error:
+            print(f"lost the other nodes ({args.rdzv_endpoint}): {error}", file=sys.stderr)
+            return 1
+        finally:
+            _end_leftovers(notes)
+
+
+def _num_threads(num_ranks: int) -> int:
+    """CPU threads per rank: one without a GPU (more were measured 3-10x slower on a shared CPU)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 1
+    return max(1, min(8, (os.cpu_count() or 1) // num_ranks))
+
+
+def _quiet_agent_logs() -> None:
+    """The agent logs every signal it sends; what matters of it is said once, by us."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _explain_failure(error: ChildFailedError, notes: Path, log_dir: Path) -> int:
+    """Name the rank that failed first, and why; returns the exit code to pass on."""
+
+    def order(rank: int) -> tuple[bool, int]:
+        # A rank that could not even note its end died hardest; one that SIGTERM ended was asked to.
+        return error.failures[rank].exitcode == -signal.SIGTERM, _note(notes, rank).get(
+            "ended_ns", 0
+        )
+
+    rank = min(error.failures, key=order)
+    code = error.failures[rank].exitcode
+    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    print(f"rank {rank} failed: {how}; logs: {log_dir}", file=sys.stderr)
+    if rank != 0:
+        print(_note(notes, rank).get("reason", ""), file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _note(notes: Path, rank: int) -> dict[str, Any]:
+    """What `system/worker.py` wrote about a rank; {} when it did not get that far."""
+    file = notes / f"rank_{rank}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _end_leftovers(notes: Path) -> None:
+    """Kill what a rank that died left in its process group (an engine's own workers, say)."""
+    for file in notes.glob("rank_*.json"):
+        with suppress(ProcessLookupError):
+            os.killpg(json.loads(file.read_text())["process_group"], signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
