@@ -1,0 +1,88 @@
+"""The whole objective of a micro-batch: policy loss + KL penalty, importance-weighted.
+
+What: `objective`, the one place where `losses`, `kl` and `importance` meet, as the config says.
+What not: forwards and backwards. Called by the learner.
+
+Axes: `_B` completions, `_C` completion tokens, right-padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rl.algorithm.importance import importance_weights
+from rl.algorithm.kl import kl_per_token
+from rl.algorithm.losses import (
+    Denominators,
+    PolicyTerms,
+    advantages_with_kl,
+    policy_terms,
+    token_weights,
+)
+from rl.config import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A micro-batch's share of the step's loss; shares add up over micro-batches and ranks."""
+
+    policy_loss: torch.Tensor
+    """Scalar, with gradient."""
+    kl_loss: torch.Tensor
+    """Scalar, kl_coeff included; 0 without a reference or with the KL in the reward."""
+    policy: PolicyTerms
+    importance: torch.Tensor
+    """[B, C] float32, the truncated weights that were used."""
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Scalar: what the backward starts from."""
+        return self.policy_loss + self.kl_loss
+
+
+def objective(
+    config: AlgorithmConfig,
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    denominators: Denominators,
+) -> Objective:
+    """sum_t weight_t * (importance_t * policy_term_t + kl_coeff * kl_t).
+
+    Args:
+        logprobs: [B, C] float32, nats, with gradient, 0 where the mask is False.
+        old_logprobs: [B, C] float32, nats, the trainer's, before the iteration's first update.
+        sampler_logprobs: [B, C] float32, nats.
+        reference_logprobs: [B, C] float32, nats, 0 where the mask is False; None: no KL.
+        advantages: [B, 1] float32.
+        mask: [B, C] bool, tokens that carry loss.
+        denominators: of the whole step, over all ranks.
+    """
+    advantages = advantages.expand_as(logprobs)
+    kl_loss = logprobs.new_zeros(())
+    weights = token_weights(config.loss, mask, denominators)
+    if reference_logprobs is not None and config.kl_placement == "reward":
+        kl = kl_per_token(old_logprobs, reference_logprobs, config.kl_estimator)
+        advantages = advantages_with_kl(advantages, kl, config.kl_coeff)
+    elif reference_logprobs is not None:
+        kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator)
+        kl_loss = config.kl_coeff * (weights * kl).sum()
+    importance = importance_weights(
+        old_logprobs, sampler_logprobs, mask, config.importance_correction, config.importance_cap
+    )
+    policy = policy_terms(
+        config.loss,
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        config.clip_low,
+        config.clip_high,
+    )
+    policy_loss = (weights * importance * policy.terms).sum()
+    return Objective(policy_loss, kl_loss, policy, importance)
