@@ -106,10 +106,11 @@ def override_scheduler(scheduler: Any, overrides: dict[str, Any]) -> Any:
 def _fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
     from diffusers.loaders import QwenImageLoraLoaderMixin
 
-    state_dict = QwenImageLoraLoaderMixin.lora_state_dict(
-        lora_path, weight_name=weight_name, use_safetensors=True
+    # The metadata holds alpha; without it peft assumes alpha = rank and the strength is wrong.
+    state_dict, metadata = QwenImageLoraLoaderMixin.lora_state_dict(
+        lora_path, weight_name=weight_name, use_safetensors=True, return_lora_metadata=True
     )
-    QwenImageLoraLoaderMixin.load_lora_into_transformer(state_dict, transformer)
+    QwenImageLoraLoaderMixin.load_lora_into_transformer(state_dict, transformer, metadata=metadata)
     transformer.fuse_lora()
     transformer.unload_lora()
 
