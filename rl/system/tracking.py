@@ -68,6 +68,8 @@ class Tracker:
                 self.mode = mode
                 self._guarded("config", lambda: self._run.config.update(dict(config_as_written)))
                 return
+            # wandb's helper process keeps the id "in use" after a failed start.
+            self._guarded("teardown", lambda: importlib.import_module("wandb").teardown())
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Scalars under their stable names."""
@@ -98,7 +100,9 @@ class Tracker:
         """Finish the page, waiting at most a minute for what is not uploaded yet."""
         if self._run is not None:
             run, self._run = self._run, None
-            _call_within(lambda: run.finish(exit_code=int(failed)), FINISH_TIMEOUT_S)
+            problem = _call_within(lambda: run.finish(exit_code=int(failed)), FINISH_TIMEOUT_S)
+            if problem is not None:
+                warn(scrub(f"wandb did not finish its page: {problem}", self._secret_names))
 
     def _init(self, mode: str, run_dir: Path, config: RunConfig) -> None:
         import wandb
@@ -187,11 +191,11 @@ def _why_not_online() -> str | None:
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     target = urlsplit(proxy or url)
     port = target.port or (80 if target.scheme == "http" else 443)
-    reached = _call_within(
+    problem = _call_within(
         lambda: socket.create_connection((target.hostname, port), REACH_TIMEOUT_S).close(),
         REACH_TIMEOUT_S,
     )
-    return None if reached else f"{target.hostname}:{port} cannot be reached"
+    return problem and f"{target.hostname}:{port} cannot be reached ({problem})"
 
 
 def _netrc_knows(host: str) -> bool:
@@ -202,20 +206,21 @@ def _netrc_knows(host: str) -> bool:
         return False
 
 
-def _call_within(call: Callable[[], object], seconds: float) -> bool:
-    """True when `call` returned in time. Name look-ups and uploads take no timeout of their own,
-    so they get a daemon thread, which is abandoned."""
-    done = threading.Event()
+def _call_within(call: Callable[[], object], seconds: float) -> str | None:
+    """None when `call` returned in time, else what went wrong.
+
+    A name look-up takes no timeout, so it gets a daemon thread, which may be abandoned.
+    """
+    outcome: list[str | None] = [f"no answer in {seconds:g} s"]
 
     def run() -> None:
         try:
             call()
+            outcome[0] = None
         except Exception as error:
-            warn(scrub(f"wandb: {error!r}"))
-        else:
-            done.set()
+            outcome[0] = repr(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return done.is_set()
+    return outcome[0]

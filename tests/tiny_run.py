@@ -1,0 +1,51 @@
+"""The smallest things a run records: a config and episodes, without any model.
+
+Used by tests of `rl/system`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from PIL import Image
+
+from rl.config import RunConfig
+from rl.types import Action, Completion, Episode, Prompt, Sample, Status
+
+SAMPLE = Sample("row-7", "make it red", Image.new("RGB", (48, 32), "blue"), category="colour")
+    "row-7", "make the circle red", Image.new("RGB", (48, 32), "blue"), category="colour"
+)
+
+
+def run_config(**changes: Any) -> RunConfig:
+    fields: dict[str, Any] = {
+        "run_name": "tiny",
+        "base_exp_dir": "unused",
+        "seed": 3,
+        "prompts_per_iteration": 2,
+        "generations_per_prompt": 2,
+        "policy": {"type": "qwen2_5_vl", "model": "some/base", "lora": {"r": 8}},
+        "engine": {"type": "transformers", "max_num_seqs": 4},
+        "renderer": {"type": "none"},
+        "rewards": {"judge": {"type": "viescore"}},
+        "data": {"train": [{"type": "edit_jsonl", "path": "train.jsonl"}]},
+    }
+    return RunConfig.model_validate(fields | changes)
+
+
+def episode(**changes: Any) -> Episode:
+    """A scored episode; `changes` replace fields."""
+    fields: dict[str, Any] = {
+        "group_id": "it12/row-7",
+        "prompt": Prompt(SAMPLE, (1, 2, 3), (1, 3)),
+        "completion": Completion((5, 6), (-0.25, -1.0 / 3.0), "stop"),
+        "action": Action("a red circle", "a red circle"),
+        "noise_seed": 99,
+        "image": Image.new("RGB", (48, 32), "red"),
+        "status": Status.SCORED,
+        "reward": 0.75,
+        "parts": {"judge": 0.75, "judge/edit_success": 8.0},
+        "replies": {"judge": ('{"score": [8, 9]}',)},
+        "judge_s": 0.5,
+    }
+    return Episode(**(fields | changes))
