@@ -13,8 +13,6 @@ from rl.config import RunConfig
 from rl.types import Action, Completion, Episode, Prompt, Sample, Status
 
 SAMPLE = Sample("row-7", "make it red", Image.new("RGB", (48, 32), "blue"), category="colour")
-    "row-7", "make the circle red", Image.new("RGB", (48, 32), "blue"), category="colour"
-)
 
 
 def run_config(**changes: Any) -> RunConfig:
