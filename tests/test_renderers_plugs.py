@@ -45,7 +45,7 @@ def make_config(folder: Path, **changes: object) -> qwen_image_edit.Config:
 
 
 def render_one(renderer: QwenImageRenderer, job: RenderJob) -> torch.Tensor:
-    return renderer.render_tensor([job], renderer._bucket(job.sample.source))
+    return renderer.render_tensor([job], renderer.bucket_of(job.sample.source))
 
 
 def test_plugs_import_without_torch() -> None:

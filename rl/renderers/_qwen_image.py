@@ -159,7 +159,7 @@ def validate(config: QwenImageConfig) -> list[str]:
 
 
 def _find_path_problems(model_path: str) -> list[str]:
-    folder = Path(model_path).expanduser()
+    folder = Path(model_path)
     if not folder.is_dir():
         if model_path.count("/") == 1 and model_path[0] not in "/.~":
             return []
@@ -174,7 +174,7 @@ def parameter_counts(config: QwenImageConfig) -> dict[str, float]:
 
     Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
     """
-    folder = Path(config.model_path).expanduser()
+    folder = Path(config.model_path)
     if not folder.is_dir():
         return dict(HUB_PARAMETERS.get(config.model_path, {}))
     return {

@@ -141,7 +141,7 @@ class QwenImageRenderer:
             if job.sample.source is None:
                 yield index, RenderFailure("no_source: an editor needs a source picture")
                 continue
-            bucket = self._bucket(job.sample.source)
+            bucket = self.bucket_of(job.sample.source)
             failure = self._refuse(job.payload, bucket)
             if failure is None:
                 buckets.setdefault(bucket, []).append(index)
@@ -165,7 +165,8 @@ class QwenImageRenderer:
         reason = f"too_long: {len(payload.embeds)} conditioning tokens, room for {room}"
         return RenderFailure(reason, blame="policy")
 
-    def _bucket(self, source: Image.Image) -> Bucket:
+    def bucket_of(self, source: Image.Image) -> Bucket:
+        """Sizes of the picture made from `source`, and of `source` as the VAE sees it."""
         return Bucket(
             output=output_size(self.config, source.size),
             condition=fit_area(self.config.condition_area_px, source.size),
