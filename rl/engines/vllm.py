@@ -1,0 +1,299 @@
+"""The fast sampler: vLLM in the trainer's process, on the trainer's device.
+
+What: one engine per rank, started once, asleep while others use the device; adapters by tensor,
+full weights by iterator; per-request seeds and the sampler's own (processed) log-probs. What not:
+tensor parallelism (each rank samples its own prompts), constraints, a server. Built by `build.py`,
+after the process group (an engine that finds none makes its own) and on every rank.
+
+Axes: `_P` prompts, `_G` completions in a group.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from rl.config import Section
+from rl.engines import _vllm_weights
+from rl.system.seeding import rng_state, set_rng_state
+from rl.system.wheels import mend_mismatched_wheels
+from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from rl.system.dist import Dist
+
+ENVIRONMENT = {
+    # In process: weights are handed over as tensors, and a policy and its sampler share a device.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Set before the first `import vllm`, where the user has not set them."""
+
+BANNED_BIAS = -1e9
+"""Added to a banned id's logit: exp of it is exactly 0 in float32, as in the trainer's softmax."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Slot sizes vLLM offers."""
+
+
+class Config(Section):
+    """The engine section."""
+
+    type: str
+    """'vllm'."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.35
+    """Share of the GPU's memory for weights and key-value cache while awake."""
+    kv_cache_memory_mb: Annotated[int, Field(ge=1)] | None = None
+    """Key-value cache, MiB, instead of that share; null on a CPU means 256."""
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    """Longest prompt + completion, tokens; null = policy.max_prompt_tokens +
+    sampling.max_completion_tokens."""
+    max_num_seqs: Annotated[int, Field(ge=1)] = 128
+    """Completions decoded at the same time."""
+    enforce_eager: bool = False
+    """True skips compilation and CUDA graphs; a CPU is always eager."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the sampler's weights; auto = policy.dtype."""
+    sleep_level: Literal[0, 1] = 1
+    """0: keeps the device's memory while others work; 1: weights to host memory, cache freed (CUDA
+    only). vLLM's level 2, which throws the base away, is not offered: it corrupts VLMs."""
+    tensor_parallel_size: Literal[1] = 1
+    """Every rank is a sampler of its own; more is not supported yet."""
+
+
+def build(config: Config, policy: Any, dist: Dist) -> VllmEngine:
+    """Start the engine on the policy's base weights; takes seconds, minutes for a large model.
+
+    `policy` brings `sampler_folder()`, `dtype`, `lora_rank`, `adapts_vision_tower`,
+    `image_pixel_bounds`, `max_prompt_tokens`, `max_completion_tokens`, and its stop and banned ids.
+    """
+    return VllmEngine(config, policy, dist)
+
+
+class VllmEngine:
+    """See `rl.types.Engine`."""
+
+    def __init__(self, config: Config, policy: Any, dist: Dist) -> None:
+        self._config = config
+        self._dist = dist
+        self._on_cuda = dist.device.startswith("cuda")
+        self._stop_ids = list(policy.stop_token_ids)
+        self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
+        self._lora = policy.lora_rank is not None
+        self._failed = False
+        self._loaded: PolicyWeights | None = None
+        self._expected_hash = ""
+        self._llm = self._start(policy)
+
+    def _start(self, policy: Any) -> Any:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        mend_mismatched_wheels()
+        if not self._on_cuda:
+            # Log-probs run through a compiled function even in eager mode, which would need a C++
+            # compiler on the box.
+            import torch._dynamo
+
+            torch._dynamo.config.disable = True
+        folder = policy.sampler_folder()
+        with _untouched_globals():
+            from vllm import LLM
+
+            _register_in_process(folder)
+            return LLM(folder, **self._arguments(policy))
+
+    def _arguments(self, policy: Any) -> dict[str, Any]:
+        config = self._config
+        smallest, largest = policy.image_pixel_bounds
+        arguments: dict[str, Any] = {
+            "dtype": policy.dtype if config.dtype == "auto" else config.dtype,
+            "seed": 0,
+            "max_model_len": config.max_model_len
+            or policy.max_prompt_tokens + policy.max_completion_tokens,
+            "max_num_seqs": config.max_num_seqs,
+            "enforce_eager": config.enforce_eager or not self._on_cuda,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "limit_mm_per_prompt": {"image": 1, "video": 0},
+            "mm_processor_kwargs": {"size": {"shortest_edge": smallest, "longest_edge": largest}},
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+        }
+        cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else 256)
+        if cache_mb is not None:
+            arguments["kv_cache_memory_bytes"] = cache_mb << 20
+        if self._on_cuda and config.sleep_level == 1:
+            arguments["enable_sleep_mode"] = True
+        if self._dist.world_size > 1:
+            # Reads torchrun's LOCAL_RANK; the default executor would put every rank on device 0.
+            arguments["distributed_executor_backend"] = "external_launcher"
+        if self._lora:
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": min(r for r in LORA_RANKS if r >= policy.lora_rank),
+                "enable_tower_connector_lora": policy.adapts_vision_tower,
+            }
+        return arguments
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        """completions_PG. Temperature 0 takes the likeliest token (all G members are then equal).
+
+        Any exception inside the engine is final: vLLM would spin for ever on its next call.
+        """
+        if self._failed:
+            raise RuntimeError("the vLLM engine failed before and cannot be used again")
+        if not prompts_P:
+            return []
+        requests = [_request(prompt) for prompt in prompts_P]
+        sampling = [self._sampling(params, seed) for seed in seeds_P]
+        try:
+            outputs = self._llm.generate(
+                requests, sampling, use_tqdm=False, lora_request=self._lora_request()
+            )
+        except BaseException:
+            self._failed = True
+            raise
+        return [
+            self._group(prompt, output, params)
+            for prompt, output in zip(prompts_P, outputs, strict=True)
+        ]
+
+    def _sampling(self, params: SamplingParams, seed: int) -> Any:
+        from vllm import SamplingParams as VllmSamplingParams
+
+        return VllmSamplingParams(
+            n=params.num_completions if params.temperature > 0 else 1,
+            seed=seed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_tokens,
+            logprobs=0,
+            detokenize=False,
+            ignore_eos=True,  # the policy's stop ids are the only ones
+            stop_token_ids=self._stop_ids,
+            logit_bias=self._bans,
+        )
+
+    def _group(self, prompt: Prompt, output: Any, params: SamplingParams) -> list[Completion]:
+        if tuple(output.prompt_token_ids) != prompt.token_ids:
+            raise RuntimeError(
+                f"vLLM read the prompt of sample {prompt.sample.id!r} as "
+                f"{len(output.prompt_token_ids)} tokens, the trainer as {len(prompt.token_ids)}: "
+                "their image processors differ (preprocessor_config.json)"
+            )
+        completions_G = [self._completion(member) for member in output.outputs]
+        return completions_G * (params.num_completions // len(completions_G))
+
+    def _completion(self, member: Any) -> Completion:
+        ids = tuple(member.token_ids)
+        logprobs = tuple(
+            position[token].logprob for position, token in zip(member.logprobs, ids, strict=True)
+        )
+        return Completion(ids, logprobs, "stop" if ids[-1] in self._stop_ids else "length")
+
+    def _lora_request(self) -> Any:
+        if not self._lora or self._loaded is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        # The path is never read: the adapter of this number is in the slots already.
+        return LoRARequest("policy", _vllm_weights.ADAPTER_ID, "in-memory")
+
+    def sleep(self) -> None:
+        """Free the device (CUDA, sleep_level 1) and drop every cache that depends on weights."""
+        self._drop_caches()
+        if self._on_cuda and self._config.sleep_level == 1:
+            self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """Undo `sleep`; the weights are those from before it."""
+        if self._on_cuda and self._config.sleep_level == 1:
+            self._llm.wake_up()
+
+    def load_weights(self, weights: PolicyWeights) -> None:
+        """Take the trainer's weights; the engine must be awake. The base is never written to when
+        `weights` is an adapter."""
+        if (weights.kind == "lora") != self._lora:
+            raise ValueError(f"this engine was started for another kind than {weights.kind!r}")
+        if weights.kind == "lora":
+            clones = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+            [self._expected_hash] = self._llm.collective_rpc(
+                _vllm_weights.put_lora, args=(clones, weights.lora_config)
+            )
+        else:
+            self._llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(weights.tensors.items())}
+            )
+        self._loaded = weights
+        self._drop_caches()
+
+    def held_fingerprint(self) -> str | None:
+        """The loaded weights' fingerprint when the worker's LoRA slots hold them bit for bit (B
+        scaled, both in the engine's dtype), else the hash of what they hold. None before the first
+        load, and for full weights, which vLLM repacks beyond recognition."""
+        if self._loaded is None or self._loaded.kind == "full":
+            return None
+        [held] = self._llm.collective_rpc(_vllm_weights.held_lora)
+        return self._loaded.fingerprint if held == self._expected_hash else held
+
+    def close(self) -> None:
+        """Stop the engine. With several ranks it stays until the process ends: stopping it would
+        take the trainer's process group down with it."""
+        core = self._llm.llm_engine.engine_core
+        if self._dist.world_size > 1:
+            core._finalizer.detach()
+            return
+        core.shutdown()
+        del self._llm
+        gc.collect()
+
+    def _drop_caches(self) -> None:
+        self._llm.reset_prefix_cache()
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+
+
+def _request(prompt: Prompt) -> dict[str, Any]:
+    """ONE placeholder per picture: expanded ids would silently be expanded again."""
+    request: dict[str, Any] = {"prompt_token_ids": list(prompt.engine_token_ids)}
+    if prompt.images:
+        request["multi_modal_data"] = {"image": list(prompt.images)}
+    return request
+
+
+def _register_in_process(folder: str) -> None:
+    """Tell vLLM the model's class, which it would else look at in a subprocess (12 s)."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    for architecture in AutoConfig.from_pretrained(folder).architectures:
+        lazy = ModelRegistry.models[architecture]
+        if hasattr(lazy, "module_name"):
+            module = importlib.import_module(lazy.module_name)
+            ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
+
+
+@contextmanager
+def _untouched_globals() -> Iterator[None]:
+    """vLLM's start seeds every global generator and, on a CPU, makes `torch.set_num_threads` a
+    no-op; the trainer keeps its own."""
+    import torch
+
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    random_state = rng_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        set_rng_state(random_state)
