@@ -188,6 +188,8 @@ class Episode:
     replies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     failure: str | None = None
     judge_s: float = 0.0
+    image_rewards: tuple[float, ...] = ()
+    """Final reward of each graded picture of this completion; `reward` is their mean."""
 
 
 @dataclass(frozen=True, eq=False)

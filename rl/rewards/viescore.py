@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rl.system.judge_client import Answer, JudgeClient
 
 NEEDS = frozenset({"source", "image"})
+NEEDS_JUDGE = True
 UNIT_PARTS = frozenset({"sc_01", "pq_01"})
 """Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
 

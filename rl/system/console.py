@@ -22,8 +22,8 @@ from rich.table import Table
 SUMMARY = {
     "reward/mean": "reward",
     "eval/reward": "held-out",
-    "kl/reference": "kl",
-    "grad_norm": "grad",
+    "kl/reference_k3": "kl",
+    "optimizer/grad_norm": "grad",
 }
 """Metrics of the summary line and what they are called there; absent ones are left out."""
 _ETA_WINDOW = 20

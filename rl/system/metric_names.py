@@ -45,18 +45,22 @@ METRICS: dict[str, MetricDoc] = {
     "groups/distinct_completions": MetricDoc(
         "0..1", "mean over groups of distinct completions / completions"
     ),
-    # Judge: over graded episodes
-    "judge/latency_mean_s": MetricDoc("s", "mean wall time from a question to its verdict"),
-    "judge/latency_p50_s": MetricDoc("s", "median of the same on rank 0"),
-    "judge/latency_p95_s": MetricDoc("s", "95th percentile of the same on rank 0"),
-    "judge/latency_max_s": MetricDoc("s", "longest of the same"),
+    # Judge
+    "judge/verdict_mean_s": MetricDoc("s", "mean time from picture to verdict, queueing included"),
+    "judge/latency_p50_s": MetricDoc("s", "median time of one request, of the slowest rank"),
+    "judge/latency_p95_s": MetricDoc("s", "95th percentile of the same"),
+    "judge/latency_max_s": MetricDoc("s", "longest request"),
+    "judge/requests": MetricDoc("requests", "requests sent in this iteration"),
+    "judge/reused_replies": MetricDoc("replies", "taken from the journal of an interrupted run"),
+    "judge/retries": MetricDoc("requests", "requests repeated after a failure or unreadable reply"),
+    "judge/breaker_openings": MetricDoc("1", "times the circuit breaker opened"),
     # Tokens
     "tokens/completion_mean": MetricDoc("tokens", "mean completion length, stop token included"),
     "tokens/completion_max": MetricDoc("tokens", "longest completion"),
     "tokens/completion_total": MetricDoc("tokens", "sum of completion lengths over all ranks"),
     "tokens/prompt_mean": MetricDoc("tokens", "mean prompt length, image tokens included"),
     "tokens/truncated": MetricDoc("0..1", "share of completions that hit max_completion_tokens"),
-    "tokens/loss_total": MetricDoc("tokens", "tokens that carry loss: the global denominator"),
+    "tokens/trained": MetricDoc("tokens", "tokens that carry loss: the global denominator"),
     # Held-out run
     "eval/reward": MetricDoc("0..1", "mean reward of greedy completions on the validation samples"),
     "eval/reward/<category>": MetricDoc("0..1", "the same over one category"),
@@ -71,10 +75,31 @@ METRICS: dict[str, MetricDoc] = {
     "eval_reference/reward/<category>": MetricDoc("0..1", "the same over one category"),
     "eval_reference/part/<name>": MetricDoc("as the reward states", "mean of a part there"),
     "eval_reference/ungraded": MetricDoc("0..1", "share of those lost to renderer or judge"),
-    # Learner
-    "lr": MetricDoc("1", "AdamW learning rate of the last optimiser step"),
-    "grad_norm": MetricDoc("1", "global gradient norm before clipping, mean over optimiser steps"),
-    "optimizer/steps": MetricDoc("steps", "optimiser steps since the run began"),
+    # Learner: per trained token unless said otherwise
+    "loss/total": MetricDoc("1", "what was minimised: loss/policy + loss/kl, per optimiser step"),
+    "loss/policy": MetricDoc("1", "policy-gradient part"),
+    "loss/kl": MetricDoc("1", "kl_coeff x KL part, under kl_placement 'loss'"),
+    "kl/reference_k1": MetricDoc("nats", "mean log pi - log pi_ref of the sampled tokens"),
+    "kl/reference_k3": MetricDoc("nats", "the same by the low-variance, non-negative k3 estimator"),
+    "policy/entropy": MetricDoc("nats", "mean entropy of the next-token distribution"),
+    "policy/clip_fraction": MetricDoc("0..1", "share of tokens whose ratio is clipped"),
+    "policy/ratio_mean": MetricDoc("1", "mean pi / pi_old; 1 with one update per iteration"),
+    "policy/ratio_max": MetricDoc("1", "largest of them"),
+    "mismatch/k1": MetricDoc("nats", "mean log pi_sampler - log pi_trainer of the sampled tokens"),
+    "mismatch/k3": MetricDoc("nats", "KL(sampler || trainer) by the k3 estimator"),
+    "mismatch/max_abs_dlogp": MetricDoc("nats", "largest |log pi_sampler - log pi_trainer|"),
+    "mismatch/ess": MetricDoc("0..1", "effective sample size of the importance weights, share"),
+    "mismatch/weight_mean": MetricDoc("1", "mean truncated importance weight as used"),
+    "mismatch/weight_capped": MetricDoc("0..1", "share of tokens whose weight hit importance_cap"),
+    "optimizer/learning_rate": MetricDoc("1", "AdamW learning rate of this iteration"),
+    "optimizer/grad_norm": MetricDoc("1", "largest global gradient norm before clipping"),
+    "optimizer/steps": MetricDoc("steps", "optimiser steps taken in this iteration"),
+    "optimizer/skipped_steps": MetricDoc("steps", "steps skipped for a non-finite gradient"),
+    "seconds/<learn_phase>": MetricDoc("s", "learn phase split into forward, backward and step"),
+    # Sync
+    "sync/mean_abs_dlogp": MetricDoc(
+        "nats", "mean |log pi_sampler - log pi_trainer| on the probe prompt after the weight sync"
+    ),
     # Time: wall time on rank 0
     "time/<phase>_s": MetricDoc("s", "wall time of one phase of the iteration, rank 0"),
     "time/iteration_s": MetricDoc("s", "wall time of the whole iteration, rank 0"),

@@ -1,0 +1,121 @@
+"""The held-out run of the same rollout: greedy completions, fixed noise, the run's own judge.
+
+What: rewards on the first `evaluation.num_samples` validation samples, and on their reference
+completions where the data has them (a renderer that reads drifted states falls there, a policy that
+writes worse words does not). What not: training. Called by `train.py`; records and pictures land in
+`<run>/evaluation/it_000000/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.algorithm.metrics import Metrics
+from rl.rollout import Crew, collect
+from rl.system.seeding import derive_seed
+from rl.types import Completion, Engine, Episode, Prompt, Sample, SamplingParams, Status
+
+if TYPE_CHECKING:
+    from rl.system.console import PhaseTimer
+    from rl.system.dist import Dist
+
+
+def evaluate(
+    crew: Crew,
+    engine: Engine,
+    samples: Sequence[Sample],
+    iteration: int,
+    run_dir: Path,
+    dist: Dist,
+    timer: PhaseTimer,
+) -> Metrics:
+    """Metrics of `eval/*` over all ranks' samples; every rank passes the same list."""
+    config = crew.config
+    mine = list(samples)[dist.rank :: dist.world_size]
+    params = SamplingParams(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=-1,
+        max_tokens=config.sampling.max_completion_tokens,
+        num_completions=1,
+    )
+    metrics = Metrics()
+    with timer.phase("evaluate"):
+        prompts_P = [crew.policy.build_prompt(sample) for sample in mine]
+        completions_P1 = engine.generate(prompts_P, params, [0] * len(prompts_P)) if mine else []
+        engine.sleep()
+        episodes = _score(crew, prompts_P, completions_P1, timer)
+        _measure(metrics, "eval", episodes)
+        for episode in episodes:
+            reference = episode.prompt.sample.reference
+            if reference is not None:
+                metrics.add("eval/reference_match", float(episode.action.text == reference))
+        if config.evaluation.reference_drift:
+            known = [prompt for prompt in prompts_P if prompt.sample.reference is not None]
+            references = [
+                [crew.policy.encode_completion(str(prompt.sample.reference))] for prompt in known
+            ]
+            _measure(metrics, "eval_reference", _score(crew, known, references, timer))
+        engine.wake()
+    _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, dist)
+    return metrics
+
+
+def _score(
+    crew: Crew,
+    prompts_P: Sequence[Prompt],
+    completions_P1: Sequence[Sequence[Completion]],
+    timer: PhaseTimer,
+) -> list[Episode]:
+    # The noise depends on the sample alone: before and after training differ by the words only.
+    noise_seeds = [derive_seed("evaluation", crew.config.seed, p.sample.id) for p in prompts_P]
+    ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
+    episodes_P1 = collect(crew, prompts_P, completions_P1, noise_seeds, ids, timer.silent())
+    return [episodes[0] for episodes in episodes_P1]
+
+
+def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        metrics.add(f"{prefix}/ungraded", float(episode.status is Status.UNGRADED))
+        if episode.reward is None:
+            continue
+        metrics.add(f"{prefix}/reward", episode.reward)
+        if episode.prompt.sample.category:
+            metrics.add(f"{prefix}/reward/{episode.prompt.sample.category}", episode.reward)
+        for part, value in episode.parts.items():
+            metrics.add(f"{prefix}/part/{part}", value)
+
+
+def _write_records(folder: Path, episodes: Sequence[Episode], dist: Dist) -> None:
+    """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [_record(folder, episode) for episode in episodes]
+    gathered = [record for rank in dist.gather(records) for record in rank]
+    if dist.is_main:
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in gathered]
+        (folder / "records.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _record(folder: Path, episode: Episode) -> Mapping[str, Any]:
+    sample = episode.prompt.sample
+    name = f"{derive_seed('file', sample.id):010d}"
+    files: dict[str, str | None] = {"source_file": None, "image_file": None}
+    for key, picture in (("source_file", sample.source), ("image_file", episode.image)):
+        if picture is not None:
+            files[key] = f"{name}_{key.removesuffix('_file')}.png"
+            picture.save(folder / str(files[key]))
+    return {
+        "id": sample.id,
+        "category": sample.category,
+        "instruction": sample.instruction,
+        "completion": episode.action.text,
+        "reference": sample.reference,
+        "status": episode.status.value,
+        "failure": episode.failure,
+        "reward": episode.reward,
+        "parts": dict(episode.parts),
+        **files,
+    }

@@ -1,0 +1,285 @@
+"""From completions to graded episodes, and from graded episodes to what the learner eats.
+
+What: act (one conditioning forward per group) -> render -> judge as a stream: a picture's questions
+leave for the judge the moment it exists, while later pictures render. What not: sampling (engines),
+advantages (algorithm), the update (learner). Called by `train.py` and `evaluate.py`.
+
+Axes: `_P` prompts on this rank, `_G` completions in a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rl.algorithm.compose import compose
+from rl.config import RunConfig
+from rl.system.seeding import derive_seed
+from rl.types import (
+    Action,
+    Completion,
+    Episode,
+    Evidence,
+    Grade,
+    Policy,
+    Prompt,
+    Renderer,
+    RenderFailure,
+    RenderJob,
+    Reward,
+    Status,
+    TrainSequence,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from rl.system.background import BackgroundLoop
+    from rl.system.console import PhaseTimer
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Everything that turns completions into graded episodes."""
+
+    config: RunConfig
+    policy: Policy
+    renderer: Renderer
+    rewards: Mapping[str, Reward]
+    loop: BackgroundLoop
+    """Where the judge's coroutines run while this thread renders."""
+
+
+PictureKey = tuple[int, tuple[int, ...], int]
+"""(prompt index, completion's token ids, picture number): equal keys are one picture."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """One picture with the grades it got, or why there is none."""
+
+    image: Image | None
+    failure: RenderFailure | None = None
+    grades: Mapping[str, Grade] = field(default_factory=dict)
+
+
+def collect(
+    crew: Crew,
+    prompts_P: Sequence[Prompt],
+    completions_PG: Sequence[Sequence[Completion]],
+    noise_seeds_P: Sequence[int],
+    group_ids_P: Sequence[str],
+    timer: PhaseTimer,
+) -> list[list[Episode]]:
+    """Render and grade every completion; episodes_PG in the order given.
+
+    All completions of a group share their noise. Two equal completions of a group are one picture:
+    it is rendered and judged once. Raises what the judge refuses (`JudgeRefused`): a judge that is
+    set up wrongly stops the run, a judge that is down leaves episodes UNGRADED.
+    """
+    with timer.phase("condition"):
+        actions_PG = [
+            crew.policy.act(prompt, completions_G)
+            for prompt, completions_G in zip(prompts_P, completions_PG, strict=True)
+        ]
+    keys_by_episode: dict[tuple[int, int], list[PictureKey]] = {}
+    jobs: dict[PictureKey, tuple[RenderJob, str]] = {}
+    for p, (prompt, completions_G, actions_G) in enumerate(
+        zip(prompts_P, completions_PG, actions_PG, strict=True)
+    ):
+        for g, (completion, action) in enumerate(zip(completions_G, actions_G, strict=True)):
+            if _why_not_rendered(crew.config, completion, action):
+                continue
+            keys = [(p, completion.token_ids, m) for m in range(crew.config.images_per_completion)]
+            keys_by_episode[p, g] = keys
+            for key in keys:
+                noise_seed = (
+                    noise_seeds_P[p] if key[2] == 0 else derive_seed(noise_seeds_P[p], key[2])
+                )
+                job = RenderJob(prompt.sample, action.payload, noise_seed)
+                jobs.setdefault(key, (job, action.text))
+
+    verdicts = _render_and_grade(crew, jobs, timer)
+    return [
+        [
+            _episode(
+                crew.config,
+                group_ids_P[p],
+                prompt,
+                completion,
+                action,
+                noise_seeds_P[p],
+                [verdicts[key] for key in keys_by_episode.get((p, g), [])],
+            )
+            for g, (completion, action) in enumerate(zip(completions_G, actions_G, strict=True))
+        ]
+        for p, (prompt, completions_G, actions_G) in enumerate(
+            zip(prompts_P, completions_PG, actions_PG, strict=True)
+        )
+    ]
+
+
+def _noise(group_seed: int, picture: int) -> int:
+    """The group's own seed for the first picture, derived ones for the others."""
+    return group_seed if picture == 0 else derive_seed(group_seed, picture)
+
+
+def _why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
+    if action.failure is not None:
+        return action.failure
+    if completion.finish == "length" and config.algorithm.truncated_completions == "floor":
+        return "truncated: hit sampling.max_completion_tokens"
+    return None
+
+
+def _render_and_grade(
+    crew: Crew,
+    jobs: Mapping[PictureKey, tuple[RenderJob, str]],
+    timer: PhaseTimer,
+) -> dict[PictureKey, _Verdict]:
+    """Every job's verdict; grading of early pictures overlaps the rendering of late ones."""
+    keys = list(jobs)
+    images: dict[PictureKey, Image | None] = {}
+    failures: dict[PictureKey, RenderFailure] = {}
+    pending: dict[PictureKey, Future[dict[str, Grade]]] = {}
+    with timer.phase("render") as phase:
+        phase.note(f"{len(keys)} pictures")
+        for index, outcome in crew.renderer.render([jobs[key][0] for key in keys]):
+            key = keys[index]
+            if isinstance(outcome, RenderFailure):
+                failures[key] = outcome
+                continue
+            images[key] = outcome
+            job, text = jobs[key]
+            evidence = Evidence(job.sample, text, outcome)
+            pending[key] = crew.loop.submit(_grade(crew.rewards, evidence))
+    assert len(images) + len(failures) == len(keys), "the renderer lost a job"
+    with timer.phase("judge_wait") as phase:
+        grades = {key: future.result() for key, future in pending.items()}
+        phase.note(_latency(grades.values()))
+    return {key: _Verdict(images.get(key), failures.get(key), grades.get(key, {})) for key in keys}
+
+
+def _latency(graded: Iterable[Mapping[str, Grade]]) -> str:
+    """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
+    seconds = sorted(max((g.seconds for g in grades.values()), default=0.0) for grades in graded)
+    if not seconds:
+        return ""
+    return f"verdicts after {seconds[len(seconds) // 2]:.1f} s (median), {seconds[-1]:.1f} s (last)"
+
+
+async def _grade(rewards: Mapping[str, Reward], evidence: Evidence) -> dict[str, Grade]:
+    grades = await asyncio.gather(*(reward.grade(evidence) for reward in rewards.values()))
+    return dict(zip(rewards, grades, strict=True))
+
+
+def _episode(
+    config: RunConfig,
+    group_id: str,
+    prompt: Prompt,
+    completion: Completion,
+    action: Action,
+    noise_seed: int,
+    verdicts: Sequence[_Verdict],
+) -> Episode:
+    """Fold one completion's pictures into its episode: rewards and parts are their means."""
+
+    def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
+        image = next((v.image for v in verdicts if v.image is not None), None)
+        return Episode(
+            group_id, prompt, completion, action, noise_seed, image, status, reward,
+            failure=failure, **more,
+        )  # fmt: skip
+
+    failure = _why_not_rendered(config, completion, action)
+    if failure is not None:
+        return episode(Status.POLICY_FAILED, config.algorithm.policy_failed_reward, failure)
+    for verdict in verdicts:
+        if verdict.failure is not None and verdict.failure.blame == "policy":
+            floor = config.algorithm.policy_failed_reward
+            return episode(Status.POLICY_FAILED, floor, verdict.failure.reason)
+
+    parts: dict[str, list[float]] = {}
+    replies: dict[str, tuple[str, ...]] = {}
+    causes: list[str] = []
+    rewards: list[float] = []
+    judge_s = 0.0
+    for verdict in verdicts:
+        if verdict.failure is not None:
+            causes.append(f"renderer: {verdict.failure.reason}")
+            continue
+        for name, grade in verdict.grades.items():
+            replies[name] = replies.get(name, ()) + grade.replies
+            judge_s = max(judge_s, grade.seconds)
+            for part, value in _named_parts(name, grade).items():
+                parts.setdefault(part, []).append(value)
+            if grade.value is None:
+                causes.append(f"{name}: {grade.failure}")
+        reward = compose(_values(verdict.grades), config.final_reward)
+        if reward is not None:
+            rewards.append(reward)
+    more: dict[str, Any] = {
+        "parts": {name: fmean(values) for name, values in parts.items()},
+        "replies": replies,
+        "judge_s": judge_s,
+    }
+    if not rewards:
+        return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **more)
+    more["image_rewards"] = tuple(rewards)
+    return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **more)
+
+
+def _named_parts(name: str, grade: Grade) -> dict[str, float]:
+    parts = {f"{name}/{part}": value for part, value in grade.parts.items()}
+    return parts if grade.value is None else {name: grade.value, **parts}
+
+
+def _values(grades: Mapping[str, Grade]) -> dict[str, float | None]:
+    """What the final reward may name: every reward's value, and its parts as `<reward>/<part>`."""
+    values: dict[str, float | None] = {name: grade.value for name, grade in grades.items()}
+    for name, grade in grades.items():
+        values.update({f"{name}/{part}": value for part, value in grade.parts.items()})
+    return values
+
+
+def training_sequences(
+    config: RunConfig,
+    episodes_PG: Sequence[Sequence[Episode]],
+    advantages_PG: Sequence[Sequence[float | None]],
+) -> list[TrainSequence]:
+    """What the learner may learn from: graded episodes, in order, group by group.
+
+    UNGRADED episodes are absent. Forced tokens, and all tokens of a truncated completion under
+    `truncated_completions: 'mask'`, are attended to but carry no loss. A group without spread is
+    absent under `zero_spread_groups: 'drop'`. With one update per iteration the learner's own
+    forward gives the old log-probs, so that the ratio is exactly 1: the rollout's stay behind.
+    """
+    mask_truncated = config.algorithm.truncated_completions == "mask"
+    drop_flat = config.algorithm.zero_spread_groups == "drop"
+    reuse_logprobs = config.optimizer.updates_per_iteration > 1
+    sequences: list[TrainSequence] = []
+    for episodes_G, advantages_G in zip(episodes_PG, advantages_PG, strict=True):
+        if drop_flat and not any(advantages_G):
+            continue
+        for episode, advantage in zip(episodes_G, advantages_G, strict=True):
+            if advantage is None:
+                continue
+            completion = episode.completion
+            masked = mask_truncated and completion.finish == "length"
+            forced = completion.forced or (False,) * len(completion.token_ids)
+            logprobs = episode.action.logprobs if reuse_logprobs else None
+            sequences.append(
+                TrainSequence(
+                    prompt=episode.prompt,
+                    token_ids=completion.token_ids,
+                    loss_mask=tuple(not masked and not f for f in forced),
+                    advantage=advantage,
+                    sampler_logprobs=completion.logprobs,
+                    old_logprobs=None if logprobs is None else tuple(logprobs.tolist()),
+                )
+            )
+    return sequences

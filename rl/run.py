@@ -1,0 +1,270 @@
+"""One run, opened: every part made, the last checkpoint restored, everything closed at the end.
+
+What: `open_run` and the few things that happen around an iteration rather than in it (log, save,
+evaluate). What not: the loop (`train.py`) and how parts are made (`build.py`).
+
+Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
+iteration 0 is what was measured before training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl import build
+from rl.algorithm.metrics import Metrics
+from rl.config import RunConfig
+from rl.evaluate import evaluate
+from rl.learner import Learner
+from rl.rollout import Crew
+from rl.sampler import PromptSampler, first_samples
+from rl.sync import sync
+from rl.system import hub
+from rl.system.background import BackgroundLoop
+from rl.system.checkpoint import Checkpoints
+from rl.system.console import Console, PhaseTimer, warn
+from rl.system.dist import Dist
+from rl.system.judge_client import JudgeClient
+from rl.system.judge_endpoint import resolve_api_base
+from rl.system.metric_names import check_known
+from rl.system.record import RunRecord
+from rl.system.resume import check_resume
+from rl.system.seeding import rng_state, seed_everything, set_rng_state
+from rl.system.tracking import Tracker
+from rl.tiny_world.judge_server import JudgeServer
+from rl.types import Engine, Episode, Policy, Prompt, Sample
+
+
+@dataclass(eq=False)
+class Run:
+    """Everything one run holds."""
+
+    config: RunConfig
+    dist: Dist
+    run_dir: Path
+    console: Console
+    timer: PhaseTimer
+    record: RunRecord
+    tracker: Tracker
+    checkpoints: Checkpoints
+    judge: JudgeClient | None
+    crew: Crew
+    policy: Policy
+    engine: Engine
+    learner: Learner
+    sampler: PromptSampler
+    held_out: Sequence[Sample]
+    probe: Prompt
+    """What the sampler and the trainer are compared on after every sync."""
+    num_iterations: int
+    sync_dtype: str
+    start: int = 0
+    """Iterations finished when the run was opened."""
+    fingerprint: str | None = None
+    """Of the weights that the engine holds."""
+
+    def sync_engine(self) -> Metrics:
+        """Give the engine the learner's weights and prove that they arrived."""
+        report = sync(
+            self.engine,
+            self.learner,
+            self.probe,
+            self.sync_dtype,
+            self.fingerprint,
+            self.config.sampling.temperature,
+        )
+        self.fingerprint = report.fingerprint
+        metrics = Metrics()
+        metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
+        return metrics
+
+    def evaluate_if_due(self, done: int) -> Metrics:
+        """The held-out run, after `done` iterations, if the config asks for one now."""
+        every = self.config.evaluation.every_n_iterations
+        if not every or not self.held_out:
+            return Metrics()
+        if done % every and done != self.num_iterations:
+            return Metrics()
+        self.open_journal("evaluation", done)
+        return evaluate(
+            self.crew, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
+        )
+
+    def open_journal(self, name: str, iteration: int) -> None:
+        """Judge replies are kept per iteration: one that is done again pays for none twice."""
+        if self.judge is not None:
+            file = f"{name}_{iteration:06d}.rank{self.dist.rank}.jsonl"
+            self.judge.open_journal(self.run_dir / "judge" / file)
+
+    def log(self, done: int, metrics: Metrics) -> None:
+        """Write one line of metrics, for all ranks, to every place that shows them."""
+        if self.judge is not None:
+            _add_judge_stats(metrics, self.judge)
+        reduced = self.dist.reduce(metrics) | self.timer.lap()
+        check_known(reduced)
+        self.record.write_metrics(done, reduced)
+        self.tracker.log(done, reduced)
+        self.console.iteration(done, self.num_iterations, reduced)
+
+    def log_episodes(
+        self,
+        done: int,
+        episodes_PG: Sequence[Sequence[Episode]],
+        advantages_PG: Sequence[Sequence[float | None]],
+    ) -> None:
+        """Provenance and pictures of an iteration."""
+        self.record.write_episodes(done, episodes_PG, advantages_PG)
+        self.tracker.log_episodes(done, episodes_PG, advantages_PG)
+
+    def save(self, done: int, final: bool = False) -> None:
+        """Write the checkpoint of `done` finished iterations."""
+        tensors, learner_meta = self.learner.state()
+        trained = self.learner.trainable_tensors()
+        meta = {"learner": learner_meta, "config": self.record.config}
+        self.checkpoints.save(
+            done,
+            tensors,
+            meta,
+            rng_state(),
+            lambda folder: self.policy.save_pretrained(str(folder), trained),
+            hub.model_card(self.record.config, done, {}),
+            final=final,
+        )
+        if self.dist.is_main:
+            _forget_journals(self.run_dir / "judge", done)
+
+    def save_if_due(self, done: int) -> None:
+        """A checkpoint by cadence, and after the last iteration."""
+        last = done == self.num_iterations
+        if last or self.checkpoints.due(done):
+            with self.timer.phase("checkpoint"):
+                self.save(done, final=last)
+
+
+@contextmanager
+def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
+    """Make every part, restore the last checkpoint, close everything in the end.
+
+    Raises ConfigError or ValueError for what the user can mend, before anything heavy is loaded.
+    """
+    run_dir = Path(config.base_exp_dir) / config.run_name
+    resolved = build.resolve(config)
+    console = Console(dist.is_main)
+    with ExitStack() as stack:
+        record = RunRecord(run_dir, config, dist)
+        record.claim()
+        stack.callback(record.release)
+        checkpoints = Checkpoints(run_dir, config.checkpoint, dist)
+        newest = checkpoints.latest()
+        if newest is not None:
+            meta = json.loads((newest / "state.json").read_text(encoding="utf-8"))["meta"]
+            for change in check_resume(meta["config"], record.config):
+                if dist.is_main:
+                    warn(f"resuming under a changed {change}")
+        loop = stack.enter_context(BackgroundLoop("judge"))
+        judge = _open_judge(resolved, loop, stack)
+
+        seed_everything(config.seed + dist.rank)
+        sources = build.build_data(resolved, resolved.train)
+        sampler = PromptSampler(
+            sources,
+            resolved.train_weights,
+            config.seed,
+            config.prompts_per_iteration,
+            config.data.on_bad_row,
+        )
+        validation = build.build_data(resolved, resolved.validation)
+        held_out = first_samples(
+            validation, [1.0] * len(validation), config.evaluation.num_samples,
+            config.data.on_bad_row,
+        ) if validation else []  # fmt: skip
+        num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
+
+        console.say(f"run {config.run_name} in {run_dir}: loading")
+        policy = build.build_policy(resolved, dist)
+        engine = build.build_engine(resolved, policy, dist)
+        stack.callback(engine.close)
+        renderer = build.build_renderer(resolved, dist)
+        learner = Learner(policy, config, dist, num_iterations)
+        rewards = build.build_rewards(resolved, judge)
+        start = 0
+        if newest is not None:
+            loaded = checkpoints.load(newest)
+            learner.load_state(loaded.tensors, loaded.meta["learner"])
+            if loaded.rng is not None:
+                set_rng_state(loaded.rng)
+            start = loaded.iteration
+            console.say(f"resumed from {newest}: {start} iterations done")
+        record.rewind(start if newest is not None else -1)
+        record.write_config()
+        tracker = Tracker(run_dir, config, dist, record.config)
+        stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
+        probe_sample = sampler.shard(0, 0, config.prompts_per_iteration)[0]
+        yield Run(
+            config=config,
+            dist=dist,
+            run_dir=run_dir,
+            console=console,
+            timer=PhaseTimer(console),
+            record=record,
+            tracker=tracker,
+            checkpoints=checkpoints,
+            judge=judge,
+            crew=Crew(config, policy, renderer, rewards, loop),
+            policy=policy,
+            engine=engine,
+            learner=learner,
+            sampler=sampler,
+            held_out=held_out,
+            probe=policy.build_prompt(probe_sample),
+            num_iterations=num_iterations,
+            sync_dtype=_engine_dtype(resolved),
+            start=start,
+        )
+
+
+def _open_judge(
+    resolved: build.Resolved, loop: BackgroundLoop, stack: ExitStack
+) -> JudgeClient | None:
+    """Reach the judge before a model is loaded: one that is not there is found in seconds."""
+    if not resolved.needs_judge:
+        return None
+    config = resolved.config.judge
+    if config.api_base == "embedded":
+        api_base = stack.enter_context(JudgeServer(config.model)).api_base
+    else:
+        api_base = resolve_api_base(config.api_base)
+    judge = JudgeClient(config, api_base)
+    stack.callback(lambda: loop.submit(judge.aclose()).result())
+    loop.submit(judge.check_health()).result()
+    return judge
+
+
+def _engine_dtype(resolved: build.Resolved) -> str:
+    dtype = getattr(resolved.engine.config, "dtype", "auto")
+    return str(resolved.policy.config.dtype if dtype == "auto" else dtype)
+
+
+def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:
+    stats = judge.take_stats()
+    metrics.total("judge/requests", stats.requests)
+    metrics.total("judge/reused_replies", stats.reused)
+    metrics.total("judge/retries", sum(stats.retries.values()))
+    metrics.total("judge/breaker_openings", stats.breaker_openings)
+    if stats.latencies_s:
+        ordered = sorted(stats.latencies_s)
+        metrics.maximum("judge/latency_p50_s", ordered[len(ordered) // 2])
+        metrics.maximum("judge/latency_p95_s", ordered[int(len(ordered) * 0.95)])
+        metrics.maximum("judge/latency_max_s", ordered[-1])
+
+
+def _forget_journals(folder: Path, done: int) -> None:
+    """Replies of iterations that a checkpoint now covers are in the episode records."""
+    for path in folder.glob("*_*.rank*.jsonl"):
+        iteration = path.name.split("_")[-1].partition(".")[0]
+        if int(iteration) < done:
+            path.unlink()
