@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,8 @@ def deepspeed_config(
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = PERSISTENCE_THRESHOLD_NUMEL
+        # Its replacement for F.linear breaks non-reentrant checkpointing ("recomputed shape [0]").
+        zero["memory_efficient_linear"] = False
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": 1,
@@ -231,6 +234,8 @@ def _import_deepspeed(dist: Dist) -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
+    # It calls collectives under names that torch now deprecates, several times a step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if on_cpu:
         # Only the lookup of a shared-memory op for CPU inference reads this; finding it would
         # compile C++ for a minute, and a stale lock file would hang the run for ever.

@@ -1,0 +1,172 @@
+"""A tiny trainable policy, sequences for it, and a run of several ranks in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.config import RunConfig
+from rl.learner import Learner
+from rl.policies import qwen2_5_vl
+from rl.system.dist import Dist
+from rl.types import TrainSequence
+import tiny_qwen
+
+LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+NUM_ITERATIONS = 10
+
+
+def make_policy(folder: str, **overrides: Any) -> qwen2_5_vl.Qwen25VLPolicy:
+    """Float32 LoRA policy on the CPU; `overrides` are keys of the policy section."""
+    section = {"type": "qwen2_5_vl", "model_path": folder, "dtype": "float32", "device": "cpu"}
+    config = qwen2_5_vl.Config(**{**section, "lora": LORA, **overrides})
+    policy = qwen2_5_vl.build(
+        config,
+        tiny_qwen.TEMPLATE,
+        kind="text",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=12,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    wake_lora(policy)
+    return policy
+
+
+def wake_lora(policy: qwen2_5_vl.Qwen25VLPolicy) -> None:
+    """LoRA's B starts at zero, where A has no gradient and the reference is the policy."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in policy.module.named_parameters():
+            if "lora_B" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.05 * noise)
+
+
+def make_config(
+    algorithm: dict[str, Any] | None = None,
+    groups: int = 4,
+    members: int = 3,
+    **optimizer: Any,
+) -> RunConfig:
+    """A run config whose rooms beside `algorithm` and `optimizer` do not matter here."""
+    settings = {"backend": "torch", "learning_rate": 1e-2, "micro_batch_size": 4, **optimizer}
+    return RunConfig.model_validate(
+        {
+            "run_name": "tiny",
+            "base_exp_dir": "unused",
+            "num_iterations": NUM_ITERATIONS,
+            "prompts_per_iteration": groups,
+            "generations_per_prompt": members,
+            "policy": {"type": "qwen2_5_vl"},
+            "engine": {"type": "transformers"},
+            "renderer": {"type": "none"},
+            "rewards": {},
+            "data": {"train": []},
+            "sampling": {"max_completion_tokens": 12},
+            "algorithm": algorithm or {},
+            "optimizer": settings,
+        }
+    )
+
+
+def make_sequences(
+    policy: qwen2_5_vl.Qwen25VLPolicy, groups: int = 4, members: int = 3, seed: int = 0
+) -> list[TrainSequence]:
+    """Random completions of 3 to 9 tokens with random advantages, masks and log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for group in range(groups):
+        prompt = policy.build_prompt(tiny_qwen.sample(group, width=64 + 28 * (group % 2)))
+        for _ in range(members):
+            length = int(torch.randint(3, 10, (), generator=generator))
+            ids = torch.randint(10, 250, (length,), generator=generator)
+            mask = torch.rand(length, generator=generator) < 0.8
+            logprobs = -6 - torch.rand(length, generator=generator)
+            sequences.append(
+                TrainSequence(
+                    prompt=prompt,
+                    token_ids=tuple(ids.tolist()),
+                    loss_mask=tuple(mask.tolist()),
+                    advantage=float(torch.randn((), generator=generator)),
+                    sampler_logprobs=tuple(logprobs.tolist()),
+                )
+            )
+    return sequences
+
+
+def train(
+    learner: Learner, sequences: list[TrainSequence], start: int, stop: int
+) -> list[dict[str, float]]:
+    """Iterations start..stop on the same sequences; merged metrics of this rank alone."""
+    seen = []
+    for iteration in range(start, stop):
+        metrics = learner.update(sequences, iteration)
+        seen.append(metrics.merge([metrics.state()]))
+    return seen
+
+
+def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
+    """The trained weights, copied."""
+    return {name: t.detach().clone() for name, t in learner.trainable_tensors().items()}
+
+
+def run_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> list[Any]:
+    """Call `tests.<module>:<name>`(dist, folder, **arguments) on gloo ranks in fresh processes.
+
+    Returns every rank's `torch.load`ed result. A hanging rank fails the test after two minutes.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    call = json.dumps([function, str(folder), arguments])
+    processes = []
+    for rank in range(num_ranks):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "-m", "tests.tiny_policy", call]
+        processes.append(
+            subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        )
+    errors = []
+    try:
+        for process in processes:
+            _, stderr = process.communicate(timeout=120)
+            if process.returncode:
+                errors.append(stderr.decode()[-3000:])
+    finally:
+        for process in processes:
+            process.kill()
+    assert not errors, "\n".join(errors)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
+
+
+def _main(call: str) -> None:
+    import importlib
+
+    torch.set_num_threads(1)
+    function, folder, arguments = json.loads(call)
+    module, _, name = function.partition(":")
+    dist = Dist.from_env("cpu")
+    result = getattr(importlib.import_module(module), name)(dist, Path(folder), **arguments)
+    torch.save(result, Path(folder) / f"rank{dist.rank}.pt")
+    dist.barrier()
+    dist.close()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
