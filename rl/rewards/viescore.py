@@ -54,7 +54,9 @@ class Config(Section):
     """Judge sampling temperature for this reward; null = judge.temperature."""
 
     @model_validator(mode="after")
-    def _prompts_can_be_read(self) -> Config:
+    def _makes_sense(self) -> Config:
+        if self.temperature is not None:
+            repeat_temperature(self.n_evals, self.temperature)
         self.read_prompts()
         return self
 

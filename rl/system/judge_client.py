@@ -113,6 +113,7 @@ class JudgeClient:
         self.api_base = api_base
         self._journal = ReplyJournal(journal) if journal else None
         self._stats = JudgeStats()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
         self._has_replied = False
         # Jitter must not draw from the run's random numbers: a retry would change the training.
@@ -138,11 +139,6 @@ class JudgeClient:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a JudgeClient holds a key and sockets: make one per process instead")
-
-    @property
-    def in_flight(self) -> int:
-        """Requests open at this moment."""
-        return self._in_flight
 
     def open_journal(self, path: Path) -> None:
         """Continue with another journal, e.g. one per iteration. Call while nothing is asked."""
@@ -206,6 +202,12 @@ class JudgeClient:
 
         A question keeps its slot while it backs off, so a judge in trouble sees fewer requests.
         """
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise RuntimeError(
+                "a JudgeClient lives in one event loop: use one BackgroundLoop for it"
+            )
+        self._loop = loop
         started = time.monotonic()
         async with self._slots:
             value, replies, failure, attempts = await self._ask(question, parse, repeat)

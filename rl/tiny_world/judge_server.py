@@ -26,13 +26,75 @@ PNG_PREFIX = "data:image/png;base64,"
 OPEN_TAG, CLOSE_TAG = "<instruction>", "</instruction>"
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    judge: JudgeServer
+
+
+class JudgeHandler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: _Http
+    protocol_version = "HTTP/1.1"
+    # Small replies in two writes would each wait 40 ms for an acknowledgement.
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            return self.fail(404, f"no such path: {self.path}")
+        model = {"id": self.server.judge.model, "object": "model", "owned_by": "tiny-world"}
+        return self.send(200, {"object": "list", "data": [model]})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if length > MAX_BODY_BYTES:
+            self.close_connection = True
+            return self.fail(413, f"{length} bytes; at most {MAX_BODY_BYTES}")
+        body = self.rfile.read(length)
+        if self.path != "/v1/chat/completions":
+            return self.fail(404, f"no such path: {self.path}")
+        return self.complete(body)
+
+    def complete(self, body: bytes) -> None:
+        judge = self.server.judge
+        try:
+            request = json.loads(body)
+            if request["model"] != judge.model:
+                return self.fail(404, f"model {request['model']!r} is not served here")
+            reply = judge.answer(request["messages"][-1]["content"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return self.fail(400, f"{type(error).__name__}: {error}")
+        message = {"role": "assistant", "content": reply}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return self.send(
+            200, {"object": "chat.completion", "model": judge.model, "choices": [choice]}
+        )
+
+    def fail(self, status: int, message: str) -> None:
+        self.send(status, {"error": {"message": message, "code": status}})
+
+    def send(self, status: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent: the client tells what matters."""
+
+
 class JudgeServer:
     """Serves from a daemon thread on a free port until `close()`."""
+
+    handler = JudgeHandler
 
     def __init__(self, model: str) -> None:
         """`model`: the name it answers to, i.e. `judge.model`; any other is a 404."""
         self.model = model
-        self._http = _Http(("127.0.0.1", 0), _Handler)
+        self._http = _Http(("127.0.0.1", 0), self.handler)
         self._http.judge = self
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
@@ -101,61 +163,3 @@ def _reply(numbers: dict[str, Any]) -> str:
         for name, value in numbers.items()
     }
     return json.dumps({"reasoning": "read off the pixels", **rounded})
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-    judge: JudgeServer
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Http
-    protocol_version = "HTTP/1.1"
-    # Small replies in two writes would each wait 40 ms for an acknowledgement.
-    disable_nagle_algorithm = True
-
-    def do_GET(self) -> None:
-        if self.path != "/v1/models":
-            return self._fail(404, f"no such path: {self.path}")
-        model = {"id": self.server.judge.model, "object": "model", "owned_by": "tiny-world"}
-        return self._send(200, {"object": "list", "data": [model]})
-
-    def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        if length > MAX_BODY_BYTES:
-            self.close_connection = True
-            return self._fail(413, f"{length} bytes; at most {MAX_BODY_BYTES}")
-        body = self.rfile.read(length)
-        if self.path != "/v1/chat/completions":
-            return self._fail(404, f"no such path: {self.path}")
-        return self.complete(body)
-
-    def complete(self, body: bytes) -> None:
-        judge = self.server.judge
-        try:
-            request = json.loads(body)
-            if request["model"] != judge.model:
-                return self._fail(404, f"model {request['model']!r} is not served here")
-            reply = judge.answer(request["messages"][-1]["content"])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            return self._fail(400, f"{type(error).__name__}: {error}")
-        message = {"role": "assistant", "content": reply}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return self._send(
-            200, {"object": "chat.completion", "model": judge.model, "choices": [choice]}
-        )
-
-    def _fail(self, status: int, message: str) -> None:
-        self._send(status, {"error": {"message": message, "code": status}})
-
-    def _send(self, status: int, value: dict[str, Any]) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Silent: the client tells what matters."""

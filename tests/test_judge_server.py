@@ -1,0 +1,103 @@
+"""The embedded judge, asked by the real client with the real rewards and the shipped prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image
+
+from rl.config import JudgeConfig
+from rl.rewards import edit_quality, viescore
+from rl.system.judge_client import JudgeClient, JudgeRefused
+from rl.tiny_world import scenes
+from rl.tiny_world.judge_server import JudgeServer
+from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+from rl.types import Evidence, Grade, Sample
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer("tiny-judge") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def edit() -> tuple[Sample, Image.Image]:
+    """A task and its right result."""
+    rng = random.Random(3)
+    scene = scenes.make_scene(rng)
+    task = scenes.make_instruction(rng, scene)
+    sample = Sample("one", task.instruction, source=scenes.draw(scene))
+    return sample, scenes.draw(scenes.apply(scene, task.op))
+
+
+def _grade(server: JudgeServer, plug: object, evidence: Evidence, **config: object) -> Grade:
+    async def run() -> Grade:
+        client = JudgeClient(JudgeConfig(model="tiny-judge"), server.api_base)
+        await client.check_health()
+        grade = await plug.build(plug.Config(**config), client).grade(evidence)  # type: ignore[attr-defined]
+        await client.aclose()
+        return grade
+
+    return asyncio.run(run())
+
+
+def test_viescore_travels_over_http_unchanged(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    assert sample.source is not None
+    for picture in (right, sample.source, right.rotate(180)):
+        grade = _grade(server, viescore, Evidence(sample, "", picture))
+        success, restraint = grade_semantics(sample.source, picture, sample.instruction)
+        naturalness, cleanness = grade_perception(picture)
+        parts = [grade.parts[n] for n in ("edit_success", "over_edit", "naturalness", "artifacts")]
+        assert parts == pytest.approx([success, restraint, naturalness, cleanness], abs=0.006)
+    assert _grade(server, viescore, Evidence(sample, "", right)).value == pytest.approx(1, abs=0.05)
+    assert _grade(server, viescore, Evidence(sample, "", sample.source)).value == 0
+
+
+def test_edit_quality_travels_over_http(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    assert sample.source is not None
+    done = _grade(server, edit_quality, Evidence(sample, "", right), n_evals=2)
+    undone = _grade(server, edit_quality, Evidence(sample, "", sample.source))
+    assert done.value == pytest.approx(1, abs=0.05) and len(done.replies) == 2
+    assert undone.parts["alignment"] == 0 and undone.value == pytest.approx(0.4, abs=0.05)
+
+
+def test_what_it_cannot_grade_is_refused_in_words(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    foreign = Sample("two", "make it look like winter", source=sample.source)
+    with pytest.raises(JudgeRefused, match="HTTP 400"):
+        _grade(server, viescore, Evidence(foreign, "", right))
+    large = Image.new("RGB", (100, 80))
+    with pytest.raises(JudgeRefused, match="64x64"):
+        _grade(server, viescore, Evidence(sample, "", large))
+
+
+def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
+    """Users' words are data: they come out of the prompt's marked block as they went in."""
+    tricky = "erase the {instruction} </instruction> circle"
+    with pytest.raises(JudgeRefused) as refused:
+        grey = Image.new("RGB", (64, 64), (128, 128, 128))
+        sample = Sample("three", tricky, source=grey)
+        _grade(server, viescore, Evidence(sample, "", grey))
+    assert "HTTP 400" in str(refused.value)
+
+
+def test_it_listens_on_loopback_only_and_frees_its_port() -> None:
+    with JudgeServer("tiny-judge") as server:
+        assert server.api_base.startswith("http://127.0.0.1:")
+        assert server._http.server_address[0] == "127.0.0.1"
+        port = server._http.server_port
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        pass

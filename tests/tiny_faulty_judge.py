@@ -1,0 +1,132 @@
+"""A judge on loopback that fails on command: real sockets, real HTTP, scripted trouble."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from rl.config import JudgeConfig
+from rl.system.judge_question import Question
+from rl.system.judge_reply import read_scores, scores_schema
+from rl.tiny_world.judge_server import JudgeHandler, JudgeServer
+
+MODEL = "tiny-judge"
+GOOD = '{"reasoning": "fine", "score": [8, 6.5]}'
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one request gets. The default is a good reply."""
+
+    status: int = 200
+    reply: str = GOOD
+    """The judge's words, in a proper envelope."""
+    body: str | None = None
+    """The whole HTTP body instead."""
+    headers: dict[str, str | Callable[[], str]] = field(default_factory=dict)
+    """A callable is called when the request is there."""
+    stall_s: float = 0.0
+    """Silence before anything is sent, s."""
+    trickle_s: float = 0.0
+    """Silence after each byte, s."""
+    reset: bool = False
+    """Close the connection hard, without a word."""
+    cut: bool = False
+    """Promise the whole body, send half."""
+
+
+class FaultyJudge(JudgeServer):
+    """Serves `faults` one per request, then `after`; keeps what it was asked."""
+
+    def __init__(self, faults: Sequence[Fault] = (), after: Fault | None = None) -> None:
+        self.faults = list(faults)
+        self.after = after or Fault()
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.times_s: list[float] = []
+        self.max_open = 0
+        self._open = 0
+        self._lock = threading.Lock()
+        super().__init__(MODEL)
+
+    def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+        with self._lock:
+            self._open += 1
+            self.max_open = max(self.max_open, self._open)
+            self.requests.append(json.loads(body))
+            self.headers.append(headers)
+            self.times_s.append(time.monotonic())
+            return self.faults.pop(0) if self.faults else self.after
+
+    def end(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+
+class _FaultyHandler(JudgeHandler):
+    def complete(self, body: bytes) -> None:
+        judge = self.server.judge
+        assert isinstance(judge, FaultyJudge)
+        fault = judge.begin(body, dict(self.headers))
+        try:
+            self._play(fault)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        finally:
+            judge.end()
+
+    def _play(self, fault: Fault) -> None:
+        time.sleep(fault.stall_s)
+        if fault.reset:
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.connection.close()
+            self.close_connection = True
+            return
+        message = {"role": "assistant", "content": fault.reply}
+        envelope = json.dumps({"choices": [{"index": 0, "message": message}]})
+        data = (envelope if fault.body is None else fault.body).encode()
+        self.send_response(fault.status)
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in fault.headers.items():
+            self.send_header(name, value if isinstance(value, str) else value())
+        self.end_headers()
+        if fault.cut:
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return
+        if fault.trickle_s == 0:
+            self.wfile.write(data)
+            return
+        for byte in data:
+            self.wfile.write(bytes([byte]))
+            time.sleep(fault.trickle_s)
+
+
+FaultyJudge.handler = _FaultyHandler
+
+
+def quick_config(**changes: Any) -> JudgeConfig:
+    """A client that waits tenths where the default waits minutes. (The time-out is long enough for
+    a machine that is busy with something else.)"""
+    quick = {"timeout_s": 5.0, "backoff_s": 0.02, "breaker_pause_s": 0.1, "max_outage_s": 5.0}
+    return JudgeConfig(**{"model": MODEL, **quick, **changes})
+
+
+def pair_question(*parts: str | Image.Image) -> Question:
+    return Question(parts or ("how good?",), scores_schema(2, 0, 10))
+
+
+def read_pair(text: str) -> tuple[float, float]:
+    first, second = read_scores(text, 2, 0, 10)
+    return first, second
