@@ -20,6 +20,7 @@ from pydantic import Field
 
 from rl.config import Section
 from rl.policies import _adapters, _prompting
+from rl.policies._qwen_prompts import QwenPrompts
 from rl.types import (
     Action,
     ActionKind,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 EMITS: frozenset[ActionKind] = frozenset({"hidden_states", "text"})
 """Description states for a diffusion transformer, or the words themselves."""
 
-STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 NEGATIVES_KEPT = 64
 """Negative embeddings are cached for this many pictures (about 11 MB each at full size)."""
 
@@ -159,19 +159,21 @@ class Qwen25VLPolicy:
         self.device = device
         self.max_prompt_tokens = config.max_prompt_tokens
         self.max_completion_tokens = max_completion_tokens
-        self._template = template
-        self._needs_picture = needs_picture
         self._kind = kind
         self._negative_prompt = negative_prompt
-        self._tokenizer = loading.load_tokenizer(config)
-        self._image_processor = loading.load_image_processor(config)
+        self._prompts = QwenPrompts(
+            loading.load_tokenizer(config),
+            loading.load_image_processor(config),
+            template,
+            needs_picture,
+            config.max_prompt_tokens,
+        )
         model = loading.adapt(loading.load_model(config), config).to(device)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         adapted = config.lora is not None
         vocab_size = (model.get_base_model() if adapted else model).config.text_config.vocab_size
-        self.stop_token_ids, self.banned_token_ids = _token_roles(self._tokenizer, vocab_size)
-        self._image_id = self._tokenizer.convert_tokens_to_ids(_prompting.IMAGE_TOKEN)
+        self.stop_token_ids, self.banned_token_ids = self._prompts.token_roles(vocab_size)
         self.module = QwenModule(model, adapted, temperature, self.banned_token_ids)
         self._overlay: tempfile.TemporaryDirectory[str] | None = None
         self._negatives: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -192,8 +194,7 @@ class Qwen25VLPolicy:
     @property
     def image_pixel_bounds(self) -> tuple[int, int]:
         """(smallest, largest) picture area the processor allows, px."""
-        size = self._image_processor.size
-        return size["shortest_edge"], size["longest_edge"]
+        return self._prompts.pixel_bounds
 
     def sampler_folder(self) -> str:
         """Folder or hub id from which an outside sampler loads these base weights, this tokenizer
@@ -214,96 +215,16 @@ class Qwen25VLPolicy:
     def build_prompt(self, sample: Sample) -> Prompt:
         """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
         a picture the template shows, or is longer than `max_prompt_tokens`."""
-        return self._prompt(sample, sample.instruction)
-
-    def _prompt(self, sample: Sample, words: str) -> Prompt:
-        template = self._template
-        if self._needs_picture and sample.source is None:
-            raise ValueError(
-                f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
-            )
-        if sample.source is None:
-            template = PromptTemplate(template.text.replace("{image}", ""), template.drop_prefix)
-        images: tuple[Any, ...] = ()
-        inputs: dict[str, Any] = {}
-        lengths: list[int] = []
-        if sample.source is not None and "{image}" in template.text:
-            image = self._sized(sample.source)
-            inputs = dict(self._image_processor(images=[image], return_tensors="pt"))
-            images = (image,)
-            lengths = [int(inputs["image_grid_thw"].prod()) // self._image_processor.merge_size**2]
-        short_ids = _prompting.tokenize(self._tokenizer, template, words)
-        token_ids = _prompting.expand_images(short_ids, self._image_id, lengths)
-        if len(token_ids) > self.max_prompt_tokens:
-            raise ValueError(
-                f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
-                f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
-                f"{self.max_prompt_tokens}: raise it, lower policy.image_max_pixels, or drop the "
-                "sample"
-            )
-        return Prompt(
-            sample=sample,
-            token_ids=tuple(token_ids),
-            engine_token_ids=tuple(short_ids),
-            images=images,
-            model_inputs=inputs,
-            num_dropped_tokens=_prompting.num_prefix_tokens(self._tokenizer, template, token_ids),
-        )
-
-    def _sized(self, image: Any) -> Any:
-        """The picture after BOTH resizes (the renderer's and the processor's), so that the
-        trainer's and the sampler's processors, which resize differently, find nothing to do."""
-        from PIL import Image
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-        image = image.convert("RGB")
-        if self._template.image_area_px is not None:
-            image = _prompting.resize_to_area(
-                image, self._template.image_area_px, self._template.image_multiple_px
-            )
-        processor = self._image_processor
-        smallest, largest = self.image_pixel_bounds
-        height, width = smart_resize(
-            image.height,
-            image.width,
-            factor=processor.patch_size * processor.merge_size,
-            min_pixels=smallest,
-            max_pixels=largest,
-        )
-        return image.resize((width, height), Image.Resampling(processor.resample))
+        return self._prompts.prompt(sample, sample.instruction)
 
     def encode_completion(self, text: str) -> Completion:
         """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
-        ids = (*_prompting.plain_ids(self._tokenizer, text), self.stop_token_ids[0])
+        ids = self._prompts.completion_ids(text)
         return Completion(ids, (0.0,) * len(ids), "stop")
 
     def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch:
-        """Right-padded rows on the policy's device. A picture shared by several rows (a group) is
-        there once; `image_index` says which row looks at which."""
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        ids_B = [torch.tensor([*prompt.token_ids, *ids]) for prompt, ids in rows]
-        pad_id = self._tokenizer.pad_token_id
-        input_ids = pad_sequence(ids_B, batch_first=True, padding_value=pad_id)
-        mask_B = [torch.ones_like(ids) for ids in ids_B]
-        attention_mask = pad_sequence(mask_B, batch_first=True)
-        is_image = (input_ids == self._image_id) & attention_mask.bool()
-        inputs = {"mm_token_type_ids": is_image.long()}
-        pictured = [prompt for prompt, _ in rows if prompt.images]
-        if pictured:
-            unique = list({id(prompt): prompt for prompt in pictured}.values())
-            place = {id(prompt): i for i, prompt in enumerate(unique)}
-            for name in ("pixel_values", "image_grid_thw"):
-                inputs[name] = torch.cat([prompt.model_inputs[name] for prompt in unique])
-            inputs["image_index"] = torch.tensor([place[id(prompt)] for prompt in pictured])
-        return TokenBatch(
-            input_ids=input_ids.to(self.device),
-            attention_mask=attention_mask.to(self.device),
-            prompt_lens=torch.tensor([len(p.token_ids) for p, _ in rows], device=self.device),
-            completion_lens=torch.tensor([len(ids) for _, ids in rows], device=self.device),
-            model_inputs={name: tensor.to(self.device) for name, tensor in inputs.items()},
-        )
+        """See `QwenPrompts.collate`; on the policy's device."""
+        return self._prompts.collate(rows, self.device)
 
     # From completions to actions
 
@@ -314,8 +235,7 @@ class Qwen25VLPolicy:
         step. Embeddings keep the stop token and are what the renderer's own encoder would give for
         prompt and completion as one text.
         """
-        texts = [self._tokenizer.decode(c.token_ids, skip_special_tokens=True).strip()
-                 for c in completions_G]  # fmt: skip
+        texts = [self._prompts.text(completion.token_ids) for completion in completions_G]
         failures = [None if text else "empty: the completion holds no words" for text in texts]
         if self._kind == "text":
             return [
@@ -356,7 +276,7 @@ class Qwen25VLPolicy:
             return None
         key = prompt.sample.id
         if key not in self._negatives or self._sharded:
-            negative = self._prompt(prompt.sample, self._negative_prompt)
+            negative = self._prompts.prompt(prompt.sample, self._negative_prompt)
             self._negatives[key] = self._condition([(negative, ())], base=True)[0][0]
         self._negatives.move_to_end(key)
         while len(self._negatives) > NEGATIVES_KEPT:
@@ -445,8 +365,8 @@ class Qwen25VLPolicy:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self.module.vl_model.config.to_json_file(path / "config.json")
-        self._tokenizer.save_pretrained(folder)
-        self._image_processor.save_pretrained(folder)
+        self._prompts.tokenizer.save_pretrained(folder)
+        self._prompts.image_processor.save_pretrained(folder)
         whole = {**self._base_weights(), **named}
         _adapters.write_safetensors(path / "model.safetensors", whole)
 
@@ -463,12 +383,3 @@ class Qwen25VLPolicy:
     def _lora_config(self) -> dict[str, Any]:
         config = _adapters.plain_config(self.module.model.peft_config["default"])
         return {**config, "base_model_name_or_path": self.config.model_path}
-
-
-def _token_roles(tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(stop ids, the turn's own end first; banned ids: the other specials and the vocabulary's
-    unused tail, which no text decodes to)."""
-    stops = tuple(tokenizer.convert_tokens_to_ids(list(STOP_TOKENS)))
-    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    unused = set(range(len(tokenizer), vocab_size))
-    return stops, tuple(sorted((specials | unused) - set(stops)))
