@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tiny_qwen
 import torch
 
 from rl.config import RunConfig
@@ -17,10 +18,10 @@ from rl.learner import Learner
 from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
 from rl.types import TrainSequence
-import tiny_qwen
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 NUM_ITERATIONS = 10
+TESTS = Path(__file__).parent
 
 
 def make_policy(folder: str, **overrides: Any) -> qwen2_5_vl.Qwen25VLPolicy:
@@ -120,7 +121,7 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def run_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> list[Any]:
-    """Call `tests.<module>:<name>`(dist, folder, **arguments) on gloo ranks in fresh processes.
+    """Call `<test module>:<name>`(dist, folder, **arguments) on gloo ranks in fresh processes.
 
     Returns every rank's `torch.load`ed result. A hanging rank fails the test after two minutes.
     """
@@ -137,8 +138,9 @@ def run_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> 
             "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
         }
-        command = [sys.executable, "-m", "tests.tiny_policy", call]
+        command = [sys.executable, "-m", "tiny_policy", call]
         processes.append(
             subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
         )
