@@ -51,6 +51,24 @@ HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
 }
 
 
+class SchedulerOverrides(Section):
+    """Keys of the checkpoint's scheduler config to replace; one that is not given stays as it is.
+
+    Lightning adapters: base_shift = max_shift = log 3 and shift_terminal = null.
+    """
+
+    use_dynamic_shifting: bool | None = None
+    """Shift the sigmas by the picture's size (base_shift, max_shift) rather than by `shift`."""
+    base_shift: float | None = None
+    """Log shift of a picture of 256 tokens."""
+    max_shift: float | None = None
+    """Log shift of a picture of 8192 tokens; linear in the tokens between the two."""
+    shift: Annotated[float, Field(gt=0)] | None = None
+    """Constant shift factor, with use_dynamic_shifting: false."""
+    shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Last sigma before 0, to which the schedule is stretched; null = no stretching."""
+
+
 class QwenImageConfig(Section):
     """A frozen Qwen-Image-Edit editor. The defaults are the stock pipeline's."""
 
@@ -90,9 +108,8 @@ class QwenImageConfig(Section):
     """Few-step adapter fused into the transformer: safetensors file, folder or hub id."""
     lora_weight_name: str | None = None
     """File name inside lora_path when that is a folder or hub id with several."""
-    scheduler_overrides: dict[str, float | int | bool | str | None] = {}
-    """Keys of the checkpoint's scheduler config to replace, e.g. for Lightning adapters
-    {base_shift: 1.0986, max_shift: 1.0986, shift_terminal: null}."""
+    scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
+    """Replaced keys of the checkpoint's scheduler config, for few-step adapters."""
 
 
 def fit_area(area_px: int, source_size: tuple[int, int]) -> tuple[int, int]:
@@ -148,7 +165,9 @@ def validate(config: QwenImageConfig) -> list[str]:
         if side is not None and side % PATCH_PX:
             near = round(side / PATCH_PX) * PATCH_PX
             problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
-    if config.num_steps == 1 and config.scheduler_overrides.get("shift_terminal", "stock"):
+    overrides = config.scheduler_overrides
+    stretched = overrides.shift_terminal or "shift_terminal" not in overrides.model_fields_set
+    if config.num_steps == 1 and stretched:
         problems.append(
             "num_steps: one step cannot be stretched to a terminal sigma (0/0); use 2 or more, or "
             "scheduler_overrides: { shift_terminal: null }"
