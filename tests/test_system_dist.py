@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 from tiny_ranks import run_ranks
@@ -10,10 +10,10 @@ from tiny_ranks import run_ranks
 from rl.algorithm.metrics import Metrics
 from rl.system.dist import Dist
 
-RANK_SCRIPT = """
-    import json, torch
-    from rl.algorithm.metrics import Metrics
-    from rl.system.dist import Dist
+
+def collectives() -> dict[str, Any]:
+    import torch
+
     dist = Dist.from_env("cpu")
     mine = torch.tensor([1.0 + dist.rank, 10.0])
     same = dist.sum_(mine)
@@ -21,13 +21,15 @@ RANK_SCRIPT = """
     metrics.add("a", [4.0, 1.0][dist.rank], weight=[1, 3][dist.rank])
     metrics.maximum("b", float(dist.rank))
     seen = {
-        "summed": mine.tolist(), "in_place": same is mine,
+        "main": dist.is_main,
+        "summed": mine.tolist(),
+        "in_place": same is mine,
         "floats": dist.sum_floats([[0.1, 1e16], [0.2, 1.0]][dist.rank]),
         "max": dist.max_int(5 - dist.rank),
         "any": [dist.any(dist.rank == 1), dist.any(False)],
         "broadcast": dist.broadcast({"from": dist.rank}),
         "gather": dist.gather(f"r{dist.rank}"),
-        "reduce": dist.reduce(metrics), "main": dist.is_main,
+        "reduce": dist.reduce(metrics),
     }
     try:
         dist.sum_floats([1.0] * (1 + dist.rank))
@@ -35,12 +37,11 @@ RANK_SCRIPT = """
         seen["ragged"] = str(error)
     dist.barrier()
     dist.close()
-    print(json.dumps(seen))
-"""
+    return seen
 
 
 def test_two_ranks_see_the_same_results():
-    ranks = [json.loads(stdout) for stdout in run_ranks(RANK_SCRIPT, 2)]
+    ranks = run_ranks(collectives, 2)
     assert [rank.pop("main") for rank in ranks] == [True, False]
     assert ranks[0] == ranks[1]
     assert ranks[0] == {

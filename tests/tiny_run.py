@@ -22,7 +22,7 @@ def run_config(**changes: Any) -> RunConfig:
         "seed": 3,
         "prompts_per_iteration": 2,
         "generations_per_prompt": 2,
-        "policy": {"type": "qwen2_5_vl", "model": "some/base", "lora": {"r": 8}},
+        "policy": {"type": "qwen2_5_vl", "model_path": "some/base", "lora": {"r": 8}},
         "engine": {"type": "transformers", "max_num_seqs": 4},
         "renderer": {"type": "none"},
         "rewards": {"judge": {"type": "viescore"}},

@@ -20,7 +20,7 @@ def model_card(config: Mapping[str, Any], iteration: int, metrics: Mapping[str, 
     `config` is the resolved run config, `metrics` the latest scalars of the run.
     """
     policy = config["policy"]
-    base = str(policy.get("model", ""))
+    base = str(policy.get("model_path", ""))
     is_hub_id = base.count("/") == 1 and not base.startswith((".", "/", "~"))
     front = ["---"]
     front += [f"base_model: {base}"] if is_hub_id else []

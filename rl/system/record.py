@@ -50,28 +50,36 @@ class RunRecord:
         self._lock: IO[str] | None = None
 
     def claim(self, wait_s: float = 30.0) -> None:
-        """Hold the run folder for this run (rank 0; the others return at once).
+        """Hold the run folder for this run; collective, rank 0 holds it for all.
 
         Two runs under one name would tear each other's files. Waits for a predecessor that is
         still saving; raises ValueError when the folder is still held after `wait_s`.
         """
-        if not self._dist.is_main:
-            return
+        problem = self._try_claim(wait_s) if self._dist.is_main else ""
+        problem = self._dist.broadcast(problem)
+        if problem:
+            raise ValueError(problem)
+
+    def _try_claim(self, wait_s: float) -> str:
+        """Why the folder could not be had, or ''."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         lock = (self.run_dir / ".lock").open("a+", encoding="utf-8")
         deadline_s = time.monotonic() + wait_s
         while not _try_lock(lock):
             if time.monotonic() > deadline_s:
                 lock.seek(0)
-                raise ValueError(
-                    f"{self.run_dir} is in use by process {lock.read() or 'unknown'}: wait for it, "
-                    "stop it, or choose another run_name"
+                owner = lock.read() or "unknown"
+                lock.close()
+                return (
+                    f"{self.run_dir} is in use by process {owner}: wait for it, stop it, or choose "
+                    "another run_name"
                 )
             time.sleep(0.2)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         self._lock = lock
+        return ""
 
     def release(self) -> None:
         """Let go of the run folder; the end of the process does it too."""

@@ -16,15 +16,17 @@ HARMLESS = (
     "num_iterations", "num_epochs",
     "checkpoint.*", "tracking.*", "evaluation.*", "data.validation*",
     "judge.api_base", "judge.api_key_env", "judge.max_concurrency", "judge.timeout_s",
-    "judge.max_attempts", "judge.backoff_s", "judge.breaker_*", "judge.max_failure_rate",
+    "judge.max_attempts", "judge.backoff_s", "judge.breaker_*", "judge.max_outage_s",
+    "judge.max_failure_rate",
     "optimizer.gradient_checkpointing",
-    "*.device", "*.dit_device",
+    "*.device",
 )  # fmt: skip
 """Do not touch what is learnt."""
 
 NOTED = (
-    "world_size", "optimizer.backend", "optimizer.zero_stage", "optimizer.micro_batch_size",
-    "*batch_size", "engine.*",  # same mathematics, other rounding; engine drift is measured
+    "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size",
+    "policy.attn_implementation", "engine.*",  # same mathematics, other rounding
+    "judge.guided_json",
     "optimizer.learning_rate", "optimizer.final_lr_fraction", "optimizer.warmup_iterations",
     "data.on_bad_row", "data.max_image_side_px",  # how one gets past the row that stopped the run
 )  # fmt: skip
