@@ -104,22 +104,26 @@ def sampler_folder(config: Config, overlay: Path) -> str:
     `overlay` is filled only in the second case; the caller owns it.
     """
     if not config.init_text_encoder_from:
-        return config.model_path
+        pinned = config.revision is not None
+        return str(_local(config.model_path, config.revision)) if pinned else config.model_path
     overlay.mkdir(parents=True, exist_ok=True)
     subfolder = config.text_encoder_subfolder
     weights = _local(config.init_text_encoder_from, None, [f"{subfolder}/*"]) / subfolder
     texts = _local(config.model_path, config.revision, list(TEXT_FILES))
-    for folder, skip in ((weights, ()), (texts, ("config.json", "generation_config.json"))):
-        for file in sorted(folder.iterdir()):
-            is_weight = "safetensors" in file.name or file.suffix == ".bin"
-            link = overlay / file.name
-            if file.is_dir() or file.name in skip or link.exists() or (skip and is_weight):
-                continue
-            link.symlink_to(file.resolve())
+    _link(weights, overlay)
+    _link(texts, overlay, skip=("safetensors", ".bin"))
     return str(overlay)
 
 
-def _local(path: str, revision: str | None, patterns: list[str]) -> Path:
+def _link(folder: Path, overlay: Path, skip: tuple[str, ...] = ()) -> None:
+    """Link every file whose name holds none of `skip`, unless the overlay has one of that name."""
+    for file in folder.iterdir():
+        link = overlay / file.name
+        if file.is_file() and not link.exists() and not any(part in file.name for part in skip):
+            link.symlink_to(file.resolve())
+
+
+def _local(path: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download

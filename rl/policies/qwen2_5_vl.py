@@ -382,4 +382,5 @@ class Qwen25VLPolicy:
 
     def _lora_config(self) -> dict[str, Any]:
         config = _adapters.plain_config(self.module.model.peft_config["default"])
-        return {**config, "base_model_name_or_path": self.config.model_path}
+        base = self.config.init_text_encoder_from or self.config.model_path
+        return {**config, "base_model_name_or_path": base}
