@@ -39,10 +39,11 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "negative_prompt",
         "validate",
         "parameter_counts",
+        "activation_counts",
         "build",
     ),
     "rewards": ("Config", "NEEDS", "NEEDS_JUDGE", "build"),
-    "data": ("Config", "provides", "check", "build"),
+    "data": ("Config", "provides", "check", "count", "build"),
 }
 """What a plug file of each room exports."""
 
@@ -168,9 +169,8 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             f"renderer.type: {renderer.name} takes {accepts}, but policy {policy.name} emits "
             f"{' or '.join(sorted(emits))}; choose a renderer that takes one of these"
         )
-    for plug in (policy, resolved.engine, renderer):
-        if hasattr(plug.module, "validate"):
-            yield from (f"{plug.key}.{problem}" for problem in plug.module.validate(plug.config))
+    found = renderer.module.validate(renderer.config)
+    yield from (f"{renderer.key}.{problem}" for problem in found)
     length = getattr(resolved.engine.config, "max_model_len", None)
     longest = resolved.config.sampling.max_completion_tokens
     prompt = getattr(policy.config, "max_prompt_tokens", 0)

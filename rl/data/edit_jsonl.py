@@ -53,6 +53,14 @@ def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[
     return [] if num_good else [f"{config.path}: no row is left:", *shorten(problems)]
 
 
+def count(config: Config) -> int | None:
+    """Number of rows, good or bad; None where there is no file."""
+    path = Path(config.path)
+    if not path.is_file():
+        return None
+    return sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
+
+
 def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
     """The file as a `DataSource`. Raises BadRowError (a ValueError) naming file and rows."""
     rows, unreadable = _read(config, max_image_side_px)

@@ -70,6 +70,11 @@ def check(
     return []
 
 
+def count(config: Config) -> int | None:
+    """Number of samples, known without loading any."""
+    return config.num_samples
+
+
 def build(config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int) -> Shapes:
     """The set as a `DataSource`."""
     return Shapes(config)

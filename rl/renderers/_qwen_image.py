@@ -202,6 +202,20 @@ def parameter_counts(config: QwenImageConfig) -> dict[str, float]:
     }
 
 
+def activation_counts(config: QwenImageConfig) -> dict[str, float]:
+    """Values alive at the peak of a forward, per part, for a memory plan.
+
+    About 20 tensors of [tokens, 3072] in the transformer, 8 feature maps of 96 channels in the VAE.
+    """
+    rows = config.batch_size * (2 if config.true_cfg_scale > 1 and config.cfg_in_one_forward else 1)
+    fixed = (config.height_px or 0) * (config.width_px or 0)
+    area_px = (fixed or config.output_area_px) + config.condition_area_px
+    return {
+        "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
+        "vae": 8 * 96 * max(fixed or config.output_area_px, config.condition_area_px),
+    }
+
+
 def _count_in_header(file: Path) -> int:
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

@@ -41,6 +41,11 @@ def parameter_counts(config: Config) -> dict[str, float]:
     return {}
 
 
+def activation_counts(config: Config) -> dict[str, float]:
+    """Nothing is computed."""
+    return {}
+
+
 def build(config: Config, device: str) -> NoRenderer:
     """Ready at once, on no device."""
     return NoRenderer()

@@ -67,6 +67,11 @@ class Config(Section):
         return read_prompt(path, "prompt", needs_instruction=True)
 
 
+def num_questions(config: Config) -> int:
+    """Requests to the judge per picture."""
+    return config.n_evals
+
+
 class EditQuality:
     """Grades one picture with `n_evals` questions, all at once."""
 

@@ -71,6 +71,11 @@ class Config(Section):
         )
 
 
+def num_questions(config: Config) -> int:
+    """Requests to the judge per picture."""
+    return 2 * config.n_evals
+
+
 class VieScore:
     """Grades one picture with 2 x `n_evals` questions, all at once."""
 
