@@ -65,7 +65,9 @@ class Bucket:
     """What jobs must agree on to share a batch."""
 
     output: Size
+    """Of the rendered picture."""
     condition: Size
+    """Of the source as the VAE sees it."""
 
 
 def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
