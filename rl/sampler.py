@@ -36,8 +36,7 @@ class PromptSampler:
         """`weights` > 0, one per source, any scale."""
         assert sources and all(weight > 0 for weight in weights), weights
         self.num_replaced = 0
-        """Rows that proved unreadable when they were taken and were replaced, on this rank, in this
-        process (never more than 0 when `on_bad_row` is 'error')."""
+        """Prompts whose row proved unreadable when it was taken; this rank, this process."""
         self._sources = sources
         self._seed = seed
         self._num_prompts = prompts_per_iteration
@@ -79,11 +78,13 @@ class PromptSampler:
         order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             try:
-                return rows[order[(start + step) % len(rows)]]
+                sample = rows[order[(start + step) % len(rows)]]
             except BadRowError:
                 if self._on_bad_row == "error":
                     raise
-                self.num_replaced += 1
+                continue
+            self.num_replaced += step > 0
+            return sample
         raise BadRowError(f"data source {source}: none of its {len(rows)} rows can be read")
 
 
@@ -114,8 +115,8 @@ def first_samples(
 class _Mixture:
     """Which source each draw belongs to: the one furthest behind its share so far.
 
-    After any number of draws every source is within one draw of its share (two sources) or a few
-    (many). Computed once from the start and remembered; a million draws take two seconds.
+    After any number of draws every source is within one draw of its share (seen for 2 to 16
+    sources). Computed once from the start and remembered; a million draws take two seconds.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

@@ -133,9 +133,8 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
         num_graded = len(changes[0].rewards) if changes else 0
         if num_graded < len(before.records):
             lines.append(f"  left out: {len(before.records) - num_graded} not graded both times")
-    reference = [
-        row["eval_reference/reward"] for row in metrics if row.get("eval_reference/reward")
-    ]
+    name = "eval_reference/reward"
+    reference = [row[name] for row in metrics if row.get(name) is not None]
     if len(reference) > 1:
         lines.append(
             f"  the editor, given the right description: {reference[0]:.3f} -> {reference[-1]:.3f}"
