@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,24 +11,21 @@ import torch
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_edit_plus
-from PIL import Image
-from tiny_editor import make_job, make_picture
+from tiny_editor import (
+    SMALL_AREA_PX,
+    TINY,
+    assert_same_picture,
+    make_job,
+    make_picture,
+    make_renderer,
+    render_floats,
+    three_jobs,
+)
 
 from rl.renderers import _qwen_image_loop as loop
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
 from rl.renderers._qwen_image import SchedulerOverrides
-from rl.types import RenderFailure, RenderJob
-
-SMALL_AREA_PX = 64 * 64
-TINY = {
-    "type": "qwen_image_edit",
-    "model_path": "tiny/editor",
-    "dtype": "float32",
-    "num_steps": 4,
-    "true_cfg_scale": 1.0,
-    "output_area_px": SMALL_AREA_PX,
-    "condition_area_px": SMALL_AREA_PX,
-}
+from rl.types import RenderJob
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +43,6 @@ def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
             "calculate_dimensions",
             lambda area, ratio, original=original: original(SMALL_AREA_PX, ratio),
         )
-
-
-def make_renderer(parts: loop.EditorParts, **changes: object) -> loop.QwenImageRenderer:
-    return loop.QwenImageRenderer(qwen_image_edit.Config(**{**TINY, **changes}), parts)
-
-
-def render_floats(renderer: loop.QwenImageRenderer, jobs: Sequence[RenderJob]) -> torch.Tensor:
-    """[B, 3, H, W] in 0..1; all jobs in one batch."""
-    (bucket,) = {renderer.bucket_of(job.sample.source) for job in jobs}
-    return tiny_editor.as_floats(renderer.render_tensor(jobs, bucket))
 
 
 def render_stock(
@@ -78,19 +65,6 @@ def render_stock(
         output_type="pt",
         **{"num_inference_steps": 4, "true_cfg_scale": 1.0, **arguments},
     ).images
-
-
-def three_jobs(width: int = 64, height: int = 64) -> list[RenderJob]:
-    return [
-        make_job(
-            make_picture(seed, width, height),
-            length,
-            noise_seed=seed,
-            states_seed=seed,
-            negative_length=5 + seed,
-        )
-        for seed, length in enumerate((9, 14, 11))
-    ]
 
 
 @pytest.mark.usefixtures("small_stock")
@@ -209,15 +183,6 @@ def test_equal_seeds_give_equal_noise_in_any_batch(parts: loop.EditorParts) -> N
         assert_same_picture(picture, first[0])
 
 
-def assert_same_picture(left: object, right: object) -> None:
-    """Equal but for a rounding of 1/255 at the edge, which float32 batch noise can tip."""
-    assert isinstance(left, Image.Image)
-    assert isinstance(right, Image.Image)
-    difference = np.asarray(left, dtype=int) - np.asarray(right, dtype=int)
-    assert np.abs(difference).max() <= 1
-    assert (difference != 0).mean() < 1e-3
-
-
 def test_junk_in_padded_slots_has_no_effect(
     parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,144 +208,6 @@ def test_padding_is_on_the_right_and_unmasked_where_there_is_none() -> None:
     assert loop.pad_right([long, long])[1] is None
 
 
-@pytest.fixture
-def counted_encodes(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[tuple[int, ...]]]:
-    shapes: list[tuple[int, ...]] = []
-    encode = parts.vae.encode
-
-    def counting_encode(pixels: torch.Tensor) -> object:
-        shapes.append(tuple(pixels.shape))
-        return encode(pixels)
-
-    monkeypatch.setattr(parts.vae, "encode", counting_encode)
-    yield shapes
-
-
-def test_each_source_is_encoded_once(
-    parts: loop.EditorParts, counted_encodes: list[tuple[int, ...]]
-) -> None:
-    sources = [make_picture(0), make_picture(1)]
-    jobs = [make_job(sources[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
-    renderer = make_renderer(parts, batch_size=4)
-    assert len(dict(renderer.render(jobs))) == 6
-    assert counted_encodes == [(1, 3, 1, 64, 64)] * 2
-    list(renderer.render(jobs))
-    assert len(counted_encodes) == 2
-
-
-def test_forgotten_sources_are_encoded_again(
-    parts: loop.EditorParts,
-    counted_encodes: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loop, "NUM_KEPT_SOURCES", 1)
-    renderer = make_renderer(parts, num_steps=2)
-    jobs = [make_job(make_picture(seed), 9, noise_seed=0) for seed in (0, 1)]
-    list(renderer.render(jobs))
-    list(renderer.render(jobs[:1]))
-    assert len(counted_encodes) == 3
-
-
-def test_mixed_aspects_each_keep_their_own(parts: loop.EditorParts) -> None:
-    sizes = [(64, 64), (128, 64), (64, 128), (128, 64)]
-    jobs = [make_job(make_picture(0, *size), 9, noise_seed=0) for size in sizes]
-    renderer = make_renderer(parts)
-    pictures = dict(renderer.render(jobs))
-    assert [pictures[i].size for i in range(4)] == [(64, 64), (96, 32), (32, 96), (96, 32)]
-    for index, job in enumerate(jobs):
-        ((_, alone),) = renderer.render([job])
-        assert_same_picture(pictures[index], alone)
-
-
-def test_pictures_come_as_their_batches_finish(parts: loop.EditorParts) -> None:
-    renderer = make_renderer(parts, batch_size=1, num_steps=2)
-    denoised: list[int] = []
-    render_tensor = renderer.render_tensor
-
-    def noting(jobs: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
-        denoised.extend(job.noise_seed for job in jobs)
-        return render_tensor(jobs, bucket)
-
-    renderer.render_tensor = noting  # type: ignore[method-assign]
-    stream = renderer.render(three_jobs())
-    assert next(stream)[0] == 0
-    assert denoised == [0]
-
-
-def test_one_bad_batch_fails_alone(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = three_jobs()
-    renderer = make_renderer(parts, batch_size=1, num_steps=2)
-    render_tensor = renderer.render_tensor
-
-    def break_second(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
-        if batch[0] is jobs[1]:
-            raise RuntimeError("device fell over")
-        return render_tensor(batch, bucket)
-
-    monkeypatch.setattr(renderer, "render_tensor", break_second)
-    outcomes = dict(renderer.render(jobs))
-    assert outcomes[1] == RenderFailure("exception: RuntimeError: device fell over")
-    assert isinstance(outcomes[0], Image.Image)
-    assert isinstance(outcomes[2], Image.Image)
-
-
-@pytest.mark.parametrize("room", [1, 2, 0])
-def test_a_batch_that_does_not_fit_is_halved(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
-    jobs = three_jobs()
-    renderer = make_renderer(parts, num_steps=2)
-    expected = dict(renderer.render(jobs))
-    render_tensor = renderer.render_tensor
-
-    def small_device(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
-        if len(batch) > room:
-            raise torch.OutOfMemoryError("out of memory")
-        return render_tensor(batch, bucket)
-
-    monkeypatch.setattr(renderer, "render_tensor", small_device)
-    outcomes = dict(renderer.render(jobs))
-    for index in range(3):
-        if room:
-            assert_same_picture(outcomes[index], expected[index])
-        else:
-            assert outcomes[index] == RenderFailure("out_of_memory: out of memory")
-
-
-def test_nan_fails_its_own_picture_only(parts: loop.EditorParts) -> None:
-    jobs = three_jobs()
-    jobs[1].payload.embeds[3, 7] = float("nan")
-    renderer = make_renderer(parts, num_steps=2)
-    outcomes = dict(renderer.render(jobs))
-    assert isinstance(outcomes[1], RenderFailure)
-    assert outcomes[1].reason.startswith("non_finite")
-    ((_, alone),) = renderer.render(jobs[:1])
-    assert_same_picture(outcomes[0], alone)
-
-
-def test_what_cannot_be_rendered_is_said(parts: loop.EditorParts) -> None:
-    source = make_picture(0)
-    jobs = [make_job(None, 9, noise_seed=0), make_job(source, 4095, noise_seed=0)]
-    outcomes = dict(make_renderer(parts).render(jobs))
-    assert outcomes[0].reason.startswith("no_source")
-    assert outcomes[0].blame == "renderer"
-    assert outcomes[1] == RenderFailure(
-        "too_long: 4095 conditioning tokens, room for 4094", blame="policy"
-    )
-    with pytest.raises(ValueError, match="true_cfg_scale: 1"):
-        list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9, noise_seed=0)]))
-
-
-def test_the_longest_text_that_is_let_in_fits(parts: loop.EditorParts) -> None:
-    renderer = make_renderer(parts, num_steps=2)
-    ((_, picture),) = renderer.render([make_job(make_picture(0), 4094, noise_seed=0)])
-    assert isinstance(picture, Image.Image)
-
-
 def test_transparent_and_grey_sources_are_read_as_rgb(parts: loop.EditorParts) -> None:
     grey = make_picture(0).convert("L")
     renderer = make_renderer(parts, num_steps=2)
@@ -388,24 +215,6 @@ def test_transparent_and_grey_sources_are_read_as_rgb(parts: loop.EditorParts) -
     first, second, third = (picture for _, picture in renderer.render(jobs))
     assert_same_picture(first, third)
     assert_same_picture(second, third)
-
-
-def test_large_pictures_are_decoded_in_slices(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = three_jobs()
-    renderer = make_renderer(parts)
-    together = render_floats(renderer, jobs)
-    decode, slices = parts.vae.decode, []
-
-    def noting_decode(latents: torch.Tensor, **arguments: object) -> object:
-        slices.append(len(latents))
-        return decode(latents, **arguments)
-
-    monkeypatch.setattr(parts.vae, "decode", noting_decode)
-    monkeypatch.setattr(loop, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
-    assert (render_floats(renderer, jobs) - together).abs().max() <= 2e-6
-    assert slices == [2, 1]
 
 
 def test_guidance_by_hand() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.renderers._qwen_image_loop import EditorParts
+from rl.renderers import qwen_image_edit
+from rl.renderers._qwen_image_loop import EditorParts, QwenImageRenderer
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import HiddenStates, RenderJob, Sample
 
@@ -34,6 +35,17 @@ SCHEDULER_CONFIG = {
     "use_dynamic_shifting": True,
 }
 """As shipped with Qwen/Qwen-Image-Edit; the class's own defaults differ."""
+
+SMALL_AREA_PX = 64 * 64
+TINY = {
+    "type": "qwen_image_edit",
+    "model_path": "tiny/editor",
+    "dtype": "float32",
+    "num_steps": 4,
+    "true_cfg_scale": 1.0,
+    "output_area_px": SMALL_AREA_PX,
+    "condition_area_px": SMALL_AREA_PX,
+}
 
 
 def make_parts(zero_cond_t: bool = False) -> EditorParts:
@@ -127,3 +139,35 @@ def pad_states(states_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Te
         padded[row, : len(states)] = states
         mask[row, : len(states)] = 1
     return padded, mask
+
+
+def make_renderer(parts: EditorParts, **changes: object) -> QwenImageRenderer:
+    return QwenImageRenderer(qwen_image_edit.Config(**{**TINY, **changes}), parts)
+
+
+def render_floats(renderer: QwenImageRenderer, jobs: Sequence[RenderJob]) -> torch.Tensor:
+    """[B, 3, H, W] in 0..1; all jobs in one batch."""
+    (bucket,) = {renderer.bucket_of(job.sample.source) for job in jobs}
+    return as_floats(renderer.render_tensor(jobs, bucket))
+
+
+def three_jobs(width: int = 64, height: int = 64) -> list[RenderJob]:
+    return [
+        make_job(
+            make_picture(seed, width, height),
+            length,
+            noise_seed=seed,
+            states_seed=seed,
+            negative_length=5 + seed,
+        )
+        for seed, length in enumerate((9, 14, 11))
+    ]
+
+
+def assert_same_picture(left: object, right: object) -> None:
+    """Equal but for a rounding of 1/255 at the edge, which float32 batch noise can tip."""
+    assert isinstance(left, Image.Image)
+    assert isinstance(right, Image.Image)
+    difference = np.asarray(left, dtype=int) - np.asarray(right, dtype=int)
+    assert np.abs(difference).max() <= 1
+    assert (difference != 0).mean() < 1e-3
