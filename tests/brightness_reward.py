@@ -1,0 +1,30 @@
+"""A user's own reward, named in the config by its dotted path: how bright the picture is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rl.config import Section
+from rl.types import Evidence, Grade
+
+NEEDS = frozenset({"image"})
+NEEDS_JUDGE = False
+
+
+class Config(Section):
+    """No knobs."""
+
+    type: str
+    """'tests.brightness_reward'."""
+
+
+class Brightness:
+    """Continuous, so that random models have something to climb."""
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        level = float(np.asarray(evidence.image, dtype=np.float64).mean() / 255)
+        return Grade(value=level, parts={"level": level})
+
+
+def build(config: Config, judge: object) -> Brightness:
+    return Brightness()

@@ -1,0 +1,101 @@
+"""Straight through == killed and resumed, bit for bit: weights, moments, metrics, episodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_loop
+import torch
+from safetensors.torch import load_file
+
+NOT_REPEATED = ("time/", "seconds/", "judge/")
+"""Metrics of the clock and of what a replayed journal saved."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    tiny_loop.run(tiny_loop.write_config(folder, tiny_loop.config_of(models, folder)))
+    return folder / "tiny"
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in rows]
+
+
+def episodes_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [
+        line
+        for path in sorted((run_dir / "episodes").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if k != "judge_s"} for row in rows]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    name = "checkpoints/step_000004/state.safetensors"
+    left, right = load_file(one / name), load_file(other / name)
+    assert left.keys() == right.keys()
+    different = [key for key in left if not torch.equal(left[key], right[key])]
+    assert not different, different
+    assert metrics_of(one) == metrics_of(other)
+    assert episodes_of(one) == episodes_of(other)
+
+
+def test_a_run_leaves_its_record(straight: Path) -> None:
+    rows = metrics_of(straight)
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:]), "nothing was learnt from"
+    assert all(row["status/scored"] == 1 for row in rows[1:])
+    assert {"eval/reward", "eval_reference/reward"} <= rows[0].keys() & rows[4].keys()
+    assert "eval/reward" not in rows[1]
+    assert rows[4]["sync/mean_abs_dlogp"] < 1e-5
+    episodes = episodes_of(straight)
+    assert len(episodes) == 4 * 2 * 4
+    replies = episodes[0]["replies"]["viescore"]
+    assert len(replies) == 2 and all('"score"' in reply for reply in replies)
+    assert (straight / episodes[0]["image_file"]).is_file()
+    assert (straight / "evaluation/it_000000/records.jsonl").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [
+        pytest.param("rl.learner:Learner.update", "3", id="middle-of-an-iteration"),
+        pytest.param("rl.system.checkpoint:_seal", "2", id="middle-of-a-save"),
+    ],
+)
+def test_kill_9_and_resume_equals_straight_through(
+    models: dict[str, str], straight: Path, tmp_path: Path, where: str, count: str
+) -> None:
+    path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
+    killed = tiny_loop.run(path, where, count, check=False)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    resumed = tiny_loop.run(path)
+    assert "resumed from" in resumed.stdout
+    assert_same_run(straight, tmp_path / "tiny")
+    lines = (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()
+    reused = [json.loads(line).get("judge/reused_replies") for line in lines]
+    # Killed before the third update: its 8 pictures x 2 questions were answered already.
+    assert reused[3] == (16 if where == "rl.learner:Learner.update" else 0), reused
+
+
+def test_a_changed_config_is_refused_by_its_keys(
+    models: dict[str, str], straight: Path, tmp_path: Path
+) -> None:
+    config = tiny_loop.config_of(models, straight.parent, seed=4, generations_per_prompt=2)
+    refused = tiny_loop.run(tiny_loop.write_config(tmp_path, config), check=False)
+    assert refused.returncode != 0
+    assert "seed: 3 -> 4" in refused.stderr
+    assert "generations_per_prompt: 4 -> 2" in refused.stderr
+    assert "another run_name" in refused.stderr

@@ -1,0 +1,129 @@
+"""A whole run at tiny size: random real models on disk, a config file, the loop in a process.
+
+`python tests/tiny_loop.py <config> <where> <count>` runs the loop and is killed (SIGKILL, no
+goodbye) at the `count`-th time it comes to `where`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+REPO = TESTS.parent
+STATE_DIM = 64
+"""Of the tiny policy's hidden states, which the tiny editor reads."""
+
+
+def save_models(folder: Path) -> dict[str, str]:
+    """Random Qwen2.5-VL and Qwen-Image-Edit folders that fit each other."""
+    import tiny_editor
+    import tiny_qwen
+
+    tiny_qwen.save_policy_folder(folder / "policy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_editor, "STATE_DIM", STATE_DIM)
+        tiny_editor.save_editor(tiny_editor.make_parts(), folder / "editor")
+    return {"policy": str(folder / "policy"), "editor": str(folder / "editor")}
+
+
+def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Two prompts x four completions, brightness as the reward, the embedded judge beside it."""
+    config: dict[str, Any] = {
+        "run_name": "tiny",
+        "base_exp_dir": str(base_exp_dir),
+        "seed": 3,
+        "num_iterations": 4,
+        "prompts_per_iteration": 2,
+        "generations_per_prompt": 4,
+        "policy": {
+            "type": "qwen2_5_vl",
+            "model_path": models["policy"],
+            "dtype": "float32",
+            "lora": {"r": 4, "alpha": 8, "dropout": 0.1},
+        },
+        "engine": {"type": "transformers"},
+        "renderer": {
+            "type": "qwen_image_edit",
+            "model_path": models["editor"],
+            "dtype": "float32",
+            "num_steps": 2,
+            "true_cfg_scale": 1.0,
+            "output_area_px": 64 * 64,
+            "condition_area_px": 64 * 64,
+            "policy_image_area_px": 64 * 64,
+        },
+        "rewards": {
+            "brightness": {"type": "tests.brightness_reward"},
+            "viescore": {"type": "viescore"},
+        },
+        "final_reward": {"weights": {"brightness": 1}},
+        "judge": {"api_base": "embedded"},
+        "data": {
+            "train": [{"type": "shapes", "num_samples": 20, "seed": 1}],
+            "validation": [{"type": "shapes", "num_samples": 3, "seed": 2}],
+        },
+        "sampling": {"max_completion_tokens": 6},
+        "algorithm": {"kl_coeff": 0.05},
+        "optimizer": {"backend": "torch", "learning_rate": 1e-2, "micro_batch_size": 4},
+        "evaluation": {"every_n_iterations": 4, "num_samples": 3},
+        "checkpoint": {"save_every_n_iterations": 1},
+    }
+    return {**config, **changes}
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.jsonnet"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def run(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """The loop in a fresh process; `arguments` = where and when to be killed, or none."""
+    command = [sys.executable, str(Path(__file__)), str(path), *arguments]
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{TESTS}"}
+    ended = subprocess.run(
+        command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=300
+    )
+    if check:
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended
+
+
+def _kill_at(where: str, count: int) -> None:
+    """Replace the function `module:Class.method` by one that dies at its count-th call."""
+    import importlib
+
+    module_name, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, name)
+    calls = 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, dying)
+
+
+if __name__ == "__main__":
+    config_path, *kill = sys.argv[1:]
+    if kill:
+        _kill_at(kill[0], int(kill[1]))
+    from rl.train import main
+
+    main([config_path])
