@@ -15,6 +15,7 @@ import torch
 
 from rl.config import RunConfig
 from rl.learner import Learner
+from rl.learner_backends import StepOutcome, TorchBackend
 from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
 from rl.types import TrainSequence
@@ -120,15 +121,42 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: t.detach().clone() for name, t in learner.trainable_tensors().items()}
 
 
-def run_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> list[Any]:
-    """Call `<test module>:<name>`(dist, folder, **arguments) on gloo ranks in fresh processes.
+def gradient(
+    learner: Learner, sequences: list[TrainSequence], dist: Dist
+) -> dict[str, torch.Tensor]:
+    """The gradient an update would step with, summed over ranks; nothing is stepped."""
+    backend = learner._backend
+    assert isinstance(backend, TorchBackend)
+    caught: dict[str, torch.Tensor] = {}
+
+    def catch(learning_rate: float) -> StepOutcome:
+        for name, parameter in backend._parameters.items():
+            caught[name] = dist.sum_(parameter.grad.clone())
+            parameter.grad = None
+        return StepOutcome(0.0, applied=False)
+
+    backend.step = catch
+    learner.update(sequences, 0)
+    del backend.step
+    return caught
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest |a - b| over the largest |b|, over all tensors together."""
+    assert a.keys() == b.keys()
+    largest = max(float(t.abs().max()) for t in b.values())
+    return max(float((a[n].double() - b[n].double()).abs().max()) for n in b) / largest
+
+
+def run_ranks(function: str, num_ranks: int, out: Path, **arguments: Any) -> list[Any]:
+    """Call `<test module>:<name>`(dist, out, **arguments) on gloo ranks in fresh processes.
 
     Returns every rank's `torch.load`ed result. A hanging rank fails the test after two minutes.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    call = json.dumps([function, str(folder), arguments])
+    call = json.dumps([function, str(out), arguments])
     processes = []
     for rank in range(num_ranks):
         env = {
@@ -154,18 +182,18 @@ def run_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> 
         for process in processes:
             process.kill()
     assert not errors, "\n".join(errors)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
 
 
 def _main(call: str) -> None:
     import importlib
 
     torch.set_num_threads(1)
-    function, folder, arguments = json.loads(call)
+    function, out, arguments = json.loads(call)
     module, _, name = function.partition(":")
     dist = Dist.from_env("cpu")
-    result = getattr(importlib.import_module(module), name)(dist, Path(folder), **arguments)
-    torch.save(result, Path(folder) / f"rank{dist.rank}.pt")
+    result = getattr(importlib.import_module(module), name)(dist, Path(out), **arguments)
+    torch.save(result, Path(out) / f"rank{dist.rank}.pt")
     dist.barrier()
     dist.close()
 
