@@ -9,6 +9,7 @@ Axes: `_G` completions in a group, `_B` rows of a micro-batch, `_T` tokens.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,7 +177,7 @@ class Qwen25VLPolicy:
         self.stop_token_ids, self.banned_token_ids = self._prompts.token_roles(vocab_size)
         self.module = QwenModule(model, adapted, temperature, self.banned_token_ids)
         self._overlay: tempfile.TemporaryDirectory[str] | None = None
-        self._negatives: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._base_state: dict[str, torch.Tensor] | None = None
 
     # What the sampler needs to know
@@ -274,7 +275,7 @@ class Qwen25VLPolicy:
         """[L', D] of the negative prompt under the base, which training never moves."""
         if self._negative_prompt is None:
             return None
-        key = prompt.sample.id
+        key = _pictures_key(prompt)
         if key not in self._negatives or self._sharded:
             negative = self._prompts.prompt(prompt.sample, self._negative_prompt)
             self._negatives[key] = self._condition([(negative, ())], base=True)[0][0]
@@ -384,3 +385,11 @@ class Qwen25VLPolicy:
         config = _adapters.plain_config(self.module.model.peft_config["default"])
         base = self.config.init_text_encoder_from or self.config.model_path
         return {**config, "base_model_name_or_path": base}
+
+
+def _pictures_key(prompt: Prompt) -> bytes:
+    """By content: two sets of data may call different pictures by one id."""
+    digest = hashlib.blake2b(digest_size=16)
+    for image in prompt.images:
+        digest.update(f"{image.size}".encode() + image.tobytes())
+    return digest.digest()
