@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import pickle
+import re
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -271,3 +272,47 @@ def test_health_lists_what_is_served() -> None:
     with FaultyJudge() as judge:
         message = _health_error(judge.api_base, model="other")
     assert "does not serve judge.model='other'; it serves: tiny-judge" in message
+
+
+class _OddModels(FaultyJudge):
+    """Its `/v1/models` says what the test says."""
+
+    def __init__(self, *pages: tuple[int, str]) -> None:
+        self.pages = list(pages)
+        super().__init__()
+
+    class handler(FaultyJudge.handler):  # noqa: N801 (an attribute that happens to be a class)
+        def do_GET(self) -> None:
+            judge = self.server.judge
+            assert isinstance(judge, _OddModels)
+            status, body = judge.pages.pop(0) if len(judge.pages) > 1 else judge.pages[0]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (401, "who are you", "HTTP 401 who are you\nRemedy: judge.api_key_env must name"),
+        (200, "<html>hello</html>", "not as an OpenAI-compatible endpoint: <html>hello"),
+        (200, '{"data": []}', "it serves: nothing"),
+        (503, "loading", "no judge at .* after 0 s .http_503: loading."),
+    ],
+)
+def test_health_says_what_is_wrong(status: int, body: str, reason: str) -> None:
+    with _OddModels((status, body)) as judge:
+        message = _health_error(judge.api_base)
+    assert re.search(reason, message)
+
+
+def test_health_waits_for_a_server_that_is_still_starting() -> None:
+    async def run(judge: FaultyJudge) -> None:
+        client = JudgeClient(quick_config(), judge.api_base)
+        await client.check_health(wait_s=10)
+        await client.aclose()
+
+    with _OddModels((503, ""), (429, ""), (200, '{"data": [{"id": "tiny-judge"}]}')) as judge:
+        asyncio.run(run(judge))
+        assert len(judge.pages) == 1

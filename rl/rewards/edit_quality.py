@@ -95,7 +95,7 @@ class EditQuality:
         return self._combine(answers)
 
     def _combine(self, answers: Sequence[Answer[Pair]]) -> Grade:
-        readings = [answer.value for answer in answers if answer.value]
+        readings = [answer.value for answer in answers if answer.value is not None]
         replies = tuple(reply for answer in answers for reply in answer.replies)
         seconds = max(answer.seconds for answer in answers)
         if not readings:

@@ -119,7 +119,11 @@ def _read_pair(text: str) -> Pair:
 def _combine(answers: Sequence[Answer[Pair]]) -> Grade:
     """Answers in the order SC, PQ, SC, PQ, ...; a repeat counts when both could be had."""
     pairs = zip(answers[::2], answers[1::2], strict=True)
-    readings = [_parts(sc.value, pq.value) for sc, pq in pairs if sc.value and pq.value]
+    readings = [
+        _parts(sc.value, pq.value)
+        for sc, pq in pairs
+        if sc.value is not None and pq.value is not None
+    ]
     replies = tuple(reply for answer in answers for reply in answer.replies)
     seconds = max(answer.seconds for answer in answers)
     if not readings:

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import random
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from weakref import WeakValueDictionary
 import httpx
 
 from rl.config import JudgeConfig
-from rl.system.judge_endpoint import is_loopback, remedy_for
+from rl.system.judge_endpoint import auth_header, is_loopback, remedy_for, served_models
 from rl.system.judge_journal import ReplyJournal
 from rl.system.judge_question import PictureEncoder, Question
 from rl.system.judge_reply import UnreadableReplyError
@@ -35,6 +34,7 @@ from rl.system.scrub import scrub
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 10.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
@@ -125,11 +125,13 @@ class JudgeClient:
             config.breaker_failures, config.breaker_pause_s, config.max_outage_s
         )
         self._http = httpx.AsyncClient(
-            headers=_auth_header(config),
+            headers=auth_header(config.api_key_env),
             timeout=httpx.Timeout(
                 config.timeout_s, connect=min(CONNECT_TIMEOUT_S, config.timeout_s)
             ),
-            limits=httpx.Limits(max_connections=config.max_concurrency),
+            # uvicorn (vLLM) drops idle connections after 5 s; to reuse one at that very moment is
+            # a transport error.
+            limits=httpx.Limits(max_connections=config.max_concurrency, keepalive_expiry=3.0),
             # A proxy from the environment cannot reach this machine's own loopback.
             trust_env=not is_loopback(api_base),
         )
@@ -162,13 +164,15 @@ class JudgeClient:
     async def check_health(self, wait_s: float = 60.0) -> None:
         """Prove that the endpoint is there and serves the model, or say what is wrong.
 
-        A server that is still starting has `wait_s` to answer. Raises `JudgeUnreachableError` or
-        `JudgeRefused`.
+        A server that is still starting has `wait_s` (and one more request) to answer. Raises
+        `JudgeUnreachableError` or `JudgeRefused`.
         """
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                response = await self._transport("GET", "/models", None)
+                response = await self._transport("GET", "/models", None, HEALTH_TIMEOUT_S)
+                if response.status_code in RETRIED_CLIENT_ERRORS:
+                    raise self._passing(response)
                 break
             except _Trouble as trouble:
                 if time.monotonic() >= deadline:
@@ -179,7 +183,7 @@ class JudgeClient:
             await asyncio.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
         if response.status_code != 200:
             self._refuse(response)
-        served = _served_models(response)
+        served = served_models(response.text)
         if served is None:
             raise JudgeRefused(
                 f"{self.api_base}/models answers, but not as an OpenAI-compatible endpoint: "
@@ -312,7 +316,8 @@ class JudgeClient:
         is_probe = await self._breaker.admit()
         try:
             started = time.monotonic()
-            response = await self._transport("POST", "/chat/completions", body)
+            timeout_s = self.config.timeout_s
+            response = await self._transport("POST", "/chat/completions", body, timeout_s)
             self._stats.latencies_s.append(time.monotonic() - started)
         except _Trouble:
             self._breaker.failed(is_probe)
@@ -322,14 +327,16 @@ class JudgeClient:
         self._breaker.succeeded()
         return self._read(response)
 
-    async def _transport(self, method: str, path: str, body: bytes | None) -> httpx.Response:
+    async def _transport(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> httpx.Response:
         """One request. `_Trouble` when nobody is there to answer: transport, time-out, 5xx."""
         self._stats.requests += 1
         self._in_flight += 1
         self._stats.max_in_flight = max(self._stats.max_in_flight, self._in_flight)
         try:
             # httpx's own limits are per read: a reply that trickles would pass them for ever.
-            async with asyncio.timeout(self.config.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 response = await self._http.request(
                     method,
                     self.api_base + path,
@@ -337,7 +344,7 @@ class JudgeClient:
                     headers={"Content-Type": "application/json"},
                 )
         except (TimeoutError, httpx.TimeoutException):
-            raise _Trouble("timeout", f"no reply within {self.config.timeout_s:g} s") from None
+            raise _Trouble("timeout", f"no reply within {timeout_s:g} s") from None
         except httpx.RequestError as error:
             raise _Trouble("transport", f"{type(error).__name__} {error}".strip()) from None
         finally:
@@ -371,29 +378,10 @@ class JudgeClient:
         raise JudgeRefused(
             f"the judge refused: {response.request.method} {response.request.url} -> HTTP "
             f"{response.status_code} {self._shown(response)}\n"
-            f"{remedy_for(response, self.config)}"
+            f"{remedy_for(response.status_code, response.headers.get('Location'), self.config)}"
         )
 
     def _shown(self, response: httpx.Response) -> str:
         """The body's beginning. Endpoints echo wrong keys in it."""
         body = scrub(response.text, (self.config.api_key_env,))
         return " ".join(body.split())[:SHOWN_BODY_CHARS] or "(empty body)"
-
-
-def _auth_header(config: JudgeConfig) -> dict[str, str]:
-    if not config.api_key_env:
-        return {}
-    key = os.environ.get(config.api_key_env, "").strip()
-    if not key:
-        raise ValueError(
-            f"judge.api_key_env names {config.api_key_env}, which is not in the environment: "
-            f"export {config.api_key_env}=..., or set judge.api_key_env: '' for a judge without key"
-        )
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _served_models(response: httpx.Response) -> list[str] | None:
-    try:
-        return [str(model["id"]) for model in response.json()["data"]]
-    except (ValueError, LookupError, TypeError):
-        return None

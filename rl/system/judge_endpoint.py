@@ -7,15 +7,13 @@ and by whoever checks a config.
 from __future__ import annotations
 
 import ipaddress
+import json
+import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rl.config import JudgeConfig
-
-if TYPE_CHECKING:
-    import httpx
 
 DEFAULT_PORT = 4877
 """Of scripts/serve_judge.sh; a file may hold a bare host."""
@@ -88,9 +86,32 @@ def is_loopback(api_base: str) -> bool:
         return host == "localhost"
 
 
-def remedy_for(response: httpx.Response, config: JudgeConfig) -> str:
+def auth_header(api_key_env: str) -> dict[str, str]:
+    """The header that carries the key; {} for a judge without one.
+
+    Raises ValueError when the environment lacks the variable.
+    """
+    if not api_key_env:
+        return {}
+    key = os.environ.get(api_key_env, "").strip()
+    if not key:
+        raise ValueError(
+            f"judge.api_key_env names {api_key_env}, which is not in the environment: "
+            f"export {api_key_env}=..., or set judge.api_key_env: '' for a judge without key"
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def served_models(body: str) -> list[str] | None:
+    """The names in a `/models` reply; None when it is not one."""
+    try:
+        return [str(model["id"]) for model in json.loads(body)["data"]]
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
     """What a person can do about a refusal."""
-    status = response.status_code
     if status in (401, 403):
         held = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
         return (
@@ -99,10 +120,8 @@ def remedy_for(response: httpx.Response, config: JudgeConfig) -> str:
         )
     if status == 404:
         return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
-    if response.is_redirect:
-        return (
-            f"Remedy: set judge.api_base to where it points ({response.headers.get('location')})."
-        )
+    if location is not None:
+        return f"Remedy: set judge.api_base to where it points ({location})."
     return (
         "Remedy: the request itself does not suit this endpoint. Check "
         f"judge.model={config.model!r} (does it take pictures, and two of them?), "
