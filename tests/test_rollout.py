@@ -1,0 +1,214 @@
+"""What becomes of a completion: scored, the policy's fault, or nobody's; and what trains on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import pvariance
+
+import pytest
+from PIL import Image
+
+from rl.config import RunConfig
+from rl.rollout import Crew, collect, training_sequences
+from rl.summary import TooManyFailuresError, check_failure_rate, group_rewards, size_of
+from rl.system.background import BackgroundLoop
+from rl.system.console import PhaseTimer
+from rl.system.dist import Dist
+from rl.types import (
+    Action,
+    Completion,
+    Episode,
+    Evidence,
+    Grade,
+    Prompt,
+    RenderFailure,
+    RenderJob,
+    Sample,
+    Status,
+)
+
+
+def run_config(**changes: object) -> RunConfig:
+    fields = {
+        "run_name": "r",
+        "base_exp_dir": "unused",
+        "num_iterations": 1,
+        "prompts_per_iteration": 1,
+        "generations_per_prompt": 2,
+        "policy": {"type": "p"},
+        "engine": {"type": "e"},
+        "renderer": {"type": "r"},
+        "rewards": {},
+        "data": {"train": []},
+    }
+    return RunConfig.model_validate(fields | changes)
+
+
+class Speller:
+    """A policy that reads token ids as letters; a lone 0 is nothing readable."""
+
+    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
+        texts = ["".join(chr(96 + i) for i in c.token_ids if i) for c in completions_G]
+        return [Action(t, t or None, None if t else "empty: no words") for t in texts]
+
+
+class Painter:
+    """Paints the noise seed; words beginning with 'x' break it, 'y' is the policy's fault."""
+
+    def __init__(self) -> None:
+        self.jobs: list[RenderJob] = []
+
+    def render(
+        self, jobs: Sequence[RenderJob]
+    ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
+        self.jobs += jobs
+        for index in reversed(range(len(jobs))):
+            job = jobs[index]
+            if job.payload[0] in "xy":
+                blame = "policy" if job.payload[0] == "y" else "renderer"
+                yield index, RenderFailure("ragged", blame)
+            else:
+                yield index, Image.new("L", (1, 1), job.noise_seed % 256)
+
+
+class Level:
+    """Grades the grey level; words beginning with 'j' get no answer."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        self.num_asked += 1
+        if evidence.text.startswith("j"):
+            return Grade(None, failure="timeout: no answer", replies=("half a",))
+        assert evidence.image is not None
+        level = evidence.image.getpixel((0, 0)) / 255
+        return Grade(level, parts={"raw": level * 10}, replies=(f"{level}",), seconds=0.5)
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    with BackgroundLoop() as loop:
+        yield Crew(run_config(), Speller(), Painter(), {"level": Level()}, loop)
+
+
+def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None) -> Completion:
+    ids = tuple(ord(letter) - 96 for letter in text) or (0,)
+    return Completion(ids, (-0.5,) * len(ids), finish, forced)
+
+
+def roll(crew: Crew, *completions: Completion, seed: int = 51) -> list[Episode]:
+    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
+    return collect(crew, [prompt], [completions], [seed], ["0/0"], PhaseTimer())[0]
+
+
+def test_three_ways_to_end(crew: Crew) -> None:
+    scored, empty, broken, ragged, unjudged = roll(
+        crew, word("ab"), word(""), word("xa"), word("ya"), word("ja")
+    )
+    assert (scored.status, scored.reward) == (Status.SCORED, 51 / 255)
+    assert scored.parts == {"level": 51 / 255, "level/raw": pytest.approx(2.0)}
+    assert scored.replies == {"level": ("0.2",)}
+    assert (empty.status, empty.reward, empty.failure) == ("policy_failed", 0.0, "empty: no words")
+    assert (ragged.status, ragged.reward, ragged.failure) == ("policy_failed", 0.0, "ragged")
+    assert (broken.status, broken.reward) == (Status.UNGRADED, None)
+    assert broken.failure == "renderer: ragged"
+    assert (unjudged.status, unjudged.reward) == (Status.UNGRADED, None)
+    assert unjudged.failure == "level: timeout: no answer"
+    assert unjudged.replies == {"level": ("half a",)}, "a reply is kept though it graded nothing"
+
+
+def test_a_group_shares_its_noise_and_equal_completions_are_one_picture(crew: Crew) -> None:
+    episodes = roll(crew, word("a"), word("b"), word("a"))
+    assert {job.noise_seed for job in crew.renderer.jobs} == {51}
+    assert len(crew.renderer.jobs) == 2 and crew.rewards["level"].num_asked == 2
+    assert episodes[0].image is episodes[2].image
+
+
+def test_several_pictures_of_a_completion_are_averaged() -> None:
+    with BackgroundLoop() as loop:
+        config = run_config(images_per_completion=3)
+        crew = Crew(config, Speller(), Painter(), {"level": Level()}, loop)
+        one, two = roll(crew, word("a"), word("b"))
+        levels = [job.noise_seed % 256 / 255 for job in crew.renderer.jobs]
+        assert len(levels) == 6 and levels[:3] == levels[3:] and len(set(levels[:3])) == 3
+        assert one.reward == pytest.approx(sum(levels[:3]) / 3)
+        assert sorted(one.image_rewards) == sorted(levels[:3])
+        # Both completions got the same three rewards: all of the variance is the noise's.
+        _, metrics = group_rewards(config, 0, [[one, two]], Dist())
+        assert metrics.merge([metrics.state()])["reward/noise_variance_share"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reward", "mask"),
+    [("floor", 0.0, (True, True)), ("score", 51 / 255, (True, True)), ("mask", 51 / 255, ())],
+)
+def test_truncated_completions(rule: str, reward: float, mask: tuple[bool, ...]) -> None:
+    with BackgroundLoop() as loop:
+        config = run_config(algorithm={"truncated_completions": rule})
+        crew = Crew(config, Speller(), Painter(), {"level": Level()}, loop)
+        cut, _ = episodes = roll(crew, word("ab", finish="length"), word("c"))
+        assert cut.reward == reward
+        sequences = training_sequences(config, [episodes], [[0.5, -0.5]])
+        assert sequences[0].loss_mask == (mask or (False, False))
+        assert sequences[1].loss_mask == (True,)
+
+
+def test_forced_tokens_and_ungraded_episodes_do_not_train(crew: Crew) -> None:
+    episodes = roll(crew, word("abc", forced=(False, True, False)), word("j"))
+    sequences = training_sequences(crew.config, [episodes], [[1.0, None]])
+    assert len(sequences) == 1
+    assert sequences[0].loss_mask == (True, False, True)
+    assert sequences[0].token_ids == (1, 2, 3)
+    assert sequences[0].sampler_logprobs == (-0.5,) * 3
+
+
+def test_flat_groups_are_dropped_or_kept(crew: Crew) -> None:
+    episodes = roll(crew, word("a"), word("b"))
+    assert training_sequences(crew.config, [episodes], [[0.0, 0.0]]) == []
+    kept = run_config(algorithm={"zero_spread_groups": "keep"})
+    assert len(training_sequences(kept, [episodes], [[0.0, 0.0]])) == 2
+
+
+def graded(*rewards: float | None) -> list[Episode]:
+    prompt = Prompt(Sample("s", "do it", category="paint"), (1, 2), (1, 2))
+    return [
+        Episode(
+            "0/0", prompt, word("a"), Action("a", "a"), 1, None,
+            Status.UNGRADED if reward is None else Status.SCORED, reward,
+        )
+        for reward in rewards
+    ]  # fmt: skip
+
+
+def test_reward_metrics_against_hand_computed_values() -> None:
+    config = run_config(algorithm={"advantage_scale": "none"})
+    episodes_PG = [graded(0.0, 1.0), graded(0.5, None)]
+    advantages, metrics = group_rewards(config, 0, episodes_PG, Dist())
+    assert advantages == [[-0.5, 0.5], [0.0, None]]
+    seen = metrics.merge([metrics.state()])
+    assert seen["reward/mean"] == pytest.approx(0.5)
+    assert seen["reward/std"] == pytest.approx(math.sqrt(pvariance([0, 1, 0.5])))
+    assert seen["reward/group_std"] == pytest.approx(0.5)
+    assert seen["status/ungraded"] == pytest.approx(0.25)
+    assert seen["groups/zero_spread"] == pytest.approx(0.5)
+    assert size_of([[word("ab"), word("c")]]) == "2 completions, 3 tokens"
+
+
+def test_control_arm_hands_the_same_rewards_to_other_episodes() -> None:
+    config = run_config(algorithm={"shuffle_rewards": True, "advantage_scale": "none"})
+    episodes_PG = [graded(*[0.1 * g + p for g in range(8)]) for p in range(2)]
+    rewards = sorted(e.reward for row in episodes_PG for e in row)
+    shuffled = [group_rewards(config, it, episodes_PG, Dist())[0] for it in (0, 0, 1)]
+    assert shuffled[0] == shuffled[1] != shuffled[2], "a pure function of seed and iteration"
+    spread = max(shuffled[0][0]) - min(shuffled[0][0])
+    assert spread > 0.75, "rewards crossed the border between groups"
+    assert rewards == sorted(e.reward for row in episodes_PG for e in row)
+
+
+def test_too_many_ungraded_episodes_stop_the_run() -> None:
+    config = run_config(judge={"max_failure_rate": 0.5})
+    check_failure_rate(config, [graded(0.1, None)], Dist())
+    with pytest.raises(TooManyFailuresError, match=r"2 of 3 .*judge\.max_failure_rate=0\.5"):
+        check_failure_rate(config, [graded(0.1, None, None)], Dist())
