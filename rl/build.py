@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rl.system.judge_client import JudgeClient
 
 ROOMS: Mapping[str, tuple[str, ...]] = {
-    "policies": ("Config", "EMITS", "build"),
+    "policies": ("Config", "EMITS", "validate", "build"),
     "engines": ("Config", "build"),
     "renderers": (
         "Config",
@@ -169,8 +169,8 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             f"renderer.type: {renderer.name} takes {accepts}, but policy {policy.name} emits "
             f"{' or '.join(sorted(emits))}; choose a renderer that takes one of these"
         )
-    found = renderer.module.validate(renderer.config)
-    yield from (f"{renderer.key}.{problem}" for problem in found)
+    for plug in (policy, renderer):
+        yield from (f"{plug.key}.{problem}" for problem in plug.module.validate(plug.config))
     length = getattr(resolved.engine.config, "max_model_len", None)
     longest = resolved.config.sampling.max_completion_tokens
     prompt = getattr(policy.config, "max_prompt_tokens", 0)

@@ -228,7 +228,7 @@ class RunConfig(Section):
     images_per_completion: Annotated[int, Field(ge=1)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
     world_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks the run is meant for; simple_launch's --nproc x --nnodes overrides it."""
+    """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
     policy: PlugSection
     """A plug of rl/policies."""
     engine: PlugSection
@@ -250,7 +250,7 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         """Where the run's record and checkpoints live."""
-        return Path(self.base_exp_dir).expanduser() / self.run_name
+        return Path(self.base_exp_dir) / self.run_name
 
 
 class ConfigError(ValueError):
@@ -261,16 +261,13 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
 
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-def resolve_path(path: str) -> Path:
-    """A path from a config: absolute as it is, else from the current folder, else from the
-    repository root. What exists in neither place is given from the current folder."""
-    given = Path(path).expanduser()
-    if given.is_absolute() or given.exists() or not (REPOSITORY / given).exists():
-        return given
-    return REPOSITORY / given
+def missing_model(key: str, path: str) -> list[str]:
+    """What is wrong with a model's path: [] for a folder that is there and for what looks like a
+    hub id ('owner/name', taken on trust: a config is checked without the network)."""
+    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
+    if Path(path).is_dir() or is_hub_id:
+        return []
+    return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 
 
 def load_config(

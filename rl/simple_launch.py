@@ -66,7 +66,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
     add("--rdzv-endpoint", default="", help="host:port of node 0 (one node: a free port)")
     add("--check", action="store_true", help="report on the config and start nothing")
-    add("--gpu-gb", type=float, default=80.0, help="GPU size for --check's memory plan, GB")
+    add("--gpu-gb", type=float, default=141.0, help="GPU size for --check, GB (H200: 141)")
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
     if args.nproc is not None and args.nproc < 1:

@@ -82,8 +82,6 @@ class Sizes:
     lora_rank: int | None
     """None: full fine-tuning."""
     lora_modules: Sequence[str]
-    reference_copy: bool
-    """A frozen copy of the policy is kept on the GPU (never under LoRA: adapter off is free)."""
     zero_stage: int
     """0 for backend torch, which shards nothing."""
     world_size: int
@@ -149,8 +147,6 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         Row("policy weights", weights_gb / (ranks if stage == 3 else 1), PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
     ]
-    if sizes.reference_copy:
-        rows.append(Row("reference weights", weights_gb, PHASES))
     for part, count in sizes.renderer_weights.items():
         rows.append(Row(f"renderer {part}", count * sizes.renderer_bytes / 1e9, PHASES))
     assumptions = [

@@ -1,0 +1,199 @@
+// Every key of a run, with its default. A run's config is `(import 'base.libsonnet') + { ... }`;
+// the keys marked (required) have no default and must be there. What a plug's own section takes
+// stands in `class Config` of its file: `renderer: { type: 'qwen_image_edit' }` is read by
+// rl/renderers/qwen_image_edit.py. Unknown keys are refused. Times are in s, lengths in tokens.
+{
+  // Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-'.
+  // run_name: (required)
+  // Runs live in <base_exp_dir>/<run_name>/.
+  // base_exp_dir: (required)
+  // Everything random derives from it (Jsonnet numbers are exact below 2^53).
+  seed: 0,
+  // Iterations (one batch of rollouts each); exactly one of this and num_epochs.
+  num_iterations: null,
+  // Passes over the training mixture.
+  num_epochs: null,
+  // Prompts per iteration over all ranks.
+  // prompts_per_iteration: (required)
+  // G, completions per prompt (a group).
+  // generations_per_prompt: (required)
+  // Pictures rendered per completion (different noise); their rewards are averaged.
+  images_per_completion: 1,
+  // Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc.
+  world_size: 1,
+  // A plug of rl/policies.
+  // policy: (required)
+  // A plug of rl/engines.
+  // engine: (required)
+  // A plug of rl/renderers.
+  // renderer: (required)
+  // Name -> a plug of rl/rewards.
+  // rewards: (required)
+  // How rewards' values become the one number in [0, 1].
+  final_reward: {
+    // weighted_sum: sum(w x) / sum(w); geometric_mean: prod(x^w)^(1/sum(w)).
+    op: 'weighted_sum',
+    // Reward name (or `<reward>/<part>` for parts scaled 0..1) -> weight; {} = every reward, 1.
+    weights: {},
+  },
+
+  // Where samples come from. Each mixture entry is a plug section plus `weight` (default 1).
+  data: {
+    // Weighted mixture: entry i is drawn with probability weight_i / sum.
+    // train: (required)
+    // Held-out mixture, in order, for evaluation.
+    validation: [],
+    // A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count.
+    on_bad_row: 'error',
+    // A picture with a longer side is a bad row.
+    max_image_side_px: 8192,
+  },
+
+  // How completions are drawn. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy.
+  sampling: {
+    // Softmax temperature; the trainer divides its logits by the same number.
+    temperature: 1.0,
+    // Nucleus mass; 1 = off.
+    top_p: 1.0,
+    // Keep the k likeliest tokens; -1 = off.
+    top_k: -1,
+    // Longest completion, tokens, stop token included.
+    max_completion_tokens: 256,
+  },
+
+  // GRPO and its published variations; each is a pure function in `rl/algorithm`.
+  algorithm: {
+    // Divisor of the centred rewards (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std).
+    advantage_scale: 'group_std',
+    // Added to that standard deviation, in reward units (0..1).
+    advantage_eps: 1e-4,
+    // grpo: clipped, mean over the global batch's tokens; dapo: the same with clip_high >
+    // clip_low; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo: sequence-
+    // level ratio; cispo: clipped, detached importance weight times log-prob.
+    loss: 'grpo',
+    // Lower clip distance of the ratio.
+    clip_low: 0.2,
+    // Upper clip distance of the ratio (DAPO: 0.28).
+    clip_high: 0.2,
+    // Weight of KL(policy || reference); 0 = no reference pass at all.
+    kl_coeff: 0.0,
+    // Per-token estimator (Schulman 2020, 'Approximating KL divergence').
+    kl_estimator: 'k3',
+    // loss: added to the loss; reward: subtracted from the advantage, token by token.
+    kl_placement: 'loss',
+    // Truncated importance weight pi_trainer / pi_sampler against sampler mismatch.
+    importance_correction: 'token',
+    // Upper bound of that weight.
+    importance_cap: 2.0,
+    // drop: groups whose rewards are all equal carry no policy-gradient and no KL tokens.
+    zero_spread_groups: 'drop',
+    // A completion that hit max_completion_tokens: reward policy_failed_reward | graded but out of
+    // the loss | graded as it is.
+    truncated_completions: 'score',
+    // Reward of an episode whose completion cannot be used.
+    policy_failed_reward: 0.0,
+    // Control arm: rewards permuted over the whole batch; such a run must not learn.
+    shuffle_rewards: false,
+  },
+
+  // The learner: what holds the state, and how it steps.
+  optimizer: {
+    // torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO.
+    backend: 'deepspeed',
+    // DeepSpeed ZeRO stage; ignored by backend torch.
+    zero_stage: 2,
+    // Peak AdamW learning rate.
+    learning_rate: 1e-5,
+    // Learning rate at the last iteration over the peak; linear decay in between (1 = constant).
+    final_lr_fraction: 1.0,
+    // Linear warm-up, iterations.
+    warmup_iterations: 0,
+    // AdamW moments' decay.
+    betas: [0.9, 0.95],
+    // AdamW epsilon.
+    adam_eps: 1e-8,
+    // AdamW decoupled weight decay.
+    weight_decay: 0.0,
+    // Global gradient-norm clip.
+    max_grad_norm: 1.0,
+    // Completions per forward/backward on one rank.
+    micro_batch_size: 8,
+    // Optimiser steps per batch of rollouts; the batch is split into that many parts by group.
+    updates_per_iteration: 1,
+    // Recompute activations in the backward: less memory, about a third more compute.
+    gradient_checkpointing: false,
+  },
+
+  // The OpenAI-compatible endpoint that rewards ask.
+  judge: {
+    // URL with or without /v1, a file that holds one, or 'embedded' for the tiny world's judge on
+    // loopback. '' = no judge.
+    api_base: '',
+    // Model name sent with every request.
+    model: 'Qwen/Qwen2.5-VL-72B-Instruct',
+    // NAME of the environment variable that holds the key ('' = none); the key itself is never
+    // written anywhere.
+    api_key_env: '',
+    // Requests in flight per rank.
+    max_concurrency: 32,
+    // Per request, s.
+    timeout_s: 120.0,
+    // Tries per question, transport errors and unreadable replies together.
+    max_attempts: 6,
+    // First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured.
+    backoff_s: 1.0,
+    // This many transport failures in a row open the circuit breaker.
+    breaker_failures: 20,
+    // How long an open breaker holds requests back before one is let through, s.
+    breaker_pause_s: 15.0,
+    // Judge sampling temperature of the first try; a retry after an unreadable reply adds 0.3.
+    temperature: 0.0,
+    // Longest judge reply, tokens.
+    max_tokens: 512,
+    // Images are downscaled so that their longer side is at most this.
+    image_side_px: 768,
+    // When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
+    // reply; for endpoints that take it (vLLM and OpenAI do).
+    guided_json: 'never',
+    // How long an open breaker may hold questions back before they are given up as UNGRADED, s.
+    max_outage_s: 600.0,
+    // The run stops (checkpoint saved) when more than this share of an iteration's episodes is
+    // UNGRADED.
+    max_failure_rate: 0.5,
+  },
+
+  // The held-out run of the same rollout, greedy.
+  evaluation: {
+    // 0 = never; else before the first iteration, every n, and after the last.
+    every_n_iterations: 0,
+    // First samples of the validation mixture, over all ranks.
+    num_samples: 64,
+    // Also score the reference completions where the data has them: separates renderer drift from
+    // the policy's own mistakes.
+    reference_drift: true,
+  },
+
+  // What is written, how often, and what stays.
+  checkpoint: {
+    // Resume points.
+    save_every_n_iterations: 50,
+    // Of those, which stay for ever; 0 = only the newest two.
+    keep_every_n_iterations: 0,
+    // 0 = never; a failed push is logged, never fatal.
+    push_to_hub_every_n_iterations: 0,
+    // Hub repository, e.g. 'me/my-run'.
+    push_to_hub_repo_id: '',
+  },
+
+  // What one sees. metrics.jsonl, episode records and images are always written.
+  tracking: {
+    // wandb is a view of the record; a run never needs the network.
+    wandb: 'off',
+    // wandb project name.
+    wandb_project: 'rl',
+    // Episode records (text, parts, replies, images); 0 = never.
+    log_episodes_every_n_iterations: 1,
+    // Pictures written per logged iteration and rank.
+    images_per_iteration: 16,
+  },
+}
