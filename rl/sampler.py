@@ -9,7 +9,6 @@ number of ranks see the same prompts. Called by `build.py` and, through it, by `
 from __future__ import annotations
 
 import functools
-import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -61,16 +60,6 @@ class PromptSampler:
         # The mixture repeats a pattern; unshuffled, one rank could always get the same source.
         random.Random(f"{self._seed}:slots:{iteration}").shuffle(draws)
         return draws
-
-    def num_iterations_for(self, num_epochs: float) -> int:
-        """Iterations until as many prompts were drawn as `num_epochs` times all sources' rows.
-
-        With one source that is `num_epochs` passes over it; in a mixture small sources with a large
-        weight are passed more often, large ones less.
-        """
-        num_rows = sum(len(source) for source in self._sources)
-        # Rounded first, because 0.1 * 30 rows must not become a fourth prompt.
-        return max(1, math.ceil(round(num_epochs * num_rows, 6) / self._num_prompts))
 
     def _take(self, source: int, position: int) -> Sample:
         rows = self._sources[source]

@@ -58,6 +58,7 @@ def test_byte_order_mark_crlf_and_blank_lines_are_fine(folder):
     (folder / "edits.jsonl").write_bytes("\r\n".join(lines).encode())
     source = edit_jsonl.build(config(str(folder / "edits.jsonl")), "error", MAX_SIDE_PX)
     assert [source[index].id for index in range(2)] == ["edits.jsonl:1", "edits.jsonl:3"]
+    assert edit_jsonl.count(config(str(folder / "edits.jsonl"))) == 2
 
 
 def test_columns_can_be_named_otherwise(folder):
@@ -155,6 +156,7 @@ def test_a_file_that_cannot_be_used_at_all(folder):
         return edit_jsonl.check(config(str(path)), mode, MAX_SIDE_PX)[0]
 
     assert "gone.jsonl does not exist; give the JSONL file's path" in problem(folder / "gone.jsonl")
+    assert edit_jsonl.count(config(str(folder / "gone.jsonl"))) is None
     (folder / "empty.jsonl").write_text("\n")
     assert "empty.jsonl is empty; write one JSON object per line" in problem(folder / "empty.jsonl")
     (folder / "utf16.jsonl").write_text(json.dumps(GOOD), encoding="utf-16")

@@ -89,6 +89,19 @@ def test_columns_filter_and_nested_cells(folder):
     assert [nested[i].instruction for i in range(len(nested))] == ["colour the petals blue"]
 
 
+def test_rows_are_counted_where_that_is_cheap(folder):
+    assert hf_dataset.count(config(folder / "edits.parquet")) == 3
+    (folder / "no.parquet").write_text("x")
+    unknown = [
+        config("owner/name"),
+        config(folder / "saved"),
+        config(folder / "no.parquet"),
+        config(folder / "edits.parquet", where={"complexity": 8}),
+        config(folder / "edits.parquet", split="train[:1]"),
+    ]
+    assert [hf_dataset.count(settings) for settings in unknown] == [None] * 5
+
+
 def test_splits_and_slices(folder):
     assert len(build(folder / "splits", split="test")) == 1
     assert build(folder / "edits.parquet", split="train[2:]")[0].instruction == "add a bee"

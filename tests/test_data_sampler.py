@@ -101,14 +101,6 @@ def test_the_seed_changes_the_order():
     assert run(mixture(seed=0), range(3)) != run(mixture(seed=1), range(3))
 
 
-def test_epochs_count_all_rows():
-    assert mixture(prompts=12).num_iterations_for(1) == 6  # 62 rows
-    assert mixture(prompts=12).num_iterations_for(3) == 16  # 186
-    assert PromptSampler([Numbers("a", 30)], [1], 0, 3).num_iterations_for(0.1) == 1
-    assert PromptSampler([Numbers("a", 24)], [1], 0, 8).num_iterations_for(2) == 6
-    assert PromptSampler([Numbers("a", 2)], [1], 0, 8).num_iterations_for(0.1) == 1
-
-
 def test_a_row_found_bad_later_is_replaced_by_the_next_one():
     bad = frozenset({2, 3})
     broken = PromptSampler([Numbers("a", 12, bad)], [1], 0, 12, "skip")

@@ -11,6 +11,7 @@ from rl.tiny_world import scenes
 def source(**more) -> shapes.Shapes:
     config = shapes.Config.model_validate({"type": "shapes", "num_samples": 50, **more})
     assert shapes.check(config, "error", 8192) == []
+    assert shapes.count(config) == config.num_samples
     return shapes.build(config, "error", 8192)
 
 

@@ -15,9 +15,6 @@ from typing import Any
 from rl.config import Section
 from rl.data._rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows, shorten
 
-PROVIDES = frozenset({"source", "target", "reference"})
-"""At most; `provides` says what this config's rows carry."""
-
 
 class Config(Section):
     """One JSONL file."""
@@ -40,6 +37,12 @@ def provides(config: Config) -> frozenset[str]:
     return config.columns.provides()
 
 
+def count(config: Config) -> int | None:
+    """Rows in the file, bad ones included; None when there is no file or nothing in it."""
+    path = Path(config.path)
+    return sum(map(bool, map(bytes.strip, _lines(path)))) or None if path.is_file() else None
+
+
 def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
     """Everything that is wrong with the file, without opening a picture."""
     try:
@@ -51,14 +54,6 @@ def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[
         return shorten(problems)
     num_good = len(rows) + len(unreadable) - len(problems)
     return [] if num_good else [f"{config.path}: no row is left:", *shorten(problems)]
-
-
-def count(config: Config) -> int | None:
-    """Number of rows, good or bad; None where there is no file."""
-    path = Path(config.path)
-    if not path.is_file():
-        return None
-    return sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
 
 
 def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
@@ -77,8 +72,7 @@ def _read(config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
     objects: list[dict[str, Any]] = []
     numbers: list[int] = []
     unreadable: list[str] = []
-    # Split as bytes: str.splitlines would also cut at U+2028, which JSON allows inside a string.
-    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         try:
@@ -98,3 +92,8 @@ def _read(config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
         raise BadRowError(f"{path} is empty; write one JSON object per line")
     rows = Rows(objects, numbers, str(path), config.columns, folder, max_image_side_px)
     return rows, unreadable
+
+
+def _lines(path: Path) -> list[bytes]:
+    # Split as bytes: str.splitlines would also cut at U+2028, which JSON allows inside a string.
+    return path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")

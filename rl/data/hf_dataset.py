@@ -17,8 +17,6 @@ from rl.data._rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows, pi
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PROVIDES = frozenset({"source", "target", "reference"})
-"""At most; `provides` says what this config's rows carry."""
 _BUILDERS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -59,6 +57,19 @@ def provides(config: Config) -> frozenset[str]:
     return config.columns.provides()
 
 
+def count(config: Config) -> int | None:
+    """Rows of a parquet file, bad ones included; None when only opening the data set would tell."""
+    path = Path(config.path)
+    if path.suffix != ".parquet" or not path.is_file() or config.where or "[" in config.split:
+        return None
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        return parquet.read_metadata(path).num_rows
+    except (ArrowInvalid, OSError):
+        return None
+
+
 def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
     """What can be seen without `datasets`: is it there, and has a parquet file the columns."""
     path = Path(config.path)
@@ -77,16 +88,6 @@ def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[
     except ValueError as error:  # pyarrow's complaint about a file that is no parquet
         return [f"{path}: {error}"]
     return []
-
-
-def count(config: Config) -> int | None:
-    """Number of rows where one look can tell: a whole local parquet file."""
-    path = Path(config.path)
-    if path.suffix != ".parquet" or not path.is_file() or config.where or "[" in config.split:
-        return None
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_metadata(path).num_rows
 
 
 def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:

@@ -14,8 +14,6 @@ from pydantic import Field
 from rl.config import Section
 from rl.types import Sample
 
-PROVIDES = frozenset({"source", "target", "reference"})
-
 
 class Config(Section):
     """A finite set of scenes; another seed gives other scenes, e.g. held-out ones."""
@@ -60,7 +58,12 @@ class Shapes:
 
 def provides(config: Config) -> frozenset[str]:
     """What samples carry, in the words of a reward's `NEEDS`."""
-    return PROVIDES
+    return frozenset({"source", "target", "reference"})
+
+
+def count(config: Config) -> int | None:
+    """Samples in the set."""
+    return config.num_samples
 
 
 def check(
@@ -68,11 +71,6 @@ def check(
 ) -> list[str]:
     """Nothing can be wrong."""
     return []
-
-
-def count(config: Config) -> int | None:
-    """Number of samples, known without loading any."""
-    return config.num_samples
 
 
 def build(config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int) -> Shapes:
