@@ -23,7 +23,8 @@ def fsync(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path`'s contents, whole or not at all."""
+    """Replace `path`'s contents, whole or not at all; makes the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text(text, encoding="utf-8")
     fsync(aside)

@@ -54,7 +54,7 @@ class Tracker:
         """What became of `tracking.wandb`: 'online', 'offline' or 'off'."""
         if not dist.is_main or config.tracking.wandb == "off":
             return
-        # Read when wandb is imported: what it stages for upload stays beside the run.
+        # Where wandb keeps a table's pictures until they are uploaded; its default is in $HOME.
         os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
         if not self._guarded("import", lambda: importlib.import_module("wandb")):
             return
@@ -69,7 +69,7 @@ class Tracker:
                 self._guarded("config", lambda: self._run.config.update(dict(config_as_written)))
                 return
             # wandb's helper process keeps the id "in use" after a failed start.
-            self._guarded("teardown", lambda: importlib.import_module("wandb").teardown())
+            self._guarded("teardown", _teardown)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Scalars under their stable names."""
@@ -98,11 +98,17 @@ class Tracker:
 
     def close(self, failed: bool = False) -> None:
         """Finish the page, waiting at most a minute for what is not uploaded yet."""
-        if self._run is not None:
-            run, self._run = self._run, None
-            problem = _call_within(lambda: run.finish(exit_code=int(failed)), FINISH_TIMEOUT_S)
-            if problem is not None:
-                warn(scrub(f"wandb did not finish its page: {problem}", self._secret_names))
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+
+        def finish() -> None:
+            run.finish(exit_code=int(failed))
+            _teardown()  # `finish` alone returns before an offline page is on the disk
+
+        problem = _call_within(finish, FINISH_TIMEOUT_S)
+        if problem is not None:
+            warn(scrub(f"wandb did not finish its page: {problem}", self._secret_names))
 
     def _init(self, mode: str, run_dir: Path, config: RunConfig) -> None:
         import wandb
@@ -161,6 +167,12 @@ class Tracker:
             self._run, self.mode = None, "off"
             return False
         return True
+
+
+def _teardown() -> None:
+    import wandb
+
+    wandb.teardown()
 
 
 def page_id(run_dir: Path) -> str:
