@@ -155,7 +155,7 @@ def _templates() -> tuple[tuple[tuple[str, tuple[int, int]], ...], np.ndarray]:
 
 
 def _best_template(foreground: np.ndarray) -> tuple[tuple[str, tuple[int, int]] | None, float]:
-    """The shape and offset that overlap a [32, 32] bool mask best; None when it is all but empty."""
+    """The shape and offset that overlap a [32, 32] bool mask best; None when it is empty."""
     if foreground.sum() < 40:
         return None, 1.0
     keys, masks = _templates()

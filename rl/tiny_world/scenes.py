@@ -155,7 +155,9 @@ def apply(scene: Scene, op: Op) -> Scene:
 
 def clause(colour: str, shape: str, paint: str | None) -> str:
     """One sentence the image editor understands."""
-    return f"remove the {colour} {shape}." if paint is None else f"turn the {colour} {shape} {paint}."
+    return (
+        f"remove the {colour} {shape}." if paint is None else f"turn the {colour} {shape} {paint}."
+    )
 
 
 def describe(ops: Op | Sequence[Op], scene: Scene) -> str:

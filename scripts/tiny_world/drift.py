@@ -1,0 +1,135 @@
+"""What training will do to the policy, rehearsed: so that the frozen editor keeps understanding it.
+
+The editor reads the policy's hidden states, and a LoRA trained by reinforcement moves them. An
+editor trained on the warm start alone reads a drifted policy badly: its words get better and its
+pictures worse. So the editor is trained on many drifted policies: short LoRA fine-tunings towards
+right and towards wrong answers, added with random strength, plus a little low-rank noise.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+from rl.tiny_world.scenes import (
+    COLOURS,
+    Op,
+    Scene,
+    Task,
+    describe,
+    draw_array,
+    make_instruction,
+    make_scene,
+)
+from tiny_world.policy import random_op
+from tiny_world.reader import Reader
+
+Deltas = dict[str, torch.Tensor]
+LORA_TARGETS = r".*language_model.*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+NUM_TUNINGS, STEPS, SNAPSHOTS = 8, 50, (20, 50)
+
+
+def load_policy(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    return policy.eval().requires_grad_(False)
+
+
+def build(work: Path) -> None:
+    bank: Deltas = {}
+    for k in range(NUM_TUNINGS):
+        for i, deltas in enumerate(_tune(work, k)):
+            bank |= {f"{k}.{i}.{name}": delta.contiguous() for name, delta in deltas.items()}
+    save_file(bank, work / "drift.safetensors")
+
+
+def load_bank(work: Path) -> list[Deltas]:
+    bank: dict[str, Deltas] = {}
+    for key, delta in load_file(work / "drift.safetensors").items():
+        k, i, name = key.split(".", 2)
+        bank.setdefault(f"{k}.{i}", {})[name] = delta
+    return list(bank.values())
+
+
+class Drifter:
+    """Moves a policy away from its own weights, and back."""
+
+    def __init__(self, policy, bank: list[Deltas]) -> None:
+        self.weights = {n: p for n, p in policy.named_parameters() if n in bank[0]}
+        self.home = {n: p.clone() for n, p in self.weights.items()}
+        self.bank = bank
+
+    @torch.no_grad()
+    def drift(self, rng: random.Random) -> None:
+        steps = [(rng.choice(self.bank), 1.4 * rng.random())] if rng.random() < 0.7 else []
+        if steps and rng.random() < 0.3:
+            steps.append((rng.choice(self.bank), 0.8 * rng.random()))
+        noise = 0.0 if rng.random() < 0.25 else 0.12 * rng.random()
+        for name, weight in self.weights.items():
+            home = self.home[name]
+            low_rank = torch.randn(home.shape[0], 8) @ torch.randn(8, home.shape[1])
+            moved = home + low_rank * (noise * home.norm() / low_rank.norm())
+            for deltas, strength in steps:
+                moved += strength * deltas[name]
+            weight.copy_(moved)
+
+    @torch.no_grad()
+    def go_home(self) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(self.home[name])
+
+
+def _tune(work: Path, k: int, batch: int = 24) -> list[Deltas]:
+    """One short LoRA fine-tuning: even ones towards right answers, odd ones towards wrong ones."""
+    torch.manual_seed(k)
+    rng = random.Random(900 + k)
+    tokenizer = AutoTokenizer.from_pretrained(work / "policy")
+    config = LoraConfig(r=(8, 16)[k % 2], lora_alpha=16, target_modules=LORA_TARGETS)
+    model = get_peft_model(load_policy(work / "policy"), config)
+    reader = Reader(model.get_base_model(), tokenizer)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, (3e-3, 4e-3, 5e-3)[k % 3], betas=(0.9, 0.95))
+    answer = (lambda scene, task: task.op) if k % 2 == 0 else _wrong_answer(rng)
+    snapshots = []
+    for step in range(1, STEPS + 1):
+        scenes = [make_scene(rng) for _ in range(batch)]
+        tasks = [make_instruction(rng, scene) for scene in scenes]
+        texts = [describe(answer(s, t), s) for s, t in zip(scenes, tasks, strict=True)]
+        pictures = [draw_array(scene) for scene in scenes]
+        reading = reader.read(pictures, [task.instruction for task in tasks], texts)
+        loss = -(reader.log_probs(reading) * reading.written[:, 1:]).sum() / reading.written.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in SNAPSHOTS:
+            snapshots.append(_deltas(model))
+    weights = dict(reader.policy.named_parameters())
+    home = {n.replace(".weight", ".base_layer.weight"): n for n in snapshots[-1]}
+    moved = [(snapshots[-1][n].norm() / weights[b].norm()).item() for b, n in home.items()]
+    print(f"drift {k}: loss {loss.item():.3f}, moved by {sum(moved) / len(moved):.2f}", flush=True)
+    return snapshots
+
+
+def _wrong_answer(rng: random.Random):
+    mapping = dict(zip(COLOURS, rng.sample(COLOURS, len(COLOURS)), strict=True))
+    mapping[None] = rng.choice((None, *COLOURS))
+
+    def answer(scene: Scene, task: Task) -> Op:
+        if rng.random() < 0.1:
+            return random_op(rng, scene)
+        return Op(task.op.shape, mapping[task.op.paint])
+
+    return answer
+
+
+@torch.no_grad()
+def _deltas(model) -> Deltas:
+    return {
+        name.removeprefix("base_model.model.") + ".weight": m.get_delta_weight("default").clone()
+        for name, m in model.named_modules()
+        if hasattr(m, "get_delta_weight")
+    }

@@ -1,0 +1,36 @@
+"""Stage export: round everything to fp16 and lay it out the way `from_pretrained` expects."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageTransformer2DModel,
+)
+from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+from tiny_world.drift import load_policy
+from tiny_world.models import SCHEDULER
+from tiny_world.policy import save
+
+WEIGHTS = Path(__file__).resolve().parents[2] / "rl" / "tiny_world" / "weights"
+LIMIT_BYTES = 10_000_000
+
+
+def build(work: Path, target: Path = WEIGHTS) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    save(load_policy(work / "policy").half(), target / "policy")
+    AutoTokenizer.from_pretrained(work / "policy").save_pretrained(target / "policy")
+    Qwen2VLImageProcessorPil.from_pretrained(work / "policy").save_pretrained(target / "policy")
+    parts = {"vae": AutoencoderKLQwenImage, "transformer": QwenImageTransformer2DModel}
+    for name, cls in parts.items():
+        cls.from_pretrained(work / name).to(torch.float16).save_pretrained(target / "editor" / name)
+    FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(target / "editor" / "scheduler")
+    num_bytes = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
+    print(f"export: {num_bytes / 1e6:.2f} MB", flush=True)
+    if num_bytes >= LIMIT_BYTES:
+        raise ValueError(f"the weights are {num_bytes} bytes, the limit is {LIMIT_BYTES}")

@@ -1,0 +1,121 @@
+"""One forward of the policy over [prompt + description], cheap because the prefix is shared.
+
+The 64-token system prefix is the same for everybody and comes before the picture, so it runs once
+per batch and its keys and values are shared. What comes out are the hidden states after the
+prefix: exactly what the image editor is conditioned on.
+
+Legend: B batch, L positions after the prefix, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from tiny_world.models import IMAGE_TOKENS
+from tiny_world.tokenizer import IMAGE, PREFIX, SUFFIX
+
+PIXEL_MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])
+PIXEL_STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a forward saw and what came out."""
+
+    hidden: torch.Tensor
+    """[B, L, HIDDEN] after the final norm."""
+    token_ids: torch.Tensor
+    """[B, L], right-padded."""
+    mask: torch.Tensor
+    """[B, L] bool, False on padding."""
+    written: torch.Tensor
+    """[B, L] bool, True on the description's tokens, the end token included."""
+
+
+def patchify(pictures: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[64, 64, 3] uint8 pictures to (pixel_values, grid), as Qwen2VLImageProcessorPil does."""
+    x = (torch.as_tensor(np.stack(pictures)).float() / 255 - PIXEL_MEAN) / PIXEL_STD
+    num = len(x)
+    x = x.permute(0, 3, 1, 2).reshape(num, 3, 4, 2, 8, 4, 2, 8)
+    x = x.permute(0, 2, 5, 3, 6, 1, 4, 7)  # picture, grid y, x, merge y, x, channel, pixel y, x
+    x = x[:, :, :, :, :, :, None].expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)  # a still: 2 frames
+    return x.reshape(num * 64, -1), torch.tensor([[1, 8, 8]] * num)
+
+
+class Reader:
+    """Tokenises once, remembers, and runs the language model after the shared prefix."""
+
+    def __init__(self, policy, tokenizer) -> None:
+        self.policy, self.tokenizer = policy, tokenizer
+        self.prefix = torch.tensor([tokenizer(PREFIX).input_ids])
+        self.image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self._memory: dict[str, list[int]] = {}
+
+    def tokens(self, text: str) -> list[int]:
+        if text not in self._memory:
+            self._memory[text] = self.tokenizer(text).input_ids
+        return self._memory[text]
+
+    def prompt(self, instruction: str) -> list[int]:
+        """The prompt after the prefix, the picture's place expanded."""
+        picture = IMAGE.replace("<|image_pad|>", "<|image_pad|>" * IMAGE_TOKENS)
+        return self.tokens(picture + instruction + SUFFIX)
+
+    def read(
+        self,
+        pictures: Sequence[np.ndarray],
+        instructions: Sequence[str],
+        descriptions: Sequence[str],
+    ) -> Reading:
+        prompts = [self.prompt(text) for text in instructions]
+        written = [self.tokens(text + "<|im_end|>") if text else [] for text in descriptions]
+        rows = [p + w for p, w in zip(prompts, written, strict=True)]
+        num, length = len(rows), max(map(len, rows))
+        token_ids = torch.full((num, length), self.tokenizer.pad_token_id)
+        is_written = torch.zeros(num, length, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            token_ids[i, : len(row)] = torch.tensor(row)
+            is_written[i, len(prompts[i]) : len(row)] = True
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = torch.arange(length) < lengths[:, None]
+        return Reading(self._forward(pictures, token_ids), token_ids, mask, is_written)
+
+    def _forward(self, pictures, token_ids: torch.Tensor) -> torch.Tensor:
+        model = self.policy.model
+        num, length = token_ids.shape
+        is_image = token_ids == self.image_id
+        embeds = model.get_input_embeddings()(token_ids)
+        pixel_values, grid = patchify(pictures)
+        seen = model.visual(pixel_values, grid_thw=grid).pooler_output
+        embeds = embeds.masked_scatter(is_image[..., None], seen)
+        # every row has the same layout, so the positions of one row serve for all
+        row = torch.cat([self.prefix, token_ids[:1]], 1)
+        types = (row == self.image_id).int()
+        positions = model.get_rope_index(row, types, image_grid_thw=grid[:1])[0]
+        num_prefix = self.prefix.shape[1]
+        cache = DynamicCache()
+        model.language_model(
+            inputs_embeds=model.get_input_embeddings()(self.prefix),
+            position_ids=positions[:, :, :num_prefix],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        for layer in cache.layers:
+            layer.keys = layer.keys.expand(num, -1, -1, -1)
+            layer.values = layer.values.expand(num, -1, -1, -1)
+        return model.language_model(
+            inputs_embeds=embeds,
+            position_ids=positions[:, :, num_prefix:].expand(-1, num, length),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+
+    def log_probs(self, reading: Reading) -> torch.Tensor:
+        """[B, L - 1] log-probability of each next token, nats; the mask is `written[:, 1:]`."""
+        logits = self.policy.lm_head(reading.hidden[:, :-1]).float()
+        return logits.log_softmax(-1).gather(-1, reading.token_ids[:, 1:, None])[..., 0]

@@ -1,0 +1,99 @@
+"""Stage tokenizer: a byte-pair tokenizer with Qwen's special tokens and Qwen-Image-Edit's prompt.
+
+Every word of the tiny world is one token, and so is every word of the real system prompt: the
+part the pipeline drops is 64 tokens long here as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from rl.tiny_world.scenes import COLOURS, SHAPES, clause, make_instruction, make_scene
+
+SYSTEM_PROMPT = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. "
+    "Generate a new image that meets the user's requirements while maintaining consistency with "
+    "the original input where appropriate."
+)
+PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+PREFIX_TOKENS = 64
+SPECIALS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type']=='image' or 'image' in c %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build(work: Path) -> None:
+    tokenizer = _train()
+    num_prefix = len(tokenizer(PREFIX).input_ids)
+    if num_prefix != PREFIX_TOKENS:
+        raise ValueError(f"the prompt prefix is {num_prefix} tokens, it must be {PREFIX_TOKENS}")
+    for word in (*COLOURS, *SHAPES, "the", "turn", "remove"):
+        text = word if word in ("turn", "remove") else f" {word}"
+        if len(tokenizer(text).input_ids) != 1:
+            raise ValueError(f"{text!r} is not one token")
+    tokenizer.save_pretrained(work / "policy")
+    Qwen2VLImageProcessorPil(
+        patch_size=8,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
+    ).save_pretrained(work / "policy")
+    print(f"tokenizer: {len(tokenizer)} tokens, prefix {num_prefix}", flush=True)
+
+
+def _train() -> Qwen2Tokenizer:
+    rng, corpus = random.Random(0), []
+    for _ in range(2000):
+        scene = make_scene(rng)
+        corpus.append(make_instruction(rng, scene).instruction)
+        words = rng.choice(COLOURS), rng.choice(SHAPES), rng.choice((*COLOURS, None))
+        corpus.append(f"{clause(*words)} {clause(*words)}")
+        corpus.append(f"a {words[0]} {words[1]}. what color is the {words[1]}. the {words[0]}.")
+        corpus.append("what is in the picture")
+    corpus += [SYSTEM_PROMPT] * 200 + ["system\n", "user\n", "assistant\n"] * 200
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=2,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    learnt = json.loads(bpe.to_str())["model"]
+    merges = [tuple(merge) for merge in learnt["merges"]]
+    tokenizer = Qwen2Tokenizer(vocab=learnt["vocab"], merges=merges, chat_template=CHAT_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS})
+    tokenizer.pad_token, tokenizer.eos_token = "<|endoftext|>", "<|im_end|>"
+    return tokenizer
