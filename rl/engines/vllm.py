@@ -155,10 +155,15 @@ class VllmEngine:
             return []
         requests = [_request(prompt) for prompt in prompts_P]
         sampling = [self._sampling(params, seed) for seed in seeds_P]
+        import torch
+
         try:
-            outputs = self._llm.generate(
-                requests, sampling, use_tqdm=False, lora_request=self._lora_request()
-            )
+            # Seeded requests draw from generators of their own, and a sampling step from the
+            # global one besides, whose draw nobody uses: the trainer must not notice.
+            with torch.random.fork_rng([self._dist.device] if self._on_cuda else []):
+                outputs = self._llm.generate(
+                    requests, sampling, use_tqdm=False, lora_request=self._lora_request()
+                )
         except BaseException:
             self._failed = True
             raise
