@@ -1,8 +1,8 @@
 """Every metric that may be logged: its unit and meaning. The README's table is made from this.
 
-What: `METRICS`, `check_known` (tests hold everything logged to it; a run is not stopped for a
-missing row) and `markdown_table`. What not: computing any of them. `<...>` in a name stands for
-words that the config or the data choose, e.g. a reward's name.
+What: `METRICS`, `check_known` (held against every line that a run logs) and `markdown_table`. What
+not: computing any of them. `<...>` in a name stands for words that the config or the data choose,
+e.g. a reward's name.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ METRICS: dict[str, MetricDoc] = {
     "mismatch/weight_mean": MetricDoc("1", "mean truncated importance weight as used"),
     "mismatch/weight_capped": MetricDoc("0..1", "share of tokens whose weight hit importance_cap"),
     "optimizer/learning_rate": MetricDoc("1", "AdamW learning rate of this iteration"),
-    "optimizer/grad_norm": MetricDoc("1", "largest global gradient norm before clipping"),
+    "optimizer/grad_norm": MetricDoc("1", "global gradient norm before clipping, mean over steps"),
     "optimizer/steps": MetricDoc("steps", "optimiser steps taken in this iteration"),
     "optimizer/skipped_steps": MetricDoc("steps", "steps skipped for a non-finite gradient"),
     "seconds/<learn_phase>": MetricDoc("s", "learn phase split into forward, backward and step"),

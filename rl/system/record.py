@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rl.config import RunConfig
 from rl.system.dist import Dist
 from rl.system.files import json_line, write_atomically
+from rl.system.images import png_bytes
 from rl.system.scrub import scrub, scrubbed
 from rl.types import Episode
 
@@ -162,7 +163,7 @@ class RunRecord:
             return None
         path = self.run_dir / f"{stem}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        image.save(path, compress_level=1)  # a third larger than the default, five times faster
+        path.write_bytes(png_bytes(image))
         return f"{stem}.png"
 
 
