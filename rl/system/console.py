@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console as RichConsole
+from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
@@ -102,7 +103,7 @@ class Phase:
         """What to show beside the seconds; the last call's text stays."""
         self.text = text
         if self.status is not None:
-            self.status.update(f"{self.name}: {text}")
+            self.status.update(escape(f"{self.name}: {text}"))
 
 
 class PhaseTimer:

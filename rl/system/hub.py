@@ -21,9 +21,11 @@ def model_card(config: Mapping[str, Any], iteration: int, metrics: Mapping[str, 
     """
     policy = config["policy"]
     base = str(policy.get("model_path", ""))
-    is_hub_id = base.count("/") == 1 and not base.startswith((".", "/", "~"))
+    is_local = base.startswith((".", "/", "~")) or Path(base).exists()
+    is_hub_id = base.count("/") == 1 and not is_local
     front = ["---"]
     front += [f"base_model: {base}"] if is_hub_id else []
+    front += ["library_name: peft"] if policy.get("lora") else []
     front += ["tags:", "- grpo", "- reinforcement-learning", "---"]
     shown = [name for name in sorted(metrics) if name.startswith(("eval/reward", "reward/mean"))]
     scores = [f"| {name} | {metrics[name]:.4g} |" for name in shown]
