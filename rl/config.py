@@ -371,9 +371,9 @@ def _missing_variable(name: str, error: str) -> str:
 def _jsonnet_problem(error: str, path: Path) -> str:
     message = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.splitlines()[0])
     place = _place(error)
-    if message.startswith("override "):
+    if message.startswith("override ") or (place and place in message):
         return message
-    return f"{message} (at {place})" if place and place not in message else f"{path}: {message}"
+    return f"{message} (at {place})" if place else f"{path}: {message}"
 
 
 def _place(error: str) -> str:

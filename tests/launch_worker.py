@@ -1,0 +1,51 @@
+"""What the ranks of the launcher's tests run; the environment says how to behave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RANK = int(os.environ["RANK"])
+LAST = int(os.environ["WORLD_SIZE"]) == RANK + 1
+FOLDER = Path(os.environ["TEST_FOLDER"])
+MODE = os.environ["TEST_MODE"]
+
+
+def fail_deep_inside() -> None:
+    raise ValueError(f"boom on rank {RANK}")
+
+
+def note(name: str, text: str) -> None:
+    (FOLDER / f"{name}_{RANK}").write_text(text)
+
+
+print(f"rank {RANK} says hello", flush=True)
+if MODE == "done":
+    note("argv", " ".join(sys.argv[1:]))
+    note("port", os.environ["MASTER_PORT"])
+    note("threads", os.environ["OMP_NUM_THREADS"])
+elif MODE == "raise" and LAST:
+    fail_deep_inside()
+elif MODE == "exit" and LAST:
+    sys.exit(7)
+elif MODE == "killed" and LAST:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    note("child", str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+elif MODE == "graceful":
+    heard: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: heard.append(number))
+    note("ready", str(os.getpid()))
+    while not heard:
+        time.sleep(0.02)
+    time.sleep(0.5)  # the checkpoint
+    note("saved", signal.Signals(heard[0]).name)
+    sys.exit(0)
+if MODE in ("raise", "exit", "killed"):
+    note("waiting", str(os.getpid()))
+    time.sleep(120)

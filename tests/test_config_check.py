@@ -1,0 +1,238 @@
+"""What `--check` refuses, each with its key and remedy, and what it reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+
+from rl import build, check
+from rl.config import RunConfig, load_config
+from rl.simple_launch import main
+
+
+def config_of(folder: Path, **changes: Any) -> RunConfig:
+    return load_config(tiny_config.write(folder, tiny_config.real(folder, **changes)))
+
+
+def problems_of(folder: Path, **changes: Any) -> list[str]:
+    return check.problems(config_of(folder, **changes))
+
+
+def test_a_right_config_has_no_problems(tmp_path: Path) -> None:
+    assert problems_of(tmp_path) == []
+
+
+RIGHT = {"type": "viescore"}
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    (  # a plug's own typo
+        {"engine": {"type": "vllm", "max_model_length": 64}},
+        "engine.max_model_length: unknown key; did you mean 'max_model_len'?",
+    ),
+    (  # a plug's own type
+        {"engine": {"type": "vllm", "max_num_seqs": "64"}},
+        'engine.max_num_seqs: "64" given, must be a whole number >= 1; strings are not taken',
+    ),
+    (
+        {"world_size": 3},
+        "prompts_per_iteration: 4 prompts cannot be shared by 3 ranks (world_size); use 3 or 6",
+    ),
+    (
+        {"renderer": {"type": "qwen_image_edt"}},
+        "renderer.type: no plug 'qwen_image_edt' in rl/renderers; did you mean 'qwen_image_edit'?",
+    ),
+    (
+        {"engine": {}},
+        "engine.type: missing; name a file of rl/engines: ",
+    ),
+    (
+        {"data": {"train": [{"type": "edit_jsonl", "path": "nowhere.jsonl"}]}},
+        "data.train.0: nowhere.jsonl does not exist; give the JSONL file's path",
+    ),
+    (
+        {"policy": {"type": "qwen2_5_vl", "model_path": "./weights"}},
+        "policy.model_path: no folder './weights'",
+    ),
+    (
+        {"judge": {"api_base": ""}},
+        "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL",
+    ),
+    (
+        {"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
+        "judge.api_key_env: the environment variable NO_SUCH_KEY_HERE is not set",
+    ),
+    (
+        {"renderer": {"type": "none"}},
+        "rewards.vie: needs pictures, and renderer none makes none",
+    ),
+    (
+        {"renderer": {"type": "qwen_image_edit", "height_px": 512}},
+        "renderer.height_px, width_px: set both",
+    ),
+    ({"rewards": {}}, "rewards: empty; give at least one"),
+    (
+        {"final_reward": {"weights": {"view": 1}}},
+        "final_reward.weights.view: no such reward; known: vie, vie/pq_01, vie/sc_01",
+    ),
+    ({"final_reward": {"weights": {"vie": 0}}}, "final_reward.weights: all zero"),
+    ({"final_reward": {"weights": {"vie": -1}}}, "final_reward.weights.vie: -1.0 given, must be"),
+    ({"num_epochs": 1}, "num_iterations, num_epochs: both given; keep one"),
+    ({"num_iterations": None}, "num_iterations, num_epochs: neither given; set one"),
+    ({"generations_per_prompt": 1}, "generations_per_prompt: 1 completion is always its own mean"),
+    (
+        {"optimizer": {"updates_per_iteration": 5}},
+        "optimizer.updates_per_iteration: 5 updates, but each rank has only 4 groups",
+    ),
+    ({"optimizer": {"warmup_iterations": 3}}, "optimizer.warmup_iterations: 3 covers all 3"),
+    (
+        {"engine": {"type": "vllm", "max_model_len": 2048}},
+        "engine.max_model_len: 2048 tokens hold no prompt of 2048 (policy.max_prompt_tokens) with "
+        "a completion of 256 (sampling.max_completion_tokens); needs 2304",
+    ),
+    ({"evaluation": {"every_n_iterations": 5}}, "data.validation: empty, and evaluation.every_n"),
+    (
+        {"checkpoint": {"push_to_hub_every_n_iterations": 5}},
+        "checkpoint.push_to_hub_repo_id: empty; name the hub repository",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN, ids=[text[:40] for _, text in BROKEN])
+def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    found = problems_of(tmp_path, **changes)
+    assert len(found) == 1 and found[0].startswith(message), found
+
+
+def test_a_renderer_that_does_not_take_what_the_policy_emits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiny_plugs.nothing.ACCEPTS", "image_tokens")
+    found = problems_of(
+        tmp_path,
+        renderer={"type": "tiny_plugs.nothing"},
+        rewards={"one": {"type": "tiny_plugs.nothing"}},
+    )
+    assert found == [
+        "renderer.type: tiny_plugs.nothing takes image_tokens, but policy qwen2_5_vl emits "
+        "hidden_states or text; choose a renderer that takes one of these"
+    ]
+
+
+def test_what_a_reward_needs_must_be_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiny_plugs.nothing.NEEDS", frozenset({"target", "answer"}))
+    found = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugs.nothing"}})
+    assert found == [
+        f"rewards.one: needs each sample's {need!r}, which data.train.0 does not provide; map a "
+        "column to it"
+        for need in ("answer", "target")
+    ]
+
+
+def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
+    source = tiny_config.real(tmp_path)["data"]["train"][0] | {"columns": {"source": ""}}
+    found = problems_of(tmp_path, data={"train": [source]})
+    assert any("edits a picture, and these samples have no source" in text for text in found)
+
+
+def test_plugs_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
+    nothing = load_config(tiny_config.write(tmp_path, tiny_config.nothing(tmp_path)))
+    assert check.problems(nothing) == []
+    assert "lacks Config, EMITS" in problems_of(tmp_path, policy={"type": "os.path"})[0]
+    absent = problems_of(tmp_path, policy={"type": "my.own.policy"})
+    assert absent[0].startswith("policy.type: no plug 'my.own.policy' in rl/policies")
+
+
+def test_mixture_weights(tmp_path: Path) -> None:
+    source = tiny_config.real(tmp_path)["data"]["train"][0]
+    resolved = build.resolve(config_of(tmp_path, data={"train": [source | {"weight": 3}, source]}))
+    assert list(resolved.train_weights) == [3, 1]
+    wrong = {"train": [source | {"weight": 0}], "validation": [source | {"weight": 2}]}
+    assert problems_of(tmp_path, data=wrong) == [
+        "data.train.0.weight: 0 given, must be a number > 0",
+        "data.validation.0.weight: validation is read in order; drop weight",
+    ]
+
+
+def test_epochs_become_iterations(tmp_path: Path) -> None:
+    config = config_of(tmp_path, num_iterations=None, num_epochs=3)
+    assert build.num_iterations(config, num_samples=10) == 8, "30 prompts in batches of 4"
+    assert build.num_iterations(config, num_samples=1) == 1
+    assert build.num_iterations(config_of(tmp_path), num_samples=10) == 3
+
+
+def save_checkpoint(config: RunConfig, iteration: int) -> None:
+    folder = config.run_dir / "checkpoints" / f"step_{iteration:06d}"
+    folder.mkdir(parents=True)
+    meta = {"config": config.model_dump(mode="json")}
+    text = json.dumps({"iteration": iteration, "world_size": 1, "meta": meta})
+    (folder / "state.json").write_text(text)
+    manifest = {"state.json": {"size": len(text), "sha256": "unchecked here"}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_resume_conflict_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(config_of(tmp_path), 7)
+    assert check.report(config_of(tmp_path), gpu_gb=141) == 0
+    assert "goes on after 7 iterations" in capsys.readouterr().out
+    found = problems_of(tmp_path, algorithm={"kl_coeff": 0.5}, judge={"api_base": "http://new:1"})
+    assert len(found) == 1
+    assert found[0].startswith("run_name: run 'tiny' has checkpoints made with another config")
+    assert "algorithm.kl_coeff: 0.0 -> 0.5" in found[0]
+    assert "api_base" not in found[0], "a judge may move"
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_restarted(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    save_checkpoint(config, 7)
+    (config.run_dir / "checkpoints" / "step_000007" / "manifest.json").unlink()
+    assert "none of the 1 checkpoints" in check.problems(config)[0]
+
+
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_config.write(
+        tmp_path,
+        tiny_config.real(
+            tmp_path,
+            world_size=2,
+            generations_per_prompt=8,
+            rewards={"vie": RIGHT, "other": {"type": "edit_quality", "n_evals": 3}},
+            optimizer={"micro_batch_size": 5, "updates_per_iteration": 2},
+        ),
+    )
+    with pytest.raises(SystemExit) as caught:
+        main(["--check", "--gpu-gb", "80", str(path), "judge.max_concurrency=10"])
+    assert caught.value.code == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for expected in (
+        "prompts 4 an iteration 2 on each of 2 ranks",
+        "completions 32 an iteration 16 on each of 2 ranks",
+        "judge questions 160 an iteration 80 on each of 2 ranks",  # 32 x (2 + 3)
+        "optimiser steps 2 an iteration, each of 8 completions a rank in 2 micro-batches of up "
+        "to 5",
+        "whole run 3 iterations of 4 prompts = 6 epochs of 2 samples",
+        "160 questions an iteration: 9600 an hour at one iteration a minute; up to 20 in flight, "
+        "6 tries each",
+        "memory per GPU, against 80 GB",
+        "nothing is wrong",
+    ):
+        assert expected in lines, expected
+
+
+def test_a_wrong_config_is_reported_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, num_iterations=None))
+    for arguments in (["--check"], []):
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, str(path)])
+        assert caught.value.code == 1
+        printed = "".join(capsys.readouterr())
+        assert "num_iterations, num_epochs: neither given; set one" in printed
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,188 @@
+"""The launcher on real processes: exit codes, tracebacks, signals, orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny_config
+
+from rl.simple_launch import main
+
+TESTS = Path(__file__).parent
+WORKER = TESTS / "launch_worker.py"
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    started = []
+
+    def start(mode: str, *options: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
+        folder.mkdir(exist_ok=True)
+        environ = os.environ | {
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+            "TEST_FOLDER": str(folder),
+            "TEST_MODE": mode,
+        }
+        environ.pop("OMP_NUM_THREADS", None)
+        command = [sys.executable, "-m", "rl.simple_launch", *options, str(WORKER), str(config)]
+        runs = f"base_exp_dir={folder / 'runs'}"
+        process = subprocess.Popen(
+            [*command, runs],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_two_launches_at_once_do_not_collide(launch: Launch, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    processes = [launch("done", "--nproc", "2", folder=folder) for folder in folders]
+    for process, folder in zip(processes, folders, strict=True):
+        printed, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert "rank 0 says hello" in printed and "rank 1" not in printed
+        logs = folder / "runs" / "tiny" / "logs"
+        assert "rank 0 says hello" in (logs / "rank_0.log").read_text()
+        assert "rank 1 says hello" in (logs / "rank_1.log").read_text()
+        words = (folder / "argv_1").read_text().split()
+        assert words[1:] == [f"base_exp_dir={folder / 'runs'}", "world_size=2"]
+        assert (folder / "threads_0").read_text() == "1" or _has_gpu()
+    assert (folders[0] / "port_0").read_text() != (folders[1] / "port_0").read_text()
+    assert (folders[0] / "port_0").read_text() == (folders[0] / "port_1").read_text()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: Path) -> None:
+    process = launch("raise", "--nproc", "2")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    lines = errors.splitlines()
+    assert lines[0].startswith("rank 1 failed: exit code 1; logs: ")
+    assert lines[1] == "Traceback (most recent call last):"
+    assert "launch_worker.py" in lines[2], "the script's own frames only"
+    assert "in fail_deep_inside" in errors
+    assert lines[-1] == "ValueError: boom on rank 1"
+    wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())), 5)
+
+
+def test_an_exit_code_is_passed_on(launch: Launch) -> None:
+    process = launch("exit")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 7
+    assert "rank 0 failed: exit code 7" in errors
+
+
+def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_path: Path) -> None:
+    process = launch("killed", "--nproc", "2")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed: killed by SIGKILL" in errors
+    child = int((tmp_path / "child_1").read_text())
+    wait_for(lambda: not is_alive(child), 5)
+
+
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_reaches_every_rank_and_is_waited_for(
+    launch: Launch, tmp_path: Path, signum: signal.Signals
+) -> None:
+    process = launch("graceful", "--nproc", "2")
+    wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signum
+    assert f"stopped by {signum.name}; the same command resumes the run" in errors
+    for rank in range(2):
+        assert (tmp_path / f"saved_{rank}").read_text() == signum.name
+
+
+def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> None:
+    process = launch("graceful", "--nproc", "2")
+    wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in range(2)]
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), 10)
+    assert (tmp_path / "saved_0").read_text() == "SIGTERM", "they were asked, and saved"
+
+
+@pytest.mark.slow
+def test_two_nodes(launch: Launch, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
+    nodes = [launch("done", *options, str(rank)) for rank in range(2)]
+    for node in nodes:
+        assert node.communicate(timeout=300) and node.returncode == 0
+    assert {"argv_0", "argv_1"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc", "0"], "--nproc 0: at least one rank is needed"),
+        (["--nproc", "-2"], "--nproc -2: at least one rank is needed"),
+        (["--nnodes", "2"], "--nnodes > 1 needs --rdzv-endpoint"),
+        (["--node-rank", "1"], "--node-rank 1 is not within --nnodes 1"),
+    ],
+)
+def test_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*options, str(tmp_path / "any.jsonnet")])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_alone_is_not_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train.py"])
+    assert caught.value.code == 2
+    assert "a config is missing" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""Small configs for tests of loading, checking and launching.
+
+`real` names plugs as a user would (hub ids, so that no model has to be there); `nothing` names
+plugs that do nothing, for the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+
+def write(folder: Path, values: dict[str, Any], name: str = "run.jsonnet") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(values, indent=1))
+    return path
+
+
+def nothing(folder: Path, **changes: Any) -> dict[str, Any]:
+    plug = {"type": "tiny_plugs.nothing"}
+    values: dict[str, Any] = {
+        "run_name": "tiny",
+        "base_exp_dir": str(folder / "runs"),
+        "num_iterations": 3,
+        "prompts_per_iteration": 4,
+        "generations_per_prompt": 2,
+        "policy": plug,
+        "engine": plug,
+        "renderer": plug,
+        "rewards": {"one": plug},
+        "data": {"train": [plug]},
+    }
+    return values | changes
+
+
+def real(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Everything in it is right; the data file and its picture are written."""
+    Image.new("RGB", (32, 32), "red").save(folder / "red.png")
+    row = json.dumps({"image": "red.png", "instruction": "paint it blue"})
+    (folder / "train.jsonl").write_text(row + "\n" + row.replace("blue", "green") + "\n")
+    values: dict[str, Any] = {
+        "run_name": "tiny",
+        "base_exp_dir": str(folder / "runs"),
+        "num_iterations": 3,
+        "prompts_per_iteration": 4,
+        "generations_per_prompt": 2,
+        "policy": {"type": "qwen2_5_vl", "model_path": "Qwen/Qwen2.5-VL-7B-Instruct"},
+        "engine": {"type": "vllm"},
+        "renderer": {"type": "qwen_image_edit"},
+        "rewards": {"vie": {"type": "viescore"}},
+        "judge": {"api_base": "http://127.0.0.1:4877"},
+        "data": {"train": [{"type": "edit_jsonl", "path": str(folder / "train.jsonl")}]},
+    }
+    return values | changes
