@@ -1,0 +1,74 @@
+"""vLLM under full fine-tuning, on a base that an editor's text encoder gives (tied embeddings).
+
+Its own file: one engine is closed before another starts, in the same process.
+"""
+
+import pytest
+import torch
+
+from rl.engines import vllm as vllm_engine
+from rl.policies import qwen2_5_vl
+from rl.system.dist import Dist
+from rl.types import SamplingParams
+from tests import tiny_qwen
+
+PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+    editor = tmp_path_factory.mktemp("editor")
+    text_encoder = tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7, tied=True)
+    text_encoder.save_pretrained(editor / "text_encoder")
+    config = qwen2_5_vl.Config(
+        type="",
+        model_path=folder,
+        init_text_encoder_from=str(editor),
+        dtype="float32",
+        lora=None,
+        max_prompt_tokens=128,
+    )
+    return qwen2_5_vl.build(
+        config,
+        template=tiny_qwen.TEMPLATE,
+        kind="hidden_states",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=12,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(policy):
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
+    engine = vllm_engine.build(config, policy, Dist())
+    yield engine
+    engine.close()
+
+
+def test_full_weights_arrive_after_every_update(engine, policy):
+    """The tower is frozen and not sent; the tied head is sent, because vLLM keeps its own."""
+    prompts_P = [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(2)]
+    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3)
+
+    def max_dlogp(completions_PG) -> float:
+        return max(
+            float((action.logprobs - torch.tensor(completion.logprobs)).abs().max())
+            for prompt, group in zip(prompts_P, completions_PG, strict=True)
+            for completion, action in zip(group, policy.act(prompt, group), strict=True)
+        )
+
+    for iteration in range(3):
+        completions_PG = engine.generate(prompts_P, PARAMS, [10 * iteration, 1000])
+        assert max_dlogp(completions_PG) <= 3e-5
+        rows = [(prompts_P[0], completion.token_ids) for completion in completions_PG[0]]
+        policy.module(policy.collate(rows)).logprobs.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert max_dlogp(completions_PG) > 1e-2, "the check can fail"
+        engine.load_weights(policy.export_weights(trainable, iteration))
+        assert engine.held_fingerprint() is None
