@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import tiny_qwen
 import torch
 
 from rl.engines import transformers as transformers_engine
 from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
 from rl.types import SamplingParams
-from tests import tiny_qwen
 
 TEMPERATURE = 0.7
 PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)

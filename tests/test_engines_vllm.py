@@ -7,6 +7,7 @@ sync them, so any order works.
 import os
 
 import pytest
+import tiny_qwen
 import torch
 
 from rl.engines import transformers as transformers_engine
@@ -14,7 +15,6 @@ from rl.engines import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
 from rl.types import SamplingParams
-from tests import tiny_qwen
 
 MAX_DLOGP_NATS = 3e-5
 NUM_TOKENS = 12

@@ -4,13 +4,13 @@ Its own file: one engine is closed before another starts, in the same process.
 """
 
 import pytest
+import tiny_qwen
 import torch
 
 from rl.engines import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
 from rl.types import SamplingParams
-from tests import tiny_qwen
 
 PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_qwen
 import torch
 from safetensors.torch import load_file
 
 from rl.policies import qwen2_5_vl
 from rl.types import Completion, HiddenStates
-from tests import tiny_qwen
 
 TEMPERATURE = 0.7
 WORDS_G = ["make the square green", "blue", "turn it to the sky and add a circle"]

@@ -1,12 +1,12 @@
 """What a Qwen2.5-VL policy reads: ids, pictures, and words that look like special tokens."""
 
 import pytest
+import tiny_qwen
 import torch
 
 from rl.policies import _prompting
 from rl.policies._qwen_prompts import QwenPrompts
 from rl.types import PromptTemplate, Sample
-from tests import tiny_qwen
 
 
 @pytest.fixture(scope="module")
