@@ -76,8 +76,9 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
     portable = None
     if own is not None:
         prompt = own[0]
+        # What the forward needs travels, pictures included: every rank must run the vision tower.
         sample = replace(prompt.sample, source=None, target=None)
-        portable = (replace(prompt, sample=sample, images=()), own[1])
+        portable = (replace(prompt, sample=sample), own[1])
     gathered = [row for row in dist.gather(portable) if row is not None]
     return own or (gathered[0] if gathered else None)
 
