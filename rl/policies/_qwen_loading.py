@@ -1,7 +1,7 @@
 """Weights, tokenizer and image processor of a Qwen2.5-VL, from folders or hub ids.
 
-What: loading, LoRA wrapping, and the one folder an outside sampler needs. What not: prompts, the
-forward. Called by `qwen2_5_vl.py`.
+What: whether they are there, loading, LoRA wrapping, and the one folder an outside sampler needs.
+What not: prompts, the forward. Called by `qwen2_5_vl.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.config import missing_model
 from rl.system.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 LANGUAGE_ONLY = r".*language_model\..*\.({names})"
 """The vision tower also has layers called gate_proj, up_proj and down_proj."""
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+def validate(config: Config) -> list[str]:
+    """What is wrong across fields, each with its key and remedy; [] when all is well."""
+    problems = missing_model("model_path", config.model_path)
+    if config.init_text_encoder_from:
+        problems += missing_model("init_text_encoder_from", config.init_text_encoder_from)
+    if config.adapter_path and not Path(config.adapter_path, "adapter_config.json").is_file():
+        problems.append(f"adapter_path: {config.adapter_path!r} holds no adapter_config.json")
+    if config.adapter_path and config.lora is None:
+        problems.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
+    return problems
 
 
 def load_tokenizer(config: Config) -> Any:

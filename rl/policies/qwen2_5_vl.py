@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from rl.config import Section, missing_model
+from rl.config import Section
 from rl.policies import _adapters, _prompting
+from rl.policies._qwen_loading import validate as validate
 from rl.policies._qwen_prompts import QwenPrompts
 from rl.types import (
     Action,
@@ -97,18 +98,6 @@ class Config(Section):
     """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
     act_batch_size: Annotated[int, Field(ge=1)] = 8
     """Completions per no-gradient conditioning forward."""
-
-
-def validate(config: Config) -> list[str]:
-    """What is wrong across fields, each with its key and remedy; [] when all is well."""
-    problems = missing_model("model_path", config.model_path)
-    if config.init_text_encoder_from:
-        problems += missing_model("init_text_encoder_from", config.init_text_encoder_from)
-    if config.adapter_path and not Path(config.adapter_path, "adapter_config.json").is_file():
-        problems.append(f"adapter_path: {config.adapter_path!r} holds no adapter_config.json")
-    if config.adapter_path and config.lora is None:
-        problems.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
-    return problems
 
 
 def build(

@@ -1,0 +1,254 @@
+"""The rules of the house (ARCHITECTURE.md), proven on the source itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import _jsonnet
+import pytest
+
+from rl import build, check
+from rl.config import RunConfig, load_config
+from rl.validation import sections
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "rl").rglob("*.py"))
+CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
+PLUGS = [(room, name) for room in build.ROOMS for name in build.plugs_of(room)]
+
+FLOORS = [
+    {"types", "config", "validation"},
+    {"algorithm", "system", "tiny_world"},
+    set(build.ROOMS),
+    {"build", "learner", "rollout", "sampler", "summary", "sync"},
+    {"check", "evaluate"},
+    {"run"},
+    {"train"},
+    {"simple_launch"},
+]
+"""Imports go down, or stay within one unit."""
+
+FENCES = {
+    "vllm": r"rl/engines/_?vllm\w*\.py",
+    "deepspeed": r"rl/learner\w*\.py",
+    "diffusers": r"rl/renderers/\w+\.py",
+    "httpx": r"rl/system/judge_client\.py",
+    "wandb": r"rl/system/tracking\.py",
+    "datasets": r"rl/data/\w+\.py",
+}
+"""Third-party package -> the only files that may import it."""
+
+
+class Import(NamedTuple):
+    file: Path
+    line: int
+    module: str
+    """Dotted, absolute."""
+    for_types_only: bool
+    """Inside `if TYPE_CHECKING:`."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    tree = ast.parse(file.read_text())
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    guards = [block for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING"]
+    typed = {id(node) for guard in guards for node in ast.walk(guard)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
+            # `from rl.room import plug` names a module by its last word.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(file, node.lineno, name, id(node) in typed)
+
+
+IMPORTS = [found for file in SOURCES for found in imports_of(file)]
+
+
+def unit(dotted: str) -> str:
+    """'rl.learner_backends.x' -> 'learner': a package, a module, or a module's family."""
+    word = dotted.split(".")[1]
+    return "learner" if word.startswith("learner") else word
+
+
+def floor(name: str) -> int:
+    found = [number for number, units in enumerate(FLOORS) if name in units]
+    assert found, f"rl/{name} has no floor in test_layout.py"
+    return found[0]
+
+
+def own_unit(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return unit(".".join(parts))
+
+
+def test_imports_only_go_down() -> None:
+    upward = []
+    for found in IMPORTS:
+        if not found.module.startswith("rl.") or found.file == ROOT / "rl" / "__init__.py":
+            continue
+        here, there = own_unit(found.file), unit(found.module)
+        same_ground = here == there or (floor(here) == floor(there) == 0)
+        sideways = found.for_types_only and floor(here) == floor(there)
+        if not (same_ground or sideways or floor(there) < floor(here)):
+            upward.append(found.place)
+    assert not upward, upward
+
+
+def test_a_plug_imports_no_other_plug() -> None:
+    plugs = {f"rl.{room}.{name}" for room, name in PLUGS}
+    wrong = [
+        found.place
+        for found in IMPORTS
+        if found.file.parent.name in build.ROOMS
+        and ".".join(found.module.split(".")[:3]) in plugs
+        and not found.for_types_only
+    ]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("package", FENCES)
+def test_third_party_fences(package: str) -> None:
+    wrong = [
+        found.place
+        for found in IMPORTS
+        if found.module.split(".")[0] == package
+        and not found.for_types_only
+        and not re.fullmatch(FENCES[package], found.file.relative_to(ROOT).as_posix())
+    ]
+    assert not wrong, wrong
+
+
+def test_the_algorithm_is_pure() -> None:
+    allowed = {"torch", "rl", "__future__", *sys.stdlib_module_names} - {"os", "pathlib"}
+    wrong = [
+        found.place
+        for found in IMPORTS
+        if own_unit(found.file) == "algorithm"
+        and not (found.module.split(".")[0] in allowed and "rl.system" not in found.module)
+    ]
+    assert not wrong, wrong
+
+
+def test_a_config_is_checked_without_anything_heavy() -> None:
+    script = f"""
+import importlib, sys
+for heavy in ("torch", "vllm", "diffusers", "deepspeed", "transformers", "peft", "datasets"):
+    sys.modules[heavy] = None
+import rl.simple_launch
+from rl import build, check
+from rl.config import load_config
+for room, name in {PLUGS!r}:
+    importlib.import_module(f"rl.{{room}}.{{name}}")
+for path in {[str(path) for path in CONFIGS]!r}:
+    config = load_config(path, env={ENVIRONMENT!r})
+    check.problems(config)
+    check.report(config, gpu_gb=141)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("room", "name"), PLUGS)
+def test_a_plug_keeps_its_rooms_contract(room: str, name: str) -> None:
+    module = importlib.import_module(f"rl.{room}.{name}")
+    missing = [export for export in build.ROOMS[room] if not hasattr(module, export)]
+    assert not missing, missing
+    if getattr(module, "NEEDS_JUDGE", False):
+        assert callable(module.num_questions)
+    assert "type" in module.Config.model_fields
+    assert_documented(module.Config)
+
+
+def assert_documented(model: type) -> None:
+    undocumented = [
+        f"{key}.{name}"
+        for key, section in sections(model)
+        for name, field in section.model_fields.items()
+        if not field.description and not isinstance(field.annotation, type(model))
+    ]
+    assert not undocumented, undocumented
+
+
+ENVIRONMENT = {"APP__REWARD_FUNCTION_API_BASE": "http://judge:4877"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert check.problems(load_config(path, env=ENVIRONMENT)) == []
+
+
+def test_the_fewstep_adapter_is_one_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "configs" / "qwen_image_edit_fewstep.jsonnet"
+    config = load_config(path, ["lightning=true"], ENVIRONMENT)
+    assert check.problems(config) == []
+    assert config.renderer["lora_weight_name"].startswith("Qwen-Image-Edit-Lightning-8steps")
+
+
+def test_the_base_config_documents_every_key_with_its_default() -> None:
+    path = ROOT / "configs" / "base.libsonnet"
+    written = json.loads(_jsonnet.evaluate_file(str(path)))
+    lines = path.read_text().splitlines()
+    commented = {
+        match[2]
+        for above, line in itertools.pairwise(lines)
+        if (match := re.match(r"\s*(// )?(\w+):", line)) and above.strip().startswith("//")
+    }
+    num_keys = 0
+    for key, section in sections(RunConfig):
+        here = written
+        for word in key.split(".") if key else []:
+            here = here[word]
+        for name, field in section.model_fields.items():
+            num_keys += 1
+            assert name in commented, f"{key}.{name} has no comment in base.libsonnet"
+            if field.is_required() or name in dict(sections(RunConfig)):
+                continue
+            default = json.loads(json.dumps(field.default))
+            assert here.pop(name) == default, f"{key}.{name}"
+    left = [name for name in written if not isinstance(written[name], dict) or written[name]]
+    assert not left, f"base.libsonnet has keys that the schema has not: {left}"
+    assert num_keys > 70
+
+
+def test_the_schema_is_documented() -> None:
+    assert_documented(RunConfig)
+
+
+def test_every_key_is_read_somewhere() -> None:
+    elsewhere = "\n".join(file.read_text() for file in SOURCES if file.name != "config.py")
+    unread = [
+        f"{key}.{name}"
+        for key, section in sections(RunConfig)
+        for name in section.model_fields
+        if not re.search(rf"\.{name}\b", elsewhere)
+    ]
+    assert not unread, unread
+
+
+def test_files_stay_readable() -> None:
+    longest = {
+        file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines()) for file in SOURCES
+    }
+    assert {file: lines for file, lines in longest.items() if lines > 400} == {}
