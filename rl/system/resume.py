@@ -43,7 +43,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     old_flat, new_flat = _flatten(old), _flatten(new)
     keys = [*old_flat, *(key for key in new_flat if key not in old_flat)]
-    breaking, noted = [], []
+    breaking: list[str] = []
+    noted: list[str] = []
     for key in keys:
         before, after = old_flat.get(key, _ABSENT), new_flat.get(key, _ABSENT)
         if before == after or _matches(key, HARMLESS):

@@ -53,7 +53,13 @@ def rng_state() -> dict[str, Any]:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(gauss)],
+        "numpy": [
+            str(name),
+            [int(key) for key in keys],
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }

@@ -18,8 +18,9 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from rl.config import RunConfig
@@ -37,7 +38,8 @@ REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 60.0
 _TABLE_IMAGE_SIDE_PX = 384
-_ORDER = ("online", "offline", "off")
+Mode = Literal["online", "offline", "off"]
+_ORDER: tuple[Mode, ...] = ("online", "offline", "off")
 
 
 class Tracker:
@@ -50,7 +52,7 @@ class Tracker:
         self._tracking = config.tracking
         self._secret_names = (config.judge.api_key_env,)
         self._run: Any = None
-        self.mode = "off"
+        self.mode: Mode = "off"
         """What became of `tracking.wandb`: 'online', 'offline' or 'off'."""
         if not dist.is_main or config.tracking.wandb == "off":
             return
@@ -64,7 +66,7 @@ class Tracker:
             warn(f"wandb: {problem}; going on offline (`wandb sync` uploads it later)")
             wanted = "offline"
         for mode in _ORDER[_ORDER.index(wanted) : -1]:
-            if self._guarded(f"init {mode}", lambda m=mode: self._init(m, run_dir, config)):
+            if self._guarded(f"init {mode}", partial(self._init, mode, run_dir, config)):
                 self.mode = mode
                 self._guarded("config", lambda: self._run.config.update(dict(config_as_written)))
                 return
@@ -110,7 +112,7 @@ class Tracker:
         if problem is not None:
             warn(scrub(f"wandb did not finish its page: {problem}", self._secret_names))
 
-    def _init(self, mode: str, run_dir: Path, config: RunConfig) -> None:
+    def _init(self, mode: Mode, run_dir: Path, config: RunConfig) -> None:
         import wandb
 
         settings = wandb.Settings(
@@ -122,7 +124,7 @@ class Tracker:
             disable_git=True,
         )
         self._run = wandb.init(
-            mode=mode,
+            mode="online" if mode == "online" else "offline",
             project=config.tracking.wandb_project,
             name=config.run_name,
             id=page_id(run_dir),
@@ -141,7 +143,7 @@ class Tracker:
 
         parts = sorted({name for episode, _ in pairs for name in episode.parts})
         words = ("instruction", "completion", "status", "failure")
-        columns = ["source", "rendered", *words, "reward", *parts, "advantage"]
+        columns: list[str | int] = ["source", "rendered", *words, "reward", *parts, "advantage"]
         rows = [
             [
                 picture(episode.prompt.sample.source),
@@ -185,11 +187,11 @@ def page_id(run_dir: Path) -> str:
     return made
 
 
-def _allowed_by_env(wanted: str) -> str:
+def _allowed_by_env(wanted: Mode) -> Mode:
     """WANDB_MODE, wandb's own switch, may lower the mode, never raise it."""
-    from_env = os.environ.get("WANDB_MODE", wanted)
-    from_env = from_env if from_env in _ORDER else "off"
-    return max(wanted, from_env, key=_ORDER.index)
+    named = os.environ.get("WANDB_MODE", wanted)
+    allowed = next((mode for mode in _ORDER if mode == named), _ORDER[-1])
+    return _ORDER[max(_ORDER.index(wanted), _ORDER.index(allowed))]
 
 
 def _why_not_online() -> str | None:
