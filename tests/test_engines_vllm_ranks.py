@@ -1,0 +1,64 @@
+"""Two ranks, one process group, one vLLM each: they sample different prompts and both end."""
+
+import pytest
+from tiny_ranks import run_ranks
+
+
+def sample_train_and_sync(folder: str) -> dict[str, object]:
+    """What one rank does in an iteration; the number of prompts differs between the ranks."""
+    import tiny_qwen
+    import torch
+
+    from rl.engines import vllm as vllm_engine
+    from rl.policies import qwen2_5_vl
+    from rl.system.dist import Dist
+    from rl.types import SamplingParams
+
+    dist = Dist.from_env("cpu")
+    policy = qwen2_5_vl.build(
+        qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", max_prompt_tokens=128),
+        template=tiny_qwen.TEMPLATE,
+        kind="hidden_states",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=8,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
+    engine = vllm_engine.build(config, policy, dist)
+    params = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=8, num_completions=2)
+    prompts_P = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(1 + 2 * dist.rank)]
+    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trainable.values():
+            parameter.add_(0.05)
+    weights = policy.export_weights(trainable, 1)
+    engine.load_weights(weights)
+    completions_PG = engine.generate(prompts_P, params, list(range(0, 10 * len(prompts_P), 10)))
+    difference = max(
+        float((action.logprobs - torch.tensor(completion.logprobs)).abs().max())
+        for prompt, group in zip(prompts_P, completions_PG, strict=True)
+        for completion, action in zip(group, policy.act(prompt, group), strict=True)
+    )
+    engine.close()
+    total = dist.sum_(torch.tensor([1.0]))  # the trainer's group outlives the engine
+    dist.close()
+    return {
+        "max_dlogp": difference,
+        "first": completions_PG[0][0].token_ids,
+        "prompts": len(completions_PG),
+        "total": float(total),
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_on_their_own_and_their_group_survives(tmp_path):
+    import tiny_qwen
+
+    folder = tiny_qwen.save_policy_folder(tmp_path / "policy")
+    first, second = run_ranks(sample_train_and_sync, 2, folder)
+    assert (first["prompts"], second["prompts"]) == (1, 3)
+    assert first["total"] == second["total"] == 2.0
+    assert first["first"] == second["first"], "one seed, one prompt, one adapter"
+    assert max(first["max_dlogp"], second["max_dlogp"]) <= 3e-5
