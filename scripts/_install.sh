@@ -91,7 +91,8 @@ for requirement in metadata.get_all("Requires-Dist"):
     if "extra ==" not in requirement and not requirement.startswith("torch=="):
         print(requirement)
 PYTHON
-        pip_install -r "$folder/requirements.txt" && pip_install --no-deps "$folder"/*.whl
+        pip_install -c requirements-cpu.txt -r "$folder/requirements.txt" &&
+        pip_install --no-deps "$folder"/*.whl
 }
 
 main
