@@ -51,15 +51,10 @@ def rng_state() -> dict[str, Any]:
     import torch
 
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    plain_keys = [int(key) for key in keys]
     return {
         "python": random.getstate(),
-        "numpy": [
-            str(name),
-            [int(key) for key in keys],
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ],
+        "numpy": [str(name), plain_keys, int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
