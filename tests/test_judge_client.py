@@ -118,12 +118,14 @@ def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None
         resumed = JudgeClient(quick_config(), judge.api_base, path)
         second = _run(_ask_all(resumed, [*questions, pair_question("new")]))
         asked_after = len(judge.requests) - asked_before
-        third = _run(_ask_all(JudgeClient(quick_config(), judge.api_base, path), questions))
+        again = JudgeClient(quick_config(), judge.api_base, path)
+        third = _run(_ask_all(again, [*questions, pair_question("new")]))
+        assert len(judge.requests) == asked_before + asked_after, "what was written after the tear"
     assert asked_before == 5 and asked_after == 1, "4 + 1 unreadable; then only the new one"
-    for again in (second, third):
-        assert [a.value for a in again[:4]] == [a.value for a in first]
-        assert [a.replies for a in again[:4]] == [a.replies for a in first]
-        assert [a.attempts for a in again[:4]] == [0] * 4
+    for answers in (second, third):
+        assert [a.value for a in answers[:4]] == [a.value for a in first]
+        assert [a.replies for a in answers[:4]] == [a.replies for a in first]
+        assert [a.attempts for a in answers[:4]] == [0] * 4
     assert resumed.take_stats().reused == 5
     assert [a.value for a in first] != [first[0].value] * 4, "the judge did sample"
 
