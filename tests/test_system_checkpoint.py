@@ -145,6 +145,19 @@ def test_pruning_keeps_the_newest_two_whole_ones_and_the_chosen(tmp_path):
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 90)]
 
 
+def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new(tmp_path, monkeypatch, capfd):
+    checkpoints = checkpoints_in(tmp_path)
+    for iteration in (10, 20):
+        save(checkpoints, iteration)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"may not delete {path.name}")
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    assert save(checkpoints, 30, final=True) == checkpoints.latest()
+    assert "may not delete .tmp-pruned-step_000010" in capfd.readouterr().err
+
+
 def test_due_by_either_cadence(tmp_path):
     checkpoints = checkpoints_in(
         tmp_path, save_every_n_iterations=4, push_to_hub_every_n_iterations=6

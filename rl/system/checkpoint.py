@@ -165,14 +165,17 @@ class Checkpoints:
                 final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{final.name}")
             aside.rename(final)
             fsync(self.folder)
-            self._prune()
-            self._sweep()
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
             problem = f"checkpoint {final.name} could not be written: {error!r}"
             warn(f"{problem}. Older checkpoints are intact.")
             shutil.rmtree(self.folder / f"{_ASIDE_PREFIX}{final.name}", ignore_errors=True)
             return None, problem
+        try:
+            self._prune()
+            self._sweep()
+        except OSError as error:
+            warn(f"old checkpoints could not be deleted: {error}")
         return final, ""
 
     def _prune(self) -> None:
