@@ -151,7 +151,7 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 def run_ranks(function: str, num_ranks: int, out: Path, **arguments: Any) -> list[Any]:
     """Call `<test module>:<name>`(dist, out, **arguments) on gloo ranks in fresh processes.
 
-    Returns every rank's `torch.load`ed result. A hanging rank fails the test after two minutes.
+    Returns every rank's `torch.load`ed result. A hanging rank fails the test after some minutes.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -175,7 +175,7 @@ def run_ranks(function: str, num_ranks: int, out: Path, **arguments: Any) -> lis
     errors = []
     try:
         for process in processes:
-            _, stderr = process.communicate(timeout=120)
+            _, stderr = process.communicate(timeout=400)
             if process.returncode:
                 errors.append(stderr.decode()[-3000:])
     finally:
