@@ -10,6 +10,7 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
+from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
 
 from rl.system.judge_client import Answer, JudgeClient, JudgeRefused, JudgeStats
@@ -129,6 +130,21 @@ def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_fail
         first, second, third = asyncio.run(run(judge))
     assert first.value == third.value == (8.0, 6.5)
     assert second.failure == "refused: HTTP 400 content policy" and second.attempts == 1
+
+
+def test_a_judge_that_takes_one_picture_and_refuses_two_is_a_wrong_set_up() -> None:
+    async def run(judge: FaultyJudge) -> None:
+        client = JudgeClient(quick_config(), judge.api_base)
+        picture = Image.new("RGB", (8, 8))
+        await client.ask(pair_question("one", picture), read_pair)
+        try:
+            await client.ask(pair_question(picture, "two", picture), read_pair)
+        finally:
+            await client.aclose()
+
+    two_refused = [Fault(), Fault(400, body="at most 1 image per prompt")]
+    with FaultyJudge(two_refused) as judge, pytest.raises(JudgeRefused, match="at most 1 image"):
+        asyncio.run(run(judge))
 
 
 def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:

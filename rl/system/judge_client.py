@@ -115,7 +115,8 @@ class JudgeClient:
         self._stats = JudgeStats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
-        self._has_replied = False
+        self._answered: set[tuple[bool, ...]] = set()
+        """Shapes of question (True: a text, False: a picture) that got an answer."""
         # Jitter must not draw from the run's random numbers: a retry would change the training.
         self._jitter = random.Random()
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -221,12 +222,13 @@ class JudgeClient:
         self, question: Question, parse: Callable[[str], T], repeat: int
     ) -> tuple[T | None, list[str], str | None, int]:
         content = [await self._content(part) for part in question.parts]
+        shape = tuple(isinstance(part, str) for part in question.parts)
         replies: list[str] = []
         num_sent = num_tries = 0
         while True:
             body = self._body(content, question, repeat, num_unreadable=len(replies))
             try:
-                reply, was_sent = await self._reply(body)
+                reply, was_sent = await self._reply(body, shape)
             except OutageError as outage:
                 return None, replies, f"outage: {outage}", num_sent
             except _Trouble as trouble:
@@ -294,25 +296,25 @@ class JudgeClient:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return json.dumps(body).encode()
 
-    async def _reply(self, body: bytes) -> tuple[str, bool]:
+    async def _reply(self, body: bytes, shape: tuple[bool, ...]) -> tuple[str, bool]:
         """The judge's words, and whether a request was needed for them.
 
         Equal requests wait for each other: whoever comes second finds the first one's reply, as it
         would after a restart. (Without a journal each is sent.)
         """
         if self._journal is None:
-            return await self._send(body), True
+            return await self._send(body, shape), True
         key = hashlib.sha256(body).hexdigest()
         async with self._asking.setdefault(key, asyncio.Lock()):
             reply = self._journal.get(key)
             if reply is not None:
                 self._stats.reused += 1
                 return reply, False
-            reply = await self._send(body)
+            reply = await self._send(body, shape)
             self._journal.put(key, reply)
             return reply, True
 
-    async def _send(self, body: bytes) -> str:
+    async def _send(self, body: bytes, shape: tuple[bool, ...]) -> str:
         is_probe = await self._breaker.admit()
         try:
             started = time.monotonic()
@@ -325,7 +327,7 @@ class JudgeClient:
         finally:
             self._breaker.release(is_probe)
         self._breaker.succeeded()
-        return self._read(response)
+        return self._read(response, shape)
 
     async def _transport(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -353,12 +355,13 @@ class JudgeClient:
             raise self._passing(response)
         return response
 
-    def _read(self, response: httpx.Response) -> str:
+    def _read(self, response: httpx.Response, shape: tuple[bool, ...]) -> str:
         status = response.status_code
         if status in RETRIED_CLIENT_ERRORS:
             raise self._passing(response)
-        if status in REFUSED_QUESTION and self._has_replied:
-            # It has graded others, so the set-up is right: this one is too long, or moderated.
+        if status in REFUSED_QUESTION and shape in self._answered:
+            # It has graded others like this, so the set-up is right: this one is too long, or
+            # moderated. (A judge may take one picture and refuse two: that is the set-up.)
             raise _Trouble("refused", f"HTTP {status} {self._shown(response)}")
         if status != 200:
             self._refuse(response)
@@ -367,7 +370,7 @@ class JudgeClient:
         except (ValueError, LookupError, TypeError):
             detail = f"HTTP 200 without a reply: {self._shown(response)}"
             raise _Trouble("unreadable", detail) from None
-        self._has_replied = True
+        self._answered.add(shape)
         return reply if isinstance(reply, str) else ""
 
     def _passing(self, response: httpx.Response) -> _Trouble:
