@@ -61,7 +61,7 @@ class Plug:
     @property
     def name(self) -> str:
         """As the config's `type` names it."""
-        return self.config.type
+        return str(self.config.type)
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 def build_policy(resolved: Resolved, dist: Dist) -> Policy:
     """Load the policy under the renderer's own prompt template."""
     config, renderer = resolved.config, resolved.renderer
-    return resolved.policy.module.build(
+    policy: Policy = resolved.policy.module.build(
         resolved.policy.config,
         template=renderer.module.prompt_template(renderer.config),
         kind=renderer.module.ACCEPTS,
@@ -322,16 +322,20 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
         gradient_checkpointing=config.optimizer.gradient_checkpointing,
         device=dist.device,
     )
+    return policy
 
 
 def build_engine(resolved: Resolved, policy: Policy, dist: Dist) -> Engine:
     """Start the sampler on the policy's base weights."""
-    return resolved.engine.module.build(resolved.engine.config, policy, dist)
+    engine: Engine = resolved.engine.module.build(resolved.engine.config, policy, dist)
+    return engine
 
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator."""
-    return resolved.renderer.module.build(resolved.renderer.config, dist.device)
+    plug = resolved.renderer
+    renderer: Renderer = plug.module.build(plug.config, dist.device)
+    return renderer
 
 
 def build_rewards(resolved: Resolved, judge: JudgeClient | None) -> dict[str, Reward]:

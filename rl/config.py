@@ -354,7 +354,7 @@ def _evaluate(
 def _jsonnet_value(text: str, variables: Mapping[str, str]) -> str:
     """An override's right-hand side as a JSON literal."""
     try:
-        return _jsonnet.evaluate_snippet("value", text, ext_vars=dict(variables))
+        return str(_jsonnet.evaluate_snippet("value", text, ext_vars=dict(variables)))
     except RuntimeError as error:
         if text[:1] in ("{", "[", "'", '"') or "external variable" in str(error):
             raise ValueError(f"{text} is not Jsonnet: {str(error).splitlines()[0]}") from error

@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
             config = load_config(args.config, args.overrides)
         if args.check:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--check ... | head` is no error
             sys.exit(check.report(config, gpu_gb=args.gpu_gb))
         problems = check.problems(config)
         if config.world_size % args.nnodes:

@@ -47,8 +47,9 @@ def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[B
     """(dotted key, section) of `model` and of every section inside it."""
     yield at, model
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from sections(field.annotation, f"{at}.{name}" if at else name)
+        section = _section_of(field)
+        if section:
+            yield from sections(section, f"{at}.{name}" if at else name)
 
 
 def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> str:
@@ -84,23 +85,23 @@ def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
     return nearest(name, known)
 
 
+def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The section a field holds (also an optional one), or None."""
+    for annotation in _plain_types(field.annotation) if field else []:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+    return None
+
+
 def _section_at(model: type[BaseModel], loc: Sequence[str]) -> type[BaseModel] | None:
-    if not loc:
-        return model
-    field = _field_at(model, loc)
-    is_section = field and isinstance(field.annotation, type)
-    return field.annotation if is_section and issubclass(field.annotation, BaseModel) else None
+    return _section_of(_field_at(model, loc)) if loc else model
 
 
 def _field_at(model: type[BaseModel], loc: Sequence[str]) -> FieldInfo | None:
     """The innermost declared field on the way to `loc` (list indices and free keys end the way)."""
     field = model.model_fields.get(loc[0]) if loc else None
-    if field is None:
-        return None
-    inner = field.annotation
-    if len(loc) > 1 and isinstance(inner, type) and issubclass(inner, BaseModel):
-        return _field_at(inner, loc[1:])
-    return field
+    section = _section_of(field) if len(loc) > 1 else None
+    return _field_at(section, loc[1:]) if section else field
 
 
 def _plain_types(annotation: Any) -> list[Any]:

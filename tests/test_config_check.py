@@ -36,6 +36,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"engine": {"type": "vllm", "max_num_seqs": "64"}},
         'engine.max_num_seqs: "64" given, must be a whole number >= 1; strings are not taken',
     ),
+    (  # a typo inside an optional section
+        {"policy": {"type": "qwen2_5_vl", "model_path": "a/b", "lora": {"alfa": 3}}},
+        "policy.lora.alfa: unknown key; did you mean 'alpha'?",
+    ),
+    (
+        {"policy": {"type": "qwen2_5_vl", "model_path": "a/b", "lora": {"r": 0}}},
+        "policy.lora.r: 0 given, must be a whole number >= 1 (Rank.)",
+    ),
     (
         {"world_size": 3},
         "prompts_per_iteration: 4 prompts cannot be shared by 3 ranks (world_size); use 3 or 6",
