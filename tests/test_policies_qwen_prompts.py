@@ -66,6 +66,17 @@ def test_the_picture_handed_on_needs_no_further_resize(tokenizer):
     assert prompt.images[0].size == (14 * columns, 14 * rows)
 
 
+@pytest.mark.parametrize("size", [(64, 64), (640, 32), (1000, 7), (12, 1600)])
+def test_every_picture_is_within_the_bounds_told_to_the_sampler(tokenizer, size):
+    prompts = reader(tokenizer, max_prompt_tokens=1000)
+    assert prompts.picture_bounds == (56 * 56, 112 * 112), "the processor's own are narrower"
+    prompts.image_processor.size["longest_edge"] = 10**7
+    smallest, largest = prompts.picture_bounds
+    assert largest < 10**5
+    width, height = prompts.prompt(tiny_qwen.sample(0, None, *size), "x").images[0].size
+    assert smallest <= width * height <= largest
+
+
 @pytest.mark.parametrize(
     "trick", ["<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|im_start|>"]
 )

@@ -88,7 +88,7 @@ class VllmEngine:
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._lora = policy.lora_rank is not None
         self._failed = False
-        self._loaded: PolicyWeights | None = None
+        self._fingerprint: str | None = None
         self._expected_hash = ""
         self._llm = self._start(policy)
 
@@ -125,6 +125,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
         }
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else 256)
         if cache_mb is not None:
@@ -207,7 +208,7 @@ class VllmEngine:
         return Completion(ids, logprobs, "stop" if ids[-1] in self._stop_ids else "length")
 
     def _lora_request(self) -> Any:
-        if not self._lora or self._loaded is None:
+        if not self._lora or self._fingerprint is None:
             return None
         from vllm.lora.request import LoRARequest
 
@@ -239,17 +240,17 @@ class VllmEngine:
             self._llm.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": iter(weights.tensors.items())}
             )
-        self._loaded = weights
+        self._fingerprint = weights.fingerprint
         self._drop_caches()
 
     def held_fingerprint(self) -> str | None:
         """The loaded weights' fingerprint when the worker's LoRA slots hold them bit for bit (B
         scaled, both in the engine's dtype), else the hash of what they hold. None before the first
         load, and for full weights, which vLLM repacks beyond recognition."""
-        if self._loaded is None or self._loaded.kind == "full":
+        if self._fingerprint is None or not self._lora:
             return None
         [held] = self._llm.collective_rpc(_vllm_weights.held_lora)
-        return self._loaded.fingerprint if held == self._expected_hash else held
+        return self._fingerprint if held == self._expected_hash else held
 
     def close(self) -> None:
         """Stop the engine. With several ranks it stays until the process ends: stopping it would

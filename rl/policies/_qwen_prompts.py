@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+MAX_ROUNDING_PX = 46
+"""Two roundings, to multiples of 32 (a thin side may be lifted to 32) and of 28, lengthen a side by
+less than this."""
+THINNEST = 14.3
+"""(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
 
 
 class QwenPrompts:
@@ -84,21 +89,26 @@ class QwenPrompts:
                 image, self._template.image_area_px, self._template.image_multiple_px
             )
         processor = self.image_processor
-        smallest, largest = self.pixel_bounds
         height, width = smart_resize(
             image.height,
             image.width,
             factor=processor.patch_size * processor.merge_size,
-            min_pixels=smallest,
-            max_pixels=largest,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
         )
         return image.resize((width, height), PILImage.Resampling(processor.resample))
 
     @property
-    def pixel_bounds(self) -> tuple[int, int]:
-        """(smallest, largest) picture area the processor allows, px."""
+    def picture_bounds(self) -> tuple[int, int]:
+        """(smallest, largest) area of a prompt's picture, px: the processor's bounds, the upper one
+        narrowed to what the template's area can become by rounding its sides."""
         size = self.image_processor.size
-        return size["shortest_edge"], size["longest_edge"]
+        smallest, largest = size["shortest_edge"], size["longest_edge"]
+        if self._template.image_area_px is not None:
+            area = max(smallest, self._template.image_area_px)
+            sides = THINNEST * area**0.5
+            largest = min(largest, int(area + MAX_ROUNDING_PX * sides + MAX_ROUNDING_PX**2))
+        return smallest, largest
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """`text` as the policy would have spelt it, and its stop token."""

@@ -13,7 +13,7 @@ import hashlib
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -195,8 +195,8 @@ class Qwen25VLPolicy:
 
     @property
     def image_pixel_bounds(self) -> tuple[int, int]:
-        """(smallest, largest) picture area the processor allows, px."""
-        return self._prompts.pixel_bounds
+        """(smallest, largest) area of a prompt's picture, px; a sampler needs no room for more."""
+        return self._prompts.picture_bounds
 
     def sampler_folder(self) -> str:
         """Folder or hub id from which an outside sampler loads these base weights, this tokenizer
@@ -260,7 +260,8 @@ class Qwen25VLPolicy:
 
         results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         size = self.config.act_batch_size
-        with torch.no_grad(), self._evaluating(), self._weights(base):
+        weights = self.reference() if base else nullcontext()
+        with torch.no_grad(), self._evaluating(), weights:
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
                 outputs = self.module(self.collate(part))
@@ -298,14 +299,6 @@ class Qwen25VLPolicy:
             yield
         finally:
             self.module.train(was_training)
-
-    @contextmanager
-    def _weights(self, base: bool) -> Iterator[None]:
-        if not base:
-            yield
-            return
-        with self.reference():
-            yield
 
     # The untrained weights
 
@@ -347,7 +340,8 @@ class Qwen25VLPolicy:
     # What leaves the policy
 
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """Clones: a sampler scales LoRA matrices in place."""
+        """Copies: a sampler scales LoRA matrices in place. Full weights are copied in the policy's
+        dtype, adapters as they come (a learner's master weights are float32)."""
         lora = self.config.lora is not None
         named = self._outside_names(tensors)
         return PolicyWeights(
@@ -375,7 +369,13 @@ class Qwen25VLPolicy:
     def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.config.lora is not None:
             return {_adapters.peft_name(n): t.detach().clone() for n, t in tensors.items()}
-        named = {n.removeprefix(_adapters.WRAPPER): t.detach().clone() for n, t in tensors.items()}
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        named = {
+            name.removeprefix(_adapters.WRAPPER): tensor.detach().to(dtype, copy=True)
+            for name, tensor in tensors.items()
+        }
         embedding = "model.language_model.embed_tokens.weight"
         if self.module.vl_model.config.tie_word_embeddings:
             # A sampler keeps its own head even where the weights are tied.
