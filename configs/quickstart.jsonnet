@@ -35,7 +35,12 @@
     batch_size: 16,
   },
   rewards: { viescore: { type: 'viescore' } },
-  judge+: { api_base: 'embedded', model: 'tiny-world-judge', image_side_px: 64 },
+  judge+: {
+    api_base: 'embedded',
+    model: 'tiny-world-judge',
+    image_side_px: 64,
+    max_concurrency: 8,  // threads of one small server: more only get in each other's way
+  },
   data+: {
     train: [{ type: 'shapes', num_samples: 4096, seed: 1 }],
     validation: [{ type: 'shapes', num_samples: 64, seed: 2 }],

@@ -10,9 +10,9 @@ iteration 0 is what was measured before training.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl import build
@@ -36,7 +36,7 @@ from rl.system.resume import check_resume
 from rl.system.seeding import rng_state, seed_everything, set_rng_state
 from rl.system.tracking import Tracker
 from rl.tiny_world.judge_server import JudgeServer
-from rl.types import Engine, Episode, Policy, Prompt, Sample
+from rl.types import DataSource, Engine, Episode, Policy, Prompt, Sample
 
 
 @dataclass(eq=False)
@@ -66,6 +66,8 @@ class Run:
     """Iterations finished when the run was opened."""
     fingerprint: str | None = None
     """Of the weights that the engine holds."""
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last line written, for the model card."""
 
     def sync_engine(self) -> Metrics:
         """Give the engine the learner's weights and prove that they arrived."""
@@ -106,7 +108,9 @@ class Run:
             _add_judge_stats(metrics, self.judge)
         reduced = self.dist.reduce(metrics) | self.timer.lap()
         check_known(reduced)
-        self.record.write_metrics(done, reduced)
+        self.last_metrics = reduced
+        with _tolerated("metrics"):
+            self.record.write_metrics(done, reduced)
         self.tracker.log(done, reduced)
         self.console.iteration(done, self.num_iterations, reduced)
 
@@ -117,7 +121,8 @@ class Run:
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
         """Provenance and pictures of an iteration."""
-        self.record.write_episodes(done, episodes_PG, advantages_PG)
+        with _tolerated("episodes"):
+            self.record.write_episodes(done, episodes_PG, advantages_PG)
         self.tracker.log_episodes(done, episodes_PG, advantages_PG)
 
     def save(self, done: int, final: bool = False) -> None:
@@ -131,7 +136,7 @@ class Run:
             meta,
             rng_state(),
             lambda folder: self.policy.save_pretrained(str(folder), trained),
-            hub.model_card(self.record.config, done, {}),
+            hub.model_card(self.record.config, done, self.last_metrics),
             final=final,
         )
         if self.dist.is_main:
@@ -143,6 +148,15 @@ class Run:
         if last or self.checkpoints.due(done):
             with self.timer.phase("checkpoint"):
                 self.save(done, final=last)
+
+
+@contextmanager
+def _tolerated(what: str) -> Iterator[None]:
+    """A full disk costs lines of the record, said aloud; it does not cost the run."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"the {what} of this iteration could not be written: {error}")
 
 
 @contextmanager
@@ -161,27 +175,13 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         checkpoints = Checkpoints(run_dir, config.checkpoint, dist)
         newest = checkpoints.latest()
         if newest is not None:
-            meta = json.loads((newest / "state.json").read_text(encoding="utf-8"))["meta"]
-            for change in check_resume(meta["config"], record.config):
-                if dist.is_main:
-                    warn(f"resuming under a changed {change}")
+            _check_config(newest, record, dist)
         loop = stack.enter_context(BackgroundLoop("judge"))
         judge = _open_judge(resolved, loop, stack)
-
         seed_everything(config.seed + dist.rank)
         sources = build.build_data(resolved, resolved.train)
-        sampler = PromptSampler(
-            sources,
-            resolved.train_weights,
-            config.seed,
-            config.prompts_per_iteration,
-            config.data.on_bad_row,
-        )
-        validation = build.build_data(resolved, resolved.validation)
-        held_out = first_samples(
-            validation, [1.0] * len(validation), config.evaluation.num_samples,
-            config.data.on_bad_row,
-        ) if validation else []  # fmt: skip
+        sampler, held_out = _open_data(resolved, sources)
+        probe_sample = sampler.shard(0, 0, config.prompts_per_iteration)[0]
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
@@ -191,19 +191,11 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         renderer = build.build_renderer(resolved, dist)
         learner = Learner(policy, config, dist, num_iterations)
         rewards = build.build_rewards(resolved, judge)
-        start = 0
-        if newest is not None:
-            loaded = checkpoints.load(newest)
-            learner.load_state(loaded.tensors, loaded.meta["learner"])
-            if loaded.rng is not None:
-                set_rng_state(loaded.rng)
-            start = loaded.iteration
-            console.say(f"resumed from {newest}: {start} iterations done")
+        start = _restore(checkpoints, newest, learner, console)
         record.rewind(start if newest is not None else -1)
         record.write_config()
         tracker = Tracker(run_dir, config, dist, record.config)
         stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
-        probe_sample = sampler.shard(0, 0, config.prompts_per_iteration)[0]
         yield Run(
             config=config,
             dist=dist,
@@ -225,6 +217,48 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             sync_dtype=_engine_dtype(resolved),
             start=start,
         )
+
+
+def _check_config(newest: Path, record: RunRecord, dist: Dist) -> None:
+    """Raises ValueError when the checkpoint was made under a config that this one breaks."""
+    meta = json.loads((newest / "state.json").read_text(encoding="utf-8"))["meta"]
+    for change in check_resume(meta["config"], record.config):
+        if dist.is_main:
+            warn(f"resuming under a changed {change}")
+
+
+def _open_data(
+    resolved: build.Resolved, sources: Sequence[DataSource]
+) -> tuple[PromptSampler, list[Sample]]:
+    """The training order and the held-out samples."""
+    config = resolved.config
+    on_bad_row = config.data.on_bad_row
+    sampler = PromptSampler(
+        sources,
+        resolved.train_weights,
+        config.seed,
+        config.prompts_per_iteration,
+        on_bad_row,
+    )
+    validation = build.build_data(resolved, resolved.validation)
+    weights = [1.0] * len(validation)
+    num_samples = config.evaluation.num_samples
+    held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []
+    return sampler, held_out
+
+
+def _restore(
+    checkpoints: Checkpoints, newest: Path | None, learner: Learner, console: Console
+) -> int:
+    """Load the newest checkpoint, if there is one; returns the iterations it holds."""
+    if newest is None:
+        return 0
+    loaded = checkpoints.load(newest)
+    learner.load_state(loaded.tensors, loaded.meta["learner"])
+    if loaded.rng is not None:
+        set_rng_state(loaded.rng)
+    console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
+    return loaded.iteration
 
 
 def _open_judge(

@@ -41,6 +41,12 @@ def train(run: Run) -> None:
     policy, engine, learner = run.policy, run.engine, run.learner
     sampling = build.sampling_params(config)
 
+    if run.start >= run.num_iterations:
+        run.console.say(
+            f"all {run.num_iterations} iterations are done: raise num_iterations to go on, or "
+            "choose another run_name"
+        )
+        return
     metrics = run.sync_engine()
     if run.start == 0:
         metrics.update(run.evaluate_if_due(0))

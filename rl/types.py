@@ -324,7 +324,9 @@ class Renderer(Protocol):
     """A plug of `rl/renderers`: a frozen generator. Its module states `ACCEPTS: ActionKind`,
     `MAKES_IMAGES: bool` and `prompt_template(config) -> PromptTemplate | None`."""
 
-    def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, Image | RenderFailure | None]]:
+    def render(
+        self, jobs: Sequence[RenderJob]
+    ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
         """Yield `(index into jobs, picture)` as each is ready, so that judging can start at once."""
         ...
 
