@@ -2,8 +2,9 @@
 // Qwen-Image-Edit DiT, a 72B judge grades the picture. Meant for 8 GPUs of 141 GB (H200); the judge
 // (scripts/serve_judge.sh) runs elsewhere.
 //
+//   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
 //   export APP__REWARD_FUNCTION_API_BASE=http://judge-host:4877
-//   python -m rl.simple_launch configs/qwen_image_edit.jsonnet [run_name=... seed=1 ...]
+//   python -m rl.simple_launch configs/qwen_image_edit.jsonnet [seed=1 ...]
 local complexity = 8;  // 1 (one atomic edit) to 8 (eight of them at once)
 
 // Complex-Edit (CC-BY-NC-4.0) is a benchmark without a train split: 531 real pictures, each with one
@@ -19,8 +20,8 @@ local complex_edit(rows) = {
 };
 
 (import 'base.libsonnet') + {
-  run_name: 'qwen_image_edit',
-  base_exp_dir: 'runs',
+  run_name: std.extVar('APP__RUN_NAME'),
+  base_exp_dir: std.extVar('APP__BASE_EXP_DIR'),
   num_epochs: 3,
   world_size: 8,
   prompts_per_iteration: 2 * $.world_size,

@@ -3,7 +3,6 @@
 // without it 8 steps are a rough sketch of what 50 give.
 (import 'qwen_image_edit.jsonnet') + {
   lightning:: false,
-  run_name: 'qwen_image_edit_fewstep',
   prompts_per_iteration: 4 * $.world_size,
   renderer+: {
     num_steps: 8,

@@ -1,7 +1,6 @@
 // As qwen_image_edit.jsonnet, with Qwen-Image-Edit-Plus as the editor: its policy reads the source at
 // 384 x 384 instead of 1024 x 1024, a quarter of the prompt.
 (import 'qwen_image_edit.jsonnet') + {
-  run_name: 'qwen_image_edit_plus',
   renderer: {
     type: 'qwen_image_edit_plus',
     model_path: 'Qwen/Qwen-Image-Edit-2511',  // or 'Qwen/Qwen-Image-Edit-2509'

@@ -189,7 +189,11 @@ def assert_documented(model: type) -> None:
     assert not undocumented, undocumented
 
 
-ENVIRONMENT = {"APP__REWARD_FUNCTION_API_BASE": "http://judge:4877"}
+ENVIRONMENT = {
+    "APP__BASE_EXP_DIR": "runs",
+    "APP__RUN_NAME": "mine",
+    "APP__REWARD_FUNCTION_API_BASE": "http://judge:4877",
+}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
