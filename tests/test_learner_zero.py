@@ -143,9 +143,11 @@ def test_adapters_stay_float32_on_a_bfloat16_base(folder: str, stage: int) -> No
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     plain = make_learner(folder, None, dtype="bfloat16")
     (expected,) = train(plain, sequences, 0, 1)
-    # Stage 3's hooks make autograd add up bfloat16 activation gradients in another order.
+    # Stage 3's hooks make autograd add up bfloat16 activation gradients in another order, and
+    # Adam's first step is nearly the gradient's sign: there, weights say nothing.
     assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=2e-3)
-    assert relative_difference(snapshot(learner), snapshot(plain)) <= 5e-3
+    if stage < 3:
+        assert relative_difference(snapshot(learner), snapshot(plain)) <= 1e-4
 
 
 @pytest.mark.parametrize("stage", (2, 3))
