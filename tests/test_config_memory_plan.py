@@ -1,4 +1,4 @@
-"""The memory plan against figures worked out by hand and counted on real modules."""
+"""The memory plan against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gb(planned: Plan, part: str) -> float:
 def test_lora_parameters() -> None:
     # q: 10 -> 10, v: 10 -> 2, rank 4: 4 (10 + 10) + 4 (10 + 2) = 128 a layer, 2 layers.
     assert MODEL.lora_params(4, ("q_proj", "v_proj")) == 256
-    # Of peft on the real 7B, r 32 on q, k, v, o: 28 layers x 32 x (7168 + 4096 + 4096 + 7168).
+    # The 7B, rank 32 on q, k, v, o: 28 layers x 32 x (7168 + 4096 + 4096 + 7168).
     seven = KNOWN["Qwen/Qwen2.5-VL-7B-Instruct"]
     assert seven.lora_params(32, ("q_proj", "k_proj", "v_proj", "o_proj")) == 20_185_088
 
