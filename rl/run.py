@@ -36,7 +36,7 @@ from rl.system.resume import check_resume
 from rl.system.seeding import rng_state, seed_everything, set_rng_state
 from rl.system.tracking import Tracker
 from rl.tiny_world.judge_server import JudgeServer
-from rl.types import DataSource, Engine, Episode, Policy, Prompt, Sample
+from rl.types import DataSource, Engine, Episode, Policy, Prompt, Renderer, Sample
 
 
 @dataclass(eq=False)
@@ -62,6 +62,8 @@ class Run:
     """What the sampler and the trainer are compared on after every sync."""
     num_iterations: int
     sync_dtype: str
+    num_skipped_rows: int
+    """Rows of the training data that cannot be used, under `data.on_bad_row: 'skip'`."""
     start: int = 0
     """Iterations finished when the run was opened."""
     fingerprint: str | None = None
@@ -106,6 +108,8 @@ class Run:
         """Write one line of metrics, for all ranks, to every place that shows them."""
         if self.judge is not None:
             _add_judge_stats(metrics, self.judge)
+        metrics.maximum("data/skipped_rows", self.num_skipped_rows)
+        metrics.total("data/replaced_rows", self.sampler.num_replaced)
         reduced = self.dist.reduce(metrics) | self.timer.lap()
         check_known(reduced)
         self.last_metrics = reduced
@@ -189,6 +193,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         engine = build.build_engine(resolved, policy, dist)
         stack.callback(engine.close)
         renderer = build.build_renderer(resolved, dist)
+        _check_states(policy, renderer)
         learner = Learner(policy, config, dist, num_iterations)
         rewards = build.build_rewards(resolved, judge)
         start = _restore(checkpoints, newest, learner, console)
@@ -215,6 +220,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             probe=policy.build_prompt(probe_sample),
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
+            num_skipped_rows=sum(source.num_skipped for source in sources),
             start=start,
         )
 
@@ -259,6 +265,16 @@ def _restore(
         set_rng_state(loaded.rng)
     console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
     return loaded.iteration
+
+
+def _check_states(policy: Policy, renderer: Renderer) -> None:
+    """Else every picture would fail, one by one, and look like a broken renderer."""
+    if renderer.state_dim not in (None, policy.state_dim):
+        raise ValueError(
+            f"the renderer reads hidden states of width {renderer.state_dim}, the policy writes "
+            f"{policy.state_dim}: choose the text encoder that the renderer was trained with "
+            "(policy.model_path, policy.init_text_encoder_from)"
+        )
 
 
 def _open_judge(

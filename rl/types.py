@@ -29,7 +29,7 @@ class Status(StrEnum):
     SCORED = "scored"
     """Rendered and graded; `reward` is in [0, 1]."""
     POLICY_FAILED = "policy_failed"
-    """The policy wrote nothing usable; `reward` is the configured floor and counts in the baseline."""
+    """The policy wrote nothing usable; `reward` is the configured floor, and in the baseline."""
     UNGRADED = "ungraded"
     """Renderer or judge failed after bounded retries; no reward, out of the group's baseline."""
 
@@ -49,7 +49,7 @@ class Sample:
     category: str = ""
     """Free label; metrics are also shown per category on held-out data."""
     reference: str | None = None
-    """A right completion where one is known; used only to measure renderer drift, never trained on."""
+    """A right completion where one is known; only measures renderer drift, never trained on."""
     hidden: Mapping[str, Any] = field(default_factory=dict)
     """What rewards may see and the policy may not (answers, labels)."""
 
@@ -205,7 +205,7 @@ class TrainSequence:
     sampler_logprobs: tuple[float, ...]
     """[T] nats, from the sampler."""
     old_logprobs: tuple[float, ...] | None = None
-    """[T] nats, from the trainer before this iteration's first update; None: equal to the current."""
+    """[T] nats, the trainer's before this iteration's first update; None: equal to the current."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,6 +272,8 @@ class Policy(Protocol):
     banned_token_ids: tuple[int, ...]
     """Never sampled, and left out of the softmax in sampler and trainer alike."""
     stop_token_ids: tuple[int, ...]
+    state_dim: int
+    """Width of its hidden states."""
 
     def build_prompt(self, sample: Sample) -> Prompt: ...
 
@@ -286,7 +288,7 @@ class Policy(Protocol):
     def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch: ...
 
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """`tensors` are the trainable parameters, whole, keyed as in `module.named_parameters()`."""
+        """`tensors`: the trainable parameters, whole, keyed as in `module.named_parameters()`."""
         ...
 
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -324,10 +326,13 @@ class Renderer(Protocol):
     """A plug of `rl/renderers`: a frozen generator. Its module states `ACCEPTS: ActionKind`,
     `MAKES_IMAGES: bool` and `prompt_template(config) -> PromptTemplate | None`."""
 
+    state_dim: int | None
+    """Width of the hidden states it reads; None when it reads none."""
+
     def render(
         self, jobs: Sequence[RenderJob]
     ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
-        """Yield `(index into jobs, picture)` as each is ready, so that judging can start at once."""
+        """Yield `(index into jobs, picture)` as each is ready: judging can start at once."""
         ...
 
 
@@ -340,6 +345,9 @@ class Reward(Protocol):
 
 class DataSource(Protocol):
     """A plug of `rl/data`: a finite, indexable list of samples."""
+
+    num_skipped: int
+    """Rows left out at the start because they cannot be used."""
 
     def __len__(self) -> int: ...
 

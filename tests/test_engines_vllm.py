@@ -43,7 +43,7 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(policy):
     threads, global_state = torch.get_num_threads(), torch.get_rng_state()
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=32)
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=128)
     engine = vllm_engine.build(config, policy, Dist())
     assert torch.get_num_threads() == threads
     torch.set_num_threads(threads + 1)
@@ -258,6 +258,16 @@ def test_sleep_and_wake_change_nothing(synced, prompts_P):
     synced.sleep()
     synced.wake()
     assert synced.generate(prompts_P, params(), [1, 2, 3]) == before
+
+
+def test_more_prompts_than_one_step_holds(synced, policy, prompts_P):
+    """130 prompts of 85 tokens: more than the scheduler takes in one step."""
+    prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(130)]
+    few = params(max_tokens=2, num_completions=1)
+    assert sum(len(prompt.token_ids) for prompt in prompts) > 8192
+    completions = synced.generate(prompts, few, list(range(130)))
+    [[alone]] = synced.generate(prompts[77:78], few, [77])
+    assert completions[77][0].token_ids == alone.token_ids
 
 
 def test_no_prompts_no_completions(synced):

@@ -130,6 +130,10 @@ class VllmEngine:
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else 256)
         if cache_mb is not None:
             arguments["kv_cache_memory_bytes"] = cache_mb << 20
+        if not self._on_cuda:
+            # A seeded request whose prompt is cut in two rewinds its generator, which a CPU's
+            # cannot do: the engine would die as soon as an iteration's prompts fill a step.
+            pass
         if self._on_cuda and config.sleep_level == 1:
             arguments["enable_sleep_mode"] = True
         if self._dist.world_size > 1:

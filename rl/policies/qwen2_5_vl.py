@@ -174,8 +174,10 @@ class Qwen25VLPolicy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         adapted = config.lora is not None
-        vocab_size = (model.get_base_model() if adapted else model).config.text_config.vocab_size
-        self.stop_token_ids, self.banned_token_ids = self._prompts.token_roles(vocab_size)
+        text_config = (model.get_base_model() if adapted else model).config.text_config
+        self.state_dim = text_config.hidden_size
+        roles = self._prompts.token_roles(text_config.vocab_size)
+        self.stop_token_ids, self.banned_token_ids = roles
         self.module = QwenModule(model, adapted, temperature, self.banned_token_ids)
         self._overlay: tempfile.TemporaryDirectory[str] | None = None
         self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()

@@ -129,6 +129,7 @@ class QwenImageRenderer:
 
         self.config = config
         self.parts = parts
+        self.state_dim = parts.transformer.config.joint_attention_dim
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
         self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
         self._source_latents = OrderedDict()

@@ -54,6 +54,8 @@ def build(config: Config, device: str) -> NoRenderer:
 class NoRenderer:
     """See `rl.types.Renderer`."""
 
+    state_dim = None
+
     def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, None]]:
         """Yield `(index, None)` for every job, in order."""
         for index in range(len(jobs)):

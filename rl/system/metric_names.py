@@ -61,6 +61,11 @@ METRICS: dict[str, MetricDoc] = {
     "tokens/prompt_mean": MetricDoc("tokens", "mean prompt length, image tokens included"),
     "tokens/truncated": MetricDoc("0..1", "share of completions that hit max_completion_tokens"),
     "tokens/trained": MetricDoc("tokens", "tokens that carry loss: the global denominator"),
+    # Data
+    "data/skipped_rows": MetricDoc("rows", "bad rows left out at the start"),
+    "data/replaced_rows": MetricDoc(
+        "rows", "rows that could not be read when taken and were replaced, since the process began"
+    ),
     # Held-out run
     "eval/reward": MetricDoc("0..1", "mean reward of greedy completions on the validation samples"),
     "eval/reward/<category>": MetricDoc("0..1", "the same over one category"),

@@ -1,8 +1,8 @@
 """Stage editor: teach the diffusion transformer to do what the policy's hidden states say.
 
-Flow matching in latents, x_t = (1 - t) x_0 + t noise, velocity = noise - x_0. Half of the batch is
-trained at t = 1: with the real scheduler (its last sigma is stretched to 0.02) and two Euler
-steps, that is where the picture is made.
+Flow matching in latents, x_t = (1 - t) x_0 + t noise, velocity = noise - x_0. At least half of
+the batch is trained at t = 1: with the real scheduler (its last sigma is stretched to 0.02) and
+two Euler steps, that is where the picture is made.
 
 Descriptions are sampled at random, most of them not what the instruction asked for: the editor
 must obey what was written. One in twelve names a shape that is not there: nothing may change.
@@ -12,66 +12,78 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from diffusers import AutoencoderKLQwenImage
-from PIL import Image
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from transformers import AutoTokenizer
 
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
 from rl.tiny_world.scenes import (
     COLOURS,
     SHAPES,
-    Op,
     Scene,
     Task,
     apply,
     clause,
     describe,
-    draw,
     draw_array,
     make_instruction,
     make_scene,
 )
 from tiny_world.drift import Drifter, load_bank, load_policy
+from tiny_world.exam import Exam
 from tiny_world.models import (
     IMG_SHAPES,
     encode,
     make_transformer,
-    render,
     use_2d_convolutions,
 )
 from tiny_world.policy import beginner_ops, random_op
-from tiny_world.reader import Reader, Reading
-
-LEARNING_RATE = 2.5e-3
+from tiny_world.reader import Reader
 
 
-def build(work: Path, steps: int = 4000, batch: int = 24) -> None:
-    torch.manual_seed(0)
-    rng = random.Random(300)
+@dataclass(frozen=True)
+class Round:
+    """One learning-rate cycle. Each starts from what the one before it left."""
+
+    steps: int
+    peak_rate: float
+    share_at_1: float
+    """Of the examples trained at t = 1, 0..1."""
+
+
+ROUNDS = (Round(3000, 2.5e-3, share_at_1=0.5), Round(5000, 1.5e-3, share_at_1=0.65))
+DRIFT_FROM_STEP = 750
+
+
+def build(work: Path, first: int = 0, batch: int = 24) -> None:
+    """Run the rounds from number `first` on."""
+    for number in range(first, len(ROUNDS)):
+        _train(work, number, batch)
+
+
+def _train(work: Path, number: int, batch: int) -> None:
+    plan, rng = ROUNDS[number], random.Random(300 + number)
+    torch.manual_seed(1 + number)
     use_2d_convolutions()
     vae = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval().requires_grad_(False)
     policy = load_policy(work / "policy")
     reader = Reader(policy, AutoTokenizer.from_pretrained(work / "policy"))
     drifter = Drifter(policy, load_bank(work))
-    torch.manual_seed(1)
-    transformer = make_transformer().train()
-    whiten_text_input(transformer, reader, rng)
+    exam = Exam(reader, vae)
+    transformer = _start(work, number, reader, rng).train()
     optimizer = torch.optim.AdamW(
-        transformer.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
+        transformer.parameters(), plan.peak_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: _rate(i, steps))
-    total = 0.0
-    for step in range(1, steps + 1):
-        if step > steps // 4 and step % 2:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: _rate(i, plan.steps))
+    total, steps_before = 0.0, sum(earlier.steps for earlier in ROUNDS[:number])
+    for step in range(1, plan.steps + 1):
+        if steps_before + step > DRIFT_FROM_STEP and step % 2:
             drifter.drift(rng)
         scenes = [make_scene(rng) for _ in range(batch)]
-        x0, source, embeds, mask = _examples(reader, vae, scenes, rng, step)
-        loss = _flow_loss(transformer, x0, source, embeds, mask)
+        x0, source, embeds, mask = _examples(reader, vae, scenes, rng, steps_before + step)
+        loss = _flow_loss(transformer, x0, source, embeds, mask, plan.share_at_1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
         optimizer.step()
@@ -79,13 +91,21 @@ def build(work: Path, steps: int = 4000, batch: int = 24) -> None:
         schedule.step()
         total += loss.item()
         if step % 50 == 0:
-            print(f"editor {step} loss {total / 50:.4f}", flush=True)
+            print(f"editor {number}: {step} loss {total / 50:.4f}", flush=True)
             total = 0.0
-        if step % 400 == 0 or step == steps:
+        if step % 400 == 0 or step == plan.steps:
             drifter.go_home()
             transformer.save_pretrained(work / "transformer")
-            print(f"editor {step}", Exam(reader, vae).marks(transformer.eval()), flush=True)
+            print(f"editor {number}: {step} {exam.marks(transformer.eval())}", flush=True)
             transformer.train()
+
+
+def _start(work: Path, number: int, reader: Reader, rng: random.Random):
+    if number > 0:
+        return QwenImageTransformer2DModel.from_pretrained(work / "transformer")
+    transformer = make_transformer()
+    whiten_text_input(transformer, reader, rng)
+    return transformer
 
 
 def _rate(step: int, steps: int) -> float:
@@ -95,7 +115,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def _examples(reader: Reader, vae, scenes: list[Scene], rng: random.Random, step: int):
+def _examples(reader: Reader, vae, scenes: list[Scene], rng: random.Random, age: int):
     """Random edits as (x_0 [B, N, 4 C], source [B, N, 4 C], embeds [B, L, HIDDEN], mask [B, L])."""
     tasks = [make_instruction(rng, scene) for scene in scenes]
     texts, targets = zip(
@@ -106,9 +126,9 @@ def _examples(reader: Reader, vae, scenes: list[Scene], rng: random.Random, step
     # at first the editor sees only the description, then more and more of the prompt too
     seen = reading.mask.clone()
     for i in range(len(scenes)):
-        if rng.random() >= (step - 250) / 200:
+        if rng.random() >= (age - 250) / 200:
             seen[i] &= reading.written[i]
-    jitter = 0.1 * rng.random() * min(1, step / 600) * reading.hidden.std()
+    jitter = 0.1 * rng.random() * min(1, age / 600) * reading.hidden.std()
     embeds = reading.hidden + jitter * torch.randn_like(reading.hidden)
     latents = encode(vae, pictures + [draw_array(target) for target in targets])
     source, x0 = latents.chunk(2)
@@ -137,11 +157,11 @@ def _description_of_nothing(rng: random.Random, scene: Scene) -> str:
             return clause(colour, shape, rng.choice((*COLOURS, None)))
 
 
-def _flow_loss(transformer, x0, source, embeds, mask) -> torch.Tensor:
+def _flow_loss(transformer, x0, source, embeds, mask, share_at_1: float) -> torch.Tensor:
     """Squared velocity error, weighted (t + 0.05)^2: at small t it is mostly noise."""
     num = len(x0)
     u = torch.rand(num)
-    t = torch.where(torch.rand(num) < 0.5, torch.ones(num), 1.8 * u / (1 + 0.8 * u))
+    t = torch.where(torch.rand(num) < share_at_1, torch.ones(num), 1.8 * u / (1 + 0.8 * u))
     noise = torch.randn_like(x0)
     xt = x0 + t[:, None, None] * (noise - x0)
     velocity = transformer(
@@ -169,49 +189,3 @@ def whiten_text_input(transformer, reader: Reader, rng: random.Random, num: int 
     whitening = (vectors * (values + 0.05 * values.mean()).rsqrt()) @ vectors.T
     transformer.txt_in.weight.copy_(whitening)
     transformer.txt_in.bias.copy_(-whitening @ mean)
-
-
-class Exam:
-    """Held-out scenes, rendered from given descriptions and graded."""
-
-    def __init__(self, reader: Reader, vae, num: int = 64, seed: int = 9) -> None:
-        rng = random.Random(seed)
-        self.reader, self.vae = reader, vae
-        self.scenes = [make_scene(rng) for _ in range(num)]
-        self.tasks = [make_instruction(rng, scene) for scene in self.scenes]
-        self.pictures = [draw_array(scene) for scene in self.scenes]
-        both = list(zip(self.tasks, self.scenes, strict=True))
-        self.right = [describe(t.op, s) for t, s in both]
-        self.wrong = [describe(_another(rng, s, t.op), s) for t, s in both]
-        self.source = encode(vae, self.pictures)
-        self.noise = torch.randn(self.source.shape, generator=torch.Generator().manual_seed(1))
-
-    @torch.no_grad()
-    def render(self, transformer, descriptions: Sequence[str], steps: int) -> np.ndarray:
-        instructions = [task.instruction for task in self.tasks]
-        reading: Reading = self.reader.read(self.pictures, instructions, descriptions)
-        condition = reading.hidden, reading.mask
-        return render(transformer, self.vae, self.source, *condition, self.noise, steps)
-
-    def grade(self, edited: np.ndarray) -> list[float]:
-        """VIEScore's overall mark of each picture, 0-10."""
-        marks = []
-        for scene, task, pixels in zip(self.scenes, self.tasks, edited, strict=True):
-            picture = Image.fromarray(pixels)
-            semantics = min(grade_semantics(draw(scene), picture, task.instruction))
-            marks.append(math.sqrt(semantics * min(grade_perception(picture))))
-        return marks
-
-    def marks(self, transformer) -> dict[str, float]:
-        """Mean mark when fed right descriptions (2 and 4 steps) and wrong ones (2 steps)."""
-        runs = {"right_2": (self.right, 2), "right_4": (self.right, 4), "wrong_2": (self.wrong, 2)}
-        return {
-            name: round(float(np.mean(self.grade(self.render(transformer, texts, steps)))), 2)
-            for name, (texts, steps) in runs.items()
-        }
-
-
-def _another(rng: random.Random, scene: Scene, op: Op) -> Op:
-    while (other := random_op(rng, scene)) == op:
-        pass
-    return other

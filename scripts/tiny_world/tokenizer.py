@@ -44,7 +44,8 @@ SPECIALS = [
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type']=='image' or 'image' in c %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}{% endif %}"
+    "{% if c['type']=='image' or 'image' in c %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in c %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
