@@ -133,7 +133,7 @@ class VllmEngine:
         if not self._on_cuda:
             # A seeded request whose prompt is cut in two rewinds its generator, which a CPU's
             # cannot do: the engine would die as soon as an iteration's prompts fill a step.
-            pass
+            arguments["enable_chunked_prefill"] = False
         if self._on_cuda and config.sleep_level == 1:
             arguments["enable_sleep_mode"] = True
         if self._dist.world_size > 1:
