@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -28,9 +29,18 @@ def build(work: Path, target: Path = WEIGHTS) -> None:
     Qwen2VLImageProcessorPil.from_pretrained(work / "policy").save_pretrained(target / "policy")
     parts = {"vae": AutoencoderKLQwenImage, "transformer": QwenImageTransformer2DModel}
     for name, cls in parts.items():
-        cls.from_pretrained(work / name).to(torch.float16).save_pretrained(target / "editor" / name)
+        folder = target / "editor" / name
+        cls.from_pretrained(work / name).to(torch.float16).save_pretrained(folder)
+        _forget_origin(folder / "config.json")
     FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(target / "editor" / "scheduler")
     num_bytes = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     print(f"export: {num_bytes / 1e6:.2f} MB", flush=True)
     if num_bytes >= LIMIT_BYTES:
         raise ValueError(f"the weights are {num_bytes} bytes, the limit is {LIMIT_BYTES}")
+
+
+def _forget_origin(config: Path) -> None:
+    """diffusers notes the folder a model was loaded from; that is nobody's business."""
+    content = json.loads(config.read_text())
+    content.pop("_name_or_path", None)
+    config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,71 @@
+"""Held-out scenes for the editor: rendered from given descriptions, graded by the pixel judge."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+from rl.tiny_world.scenes import (
+    Op,
+    Scene,
+    describe,
+    draw,
+    draw_array,
+    make_instruction,
+    make_scene,
+)
+from tiny_world.models import encode, render
+from tiny_world.policy import random_op
+from tiny_world.reader import Reader
+
+
+class Exam:
+    """Held-out scenes, rendered from given descriptions and graded."""
+
+    def __init__(self, reader: Reader, vae, num: int = 64, seed: int = 9) -> None:
+        rng = random.Random(seed)
+        self.reader, self.vae = reader, vae
+        self.scenes = [make_scene(rng) for _ in range(num)]
+        self.tasks = [make_instruction(rng, scene) for scene in self.scenes]
+        self.pictures = [draw_array(scene) for scene in self.scenes]
+        both = list(zip(self.tasks, self.scenes, strict=True))
+        self.right = [describe(t.op, s) for t, s in both]
+        self.wrong = [describe(_another(rng, s, t.op), s) for t, s in both]
+        self.source = encode(vae, self.pictures)
+        self.noise = torch.randn(self.source.shape, generator=torch.Generator().manual_seed(1))
+
+    @torch.no_grad()
+    def render(self, transformer, descriptions: Sequence[str], steps: int) -> np.ndarray:
+        instructions = [task.instruction for task in self.tasks]
+        reading = self.reader.read(self.pictures, instructions, descriptions)
+        condition = reading.hidden, reading.mask
+        return render(transformer, self.vae, self.source, *condition, self.noise, steps)
+
+    def grade(self, edited: np.ndarray) -> list[float]:
+        """VIEScore's overall mark of each picture, 0-10."""
+        marks = []
+        for scene, task, pixels in zip(self.scenes, self.tasks, edited, strict=True):
+            picture = Image.fromarray(pixels)
+            semantics = min(grade_semantics(draw(scene), picture, task.instruction))
+            marks.append(math.sqrt(semantics * min(grade_perception(picture))))
+        return marks
+
+    def marks(self, transformer) -> dict[str, float]:
+        """Mean mark when fed right descriptions (2 and 4 steps) and wrong ones (2 steps)."""
+        runs = {"right_2": (self.right, 2), "right_4": (self.right, 4), "wrong_2": (self.wrong, 2)}
+        return {
+            name: round(float(np.mean(self.grade(self.render(transformer, texts, steps)))), 2)
+            for name, (texts, steps) in runs.items()
+        }
+
+
+def _another(rng: random.Random, scene: Scene, op: Op) -> Op:
+    while (other := random_op(rng, scene)) == op:
+        pass
+    return other
