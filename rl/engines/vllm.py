@@ -10,7 +10,6 @@ Axes: `_P` prompts, `_G` completions in a group.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 from collections.abc import Iterator, Sequence
@@ -265,7 +264,6 @@ class VllmEngine:
             return
         core.shutdown()
         del self._llm
-        gc.collect()
 
     def _drop_caches(self) -> None:
         self._llm.reset_prefix_cache()
