@@ -181,9 +181,9 @@ class Learner:
         with tally.clock("learn_backward"):
             self._backend.backward(loss.total)
         num_parts = self._config.optimizer.updates_per_iteration
-        for name in ("total", "policy_loss", "kl_loss"):
-            value = float(getattr(loss, name).detach()) / num_parts
-            metrics.total(f"loss/{name.removesuffix('_loss')}", value)
+        losses = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
+        for name, value in losses.items():
+            metrics.total(f"loss/{name}", float(value.detach()) / num_parts)
         if batch.mask.any():
             self._measure_policy(batch, loss, outputs.entropy, metrics)
             self._measure_mismatch(batch, old, loss.importance, metrics, tally)

@@ -13,7 +13,7 @@ backend, ZeRO stage or number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,7 +90,7 @@ def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Paramete
     return named
 
 
-def make_adamw(parameters: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+def make_adamw(parameters: Sequence[torch.Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     """PyTorch's own AdamW: DeepSpeed's fused ones are compiled at first use."""
     return torch.optim.AdamW(
         parameters,

@@ -210,7 +210,7 @@ class DeepSpeedBackend:
                 shard = self._shard(parameter, moments[name])
                 safe_set_local_optimizer_state(parameter, shard, key)
 
-    def _shard(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    def _shard(self, parameter: Any, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice of `whole`; shards are equal, so the last one is padded with zeros."""
         size = parameter.ds_tensor.numel()
         flat = whole.flatten().to(parameter.device)

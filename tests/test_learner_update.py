@@ -113,6 +113,19 @@ def test_first_loss_is_the_advantages_token_mean(folder: str) -> None:
     assert seen["optimizer/steps"] == learner.version == 1
 
 
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_dr_grpo_divides_by_the_planned_completions(folder: str, num_updates: int) -> None:
+    """12 planned x 12 tokens, though only 9 sequences came: a dropped group still counts."""
+    algorithm = {"loss": "dr_grpo", "importance_correction": "none"}
+    learner = make_learner(
+        folder, algorithm, updates_per_iteration=num_updates, learning_rate=1e-12
+    )
+    sequences = sequences_of(learner)[:9]
+    (seen,) = train(learner, sequences, 0, 1)
+    total = -sum(s.advantage * sum(s.loss_mask) for s in sequences)
+    assert seen["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
+
+
 def test_mismatch_metrics_against_the_log_probs_themselves(folder: str) -> None:
     learner = make_learner(folder, {"importance_correction": "token", "importance_cap": 1.5})
     sequences = sequences_of(learner)

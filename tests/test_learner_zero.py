@@ -76,6 +76,11 @@ def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage:
     tensors, meta = learner.state()
     assert meta == plain["state"][1] == {"version": 3}
     assert relative_difference(tensors, plain["state"][0]) <= AGREES_AFTER_STEPS
+    # The policy's own forwards (conditioning) bypass the engine and see the trained weights too.
+    rows = [(s.prompt, s.token_ids) for s in make_sequences(learner._policy)[:1]]
+    with torch.no_grad():
+        direct = learner._policy.module(learner._policy.collate(rows)).logprobs[0]
+    assert direct.tolist() == pytest.approx(learner.logprobs(rows)[0], abs=1e-6)
     for ours, theirs in zip(seen, plain["metrics"], strict=True):
         for name in ("loss/total", "optimizer/grad_norm", "kl/reference_k3"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
