@@ -99,9 +99,13 @@ def resize_to_area(image: Image, area_px: int, multiple_px: int) -> Image:
     from PIL import Image as PILImage
 
     ratio = image.width / image.height
-    width = math.sqrt(area_px * ratio)
-    height = width / ratio
-    size = tuple(max(1, round(side / multiple_px)) * multiple_px for side in (width, height))
+    width_px = math.sqrt(area_px * ratio)
+    height_px = width_px / ratio
+
+    def rounded(side_px: float) -> int:
+        return max(1, round(side_px / multiple_px)) * multiple_px
+
+    size = (rounded(width_px), rounded(height_px))
     return image.resize(size, PILImage.Resampling.LANCZOS)
 
 
