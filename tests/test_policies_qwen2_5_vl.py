@@ -417,6 +417,20 @@ def test_weights_may_come_from_an_editors_text_encoder(folder, tmp_path):
     assert make(folder).sampler_folder() == folder
 
 
+def test_picture_bounds_can_be_set(folder):
+    """Fewer image tokens for the policy, whatever the processor on disk says."""
+    sample = tiny_qwen.sample(0, width=96, height=96)
+
+    def num_image_tokens(**config) -> int:
+        prompt = make(folder, **config).build_prompt(sample)
+        return int(prompt.model_inputs["image_grid_thw"].prod()) // 4
+
+    assert num_image_tokens() == 9
+    assert num_image_tokens(image_max_pixels=56 * 56) == 4
+    assert num_image_tokens(image_min_pixels=110 * 110) == 16
+    assert make(folder, image_max_pixels=56 * 56).image_pixel_bounds == (56 * 56, 56 * 56)
+
+
 def test_every_rank_starts_from_the_same_adapter(folder):
     torch.manual_seed(1)
     first = trainable(make(folder))
