@@ -270,7 +270,7 @@ def test_a_non_finite_gradient_is_skipped_loudly(
 # --- weights and state ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_steps", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: int) -> None:
     learner = make_learner(folder, micro_batch_size=1)
     module = learner._policy.module
@@ -283,20 +283,6 @@ def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: in
     assert len(fingerprints) == num_steps  # every step was exported, none twice
     for name, parameter in module.named_parameters():
         assert parameter.requires_grad or torch.equal(parameter, frozen[name]), name
-
-
-def test_state_continues_bit_for_bit(folder: str) -> None:
-    straight = make_learner(folder, KL)
-    sequences = sequences_of(straight)
-    train(straight, sequences, 0, 4)
-    first = make_learner(folder, KL)
-    train(first, sequences, 0, 2)
-    tensors, meta = first.state()
-    second = make_learner(folder, KL)
-    second.load_state(tensors, meta)
-    train(second, sequences, 2, 4)
-    assert second.version == 4
-    assert relative_difference(second.state()[0], straight.state()[0]) == 0
 
 
 def test_state_of_another_policy_is_refused(folder: str) -> None:

@@ -86,8 +86,10 @@ def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_state_continues_bit_for_bit_and_under_any_other_stage(folder: str, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "other"), [(None, 0), (0, 1), (1, 2), (2, 3), (3, None)])
+def test_state_continues_bit_for_bit_and_under_another_backend(
+    folder: str, stage: int | None, other: int | None
+) -> None:
     straight = make_learner(folder, stage)
     sequences = make_sequences(straight._policy)
     fresh, _ = straight.state()
@@ -103,12 +105,11 @@ def test_state_continues_bit_for_bit_and_under_any_other_stage(folder: str, stag
     assert again.version == 4
     assert relative_difference(again.state()[0], expected) == 0
 
-    for other in (None, (stage + 1) % len(STAGES)):
-        elsewhere = make_learner(folder, other)
-        elsewhere.load_state(tensors, meta)
-        assert relative_difference(elsewhere.state()[0], tensors) == 0
-        train(elsewhere, sequences, 2, 4)
-        assert relative_difference(elsewhere.state()[0], expected) <= AGREES
+    elsewhere = make_learner(folder, other)
+    elsewhere.load_state(tensors, meta)
+    assert relative_difference(elsewhere.state()[0], tensors) == 0
+    train(elsewhere, sequences, 2, 4)
+    assert relative_difference(elsewhere.state()[0], expected) <= AGREES
 
 
 @pytest.mark.parametrize("stage", STAGES)
