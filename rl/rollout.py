@@ -10,8 +10,8 @@ Axes: `_P` prompts on this rank, `_G` completions in a group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,14 @@ class _Verdict:
     grades: Mapping[str, Grade] = field(default_factory=dict)
 
 
+class Interrupted(Exception):  # noqa: N818 (reads as what happened)
+    """Asked to stop while pictures were made or graded: these completions have no episodes."""
+
+
+def _never() -> bool:
+    return False
+
+
 def collect(
     crew: Crew,
     prompts_P: Sequence[Prompt],
@@ -74,12 +82,15 @@ def collect(
     noise_seeds_P: Sequence[int],
     group_ids_P: Sequence[str],
     timer: PhaseTimer,
+    should_stop: Callable[[], bool] = _never,
 ) -> list[list[Episode]]:
     """Render and grade every completion; episodes_PG in the order given.
 
     All completions of a group share their noise. Two equal completions of a group are one picture:
     it is rendered and judged once. Raises what the judge refuses (`JudgeRefused`): a judge that is
-    set up wrongly stops the run, a judge that is down leaves episodes UNGRADED.
+    set up wrongly stops the run, a judge that is down leaves episodes UNGRADED. Raises
+    `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
+    run is given.
     """
     with timer.phase("condition"):
         actions_PG = [
@@ -97,13 +108,10 @@ def collect(
             keys = [(p, completion.token_ids, m) for m in range(crew.config.images_per_completion)]
             keys_by_episode[p, g] = keys
             for key in keys:
-                noise_seed = (
-                    noise_seeds_P[p] if key[2] == 0 else derive_seed(noise_seeds_P[p], key[2])
-                )
-                job = RenderJob(prompt.sample, action.payload, noise_seed)
+                job = RenderJob(prompt.sample, action.payload, _noise(noise_seeds_P[p], key[2]))
                 jobs.setdefault(key, (job, action.text))
 
-    verdicts = _render_and_grade(crew, jobs, timer)
+    verdicts = _render_and_grade(crew, jobs, timer, should_stop)
     return [
         [
             _episode(
@@ -140,28 +148,45 @@ def _render_and_grade(
     crew: Crew,
     jobs: Mapping[PictureKey, tuple[RenderJob, str]],
     timer: PhaseTimer,
+    should_stop: Callable[[], bool],
 ) -> dict[PictureKey, _Verdict]:
     """Every job's verdict; grading of early pictures overlaps the rendering of late ones."""
     keys = list(jobs)
     images: dict[PictureKey, Image | None] = {}
     failures: dict[PictureKey, RenderFailure] = {}
     pending: dict[PictureKey, Future[dict[str, Grade]]] = {}
-    with timer.phase("render") as phase:
-        phase.note(f"{len(keys)} pictures")
-        for index, outcome in crew.renderer.render([jobs[key][0] for key in keys]):
-            key = keys[index]
-            if isinstance(outcome, RenderFailure):
-                failures[key] = outcome
-                continue
-            images[key] = outcome
-            job, text = jobs[key]
-            evidence = Evidence(job.sample, text, outcome)
-            pending[key] = crew.loop.submit(_grade(crew.rewards, evidence))
-    assert len(images) + len(failures) == len(keys), "the renderer lost a job"
-    with timer.phase("judge_wait") as phase:
-        grades = {key: future.result() for key, future in pending.items()}
-        phase.note(_latency(grades.values()))
+    try:
+        with timer.phase("render") as phase:
+            phase.note(f"{len(keys)} pictures")
+            for index, outcome in crew.renderer.render([jobs[key][0] for key in keys]):
+                if should_stop():
+                    raise Interrupted
+                key = keys[index]
+                if isinstance(outcome, RenderFailure):
+                    failures[key] = outcome
+                    continue
+                images[key] = outcome
+                job, text = jobs[key]
+                evidence = Evidence(job.sample, text, outcome)
+                pending[key] = crew.loop.submit(_grade(crew.rewards, evidence))
+        assert len(images) + len(failures) == len(keys), "the renderer lost a job"
+        with timer.phase("judge_wait") as phase:
+            grades = {key: _wait_for(future, should_stop) for key, future in pending.items()}
+            phase.note(_latency(grades.values()))
+    except BaseException:
+        for future in pending.values():
+            future.cancel()
+        raise
     return {key: _Verdict(images.get(key), failures.get(key), grades.get(key, {})) for key in keys}
+
+
+def _wait_for(
+    future: Future[dict[str, Grade]], should_stop: Callable[[], bool]
+) -> dict[str, Grade]:
+    while not should_stop():
+        if wait([future], timeout=0.5).done:
+            return future.result()
+    raise Interrupted
 
 
 def _latency(graded: Iterable[Mapping[str, Grade]]) -> str:

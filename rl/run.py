@@ -20,15 +20,16 @@ from rl.algorithm.metrics import Metrics
 from rl.config import RunConfig
 from rl.evaluate import evaluate
 from rl.learner import Learner
-from rl.rollout import Crew
+from rl.rollout import Crew, Interrupted, collect
 from rl.sampler import PromptSampler, first_samples
+from rl.summary import TooManyFailuresError, check_failure_rate
 from rl.sync import sync
-from rl.system import hub
+from rl.system import hub, signals
 from rl.system.background import BackgroundLoop
 from rl.system.checkpoint import Checkpoints
 from rl.system.console import Console, PhaseTimer, warn
 from rl.system.dist import Dist
-from rl.system.judge_client import JudgeClient
+from rl.system.judge_client import JudgeClient, JudgeError
 from rl.system.judge_endpoint import resolve_api_base
 from rl.system.metric_names import check_known
 from rl.system.record import RunRecord
@@ -36,7 +37,16 @@ from rl.system.resume import check_resume
 from rl.system.seeding import rng_state, seed_everything, set_rng_state
 from rl.system.tracking import Tracker
 from rl.tiny_world.judge_server import JudgeServer
-from rl.types import DataSource, Engine, Episode, Policy, Prompt, Renderer, Sample
+from rl.types import (
+    Completion,
+    DataSource,
+    Engine,
+    Episode,
+    Policy,
+    Prompt,
+    Renderer,
+    Sample,
+)
 
 
 @dataclass(eq=False)
@@ -86,6 +96,49 @@ class Run:
         metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
         return metrics
 
+    def collect(
+        self,
+        prompts_P: Sequence[Prompt],
+        completions_PG: Sequence[Sequence[Completion]],
+        noise_seeds_P: Sequence[int],
+        group_ids_P: Sequence[str],
+        done: int,
+    ) -> list[list[Episode]] | None:
+        """The iteration's graded episodes; None, on every rank, once any was asked to stop.
+
+        A judge that refuses, or fails too often, stops the run on every rank together: its `done`
+        finished iterations are saved first. Raises `JudgeError` or `TooManyFailuresError`.
+        """
+        episodes_PG, refusal = None, ""
+        try:
+            episodes_PG = collect(
+                self.crew, prompts_P, completions_PG, noise_seeds_P, group_ids_P, self.timer,
+                signals.stop_heard,
+            )  # fmt: skip
+        except Interrupted:
+            pass  # the others hear of it below
+        except JudgeError as error:
+            refusal = str(error)
+        refusals = [text for text in self.dist.gather(refusal) if text]
+        if refusals:
+            self._save_finished(done)
+            raise JudgeError(refusals[0])
+        if signals.stop_requested(self.dist):
+            return None
+        assert episodes_PG is not None, "interrupted without a signal"
+        try:
+            check_failure_rate(self.config, episodes_PG, self.dist)
+        except TooManyFailuresError:
+            self._save_finished(done)
+            raise
+        return episodes_PG
+
+    def _save_finished(self, done: int) -> None:
+        """Before the run is stopped by its judge. A first iteration that fails leaves nothing: its
+        config is likely wrong, and a checkpoint would forbid to mend it under this run_name."""
+        if done > 0:
+            self.save(done)
+
     def evaluate_if_due(self, done: int) -> Metrics:
         """The held-out run, after `done` iterations, if the config asks for one now."""
         every = self.config.evaluation.every_n_iterations
@@ -134,7 +187,7 @@ class Run:
         tensors, learner_meta = self.learner.state()
         trained = self.learner.trainable_tensors()
         meta = {"learner": learner_meta, "config": self.record.config}
-        self.checkpoints.save(
+        saved = self.checkpoints.save(
             done,
             tensors,
             meta,
@@ -143,7 +196,7 @@ class Run:
             hub.model_card(self.record.config, done, self.last_metrics),
             final=final,
         )
-        if self.dist.is_main:
+        if saved is not None and self.dist.is_main:
             _forget_journals(self.run_dir / "judge", done)
 
     def save_if_due(self, done: int) -> None:
@@ -197,7 +250,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         learner = Learner(policy, config, dist, num_iterations)
         rewards = build.build_rewards(resolved, judge)
         start = _restore(checkpoints, newest, learner, console)
-        record.rewind(start if newest is not None else -1)
+        # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
+        record.rewind(start if start > 0 else -1)
         record.write_config()
         tracker = Tracker(run_dir, config, dist, record.config)
         stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))

@@ -134,6 +134,6 @@ def check_failure_rate(
     listed = ", ".join(f"{count} x {cause}" for cause, count in causes.most_common(5))
     raise TooManyFailuresError(
         f"{int(lost)} of {int(total)} episodes could not be graded ({listed}); the limit is "
-        f"judge.max_failure_rate={config.judge.max_failure_rate}. The last checkpoint is intact: "
-        "bring the judge back and start the same command again."
+        f"judge.max_failure_rate={config.judge.max_failure_rate}. Bring the judge back and start "
+        "the same command again: it goes on after the last finished iteration."
     )

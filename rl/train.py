@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from rl import build, summary
 from rl.config import load_config
-from rl.rollout import collect, training_sequences
+from rl.rollout import training_sequences
 from rl.run import Run, open_run
 from rl.system import signals
 from rl.system.dist import Dist
@@ -65,10 +65,9 @@ def train(run: Run) -> None:
             phase.note(summary.size_of(completions_PG))
         engine.sleep()
         noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
-        episodes_PG = collect(run.crew, prompts_P, completions_PG, noise_P, groups_P, timer)
-        if signals.stop_requested(dist):
+        episodes_PG = run.collect(prompts_P, completions_PG, noise_P, groups_P, done)
+        if episodes_PG is None:
             break
-        summary.check_failure_rate(config, episodes_PG, dist)
         advantages_PG, metrics = summary.group_rewards(config, iteration, episodes_PG, dist)
         with timer.phase("learn") as phase:
             sequences = training_sequences(config, episodes_PG, advantages_PG)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import pvariance
 
 import pytest
 from PIL import Image
 
 from rl.config import RunConfig
-from rl.rollout import Crew, collect, training_sequences
+from rl.rollout import Crew, Interrupted, collect, training_sequences
+from rl.run import Run
 from rl.summary import TooManyFailuresError, check_failure_rate, group_rewards, size_of
+from rl.system import signals
 from rl.system.background import BackgroundLoop
 from rl.system.console import PhaseTimer
 from rl.system.dist import Dist
+from rl.system.judge_client import JudgeError, JudgeRefused
 from rl.types import (
     Action,
     Completion,
@@ -212,3 +218,72 @@ def test_too_many_ungraded_episodes_stop_the_run() -> None:
     check_failure_rate(config, [graded(0.1, None)], Dist())
     with pytest.raises(TooManyFailuresError, match=r"2 of 3 .*judge\.max_failure_rate=0\.5"):
         check_failure_rate(config, [graded(0.1, None, None)], Dist())
+
+
+class Endless:
+    """A judge that never answers."""
+
+    num_asked = num_waiting = 0
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        self.num_asked += 1
+        self.num_waiting += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.num_waiting -= 1
+        raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("looks", [1, 3], ids=["while-rendering", "while-judging"])
+def test_being_asked_to_stop_leaves_a_long_rollout_at_once(crew: Crew, looks: int) -> None:
+    judge, left = Endless(), iter(range(looks))
+    slow = replace(crew, rewards={"level": judge})
+    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
+    with pytest.raises(Interrupted):
+        collect(
+            slow, [prompt], [[word("ab"), word("cd")]], [51], ["0/0"], PhaseTimer(),
+            should_stop=lambda: next(left, None) is None,
+        )  # fmt: skip
+    crew.loop.submit(asyncio.sleep(0.1)).result()
+    assert judge.num_waiting == 0, "questions are still being asked"
+    assert judge.num_asked == 2 or looks == 1
+
+
+class Refusing:
+    async def grade(self, evidence: Evidence) -> Grade:
+        raise JudgeRefused("HTTP 401: the key has expired")
+
+
+def run_of(crew: Crew, saved: list[int]) -> Run:
+    """As much of a run as `Run.collect` touches."""
+    run = Run.__new__(Run)
+    run.config, run.crew, run.dist, run.timer = crew.config, crew, Dist(), PhaseTimer()
+    run.save = lambda done, final=False: saved.append(done)
+    return run
+
+
+@pytest.mark.parametrize(("done", "expected"), [(0, []), (7, [7])])
+def test_a_judge_that_stops_the_run_costs_no_finished_iteration(
+    crew: Crew, done: int, expected: list[int]
+) -> None:
+    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
+    rollout = [prompt], [[word("ja"), word("jb")]], [51], ["0/0"]
+    saved: list[int] = []
+    with pytest.raises(JudgeError, match="the key has expired"):
+        run_of(replace(crew, rewards={"level": Refusing()}), saved).collect(*rollout, done)
+    assert saved == expected
+    with pytest.raises(TooManyFailuresError, match="2 x ungraded"):
+        run_of(crew, saved).collect(*rollout, done)
+    assert saved == 2 * expected
+
+
+def test_a_run_that_is_asked_to_stop_collects_nothing(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
+    rollout = [prompt], [[word("ab"), word("cd")]], [51], ["0/0"]
+    run = run_of(crew, [])
+    assert [e.status for e in run.collect(*rollout, 3)[0]] == [Status.SCORED] * 2
+    monkeypatch.setattr(signals._received, "first", signal.SIGTERM)
+    assert run.collect(*rollout, 3) is None

@@ -52,7 +52,13 @@ def stop_requested(dist: Dist) -> bool:
     Collective, at the price of one small message: ranks that look at their own flag only would
     leave at different iterations and hang each other.
     """
-    return dist.any(_received.first is not None)
+    return dist.any(stop_heard())
+
+
+def stop_heard() -> bool:
+    """Whether THIS rank was asked to stop, for leaving a long stretch without collectives early;
+    `stop_requested` must follow, to tell the others."""
+    return _received.first is not None
 
 
 def die_with_parent() -> None:
