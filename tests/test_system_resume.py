@@ -79,6 +79,12 @@ def test_what_does_not_touch_the_training_passes_in_silence():
     assert check_resume(resolved(), changed) == []
 
 
+def test_a_prompt_that_is_too_long_can_be_made_room_for():
+    policy = {"type": "qwen2_5_vl", "model_path": "some/base", "lora": {"r": 8}}
+    changed = resolved(policy={**policy, "max_prompt_tokens": 4096})
+    assert check_resume(resolved(), changed) == ["policy.max_prompt_tokens: '(absent)' -> 4096"]
+
+
 def test_what_changes_the_continuation_is_allowed_and_said():
     changed = resolved(
         world_size=4,

@@ -26,6 +26,7 @@ HARMLESS = (
 NOTED = (
     "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size",
     "policy.attn_implementation", "engine.*",  # same mathematics, other rounding
+    "policy.max_prompt_tokens",  # likewise: the sample that is too long says to raise it
     "judge.guided_json",
     "optimizer.learning_rate", "optimizer.final_lr_fraction", "optimizer.warmup_iterations",
     "data.on_bad_row", "data.max_image_side_px",  # how one gets past the row that stopped the run
