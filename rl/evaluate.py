@@ -47,6 +47,7 @@ def evaluate(
         prompts_P = [crew.policy.build_prompt(sample) for sample in mine]
         completions_P1 = engine.generate(prompts_P, params, [0] * len(prompts_P)) if mine else []
         engine.sleep()
+        _keep_step(crew, samples[0], dist.max_int(len(mine)) - len(mine))
         episodes = _score(crew, prompts_P, completions_P1, timer)
         _measure(metrics, "eval", episodes)
         for episode in episodes:
@@ -58,10 +59,19 @@ def evaluate(
             references = [
                 [crew.policy.encode_completion(str(prompt.sample.reference))] for prompt in known
             ]
+            _keep_step(crew, samples[0], dist.max_int(len(known)) - len(known))
             _measure(metrics, "eval_reference", _score(crew, known, references, timer))
         engine.wake()
     _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, dist)
     return metrics
+
+
+def _keep_step(crew: Crew, sample: Sample, num_missing: int) -> None:
+    """Forward as often as the rank with the most samples: ZeRO-3 gathers weights in every forward,
+    and a rank that left the others alone in one would hang them."""
+    for _ in range(num_missing):
+        completion = crew.policy.encode_completion(sample.instruction)
+        crew.policy.act(crew.policy.build_prompt(sample), [completion])
 
 
 def _score(

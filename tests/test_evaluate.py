@@ -1,0 +1,81 @@
+"""The held-out run on ranks with unequal shares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiny_ranks import run_ranks
+from tiny_run import run_config
+
+from rl.evaluate import evaluate
+from rl.renderers.none import NoRenderer
+from rl.rollout import Crew
+from rl.system.background import BackgroundLoop
+from rl.system.console import PhaseTimer
+from rl.system.dist import Dist
+from rl.types import Action, Completion, Evidence, Grade, Prompt, Sample, SamplingParams
+
+
+class Gathering:
+    """A policy whose every forward is a collective call, as under ZeRO-3."""
+
+    def __init__(self, dist: Dist) -> None:
+        self.num_forwards = 0
+        self._dist = dist
+
+    def build_prompt(self, sample: Sample) -> Prompt:
+        return Prompt(sample, (1,), (1,))
+
+    def encode_completion(self, text: str) -> Completion:
+        return Completion((2,), (0.0,), "stop")
+
+    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
+        self.num_forwards += 1
+        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
+        return [Action("words", "words") for _ in completions_G]
+
+
+class Greedy:
+    """An engine that always writes the same."""
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        return [[Completion((2,), (-0.5,), "stop")] for _ in prompts_P]
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Fixed:
+    async def grade(self, evidence: Evidence) -> Grade:
+        return Grade(0.25 if evidence.sample.id == "0" else 0.75)
+
+
+def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
+    dist = Dist.from_env("cpu")
+    policy = Gathering(dist)
+    # Only one sample has a reference, so only one rank scores one.
+    samples = [
+        Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
+    ]
+    with BackgroundLoop() as loop:
+        crew = Crew(run_config(), policy, NoRenderer(), {"fixed": Fixed()}, loop)
+        metrics = evaluate(crew, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
+    seen = dist.reduce(metrics)
+    dist.close()
+    return {"forwards": policy.num_forwards, **seen}
+
+
+def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Path) -> None:
+    ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
+    # Two and one samples; one and no reference: three forwards on either rank.
+    assert [seen.pop("forwards") for seen in ranks] == [3, 3]
+    assert ranks[0]["eval/reward"] == (0.25 + 0.75 + 0.75) / 3
+    assert ranks[0]["eval_reference/reward"] == 0.25
+    lines = (tmp_path / "evaluation/it_000000/records.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["id"] for line in lines) == ["0", "1", "2"]
