@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 NEEDS = frozenset({"source", "image"})
 NEEDS_JUDGE = True
-NEEDS_JUDGE = True
 UNIT_PARTS = frozenset({"alignment", "quality"})
 """Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
 
