@@ -133,6 +133,9 @@ class VllmEngine:
             # A seeded request whose prompt is cut in two rewinds its generator, which a CPU's
             # cannot do: the engine would die as soon as an iteration's prompts fill a step.
             arguments["enable_chunked_prefill"] = False
+            # A group shares whole cache blocks of its prompt only. The CPU's default of 128 tokens
+            # is longer than a tiny prompt; 32 is the smallest that its attention takes.
+            arguments["block_size"] = 32
         if self._on_cuda and config.sleep_level == 1:
             arguments["enable_sleep_mode"] = True
         if self._dist.world_size > 1:
