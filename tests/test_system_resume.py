@@ -8,7 +8,7 @@ import pytest
 from tiny_run import run_config
 
 from rl.config import RunConfig
-from rl.system.resume import HARMLESS, NOTED, check_resume
+from rl.system.resume import HARMLESS, LENGTH, NOTED, check_resume
 
 
 def resolved(**changes: Any) -> dict[str, Any]:
@@ -79,6 +79,13 @@ def test_what_does_not_touch_the_training_passes_in_silence():
     assert check_resume(resolved(), changed) == []
 
 
+def test_another_length_is_said_aloud_where_the_learning_rate_decays():
+    decays = {"optimizer": {"final_lr_fraction": 0.1}}
+    longer = resolved(num_iterations=9, **decays)
+    assert check_resume(resolved(**decays), longer) == ["num_iterations: None -> 9"]
+    assert check_resume(resolved(), resolved(num_iterations=9)) == []
+
+
 def test_a_prompt_that_is_too_long_can_be_made_room_for():
     policy = {"type": "qwen2_5_vl", "model_path": "some/base", "lora": {"r": 8}}
     changed = resolved(policy={**policy, "max_prompt_tokens": 4096})
@@ -109,7 +116,9 @@ def test_the_same_config_in_another_spelling_is_the_same():
 def test_the_table_names_keys_that_exist():
     """A renamed config key must not silently become one that breaks a run."""
     schema = resolved()
-    patterns = [p for p in (*HARMLESS, *NOTED) if "*" not in p and not p.startswith("policy.")]
+    patterns = [
+        p for p in (*HARMLESS, *LENGTH, *NOTED) if "*" not in p and not p.startswith("policy.")
+    ]
     for pattern in patterns:
         section: Any = schema
         for key in pattern.split("."):

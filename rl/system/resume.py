@@ -13,7 +13,6 @@ from typing import Any
 
 HARMLESS = (
     "run_name", "base_exp_dir",  # the folder was moved
-    "num_iterations", "num_epochs",
     "checkpoint.*", "tracking.*", "evaluation.*", "data.validation*",
     "judge.api_base", "judge.api_key_env", "judge.max_concurrency", "judge.timeout_s",
     "judge.max_attempts", "judge.backoff_s", "judge.breaker_*", "judge.max_outage_s",
@@ -33,6 +32,9 @@ NOTED = (
 )  # fmt: skip
 """Allowed, and said aloud: the continuation is no longer the run that would have been."""
 
+LENGTH = ("num_iterations", "num_epochs")
+"""Harmless under a constant learning rate; one that decays falls along another line."""
+
 _ABSENT = "(absent)"
 
 
@@ -43,15 +45,17 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     out.
     """
     old_flat, new_flat = _flatten(old), _flatten(new)
+    decays = new_flat.get("optimizer.final_lr_fraction", 1.0) != 1.0
+    harmless, allowed = (HARMLESS, NOTED + LENGTH) if decays else (HARMLESS + LENGTH, NOTED)
     keys = [*old_flat, *(key for key in new_flat if key not in old_flat)]
     breaking: list[str] = []
     noted: list[str] = []
     for key in keys:
         before, after = old_flat.get(key, _ABSENT), new_flat.get(key, _ABSENT)
-        if before == after or _matches(key, HARMLESS):
+        if before == after or _matches(key, harmless):
             continue
         line = f"{key}: {before!r} -> {after!r}"
-        (noted if _matches(key, NOTED) else breaking).append(line)
+        (noted if _matches(key, allowed) else breaking).append(line)
     if breaking:
         listed = "\n  ".join(breaking)
         raise ValueError(
