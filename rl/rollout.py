@@ -158,6 +158,8 @@ def _render_and_grade(
     try:
         with timer.phase("render") as phase:
             phase.note(f"{len(keys)} pictures")
+            if should_stop():  # the first batch alone may take minutes
+                raise Interrupted
             for index, outcome in crew.renderer.render([jobs[key][0] for key in keys]):
                 if should_stop():
                     raise Interrupted

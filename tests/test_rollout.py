@@ -235,7 +235,9 @@ class Endless:
         raise AssertionError("not reached")
 
 
-@pytest.mark.parametrize("looks", [1, 3], ids=["while-rendering", "while-judging"])
+@pytest.mark.parametrize(
+    "looks", [0, 2, 4], ids=["before-rendering", "while-rendering", "while-judging"]
+)
 def test_being_asked_to_stop_leaves_a_long_rollout_at_once(crew: Crew, looks: int) -> None:
     judge, left = Endless(), iter(range(looks))
     slow = replace(crew, rewards={"level": judge})
@@ -247,7 +249,7 @@ def test_being_asked_to_stop_leaves_a_long_rollout_at_once(crew: Crew, looks: in
         )  # fmt: skip
     crew.loop.submit(asyncio.sleep(0.1)).result()
     assert judge.num_waiting == 0, "questions are still being asked"
-    assert judge.num_asked == 2 or looks == 1
+    assert judge.num_asked == 2 or looks < 4
 
 
 class Refusing:
