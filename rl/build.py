@@ -156,6 +156,7 @@ def fit_problems(resolved: Resolved) -> list[str]:
         *_room_problems(resolved),
         *_reward_problems(resolved),
         *_judge_problems(resolved),
+        *_learning_problems(resolved),
         *_batch_problems(resolved.config),
         *_data_problems(resolved),
     ]
@@ -228,6 +229,22 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
         yield (
             f"judge.api_key_env: the environment variable {judge.api_key_env} is not set; export "
             "the judge's key under that name"
+        )
+
+
+def _learning_problems(resolved: Resolved) -> Iterable[str]:
+    algorithm, optimizer = resolved.config.algorithm, resolved.config.optimizer
+    in_loss = algorithm.kl_coeff > 0 and algorithm.kl_placement == "loss"
+    if in_loss and algorithm.kl_estimator == "k1":
+        yield (
+            "algorithm.kl_estimator: 'k1' in the loss pulls nowhere (on-policy its expected "
+            "gradient is zero); use 'k2' or 'k3', or kl_placement 'reward'"
+        )
+    shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
+    if shards and getattr(resolved.engine.module, "SAMPLES_WITH_TRAINER", False):
+        yield (
+            f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
+            "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
         )
 
 

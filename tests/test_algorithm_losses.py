@@ -128,6 +128,18 @@ def test_k1_and_k3_are_unbiased_and_k2_nearly() -> None:
         assert (policy * tokens).sum().item() == pytest.approx(exact, abs=tolerance)
 
 
+def test_k1_in_the_loss_pulls_nowhere_and_k2_and_k3_do() -> None:
+    """Over all tokens the policy could draw: why the config refuses k1 in the loss."""
+    reference = torch.tensor([0.4, 0.4, 0.2]).double().log()
+    for estimator, expected in (("k1", False), ("k2", True), ("k3", True)):
+        logits = torch.tensor([0.5, 0.3, 0.2]).double().log().requires_grad_()
+        logprobs = logits.log_softmax(-1)
+        tokens = kl_per_token(logprobs[None], reference[None], estimator)[0]
+        (logprobs.exp().detach() * tokens).sum().backward()
+        assert bool(logits.grad.abs().max() > 1e-3) is expected, estimator
+        assert expected or logits.grad.abs().max() < 1e-12
+
+
 def test_k3_keeps_its_digits_near_zero() -> None:
     kl = kl_per_token(torch.tensor([[-1.0]]), torch.tensor([[-1.0 - 2**-12]]), "k3")
     assert kl.item() == pytest.approx(2**-25, rel=2e-3)

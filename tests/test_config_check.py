@@ -100,6 +100,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "engine.max_model_len: 2048 tokens hold no prompt of 2048 (policy.max_prompt_tokens) with "
         "a completion of 256 (sampling.max_completion_tokens); needs 2304",
     ),
+    (
+        {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1"}},
+        "algorithm.kl_estimator: 'k1' in the loss pulls nowhere (on-policy its expected gradient "
+        "is zero); use 'k2' or 'k3', or kl_placement 'reward'",
+    ),
+    (
+        {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 3}},
+        "engine.type: transformers samples with the trainer's own weights, which ZeRO-3 shards; "
+        "use engine 'vllm', or optimizer.zero_stage <= 2",
+    ),
     ({"evaluation": {"every_n_iterations": 5}}, "data.validation: empty, and evaluation.every_n"),
     (
         {"checkpoint": {"push_to_hub_every_n_iterations": 5}},
@@ -112,6 +122,26 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     found = problems_of(tmp_path, **changes)
     assert len(found) == 1 and found[0].startswith(message), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1", "kl_placement": "reward"}},
+        {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k2"}},
+        {"algorithm": {"kl_coeff": 0, "kl_estimator": "k1"}},
+        {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 2}},
+        {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},
+        {
+            "engine": {"type": "transformers"},
+            "optimizer": {"backend": "torch", "zero_stage": 3},
+        },
+    ],
+)
+def test_the_neighbours_of_these_mistakes_are_allowed(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert problems_of(tmp_path, **changes) == []
 
 
 def test_a_renderer_that_does_not_take_what_the_policy_emits(

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rl.system.dist import Dist
 
 
+SAMPLES_WITH_TRAINER = True
+"""It reads the trainer's weights where they lie: refused with ZeRO-3 before the run starts."""
+
+
 class Config(Section):
     """The engine section."""
 
