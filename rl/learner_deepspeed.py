@@ -226,8 +226,6 @@ def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
 def _import_deepspeed(dist: Dist) -> Any:
     """Import DeepSpeed without its surprises, and join (or make) the process group."""
     on_cpu = dist.device == "cpu"
-    if on_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
     import deepspeed
     import deepspeed.ops

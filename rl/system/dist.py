@@ -58,7 +58,10 @@ class Dist:
         """
         rank, world_size, local_rank = _read_env(os.environ)
         device = _resolve_device(device, local_rank)
-        if device != "cpu":
+        if device == "cpu":
+            # transformers imports DeepSpeed where it is installed, which else warns about the CPU.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        else:
             import torch
 
             torch.cuda.set_device(device)
