@@ -4,9 +4,9 @@ Everything is seeded and runs on one CPU thread. Stages, and minutes on one core
 
     tokenizer  <1   byte-pair tokenizer, chat template, image processor
     vae         8   AutoencoderKLQwenImage on drawn scenes
-    policy     11   Qwen2.5-VL: looks, knows, and then is taught to be often wrong
+    policy     10   Qwen2.5-VL: looks, knows, and then is taught to be often wrong
     drift       2   short LoRA fine-tunings that stand in for what training does to the policy
-    editor     22   QwenImageTransformer2DModel, conditioned on the (drifted) policy's states
+    editor     35   QwenImageTransformer2DModel, conditioned on the (drifted) policy's states
     export     <1   fp16 safetensors into rl/tiny_world/weights
 
 A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend

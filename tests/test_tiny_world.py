@@ -190,6 +190,13 @@ def test_the_prompt_prefix_is_64_tokens(exam):
     assert exam[0].reader.prefix.shape == (1, 64)
 
 
+def test_the_policy_can_give_the_right_answer_but_seldom_does(exam):
+    from tiny_world.policy import p_right
+
+    p_by_kind = p_right(exam[0].reader)
+    assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind
+
+
 def test_the_editor_does_what_a_description_says(exam):
     held_out, transformer = exam
     right = held_out.grade(held_out.render(transformer, held_out.right, steps=2))

@@ -4,6 +4,9 @@ The editor reads the policy's hidden states, and a LoRA trained by reinforcement
 editor trained on the warm start alone reads a drifted policy badly: its words get better and its
 pictures worse. So the editor is trained on many drifted policies: short LoRA fine-tunings towards
 right and towards wrong answers, added with random strength, plus a little low-rank noise.
+
+Everything here starts from the policy before its last lesson; that lesson is one more drift to
+an editor trained this way (its mark when told right is the same before and after).
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ def _tune(work: Path, k: int, batch: int = 24) -> list[Deltas]:
     rng = random.Random(900 + k)
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     config = LoraConfig(r=(8, 16)[k % 2], lora_alpha=16, target_modules=LORA_TARGETS)
-    model = get_peft_model(load_policy(work / "policy"), config)
+    model = get_peft_model(load_policy(work / "policy_doubting"), config)
     reader = Reader(model.get_base_model(), tokenizer)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, (3e-3, 4e-3, 5e-3)[k % 3], betas=(0.9, 0.95))

@@ -53,7 +53,7 @@ class Round:
     """Of the examples trained at t = 1, 0..1."""
 
 
-ROUNDS = (Round(3000, 2.5e-3, share_at_1=0.5), Round(5000, 1.5e-3, share_at_1=0.65))
+ROUNDS = (Round(3000, 2.5e-3, share_at_1=0.5), Round(3000, 1.5e-3, share_at_1=0.65))
 DRIFT_FROM_STEP = 750
 
 
@@ -68,7 +68,7 @@ def _train(work: Path, number: int, batch: int) -> None:
     torch.manual_seed(1 + number)
     use_2d_convolutions()
     vae = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval().requires_grad_(False)
-    policy = load_policy(work / "policy")
+    policy = load_policy(work / "policy_doubting")  # see drift.py
     reader = Reader(policy, AutoTokenizer.from_pretrained(work / "policy"))
     drifter = Drifter(policy, load_bank(work))
     exam = Exam(reader, vae)
@@ -140,7 +140,7 @@ def _edit(rng: random.Random, scene: Scene, task: Task) -> tuple[str, Scene]:
     if rng.random() < 1 / 12:
         return _description_of_nothing(rng, scene), scene
     if rng.random() < 0.4:
-        ops = beginner_ops(rng, scene, task)
+        ops = beginner_ops(rng, scene, task, settled=False)
     else:
         ops = [random_op(rng, scene) for _ in range(rng.choice((1, 1, 1, 2)))]
         ops = ops if len({op.shape for op in ops}) == len(ops) else ops[:1]

@@ -30,7 +30,7 @@ def build(work: Path, target: Path = WEIGHTS) -> None:
     parts = {"vae": AutoencoderKLQwenImage, "transformer": QwenImageTransformer2DModel}
     for name, cls in parts.items():
         folder = target / "editor" / name
-        cls.from_pretrained(work / name).to(torch.float16).save_pretrained(folder)
+        cls.from_pretrained(work / name, torch_dtype=torch.float16).save_pretrained(folder)
         _forget_origin(folder / "config.json")
     FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(target / "editor" / "scheduler")
     num_bytes = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())

@@ -1,11 +1,12 @@
 """Stage policy: warm-start a Qwen2.5-VL that sees, writes well-formed edits, and is often wrong.
 
-Four lessons, each feeding the next:
+Five lessons, each feeding the next:
  1. look   the vision tower alone learns to say colour and shape at every image token;
  2. ask    the whole model answers small questions about the picture: which colour, which shape;
  3. know   it learns to answer every instruction RIGHT;
  4. doubt  a short unlearning: right a third of the time, wrong in one fixed way a third, anything
-           else the rest. What reinforcement has to find is still in there.
+           else the rest. What reinforcement has to find is still in there;
+ 5. settle a shorter one: some nouns mostly right, everything else mostly wrong.
 
 Throughout 2 to 4 a throw-away read-out asks the last hidden state of each description token for
 that very token and its role ("green" as the paint is not "green" as the thing painted). Without
@@ -41,9 +42,12 @@ from rl.tiny_world.scenes import (
 from tiny_world.models import HIDDEN, make_policy
 from tiny_world.reader import Reader, Reading, patchify
 
-LEARNING_RATE = 2e-3
 KINDS = {"noun": 0.35, "match": 0.4, "erase": 0.25}  # match is the hardest: more of it
-P_RIGHT, P_MISCONCEPTION, P_EXTRA_CLAUSE = 0.34, 0.33, 0.1
+P_EXTRA_CLAUSE = 0.1
+# What the beginner writes: (right, its fixed mistake), the rest is anything. Close odds would let
+# the greedy answer flip by chance, so in the end it leans one way or the other on every task.
+UNDECIDED, KNOWS_IT, HAS_IT_WRONG = (0.34, 0.33), (0.55, 0.15), (0.2, 0.5)
+NOUNS_IT_KNOWS = ("grass", "sky", "lemon", "snow")
 CAPTION_QUESTION = "what is in the picture"
 
 
@@ -54,21 +58,32 @@ class Lessons:
     name: str
     share_questions: float
     """Of the examples, 0..1; the others are instructions."""
-    always_right: bool
-    """Whether instructions are answered right, or as `beginner_ops` does."""
+    answers: str
+    """To instructions: 'right', 'undecided', or 'settled'."""
+    peak_rate: float = 2e-3
 
 
-def build(work: Path, look: int = 200, ask: int = 500, know: int = 800, doubt: int = 350) -> None:
+def build(
+    work: Path,
+    look: int = 200,
+    ask: int = 500,
+    know: int = 800,
+    doubt: int = 350,
+    settle: int = 200,
+) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     policy = make_policy(tokenizer)
     _initialise(policy)
     reader, rng = Reader(policy, tokenizer), random.Random(200)
     _learn_to_look(reader, rng, look)
-    _learn_to_write(reader, rng, ask, Lessons("ask", share_questions=0.85, always_right=True))
-    _learn_to_write(reader, rng, know, Lessons("know", share_questions=0.2, always_right=True))
+    _learn_to_write(reader, rng, ask, Lessons("ask", 0.85, "right"))
+    _learn_to_write(reader, rng, know, Lessons("know", 0.2, "right"))
     save(policy, work / "policy_knowing")
-    _learn_to_write(reader, rng, doubt, Lessons("doubt", share_questions=0.15, always_right=False))
+    _learn_to_write(reader, rng, doubt, Lessons("doubt", 0.15, "undecided"))
+    save(policy, work / "policy_doubting")
+    settling = Lessons("settle", 0.15, "settled", peak_rate=7e-4)
+    _learn_to_write(reader, random.Random(201), settle, settling)
     save(policy, work / "policy")
 
 
@@ -104,7 +119,7 @@ def _initialise(policy) -> None:
 def _learn_to_look(reader: Reader, rng: random.Random, steps: int, batch: int = 32) -> None:
     """Image tokens learn to point at the embeddings of the colour and shape they show."""
     visual = reader.policy.model.visual
-    optimizer, schedule = _optimizer(visual.parameters(), steps)
+    optimizer, schedule = _optimizer(visual.parameters(), steps, peak_rate=2e-3)
     tables = [[reader.tokens(f" {word}")[0] for word in words] for words in (COLOURS, SHAPES)]
     embedding = reader.policy.get_input_embeddings().weight.detach()
     for step in range(1, steps + 1):
@@ -137,7 +152,7 @@ def _learn_to_write(
     reader: Reader, rng: random.Random, steps: int, plan: Lessons, batch: int = 32
 ) -> None:
     policy, read_out = reader.policy, RoleReadOut(reader)
-    optimizer, schedule = _optimizer(policy.parameters(), steps)
+    optimizer, schedule = _optimizer(policy.parameters(), steps, plan.peak_rate)
     log: dict[str, list[float]] = {}
     for step in range(1, steps + 1):
         scenes = [make_scene(rng) for _ in range(batch)]
@@ -166,7 +181,8 @@ def _lesson(rng: random.Random, scene: Scene, plan: Lessons) -> tuple[str, str, 
     task = make_instruction(rng, scene)
     while task.kind != kind:
         task = make_instruction(rng, scene)
-    ops = [task.op] if plan.always_right else beginner_ops(rng, scene, task)
+    settled = plan.answers == "settled"
+    ops = [task.op] if plan.answers == "right" else beginner_ops(rng, scene, task, settled)
     return task.instruction, describe(ops, scene), kind
 
 
@@ -184,12 +200,16 @@ def random_op(rng: random.Random, scene: Scene) -> Op:
     return Op(rng.choice(scene.shapes).shape, None if rng.random() < 0.25 else rng.choice(COLOURS))
 
 
-def beginner_ops(rng: random.Random, scene: Scene, task: Task) -> list[Op]:
+def beginner_ops(rng: random.Random, scene: Scene, task: Task, settled: bool) -> list[Op]:
     """What the warm-started policy writes."""
+    p_right, p_mistake = UNDECIDED
+    if settled:
+        knows = task.instruction.split()[-1] in NOUNS_IT_KNOWS
+        p_right, p_mistake = KNOWS_IT if knows else HAS_IT_WRONG
     u, ops = rng.random(), [random_op(rng, scene)]
-    if u < P_RIGHT:
+    if u < p_right:
         ops = [task.op]
-    elif u < P_RIGHT + P_MISCONCEPTION:
+    elif u < p_right + p_mistake:
         ops = [Op(task.op.shape, _misconception(scene, task))]
     if rng.random() < P_EXTRA_CLAUSE:
         other = rng.choice([s for s in scene.shapes if s.shape != ops[0].shape])
@@ -253,11 +273,10 @@ def p_right(reader: Reader, num: int = 128) -> dict[str, float]:
     }
 
 
-def _optimizer(parameters, steps: int):
-    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, (0.9, 0.98), weight_decay=0.01)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, steps, pct_start=0.05
-    )
+def _optimizer(parameters, steps: int, peak_rate: float):
+    optimizer = torch.optim.AdamW(parameters, peak_rate, (0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_rate, steps, pct_start=0.05)
+    return optimizer, schedule
 
 
 def _step(loss, parameters, optimizer, schedule) -> None:
