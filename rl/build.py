@@ -240,6 +240,11 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             "algorithm.kl_estimator: 'k1' in the loss pulls nowhere (on-policy its expected "
             "gradient is zero); use 'k2' or 'k3', or kl_placement 'reward'"
         )
+    if algorithm.loss == "dapo" and algorithm.clip_high <= algorithm.clip_low:
+        yield (
+            f"algorithm.clip_high: {algorithm.clip_high} is not above clip_low, so that 'dapo' is "
+            "'grpo'; use 0.28, or loss 'grpo'"
+        )
     shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
     if shards and getattr(resolved.engine.module, "SAMPLES_WITH_TRAINER", False):
         yield (

@@ -106,6 +106,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "is zero); use 'k2' or 'k3', or kl_placement 'reward'",
     ),
     (
+        {"algorithm": {"loss": "dapo"}},
+        "algorithm.clip_high: 0.2 is not above clip_low, so that 'dapo' is 'grpo'; use 0.28",
+    ),
+    (
         {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 3}},
         "engine.type: transformers samples with the trainer's own weights, which ZeRO-3 shards; "
         "use engine 'vllm', or optimizer.zero_stage <= 2",
@@ -129,6 +133,7 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], mes
     [
         {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1", "kl_placement": "reward"}},
         {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k2"}},
+        {"algorithm": {"loss": "dapo", "clip_high": 0.28}},
         {"algorithm": {"kl_coeff": 0, "kl_estimator": "k1"}},
         {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 2}},
         {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},
