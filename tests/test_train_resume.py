@@ -90,6 +90,23 @@ def test_kill_9_and_resume_equals_straight_through(
     assert reused[3] == (16 if where == "rl.learner:Learner.update" else 0), reused
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "done"),
+    # The held-out run before training renders twice: completions, and references.
+    [pytest.param("3", 0, id="first-iteration"), pytest.param("5", 2, id="third-iteration")],
+)
+def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
+    models: dict[str, str], straight: Path, tmp_path: Path, count: str, done: int
+) -> None:
+    path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
+    stopped = tiny_loop.run(path, "rl.rollout:_render_and_grade", count, "SIGTERM")
+    assert f"stopped after {done} iterations" in stopped.stdout
+    assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == list(range(done + 1))
+    assert "resumed from" in tiny_loop.run(path).stdout
+    assert_same_run(straight, tmp_path / "tiny")
+
+
 def test_a_changed_config_is_refused_by_its_keys(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """A whole run at tiny size: random real models on disk, a config file, the loop in a process.
 
-`python tests/tiny_loop.py <config> <where> <count>` runs the loop and is killed (SIGKILL, no
-goodbye) at the `count`-th time it comes to `where`.
+`python tests/tiny_loop.py <config> <where> <count> [SIGTERM]` runs the loop and is killed (SIGKILL,
+no goodbye; or the signal named) at the `count`-th time it comes to `where`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run(path: Path, *arguments: str, check: bool = True) -> subprocess.Completed
     return ended
 
 
-def _kill_at(where: str, count: int) -> None:
+def _kill_at(where: str, count: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Replace the function `module:Class.method` by one that dies at its count-th call."""
     import importlib
 
@@ -114,7 +114,7 @@ def _kill_at(where: str, count: int) -> None:
         nonlocal calls
         calls += 1
         if calls == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signum)
         return original(*args, **kwargs)
 
     setattr(owner, name, dying)
@@ -123,7 +123,7 @@ def _kill_at(where: str, count: int) -> None:
 if __name__ == "__main__":
     config_path, *kill = sys.argv[1:]
     if kill:
-        _kill_at(kill[0], int(kill[1]))
+        _kill_at(kill[0], int(kill[1]), *(signal.Signals[name] for name in kill[2:]))
     from rl.train import main
 
     main([config_path])
