@@ -16,7 +16,7 @@ from rl.types import Engine, PolicyWeights, Prompt, SamplingParams
 if TYPE_CHECKING:
     from rl.learner import Learner
 
-PROBE_TOKENS = 16
+PROBE_TOKENS = 32
 MAX_MEAN_DLOGP_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Mean |log-prob difference| allowed on the probe, by the engine's dtype. Float32 engines agree to
 3e-5; two bfloat16 forwards of one model differ by about 0.025 on average."""
