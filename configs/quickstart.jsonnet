@@ -5,7 +5,7 @@
 (import 'base.libsonnet') + {
   run_name: 'quickstart',
   base_exp_dir: 'runs',
-  num_iterations: 60,
+  num_iterations: 40,
   prompts_per_iteration: 12,
   generations_per_prompt: 8,
 
@@ -59,6 +59,6 @@
     max_grad_norm: 0.1,
     micro_batch_size: 96,
   },
-  evaluation+: { every_n_iterations: 20, num_samples: 64 },
+  evaluation+: { every_n_iterations: 10, num_samples: 64 },
   checkpoint+: { save_every_n_iterations: 20 },
 }
