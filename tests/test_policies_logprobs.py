@@ -76,3 +76,26 @@ def test_no_tokens_give_no_logprobs():
     hidden, head, ids = _inputs()
     logprobs, entropy = token_logprobs(hidden[:0], head, ids[:0], 1.0, BANNED)
     assert logprobs.shape == entropy.shape == (0,)
+
+
+@pytest.mark.parametrize(("sharded", "calls"), [(True, 5), (False, 4)])
+def test_as_many_projections_as_the_rank_with_most_tokens_when_sharded(monkeypatch, sharded, calls):
+    """Another rank has a chunk more: only a head that is gathered from all ranks waits for it."""
+
+    def all_reduce(tensor, op):
+        assert (tensor.item(), op) == (4, torch.distributed.ReduceOp.MAX)
+        assert sharded, "a collective that other ranks may not take part in"
+        tensor.fill_(5)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    hidden, head, ids = _inputs()
+    if sharded:
+        head.weight.ds_id = 0
+    rows = []
+    head.register_forward_hook(lambda _module, _args, output: rows.append(output.shape[0]))
+    logprobs, _ = token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)
+    gradient = torch.autograd.grad(logprobs.sum(), hidden)[0]
+    assert len(rows) == 2 * calls, "the backward gathers as often as the forward"
+    expected = _plain(hidden, head, ids, 1.0)[0]
+    assert (logprobs - expected).abs().max() < 1e-6
+    assert (gradient - torch.autograd.grad(expected.sum(), hidden)[0]).abs().max() < 1e-5

@@ -54,8 +54,7 @@ def token_logprobs(
 
     chunk = max(1, logits_per_chunk // head.out_features)
     logprobs, entropies = [], []
-    # An empty batch still projects one empty chunk: ranks of a sharded run stay in step.
-    for start in range(0, max(1, len(token_ids_N)), chunk):
+    for start in range(0, chunk * _num_chunks(len(token_ids_N), chunk, head), chunk):
         hidden, ids = hidden_ND[start : start + chunk], token_ids_N[start : start + chunk]
         if torch.is_grad_enabled() and hidden.requires_grad:
             part = checkpoint(project, hidden, ids, use_reentrant=False, preserve_rng_state=False)
@@ -64,3 +63,16 @@ def token_logprobs(
         logprobs.append(part[0])
         entropies.append(part[1])
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _num_chunks(num_tokens: int, chunk: int, head: torch.nn.Linear) -> int:
+    """How often to call the head: at least once, and under ZeRO-3, where every call gathers its
+    weight from all ranks, as often as the rank with the most tokens."""
+    import torch
+
+    num_chunks = max(1, -(-num_tokens // chunk))
+    if not any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+        return num_chunks
+    largest = torch.tensor(num_chunks, device=next(head.parameters()).device)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return int(largest)
