@@ -31,16 +31,15 @@ def run(config: str, base_exp_dir: Path, *overrides: str) -> list[dict[str, Any]
 def test_quickstart_climbs_on_held_out_scenes(tmp_path: Path) -> None:
     rows = run("configs/quickstart.jsonnet", tmp_path)
     first, last = rows[0], rows[-1]
-    assert last["iteration"] == 60
-    assert first["eval/reward"] < 0.4
-    assert last["eval/reward"] > first["eval/reward"] + 0.25
+    assert last["iteration"] == 40
+    assert first["eval/reward"] < 0.4 and last["eval/reward"] > 0.75
     # The renderer understands the right words before training and after it.
-    assert first["eval_reference/reward"] > 0.8 and last["eval_reference/reward"] > 0.75
-    assert last["eval/reference_match"] > first["eval/reference_match"] + 0.2
+    assert first["eval_reference/reward"] > 0.85 and last["eval_reference/reward"] > 0.85
+    assert last["eval/reference_match"] > 0.75
     assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
 
 
 @pytest.mark.slow
 def test_with_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
-    rows = run("configs/quickstart_control.jsonnet", tmp_path, "num_iterations=40")
+    rows = run("configs/quickstart_control.jsonnet", tmp_path)
     assert abs(rows[-1]["eval/reward"] - rows[0]["eval/reward"]) < 0.12
