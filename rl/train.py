@@ -19,7 +19,7 @@ from rl import build, summary
 from rl.config import load_config
 from rl.rollout import training_sequences
 from rl.run import Run, open_run
-from rl.system import signals
+from rl.system import mistakes, signals
 from rl.system.dist import Dist
 from rl.system.seeding import derive_seed
 
@@ -27,6 +27,8 @@ from rl.system.seeding import derive_seed
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, or go on training, the run that the config names."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if not args:
+        sys.exit("usage: python -m rl.train config.jsonnet [key=value ...]")
     config = load_config(args[0], args[1:])
     signals.install()
     dist = Dist.from_env()
@@ -91,4 +93,5 @@ def train(run: Run) -> None:
 
 
 if __name__ == "__main__":
+    sys.excepthook = mistakes.excepthook
     main()

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from rl.system.judge_endpoint import resolve_api_base
+
 RANK = int(os.environ["RANK"])
 LAST = int(os.environ["WORLD_SIZE"]) == RANK + 1
 FOLDER = Path(os.environ["TEST_FOLDER"])
@@ -30,6 +32,8 @@ if MODE == "done":
     note("threads", os.environ["OMP_NUM_THREADS"])
 elif MODE == "raise" and LAST:
     fail_deep_inside()
+elif MODE == "mistake" and LAST:
+    resolve_api_base("/no/such/file")
 elif MODE == "exit" and LAST:
     sys.exit(7)
 elif MODE == "killed" and LAST:
@@ -46,6 +50,6 @@ elif MODE == "graceful":
     time.sleep(0.5)  # the checkpoint
     note("saved", signal.Signals(heard[0]).name)
     sys.exit(0)
-if MODE in ("raise", "exit", "killed"):
+if MODE in ("raise", "mistake", "exit", "killed"):
     note("waiting", str(os.getpid()))
     time.sleep(120)

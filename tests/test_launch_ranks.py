@@ -102,6 +102,19 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
     wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())), 5)
 
 
+@pytest.mark.parametrize("options", [(), ("--nproc", "2")])
+def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
+    launch: Launch, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    process = launch("mistake", *options)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "this run cannot go on:\n  judge.api_base='/no/such/file' is neither a URL" in errors
+    assert "Traceback" not in errors
+    log = tmp_path / "runs" / "tiny" / "logs" / f"rank_{1 if options else 0}.log"
+    assert "Traceback" in log.read_text() and "in resolve_api_base" in log.read_text()
+
+
 def test_an_exit_code_is_passed_on(launch: Launch) -> None:
     process = launch("exit")
     _, errors = process.communicate(timeout=120)

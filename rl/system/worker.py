@@ -1,8 +1,9 @@
 """One rank's first and last moments: what every process does around the training script.
 
 What: tie its life to the launcher's, send its output where the launcher said, run the script, and
-note how it ended where the launcher reads it. What not: the process group (`dist.py`), stop signals
-(`signals.py`). Started by `simple_launch.py` as
+note how it ended where the launcher reads it: a sentence for an error that was foreseen (its
+traceback goes to the rank's log), else the traceback. What not: the process group (`dist.py`), stop
+signals (`signals.py`). Started by `simple_launch.py` as
 `python -m rl.system.worker <log folder> <note folder> <module | script.py> [arguments ...]`.
 """
 
@@ -17,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from rl.system import mistakes
 from rl.system.signals import die_with_parent
 
 
@@ -25,7 +27,8 @@ def main() -> None:
     die_with_parent()
     log_dir, note_dir, target, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    _send_output_to(Path(log_dir) / f"rank_{rank}.log", on_console=rank == 0)
+    log = Path(log_dir) / f"rank_{rank}.log"
+    _send_output_to(log, on_console=rank == 0)
     note = Path(note_dir) / f"rank_{rank}.json"
     note.write_text(json.dumps({"process_group": os.getpgid(0)}))
     sys.argv = [target, *args]
@@ -39,9 +42,13 @@ def main() -> None:
         _note_end(note, f"SystemExit: {error.code}")
         raise
     except Exception as error:
-        text = _own_traceback(error)
-        _note_end(note, text)
-        print(text, file=sys.stderr)
+        trace = _own_traceback(error)
+        text = mistakes.sentence(error)
+        _note_end(note, text or trace)
+        if text is not None:
+            with open(log, "a", encoding="utf-8") as file:
+                print(trace, file=file)
+        print(text or trace, file=sys.stderr)
         sys.exit(1)
 
 
