@@ -1,0 +1,41 @@
+"""What each rank runs in `test_train_ranks.py`: the loop, under sizes that make ranks differ.
+
+A tiny head would be projected in one chunk, and ZeRO-3 would leave so small a model whole on every
+rank; both are forced into many pieces. Every rank notes the weights it ends with.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from rl import learner_deepspeed, train
+from rl.policies import _logprobs
+from rl.run import Run
+
+LOGITS_PER_CHUNK = 1500
+"""Two tokens of the tiny vocabulary."""
+
+
+def note_weights(run: Run, done: int) -> None:
+    weights = {name: t.detach().clone() for name, t in run.learner.trainable_tensors().items()}
+    num_sharded = sum(
+        p.numel() == 0 and getattr(p, "ds_numel", 0) > 0 for p in run.policy.module.parameters()
+    )
+    noted = {"weights": weights, "sharded": num_sharded, "version": run.learner.version}
+    torch.save(noted, run.run_dir / f"weights_{done}.rank{run.dist.rank}.pt")
+
+
+if __name__ == "__main__":
+    learner_deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
+    _logprobs.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
+    save = Run.save
+
+    def save_and_note(run: Run, done: int, **options: Any) -> None:
+        save(run, done, **options)
+        note_weights(run, done)
+
+    Run.save = save_and_note  # type: ignore[method-assign]
+    train.main(sys.argv[1:])
