@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install, lint, test. `--all` adds the slow tests; other arguments go to pytest:
+# Install, lint, check types, test. `--all` adds the slow tests; other arguments go to pytest:
 #   ./scripts/test.sh -k sampler
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,4 +13,5 @@ if [[ ${1:-} == --all ]]; then
 fi
 ruff check .
 ruff format --check .
+mypy
 python -m pytest "${selection[@]}" "$@"

@@ -59,7 +59,7 @@ class QwenModule(nn.Module):
     def _hidden(self, batch: TokenBatch) -> torch.Tensor:
         """[B, T, D] post-norm. `mm_token_type_ids` always travels: without it M-RoPE silently
         becomes plain positions, 1.28 nats off."""
-        extra = dict(batch.model_inputs)
+        extra: dict[str, Any] = dict(batch.model_inputs)
         if "pixel_values" in extra:
             index = extra.pop("image_index")
             grid = extra["image_grid_thw"]

@@ -209,7 +209,9 @@ class QwenImageRenderer:
             for job in jobs
         ]
         latents = torch.cat(noise).to(transformer.device, transformer.dtype)
-        sources = torch.cat([self._encode_source(job.sample.source, bucket) for job in jobs])
+        pictures = [job.sample.source for job in jobs if job.sample.source is not None]
+        assert len(pictures) == len(jobs), "`render` gives no bucket to a job without a source"
+        sources = torch.cat([self._encode_source(picture, bucket) for picture in pictures])
         shapes = [(1, height, width), (1, condition_height, condition_width)]
         conditionings = self._conditionings([job.payload for job in jobs])
         scheduler = copy.deepcopy(self.parts.scheduler)
@@ -254,7 +256,9 @@ class QwenImageRenderer:
         """(states, mask) per forward of a step: one of B rows, one of 2B, or two of B."""
         rows = [[payload.embeds for payload in payloads_B]]
         if self.config.true_cfg_scale > 1:
-            rows.append([payload.negative_embeds for payload in payloads_B])
+            negatives = [payload.negative_embeds for payload in payloads_B]
+            rows.append([states for states in negatives if states is not None])
+            assert len(rows[1]) == len(rows[0]), "`_refuse` lets no payload without them pass"
             if self.config.cfg_in_one_forward:
                 rows = [rows[0] + rows[1]]
         like = self.parts.transformer
