@@ -52,7 +52,7 @@ def installed(copy: Path, requirements: str = "requirements-cpu.txt") -> None:
     """A .venv that `_install.sh` takes for complete, whose tools only say how they were called."""
     with (copy / requirements).open() as lines:
         stamp = subprocess.run(["cksum"], stdin=lines, capture_output=True, text=True, check=True)
-    for tool in ("python", "ruff"):
+    for tool in ("python", "ruff", "mypy"):
         fake(copy / ".venv/bin" / tool, f'echo "{tool} $*"')
     (copy / ".venv/bin/activate").write_text(f'export PATH="{copy}/.venv/bin:$PATH"\n')
     (copy / ".venv/installed").write_text(f"{requirements} {stamp.stdout}")
@@ -116,6 +116,7 @@ def test_default_and_slow_tests(copy):
     assert default == [
         "ruff check .",
         "ruff format --check .",
+        "mypy ",
         "python -m pytest -m not slow -k a or b",
     ]
     everything = run(copy, "scripts/test.sh", "--all", "-x", **settings).stdout.splitlines()
