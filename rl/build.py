@@ -13,7 +13,8 @@ import difflib
 import importlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -134,9 +135,16 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, 
     except ModuleNotFoundError as error:
         if not (error.name and (dotted == error.name or dotted.startswith(f"{error.name}."))):
             return None, [f"{key}.type: {name!r} imports {error.name!r}, which is not installed"]
+        if "." in name:
+            return None, [
+                f"{key}.type: no module {error.name!r} among the installed ones or in {Path.cwd()}"
+            ]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        return None, [f"{key}.type: no plug {name!r} in rl/{room}; {hint} (or a dotted path)"]
+        return None, [
+            f"{key}.type: no plug {name!r} in rl/{room}; {hint} "
+            "(a module of your own: its dotted path, 'my_package.my_plug')"
+        ]
     missing = [export for export in ROOMS[room] if not hasattr(module, export)]
     if missing:
         return None, [f"{key}.type: {dotted} is no plug of rl/{room}: lacks {', '.join(missing)}"]
@@ -282,7 +290,7 @@ def _batch_problems(config: RunConfig) -> Iterable[str]:
     if config.optimizer.warmup_iterations >= (config.num_iterations or math.inf):
         yield (
             f"optimizer.warmup_iterations: {config.optimizer.warmup_iterations} covers all "
-            f"{config.num_iterations} iterations of the run"
+            f"{config.num_iterations} iterations of the run; make it smaller"
         )
     if (
         config.checkpoint.push_to_hub_every_n_iterations
@@ -334,16 +342,17 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 def build_policy(resolved: Resolved, dist: Dist) -> Policy:
     """Load the policy under the renderer's own prompt template."""
     config, renderer = resolved.config, resolved.renderer
-    policy: Policy = resolved.policy.module.build(
-        resolved.policy.config,
-        template=renderer.module.prompt_template(renderer.config),
-        kind=renderer.module.ACCEPTS,
-        negative_prompt=renderer.module.negative_prompt(renderer.config),
-        temperature=config.sampling.temperature,
-        max_completion_tokens=config.sampling.max_completion_tokens,
-        gradient_checkpointing=config.optimizer.gradient_checkpointing,
-        device=dist.device,
-    )
+    with _readable(resolved.policy):
+        policy: Policy = resolved.policy.module.build(
+            resolved.policy.config,
+            template=renderer.module.prompt_template(renderer.config),
+            kind=renderer.module.ACCEPTS,
+            negative_prompt=renderer.module.negative_prompt(renderer.config),
+            temperature=config.sampling.temperature,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            gradient_checkpointing=config.optimizer.gradient_checkpointing,
+            device=dist.device,
+        )
     return policy
 
 
@@ -356,8 +365,21 @@ def build_engine(resolved: Resolved, policy: Policy, dist: Dist) -> Engine:
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator."""
     plug = resolved.renderer
-    renderer: Renderer = plug.module.build(plug.config, dist.device)
+    with _readable(plug):
+        renderer: Renderer = plug.module.build(plug.config, dist.device)
     return renderer
+
+
+@contextmanager
+def _readable(plug: Plug) -> Iterator[None]:
+    """A hub id that does not exist, or a folder that lacks a file, is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{plug.key}: {plug.name} could not read its files: {error}\nGive a folder that holds "
+            "them all, or a hub id that exists and can be reached (a gated one needs HF_TOKEN)."
+        ) from error
 
 
 def build_rewards(resolved: Resolved, judge: JudgeClient | None) -> dict[str, Reward]:

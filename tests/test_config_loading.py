@@ -8,6 +8,8 @@ import pytest
 import tiny_config
 
 from rl.config import ConfigError, load_config
+from rl.rewards import viescore
+from rl.validation import validate
 
 
 def problems_of(path: Path, *overrides: str, env: dict[str, str] | None = None) -> list[str]:
@@ -133,3 +135,9 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     asserted = tmp_path / "assert.jsonnet"
     asserted.write_text("{ assert false : 'use two ranks', a: 1 }")
     assert problems_of(asserted)[0].startswith("use two ranks")
+
+
+def test_a_section_speaks_for_itself() -> None:
+    values = {"type": "viescore", "semantics_prompt": "/none.txt"}
+    _, [problem] = validate(viescore.Config, values, at="rewards.vie")
+    assert problem.startswith("rewards.vie: semantics_prompt: cannot read the prompt file ")

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rl import build
 from rl.config import ConfigError, load_config
 from rl.system.background import BackgroundLoop
+from rl.system.dist import Dist
 from rl.system.judge_endpoint import resolve_api_base
 from rl.system.mistakes import sentence
 
@@ -47,6 +49,14 @@ def test_a_sentence_survives_another_thread() -> None:
     with BackgroundLoop("test") as loop:
         text = told(lambda: loop.submit(ask()).result())
     assert text is not None and "judge.api_base is empty" in text
+
+
+def test_a_model_folder_that_lacks_files_is_named_by_its_key(tmp_path: Path) -> None:
+    overrides = ["run_name=x", f"policy.model_path={tmp_path}"]
+    config = load_config(Path(__file__).parents[1] / "configs" / "quickstart.jsonnet", overrides)
+    text = told(lambda: build.build_policy(build.resolve(config), Dist.from_env()))
+    assert text is not None
+    assert "policy: qwen2_5_vl could not read its files: " in text and str(tmp_path) in text
 
 
 def test_what_nobody_foresaw_keeps_its_traceback() -> None:
