@@ -52,11 +52,11 @@ def test_a_sentence_survives_another_thread() -> None:
 
 
 def test_a_model_folder_that_lacks_files_is_named_by_its_key(tmp_path: Path) -> None:
-    overrides = ["run_name=x", f"policy.model_path={tmp_path}"]
+    overrides = ["run_name=x", f"renderer.model_path={tmp_path}"]
     config = load_config(Path(__file__).parents[1] / "configs" / "quickstart.jsonnet", overrides)
-    text = told(lambda: build.build_policy(build.resolve(config), Dist.from_env()))
+    text = told(lambda: build.build_renderer(build.resolve(config), Dist.from_env()))
     assert text is not None
-    assert "policy: qwen2_5_vl could not read its files: " in text and str(tmp_path) in text
+    assert "renderer: qwen_image_edit could not read its files: " in text and str(tmp_path) in text
 
 
 def test_what_nobody_foresaw_keeps_its_traceback() -> None:
