@@ -92,7 +92,7 @@ def launch(args: argparse.Namespace, config: RunConfig) -> int:
 
     _quiet_agent_logs()
     num_ranks = config.world_size // args.nnodes
-    os.environ.setdefault("OMP_NUM_THREADS", str(_num_threads(num_ranks)))
+    _set_environment(num_ranks)
     log_dir = config.run_dir / "logs"
     alone = args.nnodes == 1
     with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:
@@ -128,13 +128,19 @@ def launch(args: argparse.Namespace, config: RunConfig) -> int:
             _end_leftovers(notes)
 
 
-def _num_threads(num_ranks: int) -> int:
-    """CPU threads per rank: one without a GPU (more were measured 3-10x slower on a shared CPU)."""
+def _set_environment(num_ranks: int) -> None:
+    """What has to be there before a rank imports torch; what the user has set stays.
+
+    Without a GPU: one thread per rank (more were measured 3-10x slower on a shared CPU), and no
+    warnings of torch's C++ parts, which speak of NUMA nodes and host names, nothing to act on.
+    """
     import torch
 
+    threads = max(1, min(8, (os.cpu_count() or 1) // num_ranks))
     if not torch.cuda.is_available():
-        return 1
-    return max(1, min(8, (os.cpu_count() or 1) // num_ranks))
+        threads = 1
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def _quiet_agent_logs() -> None:

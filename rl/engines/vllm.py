@@ -11,7 +11,9 @@ Axes: `_P` prompts, `_G` completions in a group.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -102,7 +104,10 @@ class VllmEngine:
 
             torch._dynamo.config.disable = True
         folder = policy.sampler_folder()
-        with _untouched_globals():
+        # Some of it warns before its own configuration says how loud it may be.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        with _untouched_globals(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated")
             from vllm import LLM
 
             _register_in_process(folder)

@@ -60,18 +60,26 @@ def load_model(config: Config) -> Any:
     mend_mismatched_wheels()
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers.utils import logging
 
     source: dict[str, Any] = {"revision": config.revision}
     path = config.model_path
     if config.init_text_encoder_from:
         path = config.init_text_encoder_from
         source = {"subfolder": config.text_encoder_subfolder}
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        path,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=config.attn_implementation,
-        **source,
+    # Of the bars only that of a download stays: the hub's own.
+    previous = logging.set_tqdm_hook(
+        lambda make, args, options: make(*args, **{**options, "disable": True})
     )
+    try:
+        return Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attn_implementation,
+            **source,
+        )
+    finally:
+        logging.set_tqdm_hook(previous)
 
 
 def adapt(model: Any, config: Config) -> Any:

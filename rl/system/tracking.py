@@ -115,6 +115,8 @@ class Tracker:
     def _init(self, mode: Mode, run_dir: Path, config: RunConfig) -> None:
         import wandb
 
+        # Else it says what it would like to have installed: the run's own settings come too late.
+        wandb.setup(settings=wandb.Settings(silent=True))
         settings = wandb.Settings(
             init_timeout=INIT_TIMEOUT_S,
             finish_timeout=FINISH_TIMEOUT_S,
