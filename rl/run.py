@@ -234,12 +234,15 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         if newest is not None:
             _check_config(newest, record, dist)
         loop = stack.enter_context(BackgroundLoop("judge"))
-        judge = _open_judge(resolved, loop, stack)
+        judge = _open_judge(resolved, loop, stack, console)
         seed_everything(config.seed + dist.rank)
         sources = build.build_data(resolved, resolved.train)
         sampler, held_out = _open_data(resolved, sources)
         probe_sample = sampler.shard(0, 0, config.prompts_per_iteration)[0]
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
+        num_skipped_rows = sum(source.num_skipped for source in sources)
+        if num_skipped_rows:
+            console.say(f"{num_skipped_rows} bad rows of data.train are left out")
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)
@@ -274,7 +277,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             probe=policy.build_prompt(probe_sample),
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
-            num_skipped_rows=sum(source.num_skipped for source in sources),
+            num_skipped_rows=num_skipped_rows,
             start=start,
         )
 
@@ -332,7 +335,7 @@ def _check_states(policy: Policy, renderer: Renderer) -> None:
 
 
 def _open_judge(
-    resolved: build.Resolved, loop: BackgroundLoop, stack: ExitStack
+    resolved: build.Resolved, loop: BackgroundLoop, stack: ExitStack, console: Console
 ) -> JudgeClient | None:
     """Reach the judge before a model is loaded: one that is not there is found in seconds."""
     if not resolved.needs_judge:
@@ -342,6 +345,7 @@ def _open_judge(
         api_base = stack.enter_context(JudgeServer(config.model)).api_base
     else:
         api_base = resolve_api_base(config.api_base)
+        console.say(f"asking the judge at {api_base} whether it is there")
     judge = JudgeClient(config, api_base)
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     loop.submit(judge.check_health()).result()

@@ -51,7 +51,9 @@ METRICS: dict[str, MetricDoc] = {
     "judge/latency_p95_s": MetricDoc("s", "95th percentile of the same"),
     "judge/latency_max_s": MetricDoc("s", "longest request"),
     "judge/requests": MetricDoc("requests", "requests sent in this iteration"),
-    "judge/reused_replies": MetricDoc("replies", "taken from the journal of an interrupted run"),
+    "judge/reused_replies": MetricDoc(
+        "replies", "taken from the journal: asked before in this iteration, or before a crash"
+    ),
     "judge/retries": MetricDoc("requests", "requests repeated after a failure or unreadable reply"),
     "judge/breaker_openings": MetricDoc("1", "times the circuit breaker opened"),
     # Tokens
