@@ -1,4 +1,7 @@
-"""One thread per process: tiny models are slower on two, and results repeat bit for bit."""
+"""One thread per process: tiny models are slower on two, and results repeat bit for bit.
+
+Wheels are mended before any test file imports `datasets`, `transformers` or `diffusers`.
+"""
 
 import os
 
@@ -10,3 +13,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("WANDB_MODE", "offline")
+
+from rl.system.wheels import mend_mismatched_wheels
+
+mend_mismatched_wheels()

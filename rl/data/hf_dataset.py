@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.config import Section
 from rl.data._rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows, pick
+from rl.system.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -112,6 +113,7 @@ def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
 
 
 def _open(config: Config) -> Dataset:
+    mend_mismatched_wheels()  # datasets notes at import what is installed, and trusts it later
     import datasets
 
     path = Path(config.path)
