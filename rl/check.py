@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl import build
-from rl.config import ConfigError, RunConfig
+from rl.config import ConfigError, RunConfig, listed
 from rl.system import memory_plan
 from rl.system.checkpoint import problem_of
 from rl.system.memory_plan import PHASES, LanguageModel, Plan, Sizes
@@ -56,7 +56,7 @@ def _print_problems(found: list[str]) -> int:
     if not found:
         print("nothing is wrong")
         return 0
-    print(f"{len(found)} wrong", *(f"  - {problem}" for problem in found), sep="\n")
+    print(f"{len(found)} wrong", listed(found), sep="\n")
     return 1
 
 

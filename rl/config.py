@@ -261,6 +261,11 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
 
 
+def listed(problems: Sequence[str]) -> str:
+    """One bullet each, further lines of a problem under its first."""
+    return "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems)
+
+
 def missing_model(key: str, path: str) -> list[str]:
     """What is wrong with a model's path: [] for a folder that is there and for what looks like a
     hub id ('owner/name', taken on trust: a config is checked without the network)."""

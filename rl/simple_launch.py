@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl import check
-from rl.config import ConfigError, RunConfig, load_config
+from rl.config import ConfigError, RunConfig, listed, load_config
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
-        print(f"{args.config} cannot run:", *error.problems, sep="\n  - ", file=sys.stderr)
+        print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
     sys.exit(launch(args, config))
 
@@ -163,8 +163,9 @@ def _explain_failure(error: ChildFailedError, notes: Path, log_dir: Path) -> int
     code = error.failures[rank].exitcode
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     print(f"rank {rank} failed: {how}; logs: {log_dir}", file=sys.stderr)
-    if rank != 0:
-        print(_note(notes, rank).get("reason", ""), file=sys.stderr)
+    reason = _note(notes, rank).get("reason", "")
+    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has said its own
+        print(reason, file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl import build
-from rl.config import ConfigError, load_config
+from rl.config import ConfigError, listed, load_config
 from rl.system.background import BackgroundLoop
 from rl.system.dist import Dist
 from rl.system.judge_endpoint import resolve_api_base
@@ -39,6 +39,10 @@ def test_every_problem_of_a_config_is_a_line() -> None:
     assert text is not None
     assert text.splitlines()[0] == "this config cannot run:"
     assert text.splitlines()[1].startswith("  - missing.jsonnet: no such config file")
+
+
+def test_further_lines_of_a_problem_stay_under_its_bullet() -> None:
+    assert listed(["a: wrong\nRemedy: mend it", "b"]) == "  - a: wrong\n    Remedy: mend it\n  - b"
 
 
 def test_a_sentence_survives_another_thread() -> None:

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from rl.config import ConfigError
+from rl.config import ConfigError, listed
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -32,7 +32,7 @@ def sentence(error: BaseException) -> str | None:
     if not (last.line or "").startswith("raise "):
         return None
     if isinstance(error, ConfigError):
-        return "\n  - ".join(["this config cannot run:", *error.problems])
+        return f"this config cannot run:\n{listed(error.problems)}"
     return "\n  ".join(["this run cannot go on:", *str(error).splitlines()])
 
 
