@@ -42,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
             config = load_config(args.config, args.overrides)
         if args.check:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--check ... | head` is no error
-            sys.exit(check.report(config, gpu_gb=args.gpu_gb))
+            sys.exit(_report(config, args.gpu_gb))
         problems = check.problems(config)
         if config.world_size % args.nnodes:
             problems.append(
@@ -55,6 +54,17 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
     sys.exit(launch(args, config))
+
+
+def _report(config: RunConfig, gpu_gb: float) -> int:
+    """`--check ... | head` closes our output early, which is no error."""
+    try:
+        code = check.report(config, gpu_gb=gpu_gb)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
