@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             problems.append(
                 f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"
             )
+        problems += _folder_problems(config.run_dir)
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -91,6 +92,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
     args.config, *args.overrides = args.words
     return args
+
+
+def _folder_problems(run_dir: Path) -> list[str]:
+    """Every rank's first act is to open its log there."""
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return [f"base_exp_dir: {run_dir} cannot be written to ({error}); choose another folder"]
+    return []
 
 
 def launch(args: argparse.Namespace, config: RunConfig) -> int:

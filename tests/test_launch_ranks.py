@@ -199,3 +199,14 @@ def test_a_script_alone_is_not_a_config(capsys: pytest.CaptureFixture[str]) -> N
         main(["train.py"])
     assert caught.value.code == 2
     assert "a config is missing" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main([str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}"])
+    assert ended.value.code == 1
+    assert f"base_exp_dir: {tmp_path / 'file'}" in capsys.readouterr().err
