@@ -10,9 +10,11 @@ Axes: `_P` prompts, `_G` completions in a group.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -103,6 +105,8 @@ class VllmEngine:
             import torch._dynamo
 
             torch._dynamo.config.disable = True
+        if self._dist.world_size > 1:
+            atexit.register(_mute_teardown)  # before vLLM's own handlers, hence after they ran
         folder = policy.sampler_folder()
         # Some of it warns before its own configuration says how loud it may be.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
@@ -277,6 +281,13 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
         self._llm.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
+
+
+def _mute_teardown() -> None:
+    """An engine that stays until its process ends (see `close`) still holds Triton's objects, and
+    their binding lists all of them on stderr once Python is gone."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _request(prompt: Prompt) -> dict[str, Any]:
