@@ -49,6 +49,10 @@ from rl.types import (
 )
 
 
+class RunFinishedError(Exception):
+    """Nothing is left to do; found before anything heavy is loaded."""
+
+
 @dataclass(eq=False)
 class Run:
     """Everything one run holds."""
@@ -220,7 +224,8 @@ def _tolerated(what: str) -> Iterator[None]:
 def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     """Make every part, restore the last checkpoint, close everything in the end.
 
-    Raises ConfigError or ValueError for what the user can mend, before anything heavy is loaded.
+    Raises ConfigError or ValueError for what the user can mend, and RunFinishedError, before
+    anything heavy is loaded.
     """
     run_dir = Path(config.base_exp_dir) / config.run_name
     resolved = build.resolve(config)
@@ -231,10 +236,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         stack.callback(record.release)
         checkpoints = Checkpoints(run_dir, config.checkpoint, dist)
         newest = checkpoints.latest()
-        if newest is not None:
-            _check_config(newest, record, dist)
-        loop = stack.enter_context(BackgroundLoop("judge"))
-        judge = _open_judge(resolved, loop, stack, console)
+        done = 0 if newest is None else _check_config(newest, record, dist)
         seed_everything(config.seed + dist.rank)
         sources = build.build_data(resolved, resolved.train)
         sampler, held_out = _open_data(resolved, sources)
@@ -243,6 +245,13 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
             console.say(f"{num_skipped_rows} bad rows of data.train are left out")
+        if done >= num_iterations:
+            raise RunFinishedError(
+                f"run {config.run_name}: all {num_iterations} iterations are done; raise "
+                "num_iterations to go on, or choose another run_name"
+            )
+        loop = stack.enter_context(BackgroundLoop("judge"))
+        judge = _open_judge(resolved, loop, stack, console)
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)
@@ -282,12 +291,16 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         )
 
 
-def _check_config(newest: Path, record: RunRecord, dist: Dist) -> None:
-    """Raises ValueError when the checkpoint was made under a config that this one breaks."""
-    meta = json.loads((newest / "state.json").read_text(encoding="utf-8"))["meta"]
-    for change in check_resume(meta["config"], record.config):
+def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
+    """The iterations that the checkpoint holds.
+
+    Raises ValueError when it was made under a config that this one breaks.
+    """
+    state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+    for change in check_resume(state["meta"]["config"], record.config):
         if dist.is_main:
             warn(f"resuming under a changed {change}")
+    return int(state["iteration"])
 
 
 def _open_data(

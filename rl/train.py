@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from rl import build, summary
 from rl.config import load_config
 from rl.rollout import training_sequences
-from rl.run import Run, open_run
+from rl.run import Run, RunFinishedError, open_run
 from rl.system import mistakes, signals
 from rl.system.dist import Dist
 from rl.system.seeding import derive_seed
@@ -32,8 +32,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load_config(args[0], args[1:])
     signals.install()
     dist = Dist.from_env()
-    with open_run(config, dist) as run:
-        train(run)
+    try:
+        with open_run(config, dist) as run:
+            train(run)
+    except RunFinishedError as finished:
+        if dist.is_main:
+            print(finished)
     dist.close()
 
 
@@ -43,12 +47,6 @@ def train(run: Run) -> None:
     policy, engine, learner = run.policy, run.engine, run.learner
     sampling = build.sampling_params(config)
 
-    if run.start >= run.num_iterations:
-        run.console.say(
-            f"all {run.num_iterations} iterations are done: raise num_iterations to go on, or "
-            "choose another run_name"
-        )
-        return
     metrics = run.sync_engine()
     if run.start == 0:
         metrics.update(run.evaluate_if_due(0))

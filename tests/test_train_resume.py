@@ -68,6 +68,13 @@ def test_a_run_leaves_its_record(straight: Path) -> None:
     assert (straight / "evaluation/it_000000/records.jsonl").read_text().count("\n") == 3
 
 
+def test_a_finished_run_says_so_and_loads_nothing(models: dict[str, str], straight: Path) -> None:
+    config = tiny_loop.config_of(models, straight.parent)
+    again = tiny_loop.run(tiny_loop.write_config(straight.parent, config))
+    assert "all 4 iterations are done" in again.stdout
+    assert "loading" not in again.stdout
+
+
 def test_the_numbers_are_those_of_the_golden_trace(straight: Path) -> None:
     """A change that moves these says why in its commit, and rewrites tests/golden_trace.json.
 
