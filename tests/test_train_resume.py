@@ -125,6 +125,18 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
     assert_same_run(straight, tmp_path / "tiny")
 
 
+@pytest.mark.slow
+def test_exact_resume_with_vllm_as_the_sampler(models: dict[str, str], tmp_path: Path) -> None:
+    for name in ("straight", "killed"):
+        config = tiny_loop.config_of(models, tmp_path / name, engine={"type": "vllm"})
+        path = tiny_loop.write_config(tmp_path / name, config)
+        if name == "killed":
+            killed = tiny_loop.run(path, "rl.learner:Learner.update", "3", check=False)
+            assert killed.returncode == -9, killed.stderr[-2000:]
+        tiny_loop.run(path)
+    assert_same_run(tmp_path / "straight" / "tiny", tmp_path / "killed" / "tiny")
+
+
 def test_a_changed_config_is_refused_by_its_keys(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
