@@ -105,7 +105,7 @@ class VllmEngine:
             import torch._dynamo
 
             torch._dynamo.config.disable = True
-        if self._dist.world_size > 1:
+        if self._dist.world_size > 1 and not self._on_cuda:
             atexit.register(_mute_teardown)  # before vLLM's own handlers, hence after they ran
         folder = policy.sampler_folder()
         # Some of it warns before its own configuration says how loud it may be.
@@ -285,7 +285,8 @@ class VllmEngine:
 
 def _mute_teardown() -> None:
     """An engine that stays until its process ends (see `close`) still holds Triton's objects, and
-    their binding lists all of them on stderr once Python is gone."""
+    their binding lists all of them on stderr once Python is gone. On a CPU only: a GPU's teardown
+    may have something to say."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
