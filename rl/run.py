@@ -1,7 +1,7 @@
-"""One run, opened: every part made, the last checkpoint restored, everything closed at the end.
+"""One run: its parts, and the few things that happen around an iteration rather than in it.
 
-What: `open_run` and the few things that happen around an iteration rather than in it (log, save,
-evaluate). What not: the loop (`train.py`) and how parts are made (`build.py`).
+What: `Run`: sync with proof, collect, evaluate, log, save. What not: how it is opened
+(`opening.py`), the loop (`train.py`), how parts are made (`build.py`).
 
 Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
 iteration 0 is what was measured before training.
@@ -9,48 +9,36 @@ iteration 0 is what was measured before training.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.config import RunConfig
 from rl.evaluate import evaluate
 from rl.learner import Learner
 from rl.rollout import Crew, Interrupted, collect
-from rl.sampler import PromptSampler, first_samples
+from rl.sampler import PromptSampler
 from rl.summary import TooManyFailuresError, check_failure_rate
 from rl.sync import sync
 from rl.system import hub, signals
-from rl.system.background import BackgroundLoop
 from rl.system.checkpoint import Checkpoints
 from rl.system.console import Console, PhaseTimer, warn
 from rl.system.dist import Dist
 from rl.system.judge_client import JudgeClient, JudgeError
-from rl.system.judge_endpoint import resolve_api_base
 from rl.system.metric_names import check_known
 from rl.system.record import RunRecord
-from rl.system.resume import check_resume
-from rl.system.seeding import rng_state, seed_everything, set_rng_state
+from rl.system.seeding import rng_state
 from rl.system.tracking import Tracker
-from rl.tiny_world.judge_server import JudgeServer
 from rl.types import (
     Completion,
-    DataSource,
     Engine,
     Episode,
     Policy,
     Prompt,
-    Renderer,
     Sample,
 )
-
-
-class RunFinishedError(Exception):
-    """Nothing is left to do; found before anything heavy is loaded."""
 
 
 @dataclass(eq=False)
@@ -218,156 +206,6 @@ def _tolerated(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         warn(f"the {what} of this iteration could not be written: {error}")
-
-
-@contextmanager
-def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
-    """Make every part, restore the last checkpoint, close everything in the end.
-
-    Raises ConfigError or ValueError for what the user can mend, and RunFinishedError, before
-    anything heavy is loaded.
-    """
-    run_dir = Path(config.base_exp_dir) / config.run_name
-    resolved = build.resolve(config)
-    console = Console(dist.is_main)
-    with ExitStack() as stack:
-        record = RunRecord(run_dir, config, dist)
-        record.claim()
-        stack.callback(record.release)
-        checkpoints = Checkpoints(run_dir, config.checkpoint, dist)
-        newest = checkpoints.latest()
-        done = 0 if newest is None else _check_config(newest, record, dist)
-        seed_everything(config.seed + dist.rank)
-        sources = build.build_data(resolved, resolved.train)
-        sampler, held_out = _open_data(resolved, sources)
-        probe_sample = sampler.shard(0, 0, config.prompts_per_iteration)[0]
-        num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
-        num_skipped_rows = sum(source.num_skipped for source in sources)
-        if num_skipped_rows:
-            console.say(f"{num_skipped_rows} bad rows of data.train are left out")
-        if done >= num_iterations:
-            raise RunFinishedError(
-                f"run {config.run_name}: all {num_iterations} iterations are done; raise "
-                "num_iterations to go on, or choose another run_name"
-            )
-        loop = stack.enter_context(BackgroundLoop("judge"))
-        judge = _open_judge(resolved, loop, stack, console)
-
-        console.say(f"run {config.run_name} in {run_dir}: loading")
-        policy = build.build_policy(resolved, dist)
-        engine = build.build_engine(resolved, policy, dist)
-        stack.callback(engine.close)
-        renderer = build.build_renderer(resolved, dist)
-        _check_states(policy, renderer)
-        learner = Learner(policy, config, dist, num_iterations)
-        rewards = build.build_rewards(resolved, judge)
-        start = _restore(checkpoints, newest, learner, console)
-        # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
-        record.rewind(start if start > 0 else -1)
-        record.write_config()
-        tracker = Tracker(run_dir, config, dist, record.config)
-        stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
-        yield Run(
-            config=config,
-            dist=dist,
-            run_dir=run_dir,
-            console=console,
-            timer=PhaseTimer(console),
-            record=record,
-            tracker=tracker,
-            checkpoints=checkpoints,
-            judge=judge,
-            crew=Crew(config, policy, renderer, rewards, loop),
-            policy=policy,
-            engine=engine,
-            learner=learner,
-            sampler=sampler,
-            held_out=held_out,
-            probe=policy.build_prompt(probe_sample),
-            num_iterations=num_iterations,
-            sync_dtype=_engine_dtype(resolved),
-            num_skipped_rows=num_skipped_rows,
-            start=start,
-        )
-
-
-def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
-    """The iterations that the checkpoint holds.
-
-    Raises ValueError when it was made under a config that this one breaks.
-    """
-    state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
-    for change in check_resume(state["meta"]["config"], record.config):
-        if dist.is_main:
-            warn(f"resuming under a changed {change}")
-    return int(state["iteration"])
-
-
-def _open_data(
-    resolved: build.Resolved, sources: Sequence[DataSource]
-) -> tuple[PromptSampler, list[Sample]]:
-    """The training order and the held-out samples."""
-    config = resolved.config
-    on_bad_row = config.data.on_bad_row
-    sampler = PromptSampler(
-        sources,
-        resolved.train_weights,
-        config.seed,
-        config.prompts_per_iteration,
-        on_bad_row,
-    )
-    validation = build.build_data(resolved, resolved.validation)
-    weights = [1.0] * len(validation)
-    num_samples = config.evaluation.num_samples
-    held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []
-    return sampler, held_out
-
-
-def _restore(
-    checkpoints: Checkpoints, newest: Path | None, learner: Learner, console: Console
-) -> int:
-    """Load the newest checkpoint, if there is one; returns the iterations it holds."""
-    if newest is None:
-        return 0
-    loaded = checkpoints.load(newest)
-    learner.load_state(loaded.tensors, loaded.meta["learner"])
-    if loaded.rng is not None:
-        set_rng_state(loaded.rng)
-    console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
-    return loaded.iteration
-
-
-def _check_states(policy: Policy, renderer: Renderer) -> None:
-    """Else every picture would fail, one by one, and look like a broken renderer."""
-    if renderer.state_dim not in (None, policy.state_dim):
-        raise ValueError(
-            f"the renderer reads hidden states of width {renderer.state_dim}, the policy writes "
-            f"{policy.state_dim}: choose the text encoder that the renderer was trained with "
-            "(policy.model_path, policy.init_text_encoder_from)"
-        )
-
-
-def _open_judge(
-    resolved: build.Resolved, loop: BackgroundLoop, stack: ExitStack, console: Console
-) -> JudgeClient | None:
-    """Reach the judge before a model is loaded: one that is not there is found in seconds."""
-    if not resolved.needs_judge:
-        return None
-    config = resolved.config.judge
-    if config.api_base == "embedded":
-        api_base = stack.enter_context(JudgeServer(config.model)).api_base
-    else:
-        api_base = resolve_api_base(config.api_base)
-        console.say(f"asking the judge at {api_base} whether it is there")
-    judge = JudgeClient(config, api_base)
-    stack.callback(lambda: loop.submit(judge.aclose()).result())
-    loop.submit(judge.check_health()).result()
-    return judge
-
-
-def _engine_dtype(resolved: build.Resolved) -> str:
-    dtype = getattr(resolved.engine.config, "dtype", "auto")
-    return str(resolved.policy.config.dtype if dtype == "auto" else dtype)
 
 
 def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:

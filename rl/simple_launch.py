@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             problems.append(
                 f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"
             )
-        problems += _folder_problems(config.run_dir)
+        problems = problems or _folder_problems(config.run_dir)
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 from rl import build, summary
 from rl.config import load_config
+from rl.opening import RunFinishedError, open_run
 from rl.rollout import training_sequences
-from rl.run import Run, RunFinishedError, open_run
+from rl.run import Run
 from rl.system import mistakes, signals
 from rl.system.dist import Dist
 from rl.system.seeding import derive_seed

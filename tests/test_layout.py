@@ -32,6 +32,7 @@ FLOORS = [
     {"build", "learner", "rollout", "sampler", "summary", "sync"},
     {"check", "evaluate"},
     {"run"},
+    {"opening"},
     {"train"},
     {"simple_launch"},
 ]
