@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -27,11 +28,20 @@ def run(config: str, base_exp_dir: Path, *overrides: str) -> list[dict[str, Any]
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
+def climb(rows: list[dict[str, Any]]) -> float:
+    """Mean reward of the last ten iterations less that of the first ten: 960 sampled completions
+    each, of prompts not seen before. The greedy held-out reward is too coarse for a control: where
+    two answers are about equally likely, a random step flips all scenes of a kind at once."""
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    return fmean(rewards[-10:]) - fmean(rewards[:10])
+
+
 @pytest.mark.slow
 def test_quickstart_climbs_on_held_out_scenes(tmp_path: Path) -> None:
     rows = run("configs/quickstart.jsonnet", tmp_path)
     first, last = rows[0], rows[-1]
     assert last["iteration"] == 40
+    assert climb(rows) > 0.4
     assert first["eval/reward"] < 0.4 and last["eval/reward"] > 0.75
     # The renderer understands the right words before training and after it.
     assert first["eval_reference/reward"] > 0.85 and last["eval_reference/reward"] > 0.85
@@ -42,4 +52,5 @@ def test_quickstart_climbs_on_held_out_scenes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_with_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
     rows = run("configs/quickstart_control.jsonnet", tmp_path)
-    assert abs(rows[-1]["eval/reward"] - rows[0]["eval/reward"]) < 0.12
+    assert climb(rows) < 0.08
+    assert rows[-1]["eval/reward"] < 0.5
