@@ -61,11 +61,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
             console.say(f"{num_skipped_rows} bad rows of data.train are left out")
-        if done >= num_iterations:
-            raise RunFinishedError(
-                f"run {config.run_name}: all {num_iterations} iterations are done; raise "
-                "num_iterations to go on, or choose another run_name"
-            )
+        _refuse_finished(config.run_name, done, num_iterations)
         loop = stack.enter_context(BackgroundLoop("judge"))
         judge = _open_judge(resolved, loop, stack, console)
 
@@ -102,6 +98,14 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,
             start=start,
+        )
+
+
+def _refuse_finished(run_name: str, done: int, num_iterations: int) -> None:
+    if done >= num_iterations:
+        raise RunFinishedError(
+            f"run {run_name}: all {num_iterations} iterations are done; raise num_iterations to go "
+            "on, or choose another run_name"
         )
 
 

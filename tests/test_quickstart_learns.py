@@ -52,5 +52,5 @@ def test_quickstart_climbs_on_held_out_scenes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_with_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
     rows = run("configs/quickstart_control.jsonnet", tmp_path)
-    assert climb(rows) < 0.08
+    assert abs(climb(rows)) < 0.06
     assert rows[-1]["eval/reward"] < 0.5
