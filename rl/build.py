@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl.system.judge_client import JudgeClient
 
 ROOMS: Mapping[str, tuple[str, ...]] = {
-    "policies": ("Config", "EMITS", "validate", "build"),
+    "policies": ("Config", "EMITS", "NEEDS", "validate", "build"),
     "engines": ("Config", "build"),
     "renderers": (
         "Config",
@@ -382,9 +382,15 @@ def _readable(plug: Plug) -> Iterator[None]:
         ) from error
 
 
-def build_rewards(resolved: Resolved, judge: JudgeClient | None) -> dict[str, Reward]:
+def build_rewards(
+    resolved: Resolved, judge: JudgeClient | None, dist: Dist
+) -> dict[str, Reward]:
     """Every reward, over one judge client (None when no reward asks one)."""
-    return {name: plug.module.build(plug.config, judge) for name, plug in resolved.rewards.items()}
+    rewards: dict[str, Reward] = {}
+    for name, plug in resolved.rewards.items():
+        with _readable(plug):
+            rewards[name] = plug.module.build(plug.config, judge, dist.device)
+    return rewards
 
 
 def build_data(resolved: Resolved, plugs: Sequence[Plug]) -> list[DataSource]:

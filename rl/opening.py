@@ -174,7 +174,7 @@ def _gather_crew(
             f"{policy.state_dim}: choose the text encoder that the renderer was trained with "
             "(policy.model_path, policy.init_text_encoder_from)"
         )
-    rewards = build.build_rewards(resolved, judge)
+    rewards = build.build_rewards(resolved, judge, dist)
     return Crew(resolved.config, policy, renderer, rewards, loop)
 
 

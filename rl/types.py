@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL.Image import Image
 
@@ -46,12 +47,37 @@ class Sample:
     """RGB source picture, or None for text-only tasks."""
     target: Image | None = None
     """RGB reference edit, for rewards only."""
+    source_codes: np.ndarray | None = None
+    """[h, w] int32 codebook indices (from 0) of the source, for policies that read pictures so."""
+    target_codes: np.ndarray | None = None
+    """[h, w] int32 the same of the reference edit, for rewards only."""
     category: str = ""
     """Free label; metrics are also shown per category on held-out data."""
     reference: str | None = None
     """A right completion where one is known; only measures renderer drift, never trained on."""
     hidden: Mapping[str, Any] = field(default_factory=dict)
     """What rewards may see and the policy may not (answers, labels)."""
+
+
+@dataclass(frozen=True)
+class ImageVocabulary:
+    """The token ids with which a policy writes a picture of h x w codes.
+
+    After `image`: h rows of w visual tokens, each row closed by `end_of_row`, then `end_of_frame`,
+    `end_of_image`, `end_of_sequence`. Ids below `visual_start` are language.
+    """
+
+    image: int
+    """Opens the rows."""
+    end_of_row: int
+    end_of_frame: int
+    end_of_image: int
+    end_of_sequence: int
+    """A stop token of the policy."""
+    visual_start: int
+    """Id of code 0."""
+    visual_end: int
+    """One past the id of the last code."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +111,8 @@ class Prompt:
     """Per-prompt tensors for the policy's forward (`pixel_values`, `image_grid_thw`, ...)."""
     num_dropped_tokens: int = 0
     """Leading tokens left out of the conditioning (the renderer's system prompt)."""
+    grid: tuple[int, int] | None = None
+    """(h, w) to which a picture written in the completion is held; None: no constraint."""
 
 
 @dataclass(frozen=True)
@@ -274,11 +302,23 @@ class Policy(Protocol):
     stop_token_ids: tuple[int, ...]
     state_dim: int
     """Width of its hidden states."""
+    image_vocabulary: ImageVocabulary | None
+    """With which a sampler holds completions to `Prompt.grid`; None: it is never constrained."""
 
     def build_prompt(self, sample: Sample) -> Prompt: ...
 
     def encode_completion(self, text: str) -> Completion:
         """`text` as if the policy had written it and stopped (for reference descriptions)."""
+        ...
+
+    def bare_completion(self, sample: Sample) -> Completion | None:
+        """What a policy that adds nothing hands on, the user's own words: the baseline arm. None
+        where there is no such thing."""
+        ...
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] which tokens are trained in this iteration, as the policy's section asks; forced ones
+        are left out besides."""
         ...
 
     def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
@@ -329,6 +369,10 @@ class Renderer(Protocol):
     state_dim: int | None
     """Width of the hidden states it reads; None when it reads none."""
 
+    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples, with the pictures that exist only as codes drawn for rewards and records."""
+        ...
+
     def render(
         self, jobs: Sequence[RenderJob]
     ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
@@ -338,7 +382,8 @@ class Renderer(Protocol):
 
 class Reward(Protocol):
     """A plug of `rl/rewards`. Its module states `NEEDS: frozenset[str]` out of
-    {'source', 'image', 'target', 'text'} or names of keys in `Sample.hidden`."""
+    {'source', 'image', 'target', 'text'} or names of keys in `Sample.hidden`, and `NEEDS_JUDGE`;
+    `DIAGNOSTIC = True` keeps it out of the final reward unless `final_reward.weights` names it."""
 
     async def grade(self, evidence: Evidence) -> Grade: ...
 
