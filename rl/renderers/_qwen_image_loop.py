@@ -31,7 +31,7 @@ from rl.renderers._qwen_image import (
     output_size,
 )
 from rl.system.wheels import mend_mismatched_wheels
-from rl.types import HiddenStates, RenderFailure, RenderJob
+from rl.types import HiddenStates, RenderFailure, RenderJob, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,10 @@ class QwenImageRenderer:
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
         self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
         self._source_latents = OrderedDict()
+
+    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+        """As they are: an editor's samples come with their pictures."""
+        return list(samples)
 
     def render(
         self, jobs: Sequence[RenderJob]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rl.config import Section
-from rl.types import ActionKind, PromptTemplate, RenderJob
+from rl.types import ActionKind, PromptTemplate, RenderJob, Sample
 
 ACCEPTS: ActionKind = "text"
 MAKES_IMAGES = False
@@ -55,6 +55,10 @@ class NoRenderer:
     """See `rl.types.Renderer`."""
 
     state_dim = None
+
+    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+        """As they are: nothing here draws."""
+        return list(samples)
 
     def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, None]]:
         """Yield `(index, None)` for every job, in order."""
