@@ -21,6 +21,7 @@ from pydantic import Field
 
 from rl.config import Section
 from rl.policies import _adapters, _prompting
+from rl.policies._lora import LoraSection
 from rl.policies._qwen_loading import validate as validate
 from rl.policies._qwen_prompts import QwenPrompts
 from rl.types import (
@@ -40,24 +41,11 @@ if TYPE_CHECKING:
 
 EMITS: frozenset[ActionKind] = frozenset({"hidden_states", "text"})
 """Description states for a diffusion transformer, or the words themselves."""
+NEEDS: frozenset[str] = frozenset()
+"""Of a sample; a picture only where the renderer's template shows one."""
 
 NEGATIVES_KEPT = 64
 """Negative embeddings are cached for this many pictures (about 11 MB each at full size)."""
-
-
-class LoraSection(Section):
-    """The adapter that is trained; the base stays frozen."""
-
-    r: Annotated[int, Field(ge=1)] = 32
-    """Rank."""
-    alpha: Annotated[float, Field(gt=0)] = 64
-    """The adapter's output is scaled by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Names of linear layers, in the language model only while the vision tower is frozen."""
-    init_seed: int = 0
-    """Seed of the adapter's initial A matrices (B starts at zero)."""
 
 
 class Config(Section):
@@ -182,6 +170,7 @@ class Qwen25VLPolicy:
         self._overlay: tempfile.TemporaryDirectory[str] | None = None
         self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._base_state: dict[str, torch.Tensor] | None = None
+        self.image_vocabulary = None
 
     # What the sampler needs to know
 
@@ -225,6 +214,14 @@ class Qwen25VLPolicy:
         """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
         ids = self._prompts.completion_ids(text)
         return Completion(ids, (0.0,) * len(ids), "stop")
+
+    def bare_completion(self, sample: Sample) -> Completion:
+        """The instruction itself."""
+        return self.encode_completion(sample.instruction)
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] every token, always."""
+        return (True,) * len(completion.token_ids)
 
     def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch:
         """See `QwenPrompts.collate`; on the policy's device."""
