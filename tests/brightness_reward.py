@@ -26,5 +26,5 @@ class Brightness:
         return Grade(value=level, parts={"level": level})
 
 
-def build(config: Config, judge: object) -> Brightness:
+def build(config: Config, judge: object, device: object) -> Brightness:
     return Brightness()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
@@ -15,6 +16,7 @@ from rl.rewards import viescore
 from rl.system.judge_client import JudgeClient, JudgeRefused
 from rl.types import Evidence, Grade, Sample
 
+CPU = torch.device("cpu")
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
 EVIDENCE = Evidence(Sample("a", "paint the {sky} red", source=SOURCE), "a rewrite", EDITED)
@@ -41,7 +43,7 @@ def scores(first: float, second: float) -> Fault:
 def grade(judge: FaultyJudge, evidence: Evidence = EVIDENCE, **config: Any) -> Grade:
     async def run() -> Grade:
         client = JudgeClient(quick_config(max_attempts=2), judge.api_base)
-        result = await viescore.build(viescore.Config(**config), client).grade(evidence)
+        result = await viescore.build(viescore.Config(**config), client, CPU).grade(evidence)
         await client.aclose()
         return result
 
@@ -93,7 +95,7 @@ def test_repeats_are_averaged_over_those_that_could_be_had() -> None:
         async def run() -> Grade:
             client = JudgeClient(quick_config(max_attempts=2, max_concurrency=1), judge.api_base)
             config = viescore.Config(n_evals=3, temperature=0.7)
-            result = await viescore.build(config, client).grade(EVIDENCE)
+            result = await viescore.build(config, client, CPU).grade(EVIDENCE)
             await client.aclose()
             return result
 
@@ -166,4 +168,4 @@ def test_a_prompt_without_the_instruction_is_refused(tmp_path: Path) -> None:
 def test_repeats_at_the_judges_own_temperature_0_are_refused() -> None:
     client = JudgeClient(quick_config(temperature=0), "http://127.0.0.1:1/v1")
     with pytest.raises(ValueError, match="buys one answer 3 times"):
-        viescore.build(viescore.Config(n_evals=3), client)
+        viescore.build(viescore.Config(n_evals=3), client, CPU)

@@ -22,6 +22,8 @@ from rl.system.judge_reply import fields_schema, read_fields
 from rl.types import Evidence, Grade
 
 if TYPE_CHECKING:
+    import torch
+
     from rl.system.judge_client import Answer, JudgeClient
 
 NEEDS = frozenset({"source", "image"})
@@ -111,6 +113,6 @@ def _read_pair(text: str) -> Pair:
     return alignment, quality
 
 
-def build(config: Config, judge: JudgeClient) -> EditQuality:
+def build(config: Config, judge: JudgeClient, device: torch.device) -> EditQuality:
     """The reward."""
     return EditQuality(config, judge)

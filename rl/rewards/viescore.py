@@ -24,6 +24,7 @@ from rl.system.judge_reply import read_scores, scores_schema
 from rl.types import Evidence, Grade
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
 
     from rl.system.judge_client import Answer, JudgeClient
@@ -147,6 +148,6 @@ def _parts(semantics: Pair, perception: Pair) -> Mapping[str, float]:
     }
 
 
-def build(config: Config, judge: JudgeClient) -> VieScore:
+def build(config: Config, judge: JudgeClient, device: torch.device) -> VieScore:
     """The reward. Raises ValueError when the repeats make no sense at the judge's temperature."""
     return VieScore(config, judge)
