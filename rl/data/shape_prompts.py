@@ -1,0 +1,94 @@
+"""Users' prompts for pictures of one coloured shape: the tiny world of prompt enhancement.
+
+Plug of `rl/data`. What: prompts of `rl/tiny_world/captions.py` in an order that a seed decides,
+each with the plain caption that the tiny Stable Diffusion 3 understands as its reference. What not:
+the prompts themselves, which are that module's.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rl.config import Section
+from rl.types import Sample
+
+if TYPE_CHECKING:
+    from rl.tiny_world.captions import UserPrompt
+
+
+class Config(Section):
+    """A finite list of prompts: the world's prompts, shuffled anew each time they run out."""
+
+    type: str
+    """This plug's name."""
+    num_samples: Annotated[int, Field(ge=1)] = 4096
+    """Prompts in the list."""
+    seed: int = 0
+    """Decides their order."""
+    held_out: bool = False
+    """True: the 72 prompts whose colour and shape never come together in the other 216."""
+
+
+class ShapePrompts:
+    """`DataSource` whose sample i depends on (held_out, seed, i) alone."""
+
+    num_skipped = 0
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def __len__(self) -> int:
+        return self._config.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        from rl.tiny_world import captions
+
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        config = self._config
+        turn, place = divmod(index, len(_shuffled(config.held_out, config.seed, 0)))
+        prompt = _shuffled(config.held_out, config.seed, turn)[place]
+        half = "held-out" if config.held_out else "train"
+        return Sample(
+            id=f"shape-prompts-{half}-{config.seed}-{index}",
+            instruction=prompt.text,
+            category=prompt.kind,
+            reference=captions.caption(prompt.wish),
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffled(held_out: bool, seed: int, turn: int) -> tuple[UserPrompt, ...]:
+    from rl.tiny_world.captions import user_prompts
+
+    prompts = user_prompts(held_out)
+    random.Random(f"{seed}:{turn}").shuffle(prompts)
+    return tuple(prompts)
+
+
+def provides(config: Config) -> frozenset[str]:
+    """What samples carry, in the words of a reward's `NEEDS`."""
+    return frozenset({"reference"})
+
+
+def count(config: Config) -> int | None:
+    """Samples in the list."""
+    return config.num_samples
+
+
+def check(
+    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
+) -> list[str]:
+    """Nothing can be wrong."""
+    return []
+
+
+def build(
+    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
+) -> ShapePrompts:
+    """The list as a `DataSource`."""
+    return ShapePrompts(config)

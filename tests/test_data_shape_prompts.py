@@ -1,0 +1,86 @@
+"""The tiny world of prompt enhancement: its prompts, and the data source over them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl.data import shape_prompts
+from rl.tiny_world import captions
+from rl.tiny_world.pixel_judge import parse_scene
+from rl.tiny_world.scenes import COLOURS, SHAPES, draw
+
+
+def source(**more) -> shape_prompts.ShapePrompts:
+    config = shape_prompts.Config.model_validate({"type": "shape_prompts", **more})
+    assert shape_prompts.check(config, "error", 8192) == []
+    assert shape_prompts.count(config) == config.num_samples
+    return shape_prompts.build(config, "error", 8192)
+
+
+def test_prompts_and_captions_mean_what_was_wished_for():
+    assert captions.prompt_text(captions.Wish("red", "circle", (0, 0)), "adjective") == (
+        "a crimson disc in the upper left corner"
+    )
+    assert captions.caption(captions.Wish("green", "triangle", (1, 0))) == (
+        "green triangle bottom left"
+    )
+    for prompt in captions.user_prompts(False) + captions.user_prompts(True):
+        assert captions.read_prompt(prompt.text) == prompt.wish
+        assert captions.read_caption(captions.caption(prompt.wish)) == prompt.wish
+        # a user's words are not the picture maker's, but for left and right
+        shared = set(prompt.text.split()) & set(captions.caption(prompt.wish).split())
+        assert shared <= {"left", "right"}
+
+
+@pytest.mark.parametrize("text", ["", "a crimson", "a red disc in the upper left corner"])
+def test_other_words_are_no_prompt(text):
+    with pytest.raises(ValueError, match=r"is none of|a word of no prompt"):
+        captions.read_prompt(text)
+
+
+@pytest.mark.parametrize("text", ["", "red circle", "red circle left top", "a red circle top left"])
+def test_other_words_are_no_caption(text):
+    with pytest.raises(ValueError, match="not a plain caption"):
+        captions.read_caption(text)
+
+
+def test_the_scene_shows_the_wish():
+    for wish in captions.all_wishes():
+        [shape] = parse_scene(draw(captions.scene_of(wish, 2, (1, -2)))).shapes
+        assert (shape.colour, shape.shape, shape.cell) == (wish.colour, wish.shape, wish.cell)
+
+
+def test_held_out_pairs_are_new_but_their_words_are_not():
+    train, held_out = captions.user_prompts(False), captions.user_prompts(True)
+    assert (len(train), len(held_out)) == (216, 72)
+    pairs = [{(p.wish.colour, p.wish.shape) for p in half} for half in (train, held_out)]
+    assert not pairs[0] & pairs[1]
+    assert len(pairs[0] | pairs[1]) == len(COLOURS) * len(SHAPES)
+    words = [{word for p in half for word in p.text.split()} for half in (train, held_out)]
+    assert words[1] <= words[0]
+
+
+def test_a_sample_depends_on_split_seed_and_index_alone():
+    one, shorter, other = source(seed=1), source(seed=1, num_samples=8), source(seed=2)
+    backwards = {index: one[index] for index in reversed(range(8))}
+    assert [shorter[i].instruction for i in range(8)] == [
+        backwards[i].instruction for i in range(8)
+    ]
+    assert [one[i].instruction for i in range(216)] != [other[i].instruction for i in range(216)]
+    assert len({one[i].instruction for i in range(216)}) == 216
+    assert len({one[i].id for i in range(432)}) == 432
+    assert [one[i].instruction for i in range(216)] != [
+        one[i + 216].instruction for i in range(216)
+    ]
+    with pytest.raises(IndexError):
+        shorter[8]
+
+
+def test_the_held_out_list_holds_each_prompt_once():
+    held_out = source(held_out=True, num_samples=72)
+    samples = [held_out[i] for i in range(72)]
+    assert {s.instruction for s in samples} == {p.text for p in captions.user_prompts(True)}
+    assert {s.category for s in samples} == set(captions.KINDS)
+    for sample in samples:
+        wish = captions.read_prompt(sample.instruction)
+        assert captions.read_caption(sample.reference) == wish
