@@ -19,6 +19,10 @@
   // generations_per_prompt: (required)
   // Pictures rendered per completion (different noise); their rewards are averaged.
   images_per_completion: 1,
+  // Also render and grade the user's own words under the same noise, one picture per prompt, so
+  // that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
+  // there only, or not at all. Never trained on.
+  baseline_arm: 'always',
   // Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc.
   world_size: 1,
   // A plug of rl/policies.
@@ -162,12 +166,17 @@
     max_failure_rate: 0.5,
   },
 
-  // The held-out run of the same rollout, greedy.
+  // The held-out run of the same rollout: one completion per sample, greedy by default.
   evaluation: {
     // 0 = never; else before the first iteration, every n, and after the last.
     every_n_iterations: 0,
     // First samples of the validation mixture, over all ranks.
     num_samples: 64,
+    // Softmax temperature; 0 = the likeliest token. Image tokens want 1: their likeliest are dull.
+    // Draws depend on the sample alone.
+    temperature: 0.0,
+    // Keep the k likeliest tokens; -1 = off.
+    top_k: -1,
     // Also score the reference completions where the data has them: separates renderer drift from
     // the policy's own mistakes.
     reference_drift: true,

@@ -149,12 +149,17 @@ class JudgeConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The held-out run of the same rollout, greedy."""
+    """The held-out run of the same rollout: one completion per sample, greedy by default."""
 
     every_n_iterations: Annotated[int, Field(ge=0)] = 0
     """0 = never; else before the first iteration, every n, and after the last."""
     num_samples: Annotated[int, Field(ge=1)] = 64
     """First samples of the validation mixture, over all ranks."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Softmax temperature; 0 = the likeliest token. Image tokens want 1: their likeliest are dull.
+    Draws depend on the sample alone."""
+    top_k: int = -1
+    """Keep the k likeliest tokens; -1 = off."""
     reference_drift: bool = True
     """Also score the reference completions where the data has them: separates renderer drift from
     the policy's own mistakes."""
@@ -227,6 +232,10 @@ class RunConfig(Section):
     """G, completions per prompt (a group)."""
     images_per_completion: Annotated[int, Field(ge=1)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
+    baseline_arm: Literal["always", "evaluation", "never"] = "always"
+    """Also render and grade the user's own words under the same noise, one picture per prompt, so
+    that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
+    there only, or not at all. Never trained on."""
     world_size: Annotated[int, Field(ge=1)] = 1
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
     policy: PlugSection

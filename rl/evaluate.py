@@ -1,6 +1,7 @@
-"""The held-out run of the same rollout: greedy completions, fixed noise, the run's own judge.
+"""The held-out run of the same rollout: one completion each, fixed noise, the run's own judge.
 
-What: rewards on the first `evaluation.num_samples` validation samples, and on their reference
+What: rewards on the first `evaluation.num_samples` validation samples, on the baseline arm (the
+user's own words), and on their reference
 completions where the data has them (a renderer that reads drifted states falls there, a policy that
 writes worse words does not). What not: training. Called by `train.py`; records and pictures land in
 `<run>/evaluation/it_000000/`.
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.rollout import Crew, collect
+from rl.summary import add_baseline
 from rl.system.seeding import derive_seed
 from rl.types import Completion, Engine, Episode, Prompt, Sample, SamplingParams, Status
 
@@ -35,21 +37,26 @@ def evaluate(
     """Metrics of `eval/*` over all ranks' samples; every rank passes the same list."""
     config = crew.config
     mine = list(samples)[dist.rank :: dist.world_size]
+    baseline = config.baseline_arm != "never" and crew.makes_images
     params = SamplingParams(
-        temperature=0.0,
+        temperature=config.evaluation.temperature,
         top_p=1.0,
-        top_k=-1,
+        top_k=config.evaluation.top_k,
         max_tokens=config.sampling.max_completion_tokens,
         num_completions=1,
     )
     metrics = Metrics()
     with timer.phase("evaluate"):
         prompts_P = [crew.policy.build_prompt(sample) for sample in mine]
-        completions_P1 = engine.generate(prompts_P, params, [0] * len(prompts_P)) if mine else []
+        seeds_P = [derive_seed("evaluation", config.seed, "sampling", s.id) for s in mine]
+        completions_P1 = engine.generate(prompts_P, params, seeds_P) if mine else []
         engine.sleep()
-        _keep_step(crew, samples[0], dist.max_int(len(mine)) - len(mine))
-        episodes = _score(crew, prompts_P, completions_P1, timer)
+        num_missing = dist.max_int(len(mine)) - len(mine)
+        _keep_step(crew, samples[0], num_missing * (2 if baseline else 1))
+        episodes, baselines = _score(crew, prompts_P, completions_P1, timer, baseline)
         _measure(metrics, "eval", episodes)
+        for episode, bare in zip(episodes, baselines, strict=True):
+            add_baseline(metrics, "eval/", [episode], bare)
         for episode in episodes:
             reference = episode.prompt.sample.reference
             if reference is not None:
@@ -60,9 +67,9 @@ def evaluate(
                 [crew.policy.encode_completion(str(prompt.sample.reference))] for prompt in known
             ]
             _keep_step(crew, samples[0], dist.max_int(len(known)) - len(known))
-            _measure(metrics, "eval_reference", _score(crew, known, references, timer))
+            _measure(metrics, "eval_reference", _score(crew, known, references, timer)[0])
         engine.wake()
-    _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, dist)
+    _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, baselines, dist)
     return metrics
 
 
@@ -79,12 +86,15 @@ def _score(
     prompts_P: Sequence[Prompt],
     completions_P1: Sequence[Sequence[Completion]],
     timer: PhaseTimer,
-) -> list[Episode]:
+    baseline: bool = False,
+) -> tuple[list[Episode], list[Episode | None]]:
     # The noise depends on the sample alone: before and after training differ by the words only.
     noise_seeds = [derive_seed("evaluation", crew.config.seed, p.sample.id) for p in prompts_P]
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
-    episodes_P1 = collect(crew, prompts_P, completions_P1, noise_seeds, ids, timer.silent())
-    return [episodes[0] for episodes in episodes_P1]
+    rollout = collect(
+        crew, prompts_P, completions_P1, noise_seeds, ids, timer.silent(), baseline=baseline
+    )
+    return [episodes[0] for episodes in rollout.episodes], rollout.baselines
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:
@@ -99,21 +109,28 @@ def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None
             metrics.add(f"{prefix}/part/{part}", value)
 
 
-def _write_records(folder: Path, episodes: Sequence[Episode], dist: Dist) -> None:
+def _write_records(
+    folder: Path, episodes: Sequence[Episode], baselines: Sequence[Episode | None], dist: Dist
+) -> None:
     """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    records = [_record(folder, episode) for episode in episodes]
+    records = [_record(folder, *pair) for pair in zip(episodes, baselines, strict=True)]
     gathered = [record for rank in dist.gather(records) for record in rank]
     if dist.is_main:
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in gathered]
         (folder / "records.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def _record(folder: Path, episode: Episode) -> Mapping[str, Any]:
+def _record(folder: Path, episode: Episode, baseline: Episode | None) -> Mapping[str, Any]:
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
-    files: dict[str, str | None] = {"source_file": None, "image_file": None}
-    for key, picture in (("source_file", sample.source), ("image_file", episode.image)):
+    pictures = {
+        "source_file": sample.source,
+        "image_file": episode.image,
+        "baseline_file": None if baseline is None else baseline.image,
+    }
+    files: dict[str, str | None] = dict.fromkeys(pictures)
+    for key, picture in pictures.items():
         if picture is not None:
             files[key] = f"{name}_{key.removesuffix('_file')}.png"
             picture.save(folder / str(files[key]))
@@ -127,5 +144,6 @@ def _record(folder: Path, episode: Episode) -> Mapping[str, Any]:
         "failure": episode.failure,
         "reward": episode.reward,
         "parts": dict(episode.parts),
+        "baseline_reward": None if baseline is None else baseline.reward,
         **files,
     }

@@ -47,7 +47,7 @@ from rl.learner_batches import (
     shared_filler,
     split_by_group,
 )
-from rl.types import PolicyWeights, TokenBatch, TrainSequence
+from rl.types import PolicyWeights, TrainSequence
 
 if TYPE_CHECKING:
     from rl.system.dist import Dist
@@ -123,9 +123,14 @@ class Learner:
             if denominators.num_tokens == 0:
                 continue
             assert filler is not None
-            for chunk in aligned_chunks(part, config.micro_batch_size, self._dist):
-                batch = as_micro_batch(chunk, filler, self._dist.device)
-                self._accumulate(batch, denominators, metrics, tally)
+            batches = [
+                as_micro_batch(chunk, filler, self._dist.device)
+                for chunk in aligned_chunks(part, config.micro_batch_size, self._dist)
+            ]
+            with tally.clock("learn_reference"):
+                references = self._reference_logprobs(batches)
+            for batch, reference in zip(batches, references, strict=True):
+                self._accumulate(batch, reference, denominators, metrics, tally)
             self._step(rate, metrics, tally)
         metrics.add("optimizer/learning_rate", rate)
         self._report(metrics, tally)
@@ -155,14 +160,15 @@ class Learner:
         )
 
     def _accumulate(
-        self, batch: MicroBatch, denominators: Denominators, metrics: Metrics, tally: _Tally
+        self,
+        batch: MicroBatch,
+        reference: torch.Tensor | None,
+        denominators: Denominators,
+        metrics: Metrics,
+        tally: _Tally,
     ) -> None:
         """Forward, loss and backward of one micro-batch."""
         tokens = self._policy.collate(batch.rows)
-        reference = None
-        if self._config.algorithm.kl_coeff:
-            with tally.clock("learn_reference"):
-                reference = self._reference_logprobs(tokens).masked_fill(~batch.mask, 0.0)
         self._policy.module.train()
         with tally.clock("learn_forward"):
             outputs = self._backend.forward(tokens)
@@ -190,10 +196,19 @@ class Learner:
             if reference is not None:
                 self._measure_kl(batch, logprobs.detach(), reference, metrics)
 
-    def _reference_logprobs(self, tokens: TokenBatch) -> torch.Tensor:
+    def _reference_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
+        """[B, C] of each micro-batch, all under one `reference()`: under full fine-tuning it moves
+        a whole model's weights."""
+        if not self._config.algorithm.kl_coeff:
+            return [None] * len(batches)
         self._policy.module.eval()
         with torch.no_grad(), self._policy.reference():
-            return self._backend.forward(tokens).logprobs
+            return [
+                self._backend.forward(self._policy.collate(batch.rows)).logprobs.masked_fill(
+                    ~batch.mask, 0.0
+                )
+                for batch in batches
+            ]
 
     def _step(self, rate: float, metrics: Metrics, tally: _Tally) -> None:
         with tally.clock("learn_step"):

@@ -175,7 +175,8 @@ def _gather_crew(
             "(policy.model_path, policy.init_text_encoder_from)"
         )
     rewards = build.build_rewards(resolved, judge, dist)
-    return Crew(resolved.config, policy, renderer, rewards, loop)
+    makes_images = resolved.renderer.module.MAKES_IMAGES
+    return Crew(resolved.config, policy, renderer, rewards, makes_images, loop)
 
 
 def _open_judge(

@@ -1,8 +1,9 @@
 """From completions to graded episodes, and from graded episodes to what the learner eats.
 
 What: act (one conditioning forward per group) -> render -> judge as a stream: a picture's questions
-leave for the judge the moment it exists, while later pictures render. What not: sampling (engines),
-advantages (algorithm), the update (learner). Called by `train.py` and `evaluate.py`.
+leave for the judge the moment it exists, while later pictures render. Beside each group runs the
+baseline arm: what the user's own words alone would give, under the same noise. What not: sampling
+(engines), advantages (algorithm), the update (learner). Called by `train.py` and `evaluate.py`.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,20 @@ class Crew:
     policy: Policy
     renderer: Renderer
     rewards: Mapping[str, Reward]
+    makes_images: bool
+    """Whether the renderer draws at all: without pictures there is no baseline arm."""
     loop: BackgroundLoop
     """Where the judge's coroutines run while this thread renders."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a batch of completions came to."""
+
+    episodes: list[list[Episode]]
+    """_PG, in the order of the completions."""
+    baselines: list[Episode | None]
+    """_P, the baseline arm, never trained; None where nobody asked or the policy has none."""
 
 
 PictureKey = tuple[int, tuple[int, ...], int]
@@ -83,8 +96,9 @@ def collect(
     group_ids_P: Sequence[str],
     timer: PhaseTimer,
     should_stop: Callable[[], bool] = _never,
-) -> list[list[Episode]]:
-    """Render and grade every completion; episodes_PG in the order given.
+    baseline: bool = False,
+) -> Rollout:
+    """Render and grade every completion and, with `baseline`, the policy's bare ones.
 
     All completions of a group share their noise. Two equal completions of a group are one picture:
     it is rendered and judged once. Raises what the judge refuses (`JudgeRefused`): a judge that is
@@ -92,17 +106,27 @@ def collect(
     `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
     run is given.
     """
+    samples_P = crew.renderer.illustrate([prompt.sample for prompt in prompts_P])
+    prompts_P = [
+        prompt if sample is prompt.sample else replace(prompt, sample=sample)
+        for prompt, sample in zip(prompts_P, samples_P, strict=True)
+    ]
+    bare_P = [crew.policy.bare_completion(s) if baseline else None for s in samples_P]
+    arms_PG = [
+        [*completions_G, *([] if bare is None else [bare])]
+        for completions_G, bare in zip(completions_PG, bare_P, strict=True)
+    ]
     with timer.phase("condition"):
         actions_PG = [
-            crew.policy.act(prompt, completions_G)
-            for prompt, completions_G in zip(prompts_P, completions_PG, strict=True)
+            _act(crew.policy, prompt, completions_G, bare)
+            for prompt, completions_G, bare in zip(prompts_P, completions_PG, bare_P, strict=True)
         ]
     keys_by_episode: dict[tuple[int, int], list[PictureKey]] = {}
     jobs: dict[PictureKey, tuple[RenderJob, str]] = {}
-    for p, (prompt, completions_G, actions_G) in enumerate(
-        zip(prompts_P, completions_PG, actions_PG, strict=True)
+    for p, (prompt, arms_G, actions_G) in enumerate(
+        zip(prompts_P, arms_PG, actions_PG, strict=True)
     ):
-        for g, (completion, action) in enumerate(zip(completions_G, actions_G, strict=True)):
+        for g, (completion, action) in enumerate(zip(arms_G, actions_G, strict=True)):
             if _why_not_rendered(crew.config, completion, action):
                 continue
             keys = [(p, completion.token_ids, m) for m in range(crew.config.images_per_completion)]
@@ -112,7 +136,7 @@ def collect(
                 jobs.setdefault(key, (job, action.text))
 
     verdicts = _render_and_grade(crew, jobs, timer, should_stop)
-    return [
+    graded_PG = [
         [
             _episode(
                 crew.config,
@@ -123,12 +147,25 @@ def collect(
                 noise_seeds_P[p],
                 [verdicts[key] for key in keys_by_episode.get((p, g), [])],
             )
-            for g, (completion, action) in enumerate(zip(completions_G, actions_G, strict=True))
+            for g, (completion, action) in enumerate(zip(arms_G, actions_G, strict=True))
         ]
-        for p, (prompt, completions_G, actions_G) in enumerate(
-            zip(prompts_P, completions_PG, actions_PG, strict=True)
+        for p, (prompt, arms_G, actions_G) in enumerate(
+            zip(prompts_P, arms_PG, actions_PG, strict=True)
         )
     ]
+    return Rollout(
+        [row[: len(group)] for row, group in zip(graded_PG, completions_PG, strict=True)],
+        [None if bare is None else row[-1] for row, bare in zip(graded_PG, bare_P, strict=True)],
+    )
+
+
+def _act(
+    policy: Policy, prompt: Prompt, completions_G: Sequence[Completion], bare: Completion | None
+) -> list[Action]:
+    """The group's actions and the bare one's, in a forward of its own: a batch mate would move the
+    group's numbers by float rounding."""
+    actions_G = policy.act(prompt, completions_G)
+    return actions_G if bare is None else [*actions_G, *policy.act(prompt, [bare])]
 
 
 def _noise(group_seed: int, picture: int) -> int:
@@ -275,15 +312,18 @@ def _values(grades: Mapping[str, Grade]) -> dict[str, float | None]:
 
 def training_sequences(
     config: RunConfig,
+    policy: Policy,
+    iteration: int,
     episodes_PG: Sequence[Sequence[Episode]],
     advantages_PG: Sequence[Sequence[float | None]],
 ) -> list[TrainSequence]:
     """What the learner may learn from: graded episodes, in order, group by group.
 
-    UNGRADED episodes are absent. Forced tokens, and all tokens of a truncated completion under
-    `truncated_completions: 'mask'`, are attended to but carry no loss. A group without spread is
-    absent under `zero_spread_groups: 'drop'`. With one update per iteration the learner's own
-    forward gives the old log-probs, so that the ratio is exactly 1: the rollout's stay behind.
+    UNGRADED episodes are absent. Forced tokens, those that the policy leaves out, and all tokens of
+    a truncated completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
+    A group without spread is absent under `zero_spread_groups: 'drop'`. With one update per
+    iteration the learner's own forward gives the old log-probs, so that the ratio is exactly 1: the
+    rollout's stay behind.
     """
     mask_truncated = config.algorithm.truncated_completions == "mask"
     drop_flat = config.algorithm.zero_spread_groups == "drop"
@@ -298,12 +338,15 @@ def training_sequences(
             completion = episode.completion
             masked = mask_truncated and completion.finish == "length"
             forced = completion.forced or (False,) * len(completion.token_ids)
+            wanted = policy.loss_mask(completion, iteration)
             logprobs = episode.action.logprobs if reuse_logprobs else None
             sequences.append(
                 TrainSequence(
                     prompt=episode.prompt,
                     token_ids=completion.token_ids,
-                    loss_mask=tuple(not masked and not f for f in forced),
+                    loss_mask=tuple(
+                        w and not f and not masked for w, f in zip(wanted, forced, strict=True)
+                    ),
                     advantage=advantage,
                     sampler_logprobs=completion.logprobs,
                     old_logprobs=None if logprobs is None else tuple(logprobs.tolist()),

@@ -18,7 +18,7 @@ from rl.algorithm.metrics import Metrics
 from rl.config import RunConfig
 from rl.evaluate import evaluate
 from rl.learner import Learner
-from rl.rollout import Crew, Interrupted, collect
+from rl.rollout import Crew, Interrupted, Rollout, collect
 from rl.sampler import PromptSampler
 from rl.summary import TooManyFailuresError, check_failure_rate
 from rl.sync import sync
@@ -95,17 +95,19 @@ class Run:
         noise_seeds_P: Sequence[int],
         group_ids_P: Sequence[str],
         done: int,
-    ) -> list[list[Episode]] | None:
-        """The iteration's graded episodes; None, on every rank, once any was asked to stop.
+    ) -> Rollout | None:
+        """The iteration's graded episodes, baseline arm included; None, on every rank, once any was
+        asked to stop.
 
         A judge that refuses, or fails too often, stops the run on every rank together: its `done`
         finished iterations are saved first. Raises `JudgeError` or `TooManyFailuresError`.
         """
-        episodes_PG, refusal = None, ""
+        rollout, refusal = None, ""
+        baseline = self.config.baseline_arm == "always" and self.crew.makes_images
         try:
-            episodes_PG = collect(
+            rollout = collect(
                 self.crew, prompts_P, completions_PG, noise_seeds_P, group_ids_P, self.timer,
-                signals.stop_heard,
+                signals.stop_heard, baseline,
             )  # fmt: skip
         except Interrupted:
             pass  # the others hear of it below
@@ -117,13 +119,13 @@ class Run:
             raise JudgeError(refusals[0])
         if signals.stop_requested(self.dist):
             return None
-        assert episodes_PG is not None, "interrupted without a signal"
+        assert rollout is not None, "interrupted without a signal"
         try:
-            check_failure_rate(self.config, episodes_PG, self.dist)
+            check_failure_rate(self.config, rollout.episodes, self.dist)
         except TooManyFailuresError:
             self._save_finished(done)
             raise
-        return episodes_PG
+        return rollout
 
     def _save_finished(self, done: int) -> None:
         """Before the run is stopped by its judge. A first iteration that fails leaves nothing: its

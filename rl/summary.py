@@ -19,6 +19,7 @@ from rl.system.seeding import derive_seed
 from rl.types import Completion, Episode, Status
 
 if TYPE_CHECKING:
+    from rl.rollout import Rollout
     from rl.system.dist import Dist
 
 
@@ -33,11 +34,14 @@ def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
 
 
 def group_rewards(
-    config: RunConfig, iteration: int, episodes_PG: Sequence[Sequence[Episode]], dist: Dist
+    config: RunConfig, iteration: int, rollout: Rollout, dist: Dist
 ) -> tuple[list[list[float | None]], Metrics]:
     """(advantages_PG, metrics) of this rank's groups; None for an UNGRADED episode."""
+    episodes_PG = rollout.episodes
     rewards_PG = [[episode.reward for episode in episodes_G] for episodes_G in episodes_PG]
     metrics = _rollout_metrics(episodes_PG)
+    for episodes_G, baseline in zip(episodes_PG, rollout.baselines, strict=True):
+        add_baseline(metrics, "", episodes_G, baseline)
     local = reward_moments(rewards_PG)
     batch = RewardMoments(*dist.sum_floats([local.total, local.total_of_squares, local.count]))
     metrics.maximum("reward/std", batch.std)
@@ -76,6 +80,18 @@ def _rollout_metrics(episodes_PG: Sequence[Sequence[Episode]]) -> Metrics:
             _add_episode(metrics, episode)
         _add_noise_share(metrics, episodes_G)
     return metrics
+
+
+def add_baseline(
+    metrics: Metrics, prefix: str, episodes_G: Sequence[Episode], baseline: Episode | None
+) -> None:
+    """What the user's own words alone were worth, and what writing gained over them."""
+    if baseline is None or baseline.reward is None:
+        return
+    metrics.add(f"{prefix}baseline_reward", baseline.reward)
+    for episode in episodes_G:
+        if episode.reward is not None:
+            metrics.add(f"{prefix}reward_gain", episode.reward - baseline.reward)
 
 
 def _distinct_share(episodes_G: Sequence[Episode]) -> float:

@@ -66,12 +66,13 @@ def train(run: Run) -> None:
             phase.note(summary.size_of(completions_PG))
         engine.sleep()
         noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
-        episodes_PG = run.collect(prompts_P, completions_PG, noise_P, groups_P, done)
-        if episodes_PG is None:
+        rollout = run.collect(prompts_P, completions_PG, noise_P, groups_P, done)
+        if rollout is None:
             break
-        advantages_PG, metrics = summary.group_rewards(config, iteration, episodes_PG, dist)
+        episodes_PG = rollout.episodes
+        advantages_PG, metrics = summary.group_rewards(config, iteration, rollout, dist)
         with timer.phase("learn") as phase:
-            sequences = training_sequences(config, episodes_PG, advantages_PG)
+            sequences = training_sequences(config, policy, iteration, episodes_PG, advantages_PG)
             metrics.update(learner.update(sequences, iteration))
             phase.note(f"{len(sequences)} completions")
         engine.wake()

@@ -32,6 +32,9 @@ class Gathering:
     def encode_completion(self, text: str) -> Completion:
         return Completion((2,), (0.0,), "stop")
 
+    def bare_completion(self, sample: Sample) -> Completion:
+        return self.encode_completion(sample.instruction)
+
     def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
         self.num_forwards += 1
         assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
@@ -64,7 +67,7 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
         Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
     ]
     with BackgroundLoop() as loop:
-        crew = Crew(run_config(), policy, NoRenderer(), {"fixed": Fixed()}, loop)
+        crew = Crew(run_config(), policy, NoRenderer(), {"fixed": Fixed()}, True, loop)
         metrics = evaluate(crew, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
     seen = dist.reduce(metrics)
     dist.close()
@@ -73,8 +76,9 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
 
 def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Path) -> None:
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
-    # Two and one samples; one and no reference: three forwards on either rank.
-    assert [seen.pop("forwards") for seen in ranks] == [3, 3]
+    # Two and one samples, each with a baseline; one and no reference: five forwards on either rank.
+    assert [seen.pop("forwards") for seen in ranks] == [5, 5]
+    assert ranks[0]["eval/reward_gain"] == 0.0
     assert ranks[0]["eval/reward"] == (0.25 + 0.75 + 0.75) / 3
     assert ranks[0]["eval_reference/reward"] == 0.25
     lines = (tmp_path / "evaluation/it_000000/records.jsonl").read_text().splitlines()

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from rl.config import RunConfig
-from rl.rollout import Crew, Interrupted, collect, training_sequences
+from rl.rollout import Crew, Interrupted, Rollout, collect, training_sequences
 from rl.run import Run
 from rl.summary import TooManyFailuresError, check_failure_rate, group_rewards, size_of
 from rl.system import signals
@@ -58,12 +58,22 @@ class Speller:
         texts = ["".join(chr(96 + i) for i in c.token_ids if i) for c in completions_G]
         return [Action(t, t or None, None if t else "empty: no words") for t in texts]
 
+    def bare_completion(self, sample: Sample) -> Completion:
+        return word("b")
+
+    def loss_mask(self, completion: Completion, iteration: int) -> list[bool]:
+        """In odd iterations the first letter is not trained."""
+        return [place > 0 or iteration % 2 == 0 for place in range(len(completion.token_ids))]
+
 
 class Painter:
     """Paints the noise seed; words beginning with 'x' break it, 'y' is the policy's fault."""
 
     def __init__(self) -> None:
         self.jobs: list[RenderJob] = []
+
+    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+        return list(samples)
 
     def render(
         self, jobs: Sequence[RenderJob]
@@ -96,7 +106,7 @@ class Level:
 @pytest.fixture
 def crew() -> Iterator[Crew]:
     with BackgroundLoop() as loop:
-        yield Crew(run_config(), Speller(), Painter(), {"level": Level()}, loop)
+        yield Crew(run_config(), Speller(), Painter(), {"level": Level()}, True, loop)
 
 
 def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None) -> Completion:
@@ -106,7 +116,7 @@ def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None
 
 def roll(crew: Crew, *completions: Completion, seed: int = 51) -> list[Episode]:
     prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
-    return collect(crew, [prompt], [completions], [seed], ["0/0"], PhaseTimer())[0]
+    return collect(crew, [prompt], [completions], [seed], ["0/0"], PhaseTimer()).episodes[0]
 
 
 def test_three_ways_to_end(crew: Crew) -> None:
@@ -135,14 +145,14 @@ def test_a_group_shares_its_noise_and_equal_completions_are_one_picture(crew: Cr
 def test_several_pictures_of_a_completion_are_averaged() -> None:
     with BackgroundLoop() as loop:
         config = run_config(images_per_completion=3)
-        crew = Crew(config, Speller(), Painter(), {"level": Level()}, loop)
+        crew = Crew(config, Speller(), Painter(), {"level": Level()}, True, loop)
         one, two = roll(crew, word("a"), word("b"))
         levels = [job.noise_seed % 256 / 255 for job in crew.renderer.jobs]
         assert len(levels) == 6 and levels[:3] == levels[3:] and len(set(levels[:3])) == 3
         assert one.reward == pytest.approx(sum(levels[:3]) / 3)
         assert sorted(one.image_rewards) == sorted(levels[:3])
         # Both completions got the same three rewards: all of the variance is the noise's.
-        _, metrics = group_rewards(config, 0, [[one, two]], Dist())
+        _, metrics = group_rewards(config, 0, Rollout([[one, two]], [None]), Dist())
         assert metrics.merge([metrics.state()])["reward/noise_variance_share"] == pytest.approx(1)
 
 
@@ -153,28 +163,56 @@ def test_several_pictures_of_a_completion_are_averaged() -> None:
 def test_truncated_completions(rule: str, reward: float, mask: tuple[bool, ...]) -> None:
     with BackgroundLoop() as loop:
         config = run_config(algorithm={"truncated_completions": rule})
-        crew = Crew(config, Speller(), Painter(), {"level": Level()}, loop)
+        crew = Crew(config, Speller(), Painter(), {"level": Level()}, True, loop)
         cut, _ = episodes = roll(crew, word("ab", finish="length"), word("c"))
         assert cut.reward == reward
-        sequences = training_sequences(config, [episodes], [[0.5, -0.5]])
+        sequences = training_sequences(config, Speller(), 0, [episodes], [[0.5, -0.5]])
         assert sequences[0].loss_mask == (mask or (False, False))
         assert sequences[1].loss_mask == (True,)
 
 
 def test_forced_tokens_and_ungraded_episodes_do_not_train(crew: Crew) -> None:
     episodes = roll(crew, word("abc", forced=(False, True, False)), word("j"))
-    sequences = training_sequences(crew.config, [episodes], [[1.0, None]])
+    sequences = training_sequences(crew.config, crew.policy, 0, [episodes], [[1.0, None]])
     assert len(sequences) == 1
     assert sequences[0].loss_mask == (True, False, True)
     assert sequences[0].token_ids == (1, 2, 3)
     assert sequences[0].sampler_logprobs == (-0.5,) * 3
 
 
+def test_the_policy_says_what_trains_in_which_iteration(crew: Crew) -> None:
+    episodes = roll(crew, word("abc", forced=(False, True, False)), word("d"))
+    odd = training_sequences(crew.config, crew.policy, 1, [episodes], [[1.0, -1.0]])
+    assert [s.loss_mask for s in odd] == [(False, False, True), (False,)]
+
+
+def test_the_baseline_arm_shares_the_noise_and_trains_nothing(crew: Crew) -> None:
+    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
+    rollout = collect(
+        crew, [prompt], [[word("a"), word("c")]], [51], ["0/0"], PhaseTimer(), baseline=True
+    )
+    [baseline] = rollout.baselines
+    assert [e.action.text for e in rollout.episodes[0]] == ["a", "c"]
+    assert (baseline.action.text, baseline.reward) == ("b", 51 / 255)
+    assert {job.noise_seed for job in crew.renderer.jobs} == {51}
+    same = collect(crew, [prompt], [[word("b")]], [51], ["0/0"], PhaseTimer(), baseline=True)
+    assert same.episodes[0][0].image is same.baselines[0].image, "equal words are one picture"
+    assert collect(crew, [prompt], [[word("a")]], [51], ["0/0"], PhaseTimer()).baselines == [None]
+
+
+def test_pictures_known_only_as_codes_are_drawn_before_anyone_looks(crew: Crew) -> None:
+    drawn = replace(Sample("s", "do it"), category="drawn")
+    crew.renderer.illustrate = lambda samples: [drawn for _ in samples]
+    [episode, other] = roll(crew, word("a"), word("c"))
+    assert episode.prompt.sample is drawn and episode.prompt is other.prompt
+    assert crew.renderer.jobs[0].sample is drawn
+
+
 def test_flat_groups_are_dropped_or_kept(crew: Crew) -> None:
     episodes = roll(crew, word("a"), word("b"))
-    assert training_sequences(crew.config, [episodes], [[0.0, 0.0]]) == []
+    assert training_sequences(crew.config, crew.policy, 0, [episodes], [[0.0, 0.0]]) == []
     kept = run_config(algorithm={"zero_spread_groups": "keep"})
-    assert len(training_sequences(kept, [episodes], [[0.0, 0.0]])) == 2
+    assert len(training_sequences(kept, crew.policy, 0, [episodes], [[0.0, 0.0]])) == 2
 
 
 def graded(*rewards: float | None) -> list[Episode]:
@@ -191,13 +229,16 @@ def graded(*rewards: float | None) -> list[Episode]:
 def test_reward_metrics_against_hand_computed_values() -> None:
     config = run_config(algorithm={"advantage_scale": "none"})
     episodes_PG = [graded(0.0, 1.0), graded(0.5, None)]
-    advantages, metrics = group_rewards(config, 0, episodes_PG, Dist())
+    baselines = [graded(0.2)[0], None]
+    advantages, metrics = group_rewards(config, 0, Rollout(episodes_PG, baselines), Dist())
     assert advantages == [[-0.5, 0.5], [0.0, None]]
     seen = metrics.merge([metrics.state()])
     assert seen["reward/mean"] == pytest.approx(0.5)
     assert seen["reward/std"] == pytest.approx(math.sqrt(pvariance([0, 1, 0.5])))
     assert seen["reward/group_std"] == pytest.approx(0.5)
     assert seen["status/ungraded"] == pytest.approx(0.25)
+    assert seen["baseline_reward"] == pytest.approx(0.2)
+    assert seen["reward_gain"] == pytest.approx((-0.2 + 0.8) / 2), "of the group that has one"
     assert seen["groups/zero_spread"] == pytest.approx(0.5)
     assert size_of([[word("ab"), word("c")]]) == "2 completions, 3 tokens"
 
@@ -206,7 +247,8 @@ def test_control_arm_hands_the_same_rewards_to_other_episodes() -> None:
     config = run_config(algorithm={"shuffle_rewards": True, "advantage_scale": "none"})
     episodes_PG = [graded(*[0.1 * g + p for g in range(8)]) for p in range(2)]
     rewards = sorted(e.reward for row in episodes_PG for e in row)
-    shuffled = [group_rewards(config, it, episodes_PG, Dist())[0] for it in (0, 0, 1)]
+    rollout = Rollout(episodes_PG, [None, None])
+    shuffled = [group_rewards(config, it, rollout, Dist())[0] for it in (0, 0, 1)]
     assert shuffled[0] == shuffled[1] != shuffled[2], "a pure function of seed and iteration"
     spread = max(shuffled[0][0]) - min(shuffled[0][0])
     assert spread > 0.75, "rewards crossed the border between groups"
@@ -286,6 +328,6 @@ def test_a_run_that_is_asked_to_stop_collects_nothing(
     prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
     rollout = [prompt], [[word("ab"), word("cd")]], [51], ["0/0"]
     run = run_of(crew, [])
-    assert [e.status for e in run.collect(*rollout, 3)[0]] == [Status.SCORED] * 2
+    assert [e.status for e in run.collect(*rollout, 3).episodes[0]] == [Status.SCORED] * 2
     monkeypatch.setattr(signals._received, "first", signal.SIGTERM)
     assert run.collect(*rollout, 3) is None
