@@ -1,0 +1,89 @@
+"""Which tokens may come next while a picture is written as tokens: one state machine for all.
+
+What: from how far a completion is past its image token, the one id that is forced there, or the
+slice of ids that is open; the same as a mask over logits, and as flags over a finished completion.
+What not: whose grid it is (`Prompt.grid`), sampling (engines), log-probs (policies), codes back out
+of ids (the policy that wrote them). Called by both engines and by policies.
+
+After the image token a picture of h x w codes goes, k = 0, 1, ...:
+
+    k < h (w + 1)       row k // (w + 1): end_of_row at column w, a visual id at the columns before
+    k = h (w + 1)       end_of_frame
+    k = h (w + 1) + 1   end_of_image
+    k > h (w + 1) + 1   end_of_sequence, at which the sampler stops
+
+Axes: `_B` rows (completions decoded together), `_V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rl.types import ImageVocabulary
+
+LANGUAGE = -1
+"""Any id below `visual_start`: the image token has not been written yet."""
+VISUAL = -2
+"""Any id of a code, `visual_start` to `visual_end`."""
+ANY = -3
+"""No constraint: the row has no grid (its height is 0)."""
+
+NO_IMAGE_YET = -1
+"""`num_after_image` of a row whose image token has not been written."""
+
+
+def grammar_ids(
+    num_after_image: torch.Tensor,
+    heights: torch.Tensor,
+    widths: torch.Tensor,
+    vocabulary: ImageVocabulary,
+) -> torch.Tensor:
+    """[B] int64: what may come next, the forced id (>= 0), LANGUAGE, VISUAL or ANY.
+
+    `num_after_image` [B] int64: tokens written after the image token, NO_IMAGE_YET before it;
+    `heights`, `widths` [B] int64: the grid in codes, height 0 for a row without one. Elementwise.
+    """
+    num_in_rows = heights * (widths + 1)
+    at_row_end = num_after_image % (widths + 1) == widths
+    past_rows = num_after_image - num_in_rows
+    kinds = torch.where(at_row_end, vocabulary.end_of_row, VISUAL)
+    kinds = torch.where(past_rows == 0, vocabulary.end_of_frame, kinds)
+    kinds = torch.where(past_rows == 1, vocabulary.end_of_image, kinds)
+    kinds = torch.where(past_rows > 1, vocabulary.end_of_sequence, kinds)
+    kinds = torch.where(num_after_image < 0, LANGUAGE, kinds)
+    return torch.where(heights == 0, ANY, kinds)
+
+
+def mask_logits_(logits_BV: torch.Tensor, kinds: torch.Tensor, vocabulary: ImageVocabulary) -> None:
+    """Leave, in place, -inf on every id that `kinds` [B] (from `grammar_ids`) does not allow.
+
+    A forced id gets logit 0, so that its log-prob is exactly 0 at any temperature and whatever bias
+    it had. Three fills by slice under a [B, 1] condition: no [B, V] mask exists, and on a GPU
+    nothing waits for the device.
+    """
+    closed = float("-inf")
+    kinds_B1 = kinds[:, None]
+    free_B1 = kinds_B1 == ANY
+    start, end = vocabulary.visual_start, vocabulary.visual_end
+    logits_BV[:, :start].masked_fill_(~(free_B1 | (kinds_B1 == LANGUAGE)), closed)
+    logits_BV[:, start:end].masked_fill_(~(free_B1 | (kinds_B1 == VISUAL)), closed)
+    logits_BV[:, end:].masked_fill_(~free_B1, closed)
+    ids_B1 = kinds_B1.clamp(min=0)
+    kept = logits_BV.gather(1, ids_B1)
+    logits_BV.scatter_(1, ids_B1, torch.where(kinds_B1 >= 0, torch.zeros_like(kept), kept))
+
+
+def forced_tokens(
+    token_ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
+) -> tuple[bool, ...]:
+    """[T] True where the grammar left one choice for that token of a completion held to `grid`
+    (h, w)."""
+    if vocabulary.image not in token_ids:
+        return (False,) * len(token_ids)
+    num_before = token_ids.index(vocabulary.image) + 1
+    num_after = torch.arange(len(token_ids) - num_before)
+    height, width = (torch.full_like(num_after, side) for side in grid)
+    forced = grammar_ids(num_after, height, width, vocabulary) >= 0
+    return (False,) * num_before + tuple(forced.tolist())
