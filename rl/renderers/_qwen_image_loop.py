@@ -13,7 +13,7 @@ there a picture repeats exactly only in the same batch.
 from __future__ import annotations
 
 import copy
-import logging
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from rl.renderers._batches import render_or_halve
 from rl.renderers._qwen_image import (
     PATCH_PX,
     QwenImageConfig,
@@ -32,8 +33,6 @@ from rl.renderers._qwen_image import (
 )
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import HiddenStates, RenderFailure, RenderJob, Sample
-
-logger = logging.getLogger(__name__)
 
 NUM_KEPT_SOURCES = 64
 """Source latents kept between batches and calls (0.5 MB each at 1024^2 in bfloat16)."""
@@ -161,7 +160,8 @@ class QwenImageRenderer:
         for bucket, members in buckets.items():
             for start in range(0, len(members), self.config.batch_size):
                 indices = members[start : start + self.config.batch_size]
-                outcomes = self._render_batch([jobs[i] for i in indices], bucket)
+                render = functools.partial(self._render_batch, bucket=bucket)
+                outcomes = render_or_halve(render, [jobs[i] for i in indices])
                 yield from zip(indices, outcomes, strict=True)
 
     def _refuse(self, payload: HiddenStates, bucket: Bucket) -> RenderFailure | None:
@@ -186,21 +186,7 @@ class QwenImageRenderer:
     def _render_batch(
         self, jobs: Sequence[RenderJob], bucket: Bucket
     ) -> list[Image.Image | RenderFailure]:
-        try:
-            return self._to_pictures(self.render_tensor(jobs, bucket))
-        except torch.OutOfMemoryError as error:
-            reason = f"out_of_memory: {error}"
-        except Exception as error:
-            logger.exception("a batch of %d pictures failed", len(jobs))
-            return [RenderFailure(f"exception: {type(error).__name__}: {error}")] * len(jobs)
-        # Outside the `except`, so that the failed attempt's tensors are free before the retry.
-        if len(jobs) == 1:
-            return [RenderFailure(reason)]
-        logger.warning("renderer.batch_size: %d pictures do not fit, trying half", len(jobs))
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        half = len(jobs) // 2
-        return self._render_batch(jobs[:half], bucket) + self._render_batch(jobs[half:], bucket)
+        return self._to_pictures(self.render_tensor(jobs, bucket))
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
