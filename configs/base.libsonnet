@@ -37,11 +37,13 @@
   final_reward: {
     // weighted_sum: sum(w x) / sum(w); geometric_mean: prod(x^w)^(1/sum(w)).
     op: 'weighted_sum',
-    // Reward name (or `<reward>/<part>` for parts scaled 0..1) -> weight; {} = every reward, 1.
+    // Reward name (or `<reward>/<part>` for parts scaled 0..1) -> weight; {} = 1 for every reward
+    // that is not a mere diagnostic.
     weights: {},
   },
 
-  // Where samples come from. Each mixture entry is a plug section plus `weight` (default 1).
+  // Where samples come from. Each mixture entry is a plug section plus `weight` (default 1), or
+  // `coefficient`: its weight is then coefficient x its rows, 1 for all = one big heap.
   data: {
     // Weighted mixture: entry i is drawn with probability weight_i / sum.
     // train: (required)

@@ -1,8 +1,7 @@
-"""From a config to the plugs it names: find them, check that they fit, make them.
+"""From a config to the plugs it names: find them, read their sections, make them.
 
-What: `resolve` (import the plug files and read their sections), `fit_problems` (the rules across
-rooms: what the policy emits and the renderer takes, what rewards need, batch arithmetic) and one
-`build_*` per room. What not: the rules within a section (`validation.py`) and within a plug (its
+What: `resolve` (import the plug files and read their sections) and one `build_*` per room. What
+not: the rules across rooms (`fit.py`), within a section (`validation.py`) and within a plug (its
 own `Config`); the report (`check.py`). Nothing heavy is imported before a `build_*` is called.
 Called by `check.py` before any process starts and by `train.py` on every rank.
 """
@@ -12,16 +11,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl.config import ConfigError, PlugSection, RunConfig
-from rl.system.judge_endpoint import resolve_api_base
 from rl.types import DataSource, Engine, Policy, Renderer, Reward, SamplingParams
 from rl.validation import validate
 
@@ -47,6 +44,9 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "data": ("Config", "provides", "check", "count", "build"),
 }
 """What a plug file of each room exports."""
+
+WEIGHTS = ("weight", "coefficient")
+"""Keys of a training source's section that are the mixture's, not the plug's."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Resolved:
     train: Sequence[Plug]
     train_weights: Sequence[float]
     """Mixture weights of `train`, as given (not normalised)."""
+    weights_per_row: bool
+    """They were given as coefficients: each times its source's rows is the weight."""
     validation: Sequence[Plug]
 
     @property
@@ -95,16 +97,11 @@ def resolve(config: RunConfig) -> Resolved:
         return plug
 
     def find_data(name: str, sections: Sequence[PlugSection]) -> list[Any]:
-        bare = [{k: v for k, v in section.items() if k != "weight"} for section in sections]
+        bare = [{k: v for k, v in section.items() if k not in WEIGHTS} for section in sections]
         return [find("data", f"data.{name}.{i}", section) for i, section in enumerate(bare)]
 
-    weights = [section.get("weight", 1) for section in config.data.train]
-    for i, weight in enumerate(weights):
-        if type(weight) not in (int, float) or not (0 < weight < math.inf):
-            problems.append(f"data.train.{i}.weight: {weight!r} given, must be a number > 0")
-    for i, section in enumerate(config.data.validation):
-        if "weight" in section:
-            problems.append(f"data.validation.{i}.weight: validation is read in order; drop weight")
+    weights, per_row, wrong = _weights(config)
+    problems.extend(wrong)
     resolved = Resolved(
         config=config,
         policy=find("policies", "policy", config.policy),
@@ -116,11 +113,53 @@ def resolve(config: RunConfig) -> Resolved:
         },
         train=find_data("train", config.data.train),
         train_weights=weights,
+        weights_per_row=per_row,
         validation=find_data("validation", config.data.validation),
     )
     if problems:
         raise ConfigError(problems)
-    return resolved
+    return replace(resolved, config=_without_diagnostics(resolved))
+
+
+def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
+    """(`weight` or `coefficient` of each training source, whether they are coefficients, what is
+    wrong with them)."""
+    sources = config.data.train
+    given = [{key: section[key] for key in WEIGHTS if key in section} for section in sources]
+    problems = [
+        f"data.train.{i}.{key}: {value!r} given, must be a number > 0"
+        for i, entry in enumerate(given)
+        for key, value in entry.items()
+        if type(value) not in (int, float) or not (0 < value < math.inf)
+    ]
+    for i, section in enumerate(config.data.validation):
+        problems += [
+            f"data.validation.{i}.{key}: validation is read in order; drop {key}"
+            for key in WEIGHTS
+            if key in section
+        ]
+    per_row = any("coefficient" in entry for entry in given)
+    if per_row and any("coefficient" not in entry or "weight" in entry for entry in given):
+        problems.append(
+            "data.train: give every source a coefficient (its weight is coefficient x rows), or "
+            "none of them"
+        )
+    key = "coefficient" if per_row else "weight"
+    return [entry.get(key, 1) for entry in given], per_row, problems
+
+
+def _without_diagnostics(resolved: Resolved) -> RunConfig:
+    """With no weights given, every reward that is not a mere diagnostic counts once."""
+    config = resolved.config
+    counted = [n for n, plug in resolved.rewards.items() if not _is_diagnostic(plug)]
+    if config.final_reward.weights or len(counted) == len(resolved.rewards):
+        return config
+    final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
+    return config.model_copy(update={"final_reward": final})
+
+
+def _is_diagnostic(plug: Plug) -> bool:
+    return getattr(plug.module, "DIAGNOSTIC", False)
 
 
 def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, list[str]]:
@@ -156,168 +195,6 @@ def plugs_of(room: str) -> list[str]:
     """Names of the plug files that lie in a room."""
     folder = Path(__file__).parent / room
     return sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_"))
-
-
-def fit_problems(resolved: Resolved) -> list[str]:
-    """Everything that keeps these plugs from running together, each with its key and remedy."""
-    return [
-        *_room_problems(resolved),
-        *_reward_problems(resolved),
-        *_judge_problems(resolved),
-        *_learning_problems(resolved),
-        *_batch_problems(resolved.config),
-        *_data_problems(resolved),
-    ]
-
-
-def _room_problems(resolved: Resolved) -> Iterable[str]:
-    policy, renderer = resolved.policy, resolved.renderer
-    accepts, emits = renderer.module.ACCEPTS, policy.module.EMITS
-    if accepts not in emits:
-        yield (
-            f"renderer.type: {renderer.name} takes {accepts}, but policy {policy.name} emits "
-            f"{' or '.join(sorted(emits))}; choose a renderer that takes one of these"
-        )
-    for plug in (policy, renderer):
-        yield from (f"{plug.key}.{problem}" for problem in plug.module.validate(plug.config))
-    length = getattr(resolved.engine.config, "max_model_len", None)
-    longest = resolved.config.sampling.max_completion_tokens
-    prompt = getattr(policy.config, "max_prompt_tokens", 0)
-    if length is not None and length < prompt + longest:
-        yield (
-            f"engine.max_model_len: {length} tokens hold no prompt of {prompt} "
-            f"(policy.max_prompt_tokens) with a completion of {longest} "
-            f"(sampling.max_completion_tokens); needs {prompt + longest}"
-        )
-
-
-def _reward_problems(resolved: Resolved) -> Iterable[str]:
-    if not resolved.rewards:
-        yield "rewards: empty; give at least one, e.g. { viescore: { type: 'viescore' } }"
-    sources = [*resolved.train, *resolved.validation]
-    for plug in resolved.rewards.values():
-        for need in sorted(plug.module.NEEDS):
-            if need == "text":
-                continue
-            if need == "image":
-                if not resolved.renderer.module.MAKES_IMAGES:
-                    makes_none = f"renderer {resolved.renderer.name} makes none"
-                    yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
-                continue
-            named = need if need in ("source", "target", "reference") else f"hidden:{need}"
-            lacking = [s.key for s in sources if named not in s.module.provides(s.config)]
-            if lacking:
-                yield (
-                    f"{plug.key}: needs each sample's {need!r}, which {', '.join(lacking)} does "
-                    "not provide; map a column to it"
-                )
-    known = set(resolved.rewards)
-    for name, plug in resolved.rewards.items():
-        known |= {f"{name}/{part}" for part in getattr(plug.module, "UNIT_PARTS", ())}
-    for name, weight in resolved.config.final_reward.weights.items():
-        if name not in known:
-            yield f"final_reward.weights.{name}: no such reward; known: {', '.join(sorted(known))}"
-        if not 0 <= weight < math.inf:
-            yield f"final_reward.weights.{name}: {weight} given, must be >= 0"
-    weights = resolved.config.final_reward.weights
-    if weights and not any(weights.values()):
-        yield "final_reward.weights: all zero; give at least one reward a weight > 0"
-
-
-def _judge_problems(resolved: Resolved) -> Iterable[str]:
-    judge = resolved.config.judge
-    if not resolved.needs_judge:
-        return
-    if judge.api_base != "embedded":
-        try:
-            resolve_api_base(judge.api_base)
-        except ValueError as error:
-            yield str(error)
-    if judge.api_key_env and judge.api_key_env not in os.environ:
-        yield (
-            f"judge.api_key_env: the environment variable {judge.api_key_env} is not set; export "
-            "the judge's key under that name"
-        )
-
-
-def _learning_problems(resolved: Resolved) -> Iterable[str]:
-    algorithm, optimizer = resolved.config.algorithm, resolved.config.optimizer
-    in_loss = algorithm.kl_coeff > 0 and algorithm.kl_placement == "loss"
-    if in_loss and algorithm.kl_estimator == "k1":
-        yield (
-            "algorithm.kl_estimator: 'k1' in the loss pulls nowhere (on-policy its expected "
-            "gradient is zero); use 'k2' or 'k3', or kl_placement 'reward'"
-        )
-    if algorithm.loss == "dapo" and algorithm.clip_high <= algorithm.clip_low:
-        yield (
-            f"algorithm.clip_high: {algorithm.clip_high} is not above clip_low, so that 'dapo' is "
-            "'grpo'; use 0.28, or loss 'grpo'"
-        )
-    shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
-    if shards and getattr(resolved.engine.module, "SAMPLES_WITH_TRAINER", False):
-        yield (
-            f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
-            "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
-        )
-
-
-def _batch_problems(config: RunConfig) -> Iterable[str]:
-    if (config.num_iterations is None) == (config.num_epochs is None):
-        both = config.num_iterations is not None
-        yield (
-            "num_iterations, num_epochs: both given; keep one"
-            if both
-            else "num_iterations, num_epochs: neither given; set one"
-        )
-    prompts, ranks = config.prompts_per_iteration, config.world_size
-    if prompts % ranks:
-        below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
-        near = f"{below} or {above}" if below else f"{above}"
-        yield (
-            f"prompts_per_iteration: {prompts} prompts cannot be shared by {ranks} ranks "
-            f"(world_size); use {near}"
-        )
-    elif config.optimizer.updates_per_iteration > prompts // ranks:
-        yield (
-            f"optimizer.updates_per_iteration: {config.optimizer.updates_per_iteration} updates, "
-            f"but each rank has only {prompts // ranks} groups an iteration to split among them"
-        )
-    if config.generations_per_prompt == 1:
-        yield (
-            "generations_per_prompt: 1 completion is always its own mean, so nothing is ever "
-            "learnt; use 2 or more (8 is usual)"
-        )
-    if config.optimizer.warmup_iterations >= (config.num_iterations or math.inf):
-        yield (
-            f"optimizer.warmup_iterations: {config.optimizer.warmup_iterations} covers all "
-            f"{config.num_iterations} iterations of the run; make it smaller"
-        )
-    if (
-        config.checkpoint.push_to_hub_every_n_iterations
-        and not config.checkpoint.push_to_hub_repo_id
-    ):
-        yield "checkpoint.push_to_hub_repo_id: empty; name the hub repository to push to"
-
-
-def _data_problems(resolved: Resolved) -> Iterable[str]:
-    data = resolved.config.data
-    if not resolved.train:
-        yield "data.train: empty; give at least one source"
-    if resolved.config.evaluation.every_n_iterations and not resolved.validation:
-        yield (
-            "data.validation: empty, and evaluation.every_n_iterations asks for a held-out run; "
-            "give a source or set that key to 0"
-        )
-    template = resolved.renderer.module.prompt_template(resolved.renderer.config)
-    needs_picture = template is not None and "{image}" in template.text
-    for plug in [*resolved.train, *resolved.validation]:
-        found = plug.module.check(plug.config, data.on_bad_row, data.max_image_side_px)
-        yield from (f"{plug.key}: {problem}" for problem in found)
-        if needs_picture and "source" not in plug.module.provides(plug.config):
-            yield (
-                f"{plug.key}: renderer {resolved.renderer.name} edits a picture, and these samples "
-                "have no source; map a column to it"
-            )
 
 
 def num_iterations(config: RunConfig, num_samples: int) -> int:
@@ -382,15 +259,20 @@ def _readable(plug: Plug) -> Iterator[None]:
         ) from error
 
 
-def build_rewards(
-    resolved: Resolved, judge: JudgeClient | None, dist: Dist
-) -> dict[str, Reward]:
+def build_rewards(resolved: Resolved, judge: JudgeClient | None, dist: Dist) -> dict[str, Reward]:
     """Every reward, over one judge client (None when no reward asks one)."""
     rewards: dict[str, Reward] = {}
     for name, plug in resolved.rewards.items():
         with _readable(plug):
             rewards[name] = plug.module.build(plug.config, judge, dist.device)
     return rewards
+
+
+def mixture_weights(resolved: Resolved, sources: Sequence[DataSource]) -> list[float]:
+    """Weight of each training source, not normalised."""
+    if not resolved.weights_per_row:
+        return list(resolved.train_weights)
+    return [w * len(s) for w, s in zip(resolved.train_weights, sources, strict=True)]
 
 
 def build_data(resolved: Resolved, plugs: Sequence[Plug]) -> list[DataSource]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl import build
+from rl import build, fit
 from rl.config import ConfigError, RunConfig, listed
 from rl.system import memory_plan
 from rl.system.checkpoint import problem_of
@@ -30,7 +30,7 @@ def problems(config: RunConfig) -> list[str]:
         resolved = build.resolve(config)
     except ConfigError as error:
         return list(error.problems)
-    return build.fit_problems(resolved) + _resume(config)[1]
+    return fit.fit_problems(resolved) + _resume(config)[1]
 
 
 def report(config: RunConfig, gpu_gb: float) -> int:
@@ -45,7 +45,7 @@ def report(config: RunConfig, gpu_gb: float) -> int:
     _print_block("batch", _batch_lines(resolved))
     _print_block(f"memory per GPU, against {gpu_gb:g} GB", _memory_lines(resolved, gpu_gb))
     _print_block("judge", _judge_lines(resolved))
-    return _print_problems(build.fit_problems(resolved) + conflicts)
+    return _print_problems(fit.fit_problems(resolved) + conflicts)
 
 
 def _print_block(title: str, lines: Iterable[str]) -> None:

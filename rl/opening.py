@@ -129,7 +129,7 @@ def _open_data(
     on_bad_row = config.data.on_bad_row
     sampler = PromptSampler(
         sources,
-        resolved.train_weights,
+        build.mixture_weights(resolved, sources),
         config.seed,
         config.prompts_per_iteration,
         on_bad_row,

@@ -201,6 +201,39 @@ def test_mixture_weights(tmp_path: Path) -> None:
     ]
 
 
+def test_coefficients_weigh_sources_by_their_rows(tmp_path: Path) -> None:
+    source = tiny_config.real(tmp_path)["data"]["train"][0]
+    mixture = [source | {"coefficient": 0.5}, source | {"coefficient": 3}]
+    resolved = build.resolve(config_of(tmp_path, data={"train": mixture}))
+    assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30]
+    assert problems_of(tmp_path, data={"train": [mixture[0], source]}) == [
+        "data.train: give every source a coefficient (its weight is coefficient x rows), or none of "
+        "them"
+    ]
+
+
+def test_diagnostics_do_not_count_unless_named(tmp_path: Path) -> None:
+    glance = {"type": "tiny_plugs.glance"}
+    both = {"vie": RIGHT, "glance": glance}
+    assert build.resolve(config_of(tmp_path, rewards=both)).config.final_reward.weights == {
+        "vie": 1
+    }
+    named = {"weights": {"glance": 2.0}}
+    resolved = build.resolve(config_of(tmp_path, rewards=both, final_reward=named))
+    assert resolved.config.final_reward.weights == {"glance": 2}
+    assert build.resolve(config_of(tmp_path)).config.final_reward.weights == {}
+    [only] = problems_of(tmp_path, rewards={"glance": glance})
+    assert only.startswith("rewards: only diagnostics, which do not count by themselves")
+
+
+def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, policy={"type": "tiny_plugs.reads_codes"})
+    assert (
+        "policy.type: tiny_plugs.reads_codes reads each sample's 'source_codes', which data.train.0 "
+        "does not provide; tokenise the data with scripts/prepare_data.py"
+    ) in found
+
+
 def test_epochs_become_iterations(tmp_path: Path) -> None:
     config = config_of(tmp_path, num_iterations=None, num_epochs=3)
     assert build.num_iterations(config, num_samples=10) == 8, "30 prompts in batches of 4"

@@ -26,10 +26,10 @@ CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 PLUGS = [(room, name) for room in build.ROOMS for name in build.plugs_of(room)]
 
 FLOORS = [
-    {"types", "config", "validation"},
+    {"types", "config", "earl_fields", "jsonnet", "validation"},
     {"algorithm", "system", "tiny_world"},
     set(build.ROOMS),
-    {"build", "learner", "rollout", "sampler", "summary", "sync"},
+    {"build", "fit", "learner", "rollout", "sampler", "summary", "sync"},
     {"check", "evaluate"},
     {"run"},
     {"opening"},

@@ -7,7 +7,7 @@ from rl.config import Section
 EMITS = frozenset({"text"})
 ACCEPTS = "text"
 MAKES_IMAGES = False
-NEEDS = frozenset({"text"})
+NEEDS: frozenset[str] = frozenset()
 NEEDS_JUDGE = False
 
 

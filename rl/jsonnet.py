@@ -1,0 +1,106 @@
+"""A Jsonnet file and the command line's overrides, as plain values.
+
+What: `evaluate`, with `APP__` environment variables as external ones and every mistake as a
+sentence that names its place. What not: what the values mean (`config.py`). Called by `config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import _jsonnet
+
+_SET = """
+local set(x, path, value, key) =
+  if path == [] then value
+  else if std.isObject(x) then
+    x { [path[0]]: set(if path[0] in super then super[path[0]] else {}, path[1:], value, key) }
+  else if std.isArray(x) then
+    assert std.member([std.toString(i) for i in std.range(0, std.length(x) - 1)], path[0])
+           : "override %s: no entry %s; the list's %d entries are counted from 0"
+             % [key, path[0], std.length(x)];
+    std.mapWithIndex(
+      function(i, item)
+        if path[0] == std.toString(i) then set(item, path[1:], value, key) else item,
+      x
+    )
+  else error 'override %s: %s lies in a plain value, not in a section' % [key, path[0]];
+"""
+"""An override as Jsonnet: rebuilt with `super`, so that the file's own references see it."""
+
+
+def evaluate(
+    path: Path, overrides: Sequence[str], env: Mapping[str, str]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The file with its overrides as plain values. A missing variable is noted and stood in for,
+    so that the rest of the file is still checked."""
+    variables = {name: value for name, value in env.items() if name.startswith("APP__")}
+    problems = []
+    text = f"import {json.dumps(str(path.resolve()))}"
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not all(key.split(".")):
+            problems.append(f"override {override!r}: write key.sub=value")
+            continue
+        try:
+            literal = _jsonnet_value(value, variables)
+        except ValueError as error:
+            problems.append(f"override {key}: {error}")
+            continue
+        text = f"set({text}, {json.dumps(key.split('.'))}, {literal}, {json.dumps(key)})"
+    while True:
+        try:
+            values = json.loads(
+                _jsonnet.evaluate_snippet("overrides", _SET + text, ext_vars=variables)
+            )
+        except RuntimeError as error:
+            missing = re.search(r"undefined external variable: (\w+)", str(error))
+            if missing is None:
+                # With stand-ins in place, what Jsonnet says next may be their fault.
+                return None, problems or [_jsonnet_problem(str(error), path)]
+            name = missing[1]
+            variables[name] = name
+            problems.append(_missing_variable(name, str(error)))
+            continue
+        if isinstance(values, dict):
+            return values, problems
+        return None, [f"{path}: a config is an object {{ ... }}, this is a {type(values).__name__}"]
+
+
+def _jsonnet_value(text: str, variables: Mapping[str, str]) -> str:
+    """An override's right-hand side as a JSON literal."""
+    try:
+        return str(_jsonnet.evaluate_snippet("value", text, ext_vars=dict(variables)))
+    except RuntimeError as error:
+        if text[:1] in ("{", "[", "'", '"') or "external variable" in str(error):
+            raise ValueError(f"{text} is not Jsonnet: {str(error).splitlines()[0]}") from error
+        return json.dumps(text)
+
+
+def _missing_variable(name: str, error: str) -> str:
+    used = f" (used at {_place(error)})" if _place(error) else ""
+    if not name.startswith("APP__"):
+        return f"std.extVar('{name}'){used}: only environment variables named APP__... can be read"
+    return f"set the environment variable {name}{used}"
+
+
+def _jsonnet_problem(error: str, path: Path) -> str:
+    message = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.splitlines()[0])
+    place = _place(error)
+    if message.startswith("override ") or (place and place in message):
+        return message
+    return f"{message} (at {place})" if place else f"{path}: {message}"
+
+
+def _place(error: str) -> str:
+    """file:line of the first frame of a Jsonnet error that lies in a file."""
+    for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
+        if Path(file).is_file():
+            near = os.path.relpath(file)
+            return f"{file if near.startswith('..') else near}:{line}"
+    return ""
