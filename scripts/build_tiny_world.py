@@ -8,6 +8,7 @@ Everything is seeded and runs on one CPU thread. Stages, and minutes on one core
     drift       2   short LoRA fine-tunings that stand in for what training does to the policy
     editor     35   QwenImageTransformer2DModel, conditioned on the (drifted) policy's states
     export     <1   fp16 safetensors into rl/tiny_world/weights
+    reasoner    5   a policy that answers questions, from the shipped one
 
 A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend
 on `policy` and `drift`: with two cores, run `--only vae` beside `--only tokenizer policy drift`.
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-STAGES = ("tokenizer", "vae", "policy", "drift", "editor", "export")
+STAGES = ("tokenizer", "vae", "policy", "drift", "editor", "export", "reasoner")
 
 
 def main() -> None:

@@ -23,7 +23,9 @@ LIMIT_BYTES = 10_000_000
 
 
 def build(work: Path, target: Path = WEIGHTS) -> None:
-    shutil.rmtree(target, ignore_errors=True)
+    folders = (target / "policy", target / "editor")
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     save(load_policy(work / "policy").half(), target / "policy")
     AutoTokenizer.from_pretrained(work / "policy").save_pretrained(target / "policy")
     Qwen2VLImageProcessorPil.from_pretrained(work / "policy").save_pretrained(target / "policy")
@@ -33,7 +35,7 @@ def build(work: Path, target: Path = WEIGHTS) -> None:
         cls.from_pretrained(work / name, torch_dtype=torch.float16).save_pretrained(folder)
         _forget_origin(folder / "config.json")
     FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(target / "editor" / "scheduler")
-    num_bytes = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
+    num_bytes = sum(f.stat().st_size for d in folders for f in d.rglob("*") if f.is_file())
     print(f"export: {num_bytes / 1e6:.2f} MB", flush=True)
     if num_bytes >= LIMIT_BYTES:
         raise ValueError(f"the weights are {num_bytes} bytes, the limit is {LIMIT_BYTES}")

@@ -119,7 +119,7 @@ def _initialise(policy) -> None:
 def _learn_to_look(reader: Reader, rng: random.Random, steps: int, batch: int = 32) -> None:
     """Image tokens learn to point at the embeddings of the colour and shape they show."""
     visual = reader.policy.model.visual
-    optimizer, schedule = _optimizer(visual.parameters(), steps, peak_rate=2e-3)
+    optimizer, schedule = make_optimizer(visual.parameters(), steps, peak_rate=2e-3)
     tables = [[reader.tokens(f" {word}")[0] for word in words] for words in (COLOURS, SHAPES)]
     embedding = reader.policy.get_input_embeddings().weight.detach()
     for step in range(1, steps + 1):
@@ -132,7 +132,7 @@ def _learn_to_look(reader: Reader, rng: random.Random, steps: int, batch: int = 
             F.cross_entropy((seen @ embedding[ids].T).flatten(0, 1), labels, ignore_index=-1)
             for ids, labels in zip(tables, wanted, strict=True)
         ]
-        _step(sum(losses), visual.parameters(), optimizer, schedule)
+        take_step(sum(losses), visual.parameters(), optimizer, schedule)
         if step % 50 == 0:
             print(f"look {step}", [round(loss.item(), 3) for loss in losses], flush=True)
 
@@ -152,7 +152,7 @@ def _learn_to_write(
     reader: Reader, rng: random.Random, steps: int, plan: Lessons, batch: int = 32
 ) -> None:
     policy, read_out = reader.policy, RoleReadOut(reader)
-    optimizer, schedule = _optimizer(policy.parameters(), steps, plan.peak_rate)
+    optimizer, schedule = make_optimizer(policy.parameters(), steps, plan.peak_rate)
     log: dict[str, list[float]] = {}
     for step in range(1, steps + 1):
         scenes = [make_scene(rng) for _ in range(batch)]
@@ -162,7 +162,7 @@ def _learn_to_write(
         nll = -reader.log_probs(reading) * reading.written[:, 1:]
         identity = read_out.loss(reading)
         loss = nll.sum() / reading.written.sum() + identity
-        _step(loss, policy.parameters(), optimizer, schedule)
+        take_step(loss, policy.parameters(), optimizer, schedule)
         log.setdefault("identity", []).append(identity.item())
         for kind, loss in zip(kinds, nll.sum(1).tolist(), strict=True):
             log.setdefault(kind, []).append(loss)
@@ -273,13 +273,13 @@ def p_right(reader: Reader, num: int = 128) -> dict[str, float]:
     }
 
 
-def _optimizer(parameters, steps: int, peak_rate: float):
+def make_optimizer(parameters, steps: int, peak_rate: float):
     optimizer = torch.optim.AdamW(parameters, peak_rate, (0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_rate, steps, pct_start=0.05)
     return optimizer, schedule
 
 
-def _step(loss, parameters, optimizer, schedule) -> None:
+def take_step(loss, parameters, optimizer, schedule) -> None:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()

@@ -1,8 +1,8 @@
 """One forward of the policy over [prompt + description], cheap because the prefix is shared.
 
-The 64-token system prefix is the same for everybody and comes before the picture, so it runs once
-per batch and its keys and values are shared. What comes out are the hidden states after the
-prefix: exactly what the image editor is conditioned on.
+The system prefix (64 tokens for the editor's policy) is the same for everybody and comes before the
+picture, so it runs once per batch and its keys and values are shared. What comes out are the hidden
+states after the prefix: exactly what the image editor is conditioned on.
 
 Legend: B batch, L positions after the prefix, V vocabulary.
 """
@@ -50,9 +50,9 @@ def patchify(pictures: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
 class Reader:
     """Tokenises once, remembers, and runs the language model after the shared prefix."""
 
-    def __init__(self, policy, tokenizer) -> None:
+    def __init__(self, policy, tokenizer, prefix: str = PREFIX) -> None:
         self.policy, self.tokenizer = policy, tokenizer
-        self.prefix = torch.tensor([tokenizer(PREFIX).input_ids])
+        self.prefix = torch.tensor([tokenizer(prefix).input_ids])
         self.image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self._memory: dict[str, list[int]] = {}
 

@@ -52,7 +52,7 @@ CHAT_TEMPLATE = (
 
 
 def build(work: Path) -> None:
-    tokenizer = _train()
+    tokenizer = train(_corpus())
     num_prefix = len(tokenizer(PREFIX).input_ids)
     if num_prefix != PREFIX_TOKENS:
         raise ValueError(f"the prompt prefix is {num_prefix} tokens, it must be {PREFIX_TOKENS}")
@@ -60,17 +60,22 @@ def build(work: Path) -> None:
         text = word if word in ("turn", "remove") else f" {word}"
         if len(tokenizer(text).input_ids) != 1:
             raise ValueError(f"{text!r} is not one token")
-    tokenizer.save_pretrained(work / "policy")
+    save(tokenizer, work / "policy")
+    print(f"tokenizer: {len(tokenizer)} tokens, prefix {num_prefix}", flush=True)
+
+
+def save(tokenizer: Qwen2Tokenizer, folder: Path) -> None:
+    """With the image processor, which is the same for every tiny Qwen2.5-VL."""
+    tokenizer.save_pretrained(folder)
     Qwen2VLImageProcessorPil(
         patch_size=8,
         merge_size=2,
         temporal_patch_size=2,
         size={"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
-    ).save_pretrained(work / "policy")
-    print(f"tokenizer: {len(tokenizer)} tokens, prefix {num_prefix}", flush=True)
+    ).save_pretrained(folder)
 
 
-def _train() -> Qwen2Tokenizer:
+def _corpus() -> list[str]:
     rng, corpus = random.Random(0), []
     for _ in range(2000):
         scene = make_scene(rng)
@@ -79,7 +84,12 @@ def _train() -> Qwen2Tokenizer:
         corpus.append(f"{clause(*words)} {clause(*words)}")
         corpus.append(f"a {words[0]} {words[1]}. what color is the {words[1]}. the {words[0]}.")
         corpus.append("what is in the picture")
-    corpus += [SYSTEM_PROMPT] * 200 + ["system\n", "user\n", "assistant\n"] * 200
+    return corpus + [SYSTEM_PROMPT] * 200
+
+
+def train(corpus: list[str]) -> Qwen2Tokenizer:
+    """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template."""
+    corpus = corpus + ["system\n", "user\n", "assistant\n"] * 200
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
