@@ -1,0 +1,167 @@
+"""A tiny Stable Diffusion 3 of the real classes, random but with visible conditioning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+
+from rl.renderers import sd3
+from rl.renderers._sd3_loop import SD3Parts, SD3Renderer
+from rl.renderers._sd3_text import TextParts
+from rl.system.wheels import mend_mismatched_wheels
+from rl.types import RenderJob, Sample
+
+mend_mismatched_wheels()
+
+from diffusers import (  # noqa: E402
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from transformers import (  # noqa: E402
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+STATES_DIM = 96
+TINY = {
+    "type": "sd3",
+    "model_path": "tiny/sd3",
+    "dtype": "float32",
+    "num_steps": 4,
+    "height_px": 64,
+    "width_px": 64,
+    "max_t5_tokens": 32,
+}
+PROMPTS = ("a purple rabbit eating carrots", "a green cat", "a square wheel rolling downhill")
+
+
+def clip_tokenizer() -> Any:
+    """One token per byte (another at a word's end), CLIP's markers and its length of 77."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(letter + "</w>" for letter in alphabet)]
+    words += ["<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(
+        vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77
+    )
+
+
+def t5_tokenizer() -> Any:
+    """One token per letter."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    pieces += [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=256)
+
+
+def _clip_encoder(tokenizer: Any) -> Any:
+    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in _ENDS}
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_hidden_layers=3,
+        projection_dim=32,
+        **ends,
+    )
+    return CLIPTextModelWithProjection(config)
+
+
+_ENDS = ("bos", "eos", "pad")
+
+
+def make_parts(scheduler_config: dict[str, Any] | None = None) -> SD3Parts:
+    torch.manual_seed(0)
+    tokenizer, tokenizer_3 = clip_tokenizer(), t5_tokenizer()
+    encoders = (_clip_encoder(tokenizer), _clip_encoder(tokenizer))
+    t5 = T5Config(
+        vocab_size=len(tokenizer_3), d_model=STATES_DIM, d_kv=16, d_ff=64, num_layers=2, num_heads=4
+    )
+    encoder_3 = T5EncoderModel(t5)
+    transformer = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=STATES_DIM,
+        caption_projection_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+        pos_embed_max_size=16,
+    )
+    vae = AutoencoderKL(
+        sample_size=64,
+        block_out_channels=(8, 8, 16, 16),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0609,
+        scaling_factor=1.5305,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+    )
+    # The default init all but ignores text and time.
+    for module, std in ((transformer, 0.15), *((encoder, 0.3) for encoder in encoders)):
+        for parameter in module.parameters():
+            if parameter.ndim >= 2:
+                torch.nn.init.normal_(parameter, std=std)
+    for module in (transformer, vae, encoder_3, *encoders):
+        module.eval().requires_grad_(False)
+    return SD3Parts(
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(**(scheduler_config or {"shift": 3.0})),
+        text=TextParts((tokenizer, tokenizer), encoders, tokenizer_3, encoder_3),
+    )
+
+
+def stock_pipeline(parts: SD3Parts) -> Any:
+    text = parts.text
+    pipeline = StableDiffusion3Pipeline(
+        transformer=parts.transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config),
+        vae=parts.vae,
+        text_encoder=text.encoders[0],
+        tokenizer=text.tokenizers[0],
+        text_encoder_2=text.encoders[1],
+        tokenizer_2=text.tokenizers[1],
+        text_encoder_3=text.encoder_3,
+        tokenizer_3=text.tokenizer_3,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def save_sd3(parts: SD3Parts, folder: Path) -> None:
+    """As the released checkpoints lie on disk."""
+    stock_pipeline(parts).save_pretrained(folder)
+
+
+def make_renderer(parts: SD3Parts, **changes: object) -> SD3Renderer:
+    return SD3Renderer(sd3.Config(**{**TINY, **changes}), parts)
+
+
+def make_job(prompt: str, noise_seed: int) -> RenderJob:
+    return RenderJob(Sample(id=prompt[:40], instruction=prompt), prompt, noise_seed)
+
+
+def make_jobs(prompts: Sequence[str] = PROMPTS) -> list[RenderJob]:
+    return [make_job(prompt, seed) for seed, prompt in enumerate(prompts)]
+
+
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Decoder output -1..1 -> 0..1, as before the rounding to uint8."""
+    return (tensor * 0.5 + 0.5).clamp(0, 1)
