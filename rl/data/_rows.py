@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from rl.config import Section
 from rl.data._pictures import UnusableError, check_header, decode, locate
 from rl.types import Sample
@@ -41,6 +43,8 @@ class Columns(Section):
     """The user's words (edit instruction, question or prompt); every row needs them."""
     source: str = "image"
     """Source picture: a path, or an image cell; '' = rows have none."""
+    source_optional: bool = False
+    """True: a row without that cell, or with null in it, is a text-only sample."""
     target: str = "target_image"
     """Reference edit, a picture for rewards only; '' = not read. Name it when a reward needs it."""
     reference: str = ""
@@ -52,10 +56,21 @@ class Columns(Section):
     hidden: dict[str, str] = {}
     """Name -> column: what rewards may see and the policy may not (answers, labels)."""
 
+    @model_validator(mode="after")
+    def _nothing_hidden_is_shown(self) -> Columns:
+        for name, column in self.hidden.items():
+            if column in (self.instruction, self.source):
+                raise ValueError(
+                    f"hidden.{name}: column {column!r} is also what the policy reads; name the "
+                    "column that holds the answer alone"
+                )
+        return self
+
     def required(self) -> list[str]:
         """The columns every row must have."""
         by_choice = [key for key in ("target", "id", "category") if key in self.model_fields_set]
-        keys = ["instruction", "source", "reference", *by_choice]
+        source = () if self.source_optional else ("source",)
+        keys = ["instruction", *source, "reference", *by_choice]
         return [name for name in [*(getattr(self, k) for k in keys), *self.hidden.values()] if name]
 
     def pictures(self) -> dict[str, str]:
