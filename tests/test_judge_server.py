@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-import torch
 from PIL import Image
 
 from rl.config import JudgeConfig
@@ -18,8 +17,6 @@ from rl.tiny_world import scenes
 from rl.tiny_world.judge_server import JudgeServer
 from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
 from rl.types import Evidence, Grade, Sample
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def _grade(server: JudgeServer, plug: object, evidence: Evidence, **config: obje
     async def run() -> Grade:
         client = JudgeClient(JudgeConfig(model="tiny-judge"), server.api_base)
         await client.check_health()
-        grade = await plug.build(plug.Config(**config), client, CPU).grade(evidence)  # type: ignore[attr-defined]
+        grade = await plug.build(plug.Config(**config), client, "cpu").grade(evidence)  # type: ignore[attr-defined]
         await client.aclose()
         return grade
 

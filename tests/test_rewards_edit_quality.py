@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from pydantic import ValidationError
-from tiny_faulty_judge import Fault, FaultyJudge, quick_config
+from tiny_faulty_judge import Fault, FaultyJudge
+from tiny_rewards import ask
 
 from rl.rewards import edit_quality
-from rl.system.judge_client import JudgeClient, JudgeRefused
+from rl.system.judge_client import JudgeRefused
 from rl.types import Evidence, Grade, Sample
 
-CPU = torch.device("cpu")
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
 EVIDENCE = Evidence(Sample("a", "paint the sky red", source=SOURCE), "a rewrite", EDITED)
@@ -26,15 +24,7 @@ def marks(alignment: float, quality: float) -> Fault:
 
 
 def grade(judge: FaultyJudge, evidence: Evidence = EVIDENCE, **config: Any) -> Grade:
-    async def run() -> Grade:
-        client = JudgeClient(quick_config(max_attempts=1, max_concurrency=1), judge.api_base)
-        result = await edit_quality.build(edit_quality.Config(**config), client, CPU).grade(
-            evidence
-        )
-        await client.aclose()
-        return result
-
-    return asyncio.run(run())
+    return ask(edit_quality, judge, evidence, config, max_attempts=1, max_concurrency=1)
 
 
 def test_three_readings_by_hand() -> None:

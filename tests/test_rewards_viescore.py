@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
+from tiny_rewards import ask
 
 from rl.rewards import viescore
 from rl.system.judge_client import JudgeClient, JudgeRefused
 from rl.types import Evidence, Grade, Sample
 
-CPU = torch.device("cpu")
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
 EVIDENCE = Evidence(Sample("a", "paint the {sky} red", source=SOURCE), "a rewrite", EDITED)
@@ -41,13 +39,7 @@ def scores(first: float, second: float) -> Fault:
 
 
 def grade(judge: FaultyJudge, evidence: Evidence = EVIDENCE, **config: Any) -> Grade:
-    async def run() -> Grade:
-        client = JudgeClient(quick_config(max_attempts=2), judge.api_base)
-        result = await viescore.build(viescore.Config(**config), client, CPU).grade(evidence)
-        await client.aclose()
-        return result
-
-    return asyncio.run(run())
+    return ask(viescore, judge, evidence, config)
 
 
 def test_minimum_and_geometric_mean_by_hand() -> None:
@@ -92,14 +84,8 @@ def test_repeats_are_averaged_over_those_that_could_be_had() -> None:
     bad = Fault(reply="no idea")
     with PairJudge([scores(5, 5), scores(10, 10), bad], [scores(5, 5), scores(10, 10)]) as judge:
         # One at a time, so that the scripted order is the order of the repeats.
-        async def run() -> Grade:
-            client = JudgeClient(quick_config(max_attempts=2, max_concurrency=1), judge.api_base)
-            config = viescore.Config(n_evals=3, temperature=0.7)
-            result = await viescore.build(config, client, CPU).grade(EVIDENCE)
-            await client.aclose()
-            return result
-
-        result = asyncio.run(run())
+        config = {"n_evals": 3, "temperature": 0.7}
+        result = ask(viescore, judge, EVIDENCE, config, max_concurrency=1)
     assert result.value == pytest.approx(0.75) and result.parts["edit_success"] == 7.5
     assert result.failure is None and result.replies.count("no idea") == 2
     assert {r["seed"] // 1000 for r in judge.requests} == {0, 1, 2}
@@ -168,4 +154,4 @@ def test_a_prompt_without_the_instruction_is_refused(tmp_path: Path) -> None:
 def test_repeats_at_the_judges_own_temperature_0_are_refused() -> None:
     client = JudgeClient(quick_config(temperature=0), "http://127.0.0.1:1/v1")
     with pytest.raises(ValueError, match="buys one answer 3 times"):
-        viescore.build(viescore.Config(n_evals=3), client, CPU)
+        viescore.build(viescore.Config(n_evals=3), client, "cpu")

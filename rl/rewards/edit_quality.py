@@ -9,22 +9,20 @@ What not: HTTP, retries, reading of replies (`rl/system/judge_*.py`). Called by 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
 from rl.config import Section
+from rl.rewards._readings import mean_grade
 from rl.system.judge_question import Question, fill_prompt, read_prompt, repeat_temperature
 from rl.system.judge_reply import fields_schema, read_fields
 from rl.types import Evidence, Grade
 
 if TYPE_CHECKING:
-    import torch
-
-    from rl.system.judge_client import Answer, JudgeClient
+    from rl.system.judge_client import JudgeClient
 
 NEEDS = frozenset({"source", "image"})
 NEEDS_JUDGE = True
@@ -93,19 +91,16 @@ class EditQuality:
         answers = await asyncio.gather(
             *(self._judge.ask(question, _read_pair, n) for n in range(self._config.n_evals))
         )
-        return self._combine(answers)
+        readings = [
+            dict(zip(FIELDS, answer.value, strict=True))
+            for answer in answers
+            if answer.value is not None
+        ]
+        return mean_grade(answers, readings, self._weigh)
 
-    def _combine(self, answers: Sequence[Answer[Pair]]) -> Grade:
-        readings = [answer.value for answer in answers if answer.value is not None]
-        replies = tuple(reply for answer in answers for reply in answer.replies)
-        seconds = max(answer.seconds for answer in answers)
-        if not readings:
-            return Grade(None, replies=replies, failure=answers[0].failure, seconds=seconds)
-        alignment, quality = (fmean(column) for column in zip(*readings, strict=True))
+    def _weigh(self, parts: Mapping[str, float]) -> float:
         weights = self._config.alignment_weight, self._config.quality_weight
-        value = (weights[0] * alignment + weights[1] * quality) / sum(weights)
-        parts = {"alignment": alignment, "quality": quality}
-        return Grade(value, parts, replies, seconds=seconds)
+        return (weights[0] * parts["alignment"] + weights[1] * parts["quality"]) / sum(weights)
 
 
 def _read_pair(text: str) -> Pair:
@@ -113,6 +108,6 @@ def _read_pair(text: str) -> Pair:
     return alignment, quality
 
 
-def build(config: Config, judge: JudgeClient, device: torch.device) -> EditQuality:
+def build(config: Config, judge: JudgeClient, device: str) -> EditQuality:
     """The reward."""
     return EditQuality(config, judge)

@@ -1,0 +1,89 @@
+"""How near an edit comes to the reference edit, by the judge's eye (after EARL's GroundScore).
+
+The judge sees the reference (`Sample.target`) and the policy's picture; neither the source nor the
+instruction. `score` is 0-10, the value a tenth of it. `sqrt(viescore_pq x ground_score)` is
+`final_reward: { op: 'geometric_mean', weights: { 'viescore/pq_01': 1, ground_score: 1 } }`.
+
+What not: HTTP, retries, reading of replies (`rl/system/judge_*.py`). Called by the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import model_validator
+
+from rl.rewards._readings import RepeatsConfig, mean_grade
+from rl.system.judge_question import Question, read_prompt
+from rl.system.judge_reply import fields_schema, read_fields
+from rl.types import Evidence, Grade
+
+if TYPE_CHECKING:
+    from rl.system.judge_client import JudgeClient
+
+NEEDS = frozenset({"target", "image"})
+NEEDS_JUDGE = True
+
+PROMPTS = Path(__file__).parent / "prompts"
+FIELDS = ("score",)
+
+
+class Config(RepeatsConfig):
+    """Which words the judge is asked in, and how often."""
+
+    type: str = "ground_score"
+    """This plug."""
+    prompt: str = ""
+    """File with the question; '' = ours. The reference precedes the text, the policy's picture
+    follows it."""
+
+    @model_validator(mode="after")
+    def _prompt_can_be_read(self) -> Config:
+        self.read_prompt()
+        return self
+
+    def read_prompt(self) -> str:
+        """Raises ValueError naming the key."""
+        path = Path(self.prompt or PROMPTS / "ground_score.txt")
+        return read_prompt(path, "prompt", needs_instruction=False)
+
+
+def num_questions(config: Config) -> int:
+    """Requests to the judge per picture."""
+    return config.n_evals
+
+
+class GroundScore:
+    """Grades one picture with `n_evals` questions, all at once."""
+
+    def __init__(self, config: Config, judge: JudgeClient) -> None:
+        self._judge = judge
+        self._prompt = config.read_prompt()
+        self._num_evals = config.n_evals
+        self._temperature = config.temperature_with(judge)
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        """Value in [0, 1]. A judge in trouble gives a Grade without value, never an exception;
+        `JudgeRefused` (a wrong set-up) passes through."""
+        target = evidence.sample.target
+        if target is None or evidence.image is None:
+            return Grade(None, failure="no_image: ground_score needs a reference and a rendering")
+        parts = (target, self._prompt, evidence.image)
+        question = Question(parts, fields_schema(FIELDS, 0, 10), self._temperature)
+        answers = await asyncio.gather(
+            *(self._judge.ask(question, _read_score, n) for n in range(self._num_evals))
+        )
+        readings = [{"score": answer.value} for answer in answers if answer.value is not None]
+        return mean_grade(answers, readings, lambda parts: parts["score"] / 10)
+
+
+def _read_score(text: str) -> float:
+    (score,) = read_fields(text, FIELDS, 0, 10)
+    return score
+
+
+def build(config: Config, judge: JudgeClient, device: str) -> GroundScore:
+    """The reward. Raises ValueError when the repeats make no sense at the judge's temperature."""
+    return GroundScore(config, judge)

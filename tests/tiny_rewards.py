@@ -1,0 +1,38 @@
+"""Rewards asked as the rollout asks them: one event loop, one client, one episode."""
+
+from __future__ import annotations
+
+import asyncio
+from types import ModuleType
+from typing import Any
+
+from tiny_faulty_judge import MODEL, quick_config
+
+from rl.system.judge_client import JudgeClient
+from rl.tiny_world.judge_server import JudgeServer
+from rl.types import Evidence, Grade, Sample
+
+
+def ask(
+    plug: ModuleType, judge: JudgeServer, evidence: Evidence, config: Any = None, **client: Any
+) -> Grade:
+    """The grade of one reward that asks `judge`; `config`: the reward's, `client`: the client's."""
+
+    async def run() -> Grade:
+        asker = JudgeClient(quick_config(**{"max_attempts": 2, **client}), judge.api_base)
+        grade: Grade = await plug.build(plug.Config(**config or {}), asker, "cpu").grade(evidence)
+        await asker.aclose()
+        return grade
+
+    assert judge.model == MODEL
+    return asyncio.run(run())
+
+
+def read(
+    plug: ModuleType, text: str, instruction: str = "", answer: Any = None, **config: Any
+) -> Grade:
+    """The grade of a completion by a reward that asks nobody."""
+    sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
+    reward = plug.build(plug.Config(**config), None, "cpu")
+    grade: Grade = asyncio.run(reward.grade(Evidence(sample, text, None)))
+    return grade
