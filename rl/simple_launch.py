@@ -1,5 +1,7 @@
 """Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
 
+A script may also come alone (`scripts/check_distributed.py`): it gets N ranks and no config.
+
 What: check the config, then start the ranks on torchrun's elastic agent, forward signals, name the
 rank that failed and pass its exit code on. What not: what a rank does first (`system/worker.py`),
 training (`train.py`), restarts: the same command resumes the run from its last checkpoint.
@@ -36,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 128+n ended by signal n,
     else the first failing rank's own."""
     args = _parse(sys.argv[1:] if argv is None else argv)
+    if args.config is None:
+        with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
+            sys.exit(launch(args, args.nproc or 1, "script", Path(logs)))
     try:
         config = load_config(args.config, args.overrides)
         if args.nproc is not None:
@@ -54,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ConfigError as error:
         print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
-    sys.exit(launch(args, config))
+    num_ranks = config.world_size // args.nnodes
+    sys.exit(launch(args, num_ranks, config.run_name, config.run_dir / "logs"))
 
 
 def _report(config: RunConfig, gpu_gb: float) -> int:
@@ -70,7 +76,8 @@ def _report(config: RunConfig, gpu_gb: float) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m rl.simple_launch", usage="%(prog)s [options] [script.py] config [key=value ...]"
+        "python -m rl.simple_launch",
+        usage="%(prog)s [options] [script.py] [config [key=value ...]]",
     )
     add = parser.add_argument
     add("--nproc", type=int, help="ranks on this node (default: world_size / nnodes)")
@@ -87,11 +94,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
     if args.nnodes > 1 and not args.rdzv_endpoint:
         parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
-    args.script = args.words.pop(0) if args.words[0].endswith(".py") else "rl.train"
-    if not args.words:
+    words = [_as_here(word) for word in args.words]
+    has_script = words[0] == "rl.train" or words[0].endswith(".py")
+    args.script = words.pop(0) if has_script else "rl.train"
+    if args.script != "rl.train" and not Path(args.script).is_file():
+        parser.error(f"no script {args.script}; the training loop is rl/train.py")
+    trains = args.script in ("rl.train", "rl/train.py")
+    if not words and (trains or args.check):
         parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
-    args.config, *args.overrides = args.words
+    args.config, args.overrides = (words[0], words[1:]) if words else (None, [])
     return args
+
+
+def _as_here(word: str) -> str:
+    """EARL's launch lines name its own tree; what lies elsewhere here is found under that name."""
+    if Path(word).exists() or not word.startswith("rl/"):
+        return word
+    if word == "rl/nano_aha_moment.py":
+        return "rl.train"
+    here = word.removeprefix("rl/")
+    return here if Path(here).is_file() else word
 
 
 def _folder_problems(run_dir: Path) -> list[str]:
@@ -103,17 +125,15 @@ def _folder_problems(run_dir: Path) -> list[str]:
     return []
 
 
-def launch(args: argparse.Namespace, config: RunConfig) -> int:
-    """Run this node's ranks to their end; returns the exit code."""
+def launch(args: argparse.Namespace, num_ranks: int, run_id: str, log_dir: Path) -> int:
+    """Run this node's `num_ranks` ranks to their end; returns the exit code."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _quiet_agent_logs()
-    num_ranks = config.world_size // args.nnodes
     _set_environment(num_ranks)
-    log_dir = config.run_dir / "logs"
     alone = args.nnodes == 1
     with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:
         notes = Path(folder)
@@ -121,7 +141,7 @@ def launch(args: argparse.Namespace, config: RunConfig) -> int:
             min_nodes=args.nnodes,
             max_nodes=args.nnodes,
             nproc_per_node=num_ranks,
-            run_id=config.run_name,
+            run_id=run_id,
             rdzv_backend="c10d" if alone else "static",
             rdzv_endpoint="localhost:0" if alone else args.rdzv_endpoint,
             rdzv_configs={} if alone else {"rank": args.node_rank},
@@ -133,7 +153,8 @@ def launch(args: argparse.Namespace, config: RunConfig) -> int:
         )
         worker = ["-u", "-m", "rl.system.worker", str(log_dir), folder, args.script]
         try:
-            elastic_launch(launch_config, sys.executable)(*worker, args.config, *args.overrides)
+            words = [] if args.config is None else [args.config, *args.overrides]
+            elastic_launch(launch_config, sys.executable)(*worker, *words)
             return 0
         except ChildFailedError as error:
             return _explain_failure(error, notes, log_dir)

@@ -196,9 +196,38 @@ def test_wrong_usage(
 
 def test_a_script_alone_is_not_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["train.py"])
+        main(["rl/train.py"])
     assert caught.value.code == 2
     assert "a config is missing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["nowhere.py", "any.jsonnet"])
+    assert "no script nowhere.py; the training loop is rl/train.py" in capsys.readouterr().err
+
+
+def test_a_script_without_a_config_gets_its_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "assert sys.argv[1:] == []\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'] + 'of' + os.environ['WORLD_SIZE'])"
+        ".touch()\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["--nproc", "2", str(script)])
+    assert ended.value.code == 0
+    assert {"0of2", "1of2"} <= {file.name for file in tmp_path.iterdir()}
+
+
+def test_an_earl_users_launch_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs").mkdir()
+    config = tiny_config.write(tmp_path / "configs", tiny_config.nothing(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}"])
+    assert ended.value.code == 0
+    assert "on each of 2 ranks" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(
