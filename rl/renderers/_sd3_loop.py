@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -23,9 +23,11 @@ from rl.renderers._batches import render_or_halve
 from rl.renderers._decoding import decode_in_slices, to_pictures
 from rl.renderers._scheduling import override_scheduler, resolution_shift
 from rl.renderers._sd3_text import PromptEncoder, TextParts, TextStates
-from rl.renderers.sd3 import PATCH_PX, Config
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import RenderFailure, RenderJob, Sample
+
+if TYPE_CHECKING:
+    from rl.renderers.sd3 import Config
 
 LATENT_PX = 8
 """The VAE shrinks pictures this many times."""
@@ -111,7 +113,8 @@ class SD3Renderer:
     def __init__(self, config: Config, parts: SD3Parts) -> None:
         from diffusers.image_processor import VaeImageProcessor
 
-        longest = PATCH_PX * parts.transformer.config.pos_embed_max_size
+        patch_px = LATENT_PX * parts.transformer.config.patch_size
+        longest = patch_px * parts.transformer.config.pos_embed_max_size
         for key in ("height_px", "width_px"):
             if getattr(config, key) > longest:
                 raise ValueError(
@@ -176,7 +179,8 @@ class SD3Renderer:
         latents = torch.cat(noise).to(transformer.device, transformer.dtype)
         conditionings = self._conditionings(states_B)
         scheduler = copy.deepcopy(self.parts.scheduler)
-        shift = resolution_shift(scheduler, config.height_px * config.width_px // PATCH_PX**2)
+        num_tokens = height * width // transformer.config.patch_size**2
+        shift = resolution_shift(scheduler, num_tokens)
         scheduler.set_timesteps(config.num_steps, device=transformer.device, mu=shift)
         scheduler.set_begin_index(0)
         for timestep in scheduler.timesteps:

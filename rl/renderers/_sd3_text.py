@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from rl.renderers.sd3 import TEXT_TOKENS_CLIP
-
 logger = logging.getLogger(__name__)
 
 NUM_KEPT_PROMPTS = 64
@@ -58,6 +56,7 @@ class PromptEncoder:
     def __init__(self, parts: TextParts, max_t5_tokens: int, states_dim: int) -> None:
         """`states_dim`: D, the width that the transformer reads."""
         self.parts = parts
+        self._max_clip_tokens = parts.tokenizers[0].model_max_length
         self._max_t5_tokens = max_t5_tokens
         self._states_dim = states_dim
         self._kept: OrderedDict[str, TextStates] = OrderedDict()
@@ -77,7 +76,7 @@ class PromptEncoder:
         parts = self.parts
         states, pooled, num_cut = [], [], 0
         for tokenizer, encoder in zip(parts.tokenizers, parts.encoders, strict=True):
-            ids, cut = _tokenize(tokenizer, prompt, TEXT_TOKENS_CLIP)
+            ids, cut = _tokenize(tokenizer, prompt, self._max_clip_tokens)
             output = encoder(ids.to(encoder.device), output_hidden_states=True)
             states.append(output.hidden_states[-2])
             pooled.append(output.text_embeds)
@@ -107,7 +106,7 @@ class PromptEncoder:
         if num_clip_cut:
             reads = "no encoder" if self.parts.encoder_3 is None else "only the third encoder"
             cuts.append(
-                f"{num_clip_cut} tokens beyond CLIP's {TEXT_TOKENS_CLIP}, which {reads} reads"
+                f"{num_clip_cut} tokens beyond CLIP's {self._max_clip_tokens}, which {reads} reads"
             )
         if num_t5_cut:
             cuts.append(f"{num_t5_cut} tokens beyond renderer.max_t5_tokens={self._max_t5_tokens}")
