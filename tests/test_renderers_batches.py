@@ -17,6 +17,7 @@ from tiny_editor import (
     three_jobs,
 )
 
+from rl.renderers import _decoding
 from rl.renderers import _qwen_image_loop as loop
 from rl.types import RenderFailure, RenderJob
 
@@ -177,6 +178,6 @@ def test_large_pictures_are_decoded_in_slices(
         return decode(latents, **arguments)
 
     monkeypatch.setattr(parts.vae, "decode", noting_decode)
-    monkeypatch.setattr(loop, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
+    monkeypatch.setattr(_decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
     assert (render_floats(renderer, jobs) - together).abs().max() <= 2e-6
     assert slices == [2, 1]

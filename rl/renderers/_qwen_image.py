@@ -7,7 +7,6 @@ re-export the plug contract from here.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rl.config import Section
+from rl.renderers._checkpoint_folder import count_parameters, path_problems
+from rl.renderers._scheduling import SchedulerOverrides
 from rl.types import ActionKind, PromptTemplate
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ SIZE_MULTIPLE_PX = 32
 PATCH_PX = 16
 """One DiT token is 16x16 px: the VAE shrinks 8 times, latents are packed 2x2."""
 
+CHECKPOINT_FILES = (
+    "transformer/config.json",
+    "vae/config.json",
+    "scheduler/scheduler_config.json",
+)
+"""What a local checkpoint must hold, beside the weights."""
+
 HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
     hub_id: {"transformer": 20.43e9, "vae": 0.127e9}
     for hub_id in (
@@ -49,24 +57,6 @@ HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
         "Qwen/Qwen-Image-Edit-2511",
     )
 }
-
-
-class SchedulerOverrides(Section):
-    """Keys of the checkpoint's scheduler config to replace; one that is not given stays as it is.
-
-    Lightning adapters: base_shift = max_shift = log 3 and shift_terminal = null.
-    """
-
-    use_dynamic_shifting: bool | None = None
-    """Shift the sigmas by the picture's size (base_shift, max_shift) rather than by `shift`."""
-    base_shift: float | None = None
-    """Log shift of a picture of 256 tokens."""
-    max_shift: float | None = None
-    """Log shift of a picture of 8192 tokens; linear in the tokens between the two."""
-    shift: Annotated[float, Field(gt=0)] | None = None
-    """Constant shift factor, with use_dynamic_shifting: false."""
-    shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Last sigma before 0, to which the schedule is stretched; null = no stretching."""
 
 
 class QwenImageConfig(Section):
@@ -174,18 +164,7 @@ def validate(config: QwenImageConfig) -> list[str]:
         )
     if config.lora_weight_name and not config.lora_path:
         problems.append("lora_weight_name: names a file of lora_path, which is not set")
-    return problems + _find_path_problems(config.model_path)
-
-
-def _find_path_problems(model_path: str) -> list[str]:
-    folder = Path(model_path)
-    if not folder.is_dir():
-        if model_path.count("/") == 1 and model_path[0] not in "/.~":
-            return []
-        return [f"model_path: no folder {model_path!r}, and not a hub id of the form 'owner/name'"]
-    parts = ("transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json")
-    missing = [part for part in parts if not (folder / part).is_file()]
-    return [f"model_path: {model_path} lacks {', '.join(missing)}"] if missing else []
+    return problems + path_problems(config.model_path, CHECKPOINT_FILES)
 
 
 def parameter_counts(config: QwenImageConfig) -> dict[str, float]:
@@ -193,13 +172,9 @@ def parameter_counts(config: QwenImageConfig) -> dict[str, float]:
 
     Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
     """
-    folder = Path(config.model_path)
-    if not folder.is_dir():
-        return dict(HUB_PARAMETERS.get(config.model_path, {}))
-    return {
-        part: float(sum(map(_count_in_header, (folder / part).glob("*.safetensors"))))
-        for part in ("transformer", "vae")
-    }
+    if Path(config.model_path).is_dir():
+        return count_parameters(config.model_path, ("transformer", "vae"))
+    return dict(HUB_PARAMETERS.get(config.model_path, {}))
 
 
 def activation_counts(config: QwenImageConfig) -> dict[str, float]:
@@ -214,12 +189,6 @@ def activation_counts(config: QwenImageConfig) -> dict[str, float]:
         "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
         "vae": 8 * 96 * max(fixed or config.output_area_px, config.condition_area_px),
     }
-
-
-def _count_in_header(file: Path) -> int:
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
 
 
 def build(config: QwenImageConfig, device: str) -> QwenImageRenderer:

@@ -24,21 +24,14 @@ import torch
 from PIL import Image
 
 from rl.renderers._batches import render_or_halve
-from rl.renderers._qwen_image import (
-    PATCH_PX,
-    QwenImageConfig,
-    SchedulerOverrides,
-    fit_area,
-    output_size,
-)
+from rl.renderers._decoding import decode_in_slices, to_pictures
+from rl.renderers._qwen_image import PATCH_PX, QwenImageConfig, fit_area, output_size
+from rl.renderers._scheduling import override_scheduler, resolution_shift
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import HiddenStates, RenderFailure, RenderJob, Sample
 
 NUM_KEPT_SOURCES = 64
 """Source latents kept between batches and calls (0.5 MB each at 1024^2 in bfloat16)."""
-
-DECODED_PX_AT_ONCE = 1024 * 1024
-"""Area decoded together: one 1024^2 picture fills a device and its memory, small ones share."""
 
 NUM_ROTARY_ROWS = 4096
 """Rows of the transformer's rotary table: half the longer picture side plus the text must fit."""
@@ -100,12 +93,6 @@ def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
         vae=vae.eval().requires_grad_(False),
         scheduler=override_scheduler(scheduler, config.scheduler_overrides),
     )
-
-
-def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
-    """A scheduler with the given keys of its config replaced."""
-    given = overrides.model_dump(exclude_unset=True)
-    return type(scheduler).from_config(scheduler.config, **given)
 
 
 def _fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
@@ -186,7 +173,7 @@ class QwenImageRenderer:
     def _render_batch(
         self, jobs: Sequence[RenderJob], bucket: Bucket
     ) -> list[Image.Image | RenderFailure]:
-        return self._to_pictures(self.render_tensor(jobs, bucket))
+        return to_pictures(self.render_tensor(jobs, bucket), self._pixels)
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
@@ -278,9 +265,7 @@ class QwenImageRenderer:
         mean, std = self._latent_statistics(latents)
         # Dividing by the reciprocal rounds as stock does; multiplying by std would not.
         latents = latents / (1.0 / std) + mean
-        picture_px = latents.shape[-1] * latents.shape[-2] * 8 * 8
-        chunks = latents.split(max(1, DECODED_PX_AT_ONCE // picture_px))
-        return torch.cat([vae.decode(chunk, return_dict=False)[0][:, :, 0] for chunk in chunks])
+        return decode_in_slices(latents, lambda z: vae.decode(z, return_dict=False)[0][:, :, 0])
 
     def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.parts.vae.config
@@ -289,14 +274,6 @@ class QwenImageRenderer:
             for s in (config.latents_mean, config.latents_std)
         )
         return mean, std
-
-    def _to_pictures(self, tensor: torch.Tensor) -> list[Image.Image | RenderFailure]:
-        finite = torch.isfinite(tensor).flatten(1).all(dim=1).tolist()
-        pictures = self._pixels.postprocess(torch.nan_to_num(tensor), output_type="pil")
-        return [
-            picture if good else RenderFailure("non_finite: the editor produced NaN or infinity")
-            for picture, good in zip(pictures, finite, strict=True)
-        ]
 
 
 def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:
@@ -347,16 +324,9 @@ def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch
 
 
 def set_timesteps(scheduler: Any, num_steps: int, num_tokens: int, device: Any) -> None:
-    """Prepare a scheduler: uniform sigmas, shifted by the picture's own token count.
-
-    The shift is linear in the tokens between the checkpoint's two anchors (Esser et al. 2024,
-    section 5.3.2); condition tokens do not count.
-    """
-    anchors = scheduler.config
-    slope = (anchors.max_shift - anchors.base_shift) / (
-        anchors.max_image_seq_len - anchors.base_image_seq_len
-    )
-    shift = num_tokens * slope + (anchors.base_shift - slope * anchors.base_image_seq_len)
+    """Prepare a scheduler: uniform sigmas, shifted by the picture's own token count; condition
+    tokens do not count."""
     sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
+    shift = resolution_shift(scheduler, num_tokens)
     scheduler.set_timesteps(sigmas=sigmas, device=device, mu=shift)
     scheduler.set_begin_index(0)
