@@ -1,0 +1,81 @@
+"""Renderer plug: Emu3's picture tokenizer, which draws the codes that a policy writes.
+
+What: config, checks and counts, without torch. What not: decoding (`_emu3_codec.py`) and batching
+(`_emu3_loop.py`). There is no template: the policy writes pictures in its own words. Called by
+`build.py` and the config check.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rl.config import Section
+from rl.renderers._emu3_checkpoint import count_parameters, path_problems, tokenizer_config
+from rl.types import ActionKind, PromptTemplate
+
+if TYPE_CHECKING:
+    from rl.renderers._emu3_loop import Emu3VqRenderer
+
+ACCEPTS: ActionKind = "image_tokens"
+MAKES_IMAGES = True
+
+
+class Config(Section):
+    """`renderer: { type: 'emu3_vq', ... }`."""
+
+    type: str
+    """Name of the plug."""
+    model_path: str = "BAAI/Emu3-VisionTokenizer"
+    """Hub id or local folder (safetensors): BAAI's tokenizer, an `Emu3VQVAE`, or a whole Emu3 in
+    transformers' form, of which the tokenizer alone is read."""
+    revision: str | None = None
+    """Hub branch, tag or commit; None = the newest. Ignored for a local folder."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    """Of the decoder; weights stored otherwise are converted when loaded."""
+    device: str = "auto"
+    """'auto' = the rank's own device; else 'cpu', 'cuda:1', ..."""
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
+    that does not fit in memory."""
+
+
+def prompt_template(config: Config) -> PromptTemplate | None:
+    """None: the policy's own prompt stands."""
+    return None
+
+
+def negative_prompt(config: Config) -> str | None:
+    """None: nothing is guided."""
+    return None
+
+
+def validate(config: Config) -> list[str]:
+    """What is wrong with the section, each with its key and remedy; [] when all is well."""
+    return path_problems(config.model_path)
+
+
+def parameter_counts(config: Config) -> dict[str, float]:
+    """Parameters for a memory plan: {'vq': ...}; {} for an unknown hub id."""
+    count = count_parameters(config.model_path)
+    return {} if count is None else {"vq": count}
+
+
+def activation_counts(config: Config) -> dict[str, float]:
+    """Values alive at the peak of a decode: about 6 feature maps at the full picture size."""
+    file = Path(config.model_path) / "config.json"
+    stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
+    return {"vq": 6.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}
+
+
+def build(config: Config, device: str) -> Emu3VqRenderer:
+    """Load it onto `config.device`, or onto `device` (the rank's) when that is 'auto'."""
+    from rl.renderers._emu3_codec import load_codec
+    from rl.renderers._emu3_loop import Emu3VqRenderer
+
+    place = device if config.device == "auto" else config.device
+    codec = load_codec(config.model_path, config.revision, config.dtype, place)
+    return Emu3VqRenderer(codec, config.batch_size)

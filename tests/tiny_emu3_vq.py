@@ -1,0 +1,97 @@
+"""A tiny Emu3 picture tokenizer of the real class, random but with codes that can be told apart."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from rl.system.wheels import mend_mismatched_wheels
+
+mend_mismatched_wheels()
+
+from transformers import Emu3VQVAE, Emu3VQVAEConfig  # noqa: E402
+
+NUM_CODES = 64
+
+CONFIG: dict[str, Any] = {
+    "codebook_size": NUM_CODES,
+    "embed_dim": 4,
+    "latent_channels": 4,
+    "base_channels": 32,
+    "channel_multiplier": [1, 1, 1, 2],
+    "num_res_blocks": 1,
+    "attn_resolutions": [3],
+    "hidden_size": 64,
+    "temporal_downsample_factor": 4,
+}
+
+ORIGINAL_CONFIG: dict[str, Any] = {
+    "model_type": "Emu3VisionVQ",
+    "architectures": ["Emu3VisionVQModel"],
+    "auto_map": {"AutoModel": "modeling_emu3visionvq.Emu3VisionVQModel"},
+    "codebook_size": NUM_CODES,
+    "embed_dim": 4,
+    "z_channels": 4,
+    "double_z": False,
+    "in_channels": 3,
+    "out_channels": 3,
+    "temporal_downsample_factor": 4,
+    "ch": 32,
+    "ch_mult": [1, 1, 1, 2],
+    "num_res_blocks": 1,
+    "attn_resolutions": [3],
+    "dropout": 0.0,
+}
+"""The same tokenizer, as the config of the published class states it."""
+
+
+def make_vq() -> Emu3VQVAE:
+    torch.manual_seed(0)
+    vq = Emu3VQVAE(Emu3VQVAEConfig(**CONFIG)).eval()
+    vq.decoder.conv_out.weight.data.mul_(0.05)  # the stock initialisation paints far beyond white
+    for name, buffer in vq.named_buffers():  # statistics of their own, so that losing them shows
+        if name.endswith("running_mean"):
+            buffer.copy_(torch.randn_like(buffer) * 0.1)
+        elif name.endswith("running_var"):
+            buffer.copy_(1 + torch.rand_like(buffer))
+    with torch.no_grad():  # a codebook spread over what the encoder says of pictures
+        pixels = torch.rand(8, 1, 3, 64, 64).repeat(1, 4, 1, 1, 1) * 2 - 1
+        latents = vq.quant_conv(vq.encoder(pixels).permute(0, 2, 1, 3, 4))
+        latents = latents.permute(0, 2, 3, 4, 1).flatten(0, 3)
+        vq.quantize.embedding.weight.copy_(latents[torch.randperm(len(latents))[:NUM_CODES]])
+    return vq
+
+
+def save_original(vq: Emu3VQVAE, folder: Path) -> None:
+    """As BAAI publishes it: that class's config keys, tensor names and 1x1 convolutions."""
+    import json
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
+    tensors = {}
+    for name, tensor in vq.state_dict().items():
+        old = name.replace("middle_block.attn_norm.", "mid.attn_1.norm.")
+        old = re.sub(r"attn_norms\.(\d)\.", r"attn.\1.norm.", old)
+        old = re.sub(r"\.([qkv])_proj\.", r".\1.", old).replace(".out_proj.", ".proj_out.")
+        old = old.replace(".middle_block.", ".mid.").replace(".down_block.down.", ".down.")
+        old = old.replace(".up_block.up.", ".up.")
+        is_projection = re.search(r"\.(q|k|v|proj_out)\.weight$", old)
+        tensors[old] = tensor[:, :, None, None].clone() if is_projection else tensor.clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def make_picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
+    """Coloured blocks."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
+
+
+def make_codes(seed: int, height: int = 4, width: int = 4) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, NUM_CODES, (height, width)).astype(np.int32)
