@@ -1,14 +1,21 @@
 """Log-probabilities and entropy of given tokens, without ever holding [B, T, V].
 
 What: `token_logprobs`, float32, at the sampling temperature, over the vocabulary minus the banned
-ids. What not: masking by row, the backbone. Called by the policies' modules.
+ids; `sliced_logprobs`, the same where each token is drawn from one slice of the vocabulary;
+`completion_outputs`, from a micro-batch's states to its log-probs. What not: the backbone. Called
+by the policies' modules.
 
-Axes: `_N` completion tokens of a micro-batch, all rows together; `_V` vocabulary.
+Axes: `_N` completion tokens of a micro-batch, all rows together; `_V` vocabulary; `_B` rows, `_C`
+completion tokens, `_T` prompt and completion.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl.types import TokenBatch, TokenOutputs
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +24,50 @@ LOGITS_PER_CHUNK = 2**26
 """Tokens are projected in chunks of about this many logits: 256 MiB in float32."""
 
 
+class Head(Protocol):
+    """A vocabulary projection; a module's call, so that sharded training can gather its weight."""
+
+    out_features: int
+
+    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """[N, D] -> [N, out_features] logits."""
+        ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+
+def completion_outputs(
+    hidden_BTD: torch.Tensor,
+    batch: TokenBatch,
+    forced_BC: torch.Tensor | None,
+    logprobs_of: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> TokenOutputs:
+    """Log-probs and entropy of every completion token; 0 where padded and where `forced_BC`.
+
+    `logprobs_of(hidden_ND, token_ids_N)`: both, of tokens given the states that predict them.
+    """
+    import torch
+
+    columns = torch.arange(int(batch.completion_lens.max()), device=hidden_BTD.device)
+    valid_BC = columns < batch.completion_lens[:, None]
+    if forced_BC is not None:
+        valid_BC = valid_BC & ~forced_BC
+    rows, columns = valid_BC.nonzero(as_tuple=True)
+    positions = batch.prompt_lens[rows] + columns
+    logprobs_N, entropy_N = logprobs_of(
+        hidden_BTD[rows, positions - 1], batch.input_ids[rows, positions]
+    )
+    zeros_BC = torch.zeros(valid_BC.shape, device=hidden_BTD.device)
+    return TokenOutputs(
+        logprobs=zeros_BC.index_put((rows, columns), logprobs_N),
+        entropy=zeros_BC.index_put((rows, columns), entropy_N),
+        hidden=hidden_BTD,
+    )
+
+
 def token_logprobs(
     hidden_ND: torch.Tensor,
-    head: torch.nn.Linear,
+    head: Head,
     token_ids_N: torch.Tensor,
     temperature: float,
     banned_ids: torch.Tensor,
@@ -32,8 +80,7 @@ def token_logprobs(
 
     Args:
         hidden_ND: [N, D] states that predict each token, any float dtype.
-        head: the vocabulary projection, D -> V; called as a module, so that sharded training can
-            gather its weight.
+        head: the vocabulary projection, D -> V.
         token_ids_N: [N] int64; none of them banned.
         temperature: > 0.
         banned_ids: [K] int64 ids left out of the softmax.
@@ -65,7 +112,56 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _num_chunks(num_tokens: int, chunk: int, head: torch.nn.Linear) -> int:
+def sliced_logprobs(
+    hidden_ND: torch.Tensor,
+    head: Any,
+    token_ids_N: torch.Tensor,
+    temperature: float,
+    bounds: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `token_logprobs`, where each token's softmax runs over its own slice of the vocabulary.
+
+    Slice i holds the ids from `bounds[i]` (included) to `bounds[i + 1]` (not), and every token lies
+    in one. Only that slice's logits are computed. `head(hidden, start, end)` gives them; it is
+    called for every slice, in order, so that the ranks of a sharded run stay in step.
+    """
+    import torch
+
+    logprobs_N = torch.zeros(len(token_ids_N), device=hidden_ND.device)
+    entropy_N = torch.zeros_like(logprobs_N)
+    nothing = torch.empty(0, dtype=torch.int64, device=hidden_ND.device)
+    for start, end in pairwise(bounds):
+        (members,) = ((start <= token_ids_N) & (token_ids_N < end)).nonzero(as_tuple=True)
+        logprobs, entropy = token_logprobs(
+            hidden_ND[members],
+            _Slice(head, start, end),
+            token_ids_N[members] - start,
+            temperature,
+            nothing,
+        )
+        logprobs_N = logprobs_N.index_put((members,), logprobs)
+        entropy_N = entropy_N.index_put((members,), entropy)
+    return logprobs_N, entropy_N
+
+
+class _Slice:
+    """Columns `start` to `end` of a head, as a head."""
+
+    def __init__(self, head: Any, start: int, end: int) -> None:
+        self._head = head
+        self._start = start
+        self.out_features = end - start
+
+    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        logits: torch.Tensor = self._head(hidden, self._start, self._start + self.out_features)
+        return logits
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        parameters: Iterator[torch.nn.Parameter] = self._head.parameters()
+        return parameters
+
+
+def _num_chunks(num_tokens: int, chunk: int, head: Head) -> int:
     """How often to call the head: at least once, and under ZeRO-3, where every call gathers its
     weight from all ranks, as often as the rank with the most tokens."""
     import torch

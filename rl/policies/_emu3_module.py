@@ -1,0 +1,107 @@
+"""The one nn.Module of an Emu3 policy: a micro-batch in, log-probs and hidden states out.
+
+What: `Emu3Module`, whose forward runs the backbone once and projects completion positions only,
+each onto the slice of the vocabulary it was drawn from. `Decoder` is the same model token by token.
+What not: prompts, parsing, the loss. Called by the learner (training), by the policy and, through
+it, by the transformers engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rl.policies._logprobs import completion_outputs, sliced_logprobs, token_logprobs
+from rl.types import TokenBatch, TokenOutputs
+
+
+class SlicedHead(nn.Linear):
+    """The vocabulary projection, which can also give the logits of one slice of ids alone."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        """`weight` [V, D] is taken as it is: a tied one stays tied."""
+        num_ids, width = weight.shape
+        super().__init__(width, num_ids, bias=False, device="meta")
+        self.weight = weight
+
+    def forward(self, hidden: torch.Tensor, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """[..., D] -> [..., end - start] logits."""
+        return functional.linear(hidden, self.weight[start:end])
+
+
+class Emu3Module(nn.Module):
+    """Wraps a (PEFT) `Emu3ForCausalLM` whose head is a `SlicedHead`."""
+
+    def __init__(
+        self,
+        model: Any,
+        adapted: bool,
+        temperature: float,
+        banned_token_ids: tuple[int, ...],
+        slice_bounds: tuple[int, ...] | None,
+    ) -> None:
+        """`slice_bounds`: of the vocabulary's slices, in which tokens have their own softmax; None:
+        one softmax over all ids but the banned ones."""
+        super().__init__()
+        self.model = model
+        self.adapted = adapted
+        self.temperature = temperature
+        self.banned_token_ids = banned_token_ids
+        self.slice_bounds = slice_bounds
+
+    @property
+    def causal_lm(self) -> Any:
+        """The transformers model inside; LoRA layers sit in it, so it is never stale."""
+        return self.model.get_base_model() if self.adapted else self.model
+
+    def forward(self, batch: TokenBatch) -> TokenOutputs:
+        """See `TokenOutputs`; rows are right-padded. Forced tokens are attended to; their log-prob
+        and entropy are exactly 0, as the sampler's are."""
+        hidden_BTD = self.causal_lm.model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        ).last_hidden_state
+        forced_BC = batch.model_inputs.get("forced")
+        return completion_outputs(hidden_BTD, batch, forced_BC, self._logprobs)
+
+    def _logprobs(
+        self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = self.causal_lm.lm_head
+        if self.slice_bounds is not None:
+            return sliced_logprobs(
+                hidden_ND, head, token_ids_N, self.temperature, self.slice_bounds
+            )
+        banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
+        return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
+
+
+class Decoder:
+    """A group's rows, decoded token by token with a key-value cache; the base of the slow sampler.
+
+    The prompt runs once, alone; its cache is then shared out to the rows.
+    """
+
+    def __init__(self, module: Emu3Module, batch: TokenBatch, num_rows: int) -> None:
+        """`batch`: ONE row, prompt only."""
+        assert batch.input_ids.shape[0] == 1, "one prompt"
+        self._model = module.causal_lm
+        self._prompt_ids = batch.input_ids
+        self._num_rows = num_rows
+        self._cache: Any = None
+
+    @torch.no_grad()
+    def step(self, token_ids_G: list[int] | None) -> torch.Tensor:
+        """Append a token to every row (None: start) -> [G, V] float32 logits of the next one."""
+        ids = self._prompt_ids
+        if token_ids_G is not None:
+            ids = torch.tensor(token_ids_G, device=ids.device)[:, None]
+        out = self._model.model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        logits: torch.Tensor = self._model.lm_head(out.last_hidden_state[:, -1]).float()
+        if token_ids_G is None:
+            self._cache = out.past_key_values
+            self._cache.batch_repeat_interleave(self._num_rows)
+            return logits.expand(self._num_rows, -1)
+        return logits

@@ -1,0 +1,129 @@
+"""One policy's trainable weights: as they were before training, and as they leave.
+
+What: `TrainedWeights`: the reference swap, copies for the sampler, folders for the world. What not:
+files and names as such (`_adapters.py`), loading (each policy brings `load_base`), gathering shards
+(the learner brings whole tensors). Called by the policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.policies import _adapters
+from rl.types import PolicyWeights
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TrainedWeights:
+    """Of a module that keeps its (PEFT) model under `model`."""
+
+    def __init__(
+        self,
+        module: Any,
+        adapted: bool,
+        dtype: str,
+        base_path: str,
+        load_base: Callable[[], Any],
+        tied_embedding: str | None,
+    ) -> None:
+        """`base_path`: folder or hub id that an adapter says it belongs to. `load_base()`: the
+        untrained transformers model, on the CPU, in `dtype`. `tied_embedding`: name of the weight
+        that is also the head's, if one is."""
+        self._module = module
+        self._adapted = adapted
+        self._dtype = dtype
+        self._base_path = base_path
+        self._load_base = load_base
+        self._tied_embedding = tied_embedding
+        self._base_state: dict[str, torch.Tensor] | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Under ZeRO-3 every forward is collective: no rank may skip one that another makes."""
+        return any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the module is the policy as it was before training.
+
+        LoRA: the adapter is off. Full fine-tuning: the checkpoint's weights, kept on the CPU from
+        the first use on, stand in for the trained ones; ValueError under ZeRO-3, which holds no
+        whole tensors to exchange.
+        """
+        if self._adapted:
+            with self._module.model.disable_adapter():
+                yield
+            return
+        if self.sharded:
+            raise ValueError(
+                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
+                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
+            )
+        base = self._base()
+        trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        held = {name: parameter.data for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                parameter.data = base[name.removeprefix(_adapters.WRAPPER)].to(parameter)
+            yield
+        finally:
+            for name, parameter in trained.items():
+                parameter.data = held[name]
+
+    def _base(self) -> dict[str, torch.Tensor]:
+        if self._base_state is None:
+            self._base_state = self._load_base().state_dict()
+        return self._base_state
+
+    def export(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """Copies: a sampler scales LoRA matrices in place. Full weights are copied in the policy's
+        dtype, adapters as they come (a learner's master weights are float32)."""
+        named = self._outside_names(tensors)
+        return PolicyWeights(
+            kind="lora" if self._adapted else "full",
+            tensors=named,
+            lora_config=self._lora_config() if self._adapted else None,
+            version=version,
+            fingerprint=_adapters.fingerprint(named),
+        )
+
+    def save(
+        self,
+        folder: str,
+        tensors: Mapping[str, torch.Tensor],
+        save_rest: Callable[[Path], None],
+    ) -> None:
+        """LoRA: a PEFT adapter. Full: a transformers folder, whose files other than weights
+        `save_rest` writes."""
+        named = self._outside_names(tensors)
+        if self._adapted:
+            _adapters.write_adapter(folder, named, self._lora_config())
+            return
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_rest(path)
+        _adapters.write_safetensors(path / "model.safetensors", {**self._base(), **named})
+
+    def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._adapted:
+            return {_adapters.peft_name(n): t.detach().clone() for n, t in tensors.items()}
+        import torch
+
+        dtype = getattr(torch, self._dtype)
+        named = {
+            name.removeprefix(_adapters.WRAPPER): tensor.detach().to(dtype, copy=True)
+            for name, tensor in tensors.items()
+        }
+        if self._tied_embedding is not None:
+            # A sampler keeps its own head even where the weights are tied.
+            named["lm_head.weight"] = named[self._tied_embedding].clone()
+        return named
+
+    def _lora_config(self) -> dict[str, Any]:
+        config = _adapters.plain_config(self._module.model.peft_config["default"])
+        return {**config, "base_model_name_or_path": self._base_path}
