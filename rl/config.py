@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl import earl_fields
 from rl.jsonnet import evaluate
 from rl.validation import validate
 
@@ -302,6 +303,9 @@ def load_config(
     values, problems = evaluate(Path(path), overrides, env)
     if values is None:
         raise ConfigError(problems)
+    if earl_fields.is_flat(values):
+        values, untold = earl_fields.nested(values, list(RunConfig.model_fields))
+        problems += untold
     config, wrong = validate(RunConfig, values)
     if config is None or problems:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])

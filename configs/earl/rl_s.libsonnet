@@ -1,0 +1,3 @@
+// RL on simple edits.
+local edits = import 'edits.libsonnet';
+{ data+: { train: edits.simple(1) } }

@@ -1,0 +1,3 @@
+// RL on simple and complex edits.
+local edits = import 'edits.libsonnet';
+{ data+: { train: edits.simple(0.13) + edits.complex } }

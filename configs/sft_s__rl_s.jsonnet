@@ -1,0 +1,1 @@
+(import 'earl/sft_s.libsonnet') + (import 'earl/rl_s.libsonnet')

@@ -1,0 +1,1 @@
+(import 'earl/sft_sc2stage.libsonnet') + (import 'earl/rl_c.libsonnet')
