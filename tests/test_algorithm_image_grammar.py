@@ -10,6 +10,7 @@ from rl.algorithm.image_grammar import (
     LANGUAGE,
     NO_IMAGE_YET,
     VISUAL,
+    advance,
     forced_tokens,
     grammar_ids,
     mask_logits_,
@@ -61,6 +62,12 @@ def test_every_small_grid_against_the_sequence_spelled_out():
             assert kinds_of(list(range(len(spelled))), height, width) == spelled
 
 
+def test_the_count_starts_at_the_first_image_token():
+    before = torch.tensor([NO_IMAGE_YET, NO_IMAGE_YET, 0, 5])
+    written = torch.tensor([IMAGE, EOL, 10, IMAGE])
+    assert advance(before, written, VOCABULARY).tolist() == [0, NO_IMAGE_YET, 1, 6]
+
+
 def test_rows_of_different_grids_do_not_mix():
     num = torch.tensor([2, 2, 2, -1, 2])
     heights, widths = torch.tensor([[1, 1, 3, 3, 0], [1, 2, 3, 3, 0]])
@@ -92,14 +99,15 @@ def sample(grid: tuple[int, int], seed: int, max_tokens: int) -> list[int]:
     """One completion under the grammar from random logits, where the image token is likely."""
     generator = torch.Generator().manual_seed(seed)
     height, width = (torch.tensor([side]) for side in grid)
+    num_after = torch.tensor([NO_IMAGE_YET])
     tokens: list[int] = []
     while len(tokens) < max_tokens and (not tokens or tokens[-1] != EOS):
-        num_after = len(tokens) - tokens.index(IMAGE) - 1 if IMAGE in tokens else NO_IMAGE_YET
         logits = torch.randn(1, NUM_IDS, generator=generator)
         logits[:, IMAGE] += 1
-        kinds = grammar_ids(torch.tensor([num_after]), height, width, VOCABULARY)
-        mask_logits_(logits, kinds, VOCABULARY)
-        tokens.append(int(torch.multinomial(logits.softmax(-1)[0], 1, generator=generator)))
+        mask_logits_(logits, grammar_ids(num_after, height, width, VOCABULARY), VOCABULARY)
+        token = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0]
+        num_after = advance(num_after, token, VOCABULARY)
+        tokens.append(int(token))
     return tokens
 
 

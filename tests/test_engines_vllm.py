@@ -286,11 +286,11 @@ def test_a_saved_adapter_is_a_vllm_adapter(synced, policy, prompts_P, tmp_path):
     synced._drop_caches()
     [output] = synced._llm.generate(
         [vllm_engine._request(prompts_P[0])],
-        [synced._sampling(params(num_completions=1), 11)],
+        [synced._sampling(prompts_P[0], params(num_completions=1), 11)],
         use_tqdm=False,
         lora_request=LoRARequest("saved", 2, str(tmp_path)),
     )
-    assert synced._completion(output.outputs[0]) == expected[0][0]
+    assert synced._completion(prompts_P[0], output.outputs[0]) == expected[0][0]
     synced._llm.llm_engine.remove_lora(2)
 
 

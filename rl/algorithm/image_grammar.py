@@ -56,6 +56,14 @@ def grammar_ids(
     return torch.where(heights == 0, ANY, kinds)
 
 
+def advance(
+    num_after_image: torch.Tensor, token_ids: torch.Tensor, vocabulary: ImageVocabulary
+) -> torch.Tensor:
+    """[B] int64: `num_after_image` once each row's `token_ids` [B] int64 is written."""
+    opens = (num_after_image == NO_IMAGE_YET) & (token_ids == vocabulary.image)
+    return num_after_image + (opens | (num_after_image >= 0)).long()
+
+
 def mask_logits_(logits_BV: torch.Tensor, kinds: torch.Tensor, vocabulary: ImageVocabulary) -> None:
     """Leave, in place, -inf on every id that `kinds` [B] (from `grammar_ids`) does not allow.
 

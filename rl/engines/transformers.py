@@ -1,9 +1,9 @@
 """The slow sampler: the trainer's own module, token by token. The oracle for the fast one.
 
 What: explicit sampling, one `torch.Generator` per completion, log-probs of the very distribution
-the token was drawn from. What not: speed (one prompt at a time), a copy of the weights (it reads
-the policy's, so there is nothing to sync), ZeRO-3 (its module holds no whole weights). Built by
-`build.py`; tests hold the vLLM engine against it.
+the token was drawn from, pictures written as tokens held to their grid. What not: speed (one prompt
+at a time), a copy of the weights (it reads the policy's, so there is nothing to sync), ZeRO-3 (its
+module holds no whole weights). Built by `build.py`; tests hold the vLLM engine against it.
 
 Axes: `_P` prompts, `_G` completions in a group, `_V` vocabulary.
 """
@@ -34,7 +34,7 @@ class Config(Section):
 
 
 def build(config: Config, policy: Any, dist: Dist) -> TransformersEngine:
-    """`policy` brings `decoder(prompt, num_rows)`, its stop and its banned ids."""
+    """`policy` brings `decoder(prompt, num_rows)`, its stop and banned ids, `image_vocabulary`."""
     return TransformersEngine(policy)
 
 
@@ -71,43 +71,71 @@ class TransformersEngine:
     ) -> list[Completion]:
         import torch
 
+        from rl.algorithm.image_grammar import NO_IMAGE_YET, advance, grammar_ids
+
+        vocabulary = self._policy.image_vocabulary
         num_rows = params.num_completions
         generators = [torch.Generator().manual_seed(seed + g) for g in range(num_rows)]
+        stop_ids = torch.tensor(self._policy.stop_token_ids, dtype=torch.int64)
         decoder = self._policy.decoder(prompt, num_rows)
-        tokens: list[list[int]] = [[] for _ in range(num_rows)]
-        logprobs: list[list[float]] = [[] for _ in range(num_rows)]
-        open_rows = set(range(num_rows))
-        last: list[int] | None = None
-        for _ in range(params.max_tokens):
-            logprobs_GV = self._distribution(decoder.step(last), params)
+        heights_G, widths_G = (torch.full((num_rows,), side) for side in prompt.grid or (0, 0))
+        num_after_image_G = torch.full((num_rows,), NO_IMAGE_YET)
+        tokens_TG: list[list[int]] = []
+        logprobs_TG: list[list[float]] = []
+        stopped_G = torch.zeros(num_rows, dtype=torch.bool)
+        while len(tokens_TG) < params.max_tokens and not stopped_G.all():
             # A finished row goes on being decoded, unread, so that its neighbours' numbers do not
             # depend on when it stopped.
-            last = [
-                _draw(row_V, params.temperature, generator)
-                for row_V, generator in zip(logprobs_GV, generators, strict=True)
-            ]
-            for g in sorted(open_rows):
-                tokens[g].append(last[g])
-                logprobs[g].append(float(logprobs_GV[g, last[g]]))
-                if last[g] in self._policy.stop_token_ids:
-                    open_rows.remove(g)
-            if not open_rows:
-                break
+            logits_GV = decoder.step(tokens_TG[-1] if tokens_TG else None)
+            kinds_G = None
+            if vocabulary:
+                kinds_G = grammar_ids(num_after_image_G, heights_G, widths_G, vocabulary)
+            logprobs_GV = self._distribution(logits_GV, params, kinds_G)
+            token_G = _draw(logprobs_GV, params.temperature, generators)
+            if vocabulary:
+                num_after_image_G = advance(num_after_image_G, token_G, vocabulary)
+            tokens_TG.append(token_G.tolist())
+            logprobs_TG.append(logprobs_GV.gather(1, token_G[:, None])[:, 0].tolist())
+            stopped_G |= torch.isin(token_G, stop_ids)
         return [
-            Completion(tuple(tokens[g]), tuple(logprobs[g]), self._finish(tokens[g]))
-            for g in range(num_rows)
+            self._completion(prompt, tokens, logprobs)
+            for tokens, logprobs in zip(
+                zip(*tokens_TG, strict=True), zip(*logprobs_TG, strict=True), strict=True
+            )
         ]
 
-    def _finish(self, tokens: list[int]) -> Literal["stop", "length"]:
-        return "stop" if tokens[-1] in self._policy.stop_token_ids else "length"
+    def _completion(
+        self, prompt: Prompt, tokens: tuple[int, ...], logprobs: tuple[float, ...]
+    ) -> Completion:
+        """What one row wrote until its first stop token."""
+        from rl.algorithm.image_grammar import forced_tokens
 
-    def _distribution(self, logits_GV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-        """[G, V] float32 log-probs: banned ids out, temperature, then top-k, then top-p."""
+        stops = (t for t, token in enumerate(tokens) if token in self._policy.stop_token_ids)
+        last = next(stops, None)
+        ids = tokens if last is None else tokens[: last + 1]
+        forced = None
+        if self._policy.image_vocabulary and prompt.grid:
+            forced = forced_tokens(ids, prompt.grid, self._policy.image_vocabulary)
+        finish: Literal["stop", "length"] = "length" if last is None else "stop"
+        return Completion(ids, logprobs[: len(ids)], finish, forced)
+
+    def _distribution(
+        self,
+        logits_GV: torch.Tensor,
+        params: SamplingParams,
+        kinds_G: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[G, V] float32 log-probs: banned ids out, temperature, what the grammar closes (`kinds_G`
+        of `image_grammar.grammar_ids`), then top-k, then top-p."""
         import torch
+
+        from rl.algorithm.image_grammar import mask_logits_
 
         banned = torch.tensor(self._policy.banned_token_ids, dtype=torch.int64)
         logits = logits_GV.cpu().float() / (params.temperature or 1.0)
-        logits = logits.index_fill(-1, banned, float("-inf"))
+        logits.index_fill_(-1, banned, float("-inf"))
+        if kinds_G is not None:
+            mask_logits_(logits, kinds_G, self._policy.image_vocabulary)
         if params.top_k > 0:
             kth = logits.topk(min(params.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -137,9 +165,17 @@ class TransformersEngine:
         """Nothing is held."""
 
 
-def _draw(logprobs_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+def _draw(
+    logprobs_GV: torch.Tensor, temperature: float, generators: Sequence[torch.Generator]
+) -> torch.Tensor:
+    """[G] int64, row g by its own generator."""
     import torch
 
     if temperature == 0:
-        return int(logprobs_V.argmax())
-    return int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
+        return logprobs_GV.argmax(-1)
+    probs_GV = logprobs_GV.exp()
+    drawn = [
+        torch.multinomial(probs_V, 1, generator=generator)
+        for probs_V, generator in zip(probs_GV, generators, strict=True)
+    ]
+    return torch.cat(drawn)

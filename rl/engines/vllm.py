@@ -1,9 +1,10 @@
 """The fast sampler: vLLM in the trainer's process, on the trainer's device.
 
 What: one engine per rank, started once, asleep while others use the device; adapters by tensor,
-full weights by iterator; per-request seeds and the sampler's own (processed) log-probs. What not:
-tensor parallelism (each rank samples its own prompts), constraints, a server. Built by `build.py`,
-after the process group (an engine that finds none makes its own) and on every rank.
+full weights by iterator; per-request seeds and the sampler's own (processed) log-probs; pictures
+written as tokens held to their grid (`_vllm_grammar.py`). What not: tensor parallelism (each rank
+samples its own prompts), a server. Built by `build.py`, after the process group (an engine that
+finds none makes its own) and on every rank.
 
 Axes: `_P` prompts, `_G` completions in a group.
 """
@@ -16,8 +17,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,7 +28,7 @@ from rl.config import Section
 from rl.engines import _vllm_weights
 from rl.system.seeding import rng_state, set_rng_state
 from rl.system.wheels import mend_mismatched_wheels
-from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from rl.system.dist import Dist
@@ -41,6 +43,9 @@ ENVIRONMENT = {
 
 BANNED_BIAS = -1e9
 """Added to a banned id's logit: exp of it is exactly 0 in float32, as in the trainer's softmax."""
+
+SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
+"""Architectures that vLLM does not list, and the class of its own that computes the same."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
@@ -75,7 +80,8 @@ def build(config: Config, policy: Any, dist: Dist) -> VllmEngine:
     """Start the engine on the policy's base weights; takes seconds, minutes for a large model.
 
     `policy` brings `sampler_folder()`, `dtype`, `lora_rank`, `adapts_vision_tower`,
-    `image_pixel_bounds`, `max_prompt_tokens`, `max_completion_tokens`, and its stop and banned ids.
+    `image_pixel_bounds` (None: it reads ids only), `max_prompt_tokens`, `max_completion_tokens`,
+    `image_vocabulary`, and its stop and banned ids.
     """
     return VllmEngine(config, policy, dist)
 
@@ -89,6 +95,7 @@ class VllmEngine:
         self._on_cuda = dist.device.startswith("cuda")
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
+        self._vocabulary = policy.image_vocabulary
         self._lora = policy.lora_rank is not None
         self._failed = False
         self._fingerprint: str | None = None
@@ -115,11 +122,13 @@ class VllmEngine:
             from vllm import LLM
 
             _register_in_process(folder)
-            return LLM(folder, **self._arguments(policy))
+            arguments = self._arguments(policy)
+            if self._vocabulary is not None:
+                arguments |= _grammar_arguments(folder, arguments, self._vocabulary)
+            return LLM(folder, **arguments)
 
     def _arguments(self, policy: Any) -> dict[str, Any]:
         config = self._config
-        smallest, largest = policy.image_pixel_bounds
         arguments: dict[str, Any] = {
             "dtype": policy.dtype if config.dtype == "auto" else config.dtype,
             "seed": 0,
@@ -128,13 +137,19 @@ class VllmEngine:
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager or not self._on_cuda,
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            "limit_mm_per_prompt": {"image": 1, "video": 0},
-            "mm_processor_kwargs": {"size": {"shortest_edge": smallest, "longest_edge": largest}},
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if policy.image_pixel_bounds is None:
+            arguments["skip_tokenizer_init"] = True
+        else:
+            edges = dict(
+                zip(("shortest_edge", "longest_edge"), policy.image_pixel_bounds, strict=True)
+            )
+            arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
+            arguments["mm_processor_kwargs"] = {"size": edges}
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else 256)
         if cache_mb is not None:
             arguments["kv_cache_memory_bytes"] = cache_mb << 20
@@ -170,7 +185,10 @@ class VllmEngine:
         if not prompts_P:
             return []
         requests = [_request(prompt) for prompt in prompts_P]
-        sampling = [self._sampling(params, seed) for seed in seeds_P]
+        sampling = [
+            self._sampling(prompt, params, seed)
+            for prompt, seed in zip(prompts_P, seeds_P, strict=True)
+        ]
         import torch
 
         try:
@@ -188,9 +206,10 @@ class VllmEngine:
             for prompt, output in zip(prompts_P, outputs, strict=True)
         ]
 
-    def _sampling(self, params: SamplingParams, seed: int) -> Any:
+    def _sampling(self, prompt: Prompt, params: SamplingParams, seed: int) -> Any:
         from vllm import SamplingParams as VllmSamplingParams
 
+        grid = self._grid(prompt)
         return VllmSamplingParams(
             n=params.num_completions if params.temperature > 0 else 1,
             seed=seed,
@@ -203,6 +222,7 @@ class VllmEngine:
             ignore_eos=True,  # the policy's stop ids are the only ones
             stop_token_ids=self._stop_ids,
             logit_bias=self._bans,
+            extra_args={"image_grid": grid} if grid else None,
         )
 
     def _group(self, prompt: Prompt, output: Any, params: SamplingParams) -> list[Completion]:
@@ -212,15 +232,24 @@ class VllmEngine:
                 f"{len(output.prompt_token_ids)} tokens, the trainer as {len(prompt.token_ids)}: "
                 "their image processors differ (preprocessor_config.json)"
             )
-        completions_G = [self._completion(member) for member in output.outputs]
+        completions_G = [self._completion(prompt, member) for member in output.outputs]
         return completions_G * (params.num_completions // len(completions_G))
 
-    def _completion(self, member: Any) -> Completion:
+    def _completion(self, prompt: Prompt, member: Any) -> Completion:
+        from rl.algorithm.image_grammar import forced_tokens
+
         ids = tuple(member.token_ids)
         logprobs = tuple(
             position[token].logprob for position, token in zip(member.logprobs, ids, strict=True)
         )
-        return Completion(ids, logprobs, "stop" if ids[-1] in self._stop_ids else "length")
+        forced = None
+        if (grid := self._grid(prompt)) and self._vocabulary:
+            forced = forced_tokens(ids, grid, self._vocabulary)
+        return Completion(ids, logprobs, "stop" if ids[-1] in self._stop_ids else "length", forced)
+
+    def _grid(self, prompt: Prompt) -> tuple[int, int] | None:
+        """(h, w) to which its completions are held; None: they are free."""
+        return prompt.grid if self._vocabulary else None
 
     def _lora_request(self) -> Any:
         if not self._lora or self._fingerprint is None:
@@ -304,11 +333,35 @@ def _register_in_process(folder: str) -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
+    known = ModelRegistry.models
     for architecture in AutoConfig.from_pretrained(folder).architectures:
-        lazy = ModelRegistry.models[architecture]
+        lazy = known.get(architecture) or known[SERVED_AS[architecture]]
         if hasattr(lazy, "module_name"):
             module = importlib.import_module(lazy.module_name)
             ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
+
+
+def _grammar_arguments(
+    folder: str, arguments: Mapping[str, Any], vocabulary: ImageVocabulary
+) -> dict[str, Any]:
+    """What holds an engine's requests to their grids: the shell that its model runner takes."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        from rl.engines import _vllm_grammar
+    except ImportError as error:
+        raise RuntimeError(
+            "this vLLM has other logits-processor interfaces than the ones written for (see the "
+            "pin in requirements.txt): install that version, or use engine.type 'transformers'"
+        ) from error
+    # Two runners, each of which refuses the other's class; only the finished configuration knows.
+    planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
+    shell = _vllm_grammar.V2Grammar if planned.use_v2_model_runner else _vllm_grammar.V1Grammar
+    return {
+        "logits_processors": [shell],
+        "additional_config": {_vllm_grammar.VOCABULARY: asdict(vocabulary)},
+    }
 
 
 @contextmanager
