@@ -13,14 +13,14 @@ import hashlib
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from rl.config import Section
-from rl.policies import _adapters, _prompting
+from rl.policies import _prompting
 from rl.policies._lora import LoraSection
 from rl.policies._qwen_loading import validate as validate
 from rl.policies._qwen_prompts import QwenPrompts
@@ -143,6 +143,7 @@ class Qwen25VLPolicy:
     ) -> None:
         from rl.policies import _qwen_loading as loading
         from rl.policies._qwen_module import QwenModule
+        from rl.policies._trained_weights import TrainedWeights
 
         self.config = config
         self.dtype = config.dtype
@@ -162,14 +163,23 @@ class Qwen25VLPolicy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         adapted = config.lora is not None
-        text_config = (model.get_base_model() if adapted else model).config.text_config
+        model_config = (model.get_base_model() if adapted else model).config
+        text_config = model_config.text_config
         self.state_dim = text_config.hidden_size
         roles = self._prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
         self.module = QwenModule(model, adapted, temperature, self.banned_token_ids)
         self._overlay: tempfile.TemporaryDirectory[str] | None = None
         self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._base_state: dict[str, torch.Tensor] | None = None
+        tied = model_config.tie_word_embeddings
+        self._weights = TrainedWeights(
+            self.module,
+            adapted,
+            config.dtype,
+            config.init_text_encoder_from or config.model_path,
+            load_base=lambda: loading.load_model(config),
+            tied_embedding="model.language_model.embed_tokens.weight" if tied else None,
+        )
         self.image_vocabulary = None
 
     # What the sampler needs to know
@@ -277,18 +287,13 @@ class Qwen25VLPolicy:
         if self._negative_prompt is None:
             return None
         key = _pictures_key(prompt)
-        if key not in self._negatives or self._sharded:
+        if key not in self._negatives or self._weights.sharded:
             negative = self._prompts.prompt(prompt.sample, self._negative_prompt)
             self._negatives[key] = self._condition([(negative, ())], base=True)[0][0]
         self._negatives.move_to_end(key)
         while len(self._negatives) > NEGATIVES_KEPT:
             self._negatives.popitem(last=False)
         return self._negatives[key]
-
-    @property
-    def _sharded(self) -> bool:
-        """Under ZeRO-3 every forward is collective: no rank may skip one that another makes."""
-        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -299,92 +304,25 @@ class Qwen25VLPolicy:
         finally:
             self.module.train(was_training)
 
-    # The untrained weights
+    # Weights
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Inside, `module` is the policy as it was before training.
-
-        LoRA: the adapter is off. Full fine-tuning: the checkpoint's weights, kept on the CPU from
-        the first use on, stand in for the trained ones; ValueError under ZeRO-3, which holds no
-        whole tensors to exchange.
-        """
-        if self.config.lora is not None:
-            with self.module.model.disable_adapter():
-                yield
-            return
-        if self._sharded:
-            raise ValueError(
-                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
-                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
-            )
-        base = self._base_weights()
-        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        held = {name: parameter.data for name, parameter in trained.items()}
-        try:
-            for name, parameter in trained.items():
-                parameter.data = base[name.removeprefix(_adapters.WRAPPER)].to(parameter)
-            yield
-        finally:
-            for name, parameter in trained.items():
-                parameter.data = held[name]
-
-    def _base_weights(self) -> dict[str, torch.Tensor]:
-        if self._base_state is None:
-            from rl.policies._qwen_loading import load_model
-
-            self._base_state = load_model(self.config).state_dict()
-        return self._base_state
-
-    # What leaves the policy
+    def reference(self) -> AbstractContextManager[None]:
+        """See `TrainedWeights.reference`."""
+        return self._weights.reference()
 
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """Copies: a sampler scales LoRA matrices in place. Full weights are copied in the policy's
-        dtype, adapters as they come (a learner's master weights are float32)."""
-        lora = self.config.lora is not None
-        named = self._outside_names(tensors)
-        return PolicyWeights(
-            kind="lora" if lora else "full",
-            tensors=named,
-            lora_config=self._lora_config() if lora else None,
-            version=version,
-            fingerprint=_adapters.fingerprint(named),
-        )
+        """See `TrainedWeights.export`."""
+        return self._weights.export(tensors, version)
 
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """LoRA: a PEFT adapter. Full: a transformers folder with tokenizer and image processor."""
-        named = self._outside_names(tensors)
-        if self.config.lora is not None:
-            _adapters.write_adapter(folder, named, self._lora_config())
-            return
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        self.module.vl_model.config.to_json_file(path / "config.json")
-        self._prompts.tokenizer.save_pretrained(folder)
-        self._prompts.image_processor.save_pretrained(folder)
-        whole = {**self._base_weights(), **named}
-        _adapters.write_safetensors(path / "model.safetensors", whole)
 
-    def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.config.lora is not None:
-            return {_adapters.peft_name(n): t.detach().clone() for n, t in tensors.items()}
-        import torch
+        def save_rest(path: Path) -> None:
+            self.module.vl_model.config.to_json_file(path / "config.json")
+            self._prompts.tokenizer.save_pretrained(path)
+            self._prompts.image_processor.save_pretrained(path)
 
-        dtype = getattr(torch, self.dtype)
-        named = {
-            name.removeprefix(_adapters.WRAPPER): tensor.detach().to(dtype, copy=True)
-            for name, tensor in tensors.items()
-        }
-        embedding = "model.language_model.embed_tokens.weight"
-        if self.module.vl_model.config.tie_word_embeddings:
-            # A sampler keeps its own head even where the weights are tied.
-            named["lm_head.weight"] = named[embedding].clone()
-        return named
-
-    def _lora_config(self) -> dict[str, Any]:
-        config = _adapters.plain_config(self.module.model.peft_config["default"])
-        base = self.config.init_text_encoder_from or self.config.model_path
-        return {**config, "base_model_name_or_path": base}
+        self._weights.save(folder, tensors, save_rest)
 
 
 def _pictures_key(prompt: Prompt) -> bytes:
