@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# From nothing to a trained policy: install, train the tiny world, show what was learnt.
-# Arguments go to the run: ./scripts/quickstart.sh num_iterations=10
+# From nothing to a trained policy: install, train a tiny world, show what was learnt.
+#   ./scripts/quickstart.sh                      the main system, configs/quickstart.jsonnet
+#   ./scripts/quickstart.sh tiny_earl            another: configs/tiny_earl.jsonnet
+#   ./scripts/quickstart.sh num_iterations=10    further arguments go to the run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/_install.sh
 source .venv/bin/activate
 
+config=configs/quickstart.jsonnet
+if [[ $# -gt 0 && -f configs/$1.jsonnet ]]; then
+    config=configs/$1.jsonnet
+    shift
+fi
 overrides=()
 for argument; do
     if [[ $argument == *=* && $argument != -* ]]; then overrides+=("$argument"); fi
 done
-python -m rl.simple_launch configs/quickstart.jsonnet "$@"
-python scripts/report.py configs/quickstart.jsonnet "${overrides[@]}"
+python -m rl.simple_launch "$config" "$@"
+python scripts/report.py "$config" "${overrides[@]}"

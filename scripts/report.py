@@ -139,6 +139,13 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
         lines.append(
             f"  the editor, given the right description: {reference[0]:.3f} -> {reference[-1]:.3f}"
         )
+    gains = [row for row in metrics if row.get("eval/reward_gain") is not None]
+    if len(gains) > 1:
+        first, last = gains[0], gains[-1]
+        lines.append(
+            f"  the user's own words, as they are: {first['eval/baseline_reward']:.3f}; gain over "
+            f"them {first['eval/reward_gain']:+.3f} -> {last['eval/reward_gain']:+.3f}"
+        )
     return lines
 
 
@@ -163,14 +170,15 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
     figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
     curves = {
         name: [(row["iteration"], row[name]) for row in metrics if row.get(name) is not None]
-        for name in ("reward/mean", "eval/reward", "eval_reference/reward")
+        for name in ("reward/mean", "eval/reward", "eval_reference/reward", "eval/baseline_reward")
     }
     if curves["reward/mean"]:
         x, y = zip(*curves["reward/mean"], strict=True)
         axes.plot(x, y, color="tab:blue", alpha=0.3, linewidth=1)
         axes.plot(x, smooth(y), color="tab:blue", label="training prompts, sampled")
     styles = {
-        "eval/reward": ("tab:orange", "o-", "held-out prompts, greedy"),
+        "eval/reward": ("tab:orange", "o-", "held-out prompts"),
+        "eval/baseline_reward": ("tab:gray", ":", "held-out, the user's own words"),
         "eval_reference/reward": ("tab:green", "s--", "held-out, editor given the right words"),
     }
     for name, (color, marks, label) in styles.items():
@@ -191,7 +199,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
-    """The first held-out samples, two per row: source with instruction, edit before, edit after."""
+    """The first held-out samples, two per row: source with instruction, edit before, edit after.
+
+    Where nothing is edited, the first picture is what the user's own words give."""
     import matplotlib.pyplot as plt
 
     shown = [i for i in before.records if i in after.records][:MAX_SAMPLES_DRAWN]
@@ -216,7 +226,9 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
             figure.add_subplot(grid[row, 4 * side + column]) for column in range(3)
         )
         old, new = before.records[identity], after.records[identity]
-        show(source, before.folder, old["source_file"], "source", old["instruction"])
+        bare = old["source_file"] is None and old.get("baseline_file") is not None
+        first = ("baseline_file", "the words as they are") if bare else ("source_file", "source")
+        show(source, before.folder, old[first[0]], first[1], old["instruction"])
         show(left, before.folder, old["image_file"], f"before: {score(old)}", old["completion"])
         show(right, after.folder, new["image_file"], f"after: {score(new)}", new["completion"])
     figure.suptitle(
@@ -229,15 +241,14 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
 
 
 def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> None:
-    """One picture with its title above and its words below; tiny pictures keep crisp pixels."""
+    """One picture with its title above and its words below, or the words in its place; tiny
+    pictures keep crisp pixels."""
     from PIL import Image
 
     axes.axis("off")
-    if file is None or not (folder / file).is_file():
-        axes.text(0.5, 0.5, "no picture", ha="center", va="center", transform=axes.transAxes)
-        axes.set_aspect("equal")
-    else:
-        with Image.open(folder / file) as image:
+    drawn = file is not None and (folder / file).is_file()
+    if drawn:
+        with Image.open(folder / str(file)) as image:
             crisp = max(image.size) < 256
             axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
     axes.set_title(title, fontsize=13)
@@ -245,10 +256,10 @@ def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> N
     # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
     axes.text(
         0.5,
-        -0.04,
+        -0.04 if drawn else 0.5,
         "\n".join(words) or "(no words)",
         ha="center",
-        va="top",
+        va="top" if drawn else "center",
         fontsize=11,
         transform=axes.transAxes,
         parse_math=False,

@@ -17,10 +17,13 @@ REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
 
 @pytest.fixture
 def run_dir(tmp_path):
-    rows = [{"iteration": 0, "eval/reward": 0.2, "eval_reference/reward": 0.0}]
+    baseline = {"eval/baseline_reward": 0.15}
+    rows = [{"iteration": 0, "eval/reward": 0.2, "eval_reference/reward": 0.0, **baseline}]
+    rows[0]["eval/reward_gain"] = 0.05
     rows += [{"iteration": i, "reward/mean": i / 10} for i in range(1, 8)]
     rows += [
         {"iteration": 8, "reward/mean": None, "eval/reward": 0.6, "eval_reference/reward": 0.9}
+        | {"eval/reward_gain": 0.45, **baseline}
     ]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 9, "rew']))
@@ -43,6 +46,7 @@ def record(identity: str, reward: float | None, category: str) -> dict[str, obje
         "reward": reward,
         "parts": {},
         "source_file": "source.png",
+        "baseline_file": None,
         "image_file": None if reward is None else "image.png",
     }
 
@@ -57,6 +61,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert lines[3] == "  b                0.250 -> 0.350   (+0.100 +- 0.100, 2 samples)"
     assert lines[4] == "  left out: 1 not graded both times"
     assert lines[5] == "  the editor, given the right description: 0.000 -> 0.900"
+    assert lines[6] == "  the user's own words, as they are: 0.150; gain over them +0.050 -> +0.450"
 
 
 def test_both_pictures_are_drawn_large_enough_to_read(run_dir, capsys):
