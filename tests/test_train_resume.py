@@ -104,8 +104,9 @@ def test_kill_9_and_resume_equals_straight_through(
     assert_same_run(straight, tmp_path / "tiny")
     lines = (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()
     reused = [json.loads(line).get("judge/reused_replies") for line in lines]
-    # Killed before the third update: its 8 pictures x 2 questions were answered already.
-    assert reused[3] == (16 if where == "rl.learner:Learner.update" else 0), reused
+    # Killed before the third update: 2 questions each about its 8 pictures and the baseline arm's 2
+    # were answered already.
+    assert reused[3] == (20 if where == "rl.learner:Learner.update" else 0), reused
 
 
 @pytest.mark.slow
