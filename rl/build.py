@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl.config import ConfigError, PlugSection, RunConfig
+from rl.system.placement import Claim, claims_of
 from rl.types import DataSource, Engine, Policy, Renderer, Reward, SamplingParams
 from rl.validation import validate
 
@@ -195,6 +196,12 @@ def plugs_of(room: str) -> list[str]:
     """Names of the plug files that lie in a room."""
     folder = Path(__file__).parent / room
     return sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_"))
+
+
+def claims(resolved: Resolved) -> list[Claim]:
+    """What each plug that runs a model says of its device and memory."""
+    plugs = [resolved.policy, resolved.renderer, *resolved.rewards.values()]
+    return claims_of((plug.key, plug.config) for plug in plugs)
 
 
 def num_iterations(config: RunConfig, num_samples: int) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 from rl import build, fit
 from rl.config import ConfigError, RunConfig, listed
-from rl.system import memory_plan
+from rl.system import memory_plan, placement
 from rl.system.checkpoint import problem_of
-from rl.system.memory_plan import PHASES, LanguageModel, Plan, Sizes
+from rl.system.memory_plan import PHASES, FrozenModel, LanguageModel, Plan, Sizes
 from rl.system.resume import check_resume
 from rl.system.scrub import scrubbed
 
@@ -42,6 +42,7 @@ def report(config: RunConfig, gpu_gb: float) -> int:
     state, conflicts = _resume(config)
     _print_block(f"run {config.run_name} in {config.run_dir}: {state}", [])
     _print_block("plugs", _plug_lines(resolved))
+    _print_block("placement", placement.describe(build.claims(resolved)))
     _print_block("batch", _batch_lines(resolved))
     _print_block(f"memory per GPU, against {gpu_gb:g} GB", _memory_lines(resolved, gpu_gb))
     _print_block("judge", _judge_lines(resolved))
@@ -183,9 +184,7 @@ def _verdict(planned: Plan, gpu_gb: float) -> str:
 def _sizes(resolved: build.Resolved) -> Sizes | None:
     """What the plan needs to know. Keys that only some plugs have are read where they are there."""
     config, optimizer = resolved.config, resolved.config.optimizer
-    policy, engine, renderer = (
-        p.config for p in (resolved.policy, resolved.engine, resolved.renderer)
-    )
+    policy, engine = resolved.policy.config, resolved.engine.config
     model = _language_model(_origin(policy)) or _language_model(getattr(policy, "model_path", ""))
     if model is None:
         return None
@@ -204,9 +203,27 @@ def _sizes(resolved: build.Resolved) -> Sizes | None:
         engine_share=getattr(engine, "gpu_memory_utilization", None),
         engine_sleeps=getattr(engine, "sleep_level", 0) > 0,
         max_num_seqs=getattr(engine, "max_num_seqs", 1),
-        renderer_weights=resolved.renderer.module.parameter_counts(renderer),
-        renderer_activations=resolved.renderer.module.activation_counts(renderer),
-        renderer_bytes=BYTES[getattr(renderer, "dtype", "bfloat16")],
+        reads_reference=lora is None and config.algorithm.kl_coeff > 0,
+        frozen=[
+            _frozen(plug, getattr(policy, "device", "auto"))
+            for plug in (resolved.renderer, *resolved.rewards.values())
+        ],
+    )
+
+
+def _frozen(plug: build.Plug, own_device: str) -> FrozenModel:
+    """A plug that runs a model of its own says how large it is; one that runs none says nothing."""
+    counts: list[dict[str, float]] = [
+        getattr(plug.module, name, lambda config: {})(plug.config)
+        for name in ("parameter_counts", "activation_counts")
+    ]
+    device = getattr(plug.config, "device", "auto")
+    return FrozenModel(
+        name=plug.key,
+        device="auto" if device == own_device else device,
+        bytes_per_value=BYTES[getattr(plug.config, "dtype", "bfloat16")],
+        weights=counts[0],
+        activations=counts[1],
     )
 
 

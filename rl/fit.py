@@ -12,11 +12,16 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from rl.build import claims
 from rl.config import RunConfig
+from rl.system import placement
 from rl.system.judge_endpoint import resolve_api_base
 
 if TYPE_CHECKING:
     from rl.build import Resolved
+
+RANKS_OF_A_NODE = 8
+"""More ranks than this are taken to be on several machines."""
 
 
 def fit_problems(resolved: Resolved) -> list[str]:
@@ -27,6 +32,7 @@ def fit_problems(resolved: Resolved) -> list[str]:
         *_judge_problems(resolved),
         *_learning_problems(resolved),
         *_batch_problems(resolved.config),
+        *_placement_problems(resolved),
         *_data_problems(resolved),
     ]
 
@@ -137,6 +143,13 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
             "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
         )
+
+
+def _placement_problems(resolved: Resolved) -> Iterable[str]:
+    """As far as words go: what the machine has is seen when a run starts on it."""
+    num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
+    owns = [f"cuda:{rank}" for rank in range(num_ranks)]
+    return placement.problems(claims(resolved), owns, machine=None)
 
 
 def _batch_problems(config: RunConfig) -> Iterable[str]:

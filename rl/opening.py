@@ -18,6 +18,7 @@ from rl.learner import Learner
 from rl.rollout import Crew
 from rl.run import Run
 from rl.sampler import PromptSampler, first_samples
+from rl.system import placement
 from rl.system.background import BackgroundLoop
 from rl.system.checkpoint import Checkpoints
 from rl.system.console import Console, PhaseTimer, warn
@@ -62,6 +63,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         if num_skipped_rows:
             console.say(f"{num_skipped_rows} bad rows of data.train are left out")
         _refuse_finished(config.run_name, done, num_iterations)
+        placement.enforce(build.claims(resolved), dist.device)
         loop = stack.enter_context(BackgroundLoop("judge"))
         judge = _open_judge(resolved, loop, stack, console)
 

@@ -6,9 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from rl.system.memory_plan import CONTEXT_GB, KNOWN, LOGITS_GB, LanguageModel, Plan, Sizes, plan
+from rl.system.memory_plan import (
+    CONTEXT_GB,
+    KNOWN,
+    LOGITS_GB,
+    FrozenModel,
+    LanguageModel,
+    Plan,
+    Sizes,
+    plan,
+)
 
 MODEL = LanguageModel(layers=2, hidden=10, ffn=40, heads=5, kv_heads=1, head_dim=2, params=3e9)
+EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
 SIZES = Sizes(
     model=MODEL,
     bytes_per_weight=2,
@@ -23,9 +33,8 @@ SIZES = Sizes(
     engine_share=0.5,
     engine_sleeps=True,
     max_num_seqs=8,
-    renderer_weights={"transformer": 20e9},
-    renderer_activations={"transformer": 1e9},
-    renderer_bytes=2,
+    reads_reference=False,
+    frozen=(EDITOR,),
 )
 
 
@@ -70,6 +79,20 @@ def test_zero_stages_under_full_fine_tuning() -> None:
     assert [gb(p, "policy weights") for p in by_stage] == pytest.approx([6, 6, 6, 1.5])
     assert [gb(p, "optimiser state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
     assert [gb(p, "gradients") for p in by_stage] == pytest.approx([12, 12, 3, 3])
+    reference = plan(replace(full, reads_reference=True), gpu_gb=100)
+    assert reference.total_gb("learn") == pytest.approx(by_stage[0].total_gb("learn") + 6)
+
+
+def test_models_on_other_devices_are_named_but_not_counted() -> None:
+    clip = FrozenModel("rewards.clip", "cuda:2", 4, {"model": 0.15e9}, {})
+    planned = plan(replace(SIZES, frozen=(replace(EDITOR, device="cuda:1"), clip)), gpu_gb=100)
+    assert planned.total_gb("render") == pytest.approx(plan(SIZES, 100).total_gb("render") - 42)
+    assert "renderer lies on cuda:1: 40.00 GB of weights there, 2.00 while it works" in (
+        planned.assumptions
+    )
+    assert any(
+        text.startswith("rewards.clip lies on cuda:2: 0.60 GB") for text in planned.assumptions
+    )
 
 
 def test_the_engine_cache() -> None:

@@ -64,12 +64,31 @@ class LanguageModel:
 
 
 _QWEN_7B = LanguageModel(28, 3584, 18944, 28, 4, 128, 8.29e9)
+_EMU3 = LanguageModel(32, 4096, 14336, 32, 8, 128, 8.49e9)
 KNOWN: Mapping[str, LanguageModel] = {
     "Qwen/Qwen2.5-VL-3B-Instruct": LanguageModel(36, 2048, 11008, 16, 2, 128, 3.75e9),
     "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN_7B,
     "Qwen/Qwen2.5-VL-72B-Instruct": LanguageModel(80, 8192, 29568, 64, 8, 128, 73.4e9),
+    "BAAI/Emu3-Gen": _EMU3,
+    "BAAI/Emu3-Stage1": _EMU3,
+    "mair-lab/sft-simple": _EMU3,
+    "mair-lab/thinking-sft-simple": _EMU3,
 }
 """Models that are usually on the hub rather than on the laptop that checks the config."""
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is only read: the renderer, a reward's own."""
+
+    name: str
+    device: str
+    """'auto': the rank's own GPU, the one planned for."""
+    bytes_per_value: int
+    weights: Mapping[str, float]
+    """Part -> parameters."""
+    activations: Mapping[str, float]
+    """Part -> values alive at the peak of one forward."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +113,10 @@ class Sizes:
     engine_sleeps: bool
     """Its memory is free for others while it sleeps."""
     max_num_seqs: int
-    renderer_weights: Mapping[str, float]
-    """Part -> parameters."""
-    renderer_activations: Mapping[str, float]
-    """Part -> values alive at the peak of one forward."""
-    renderer_bytes: int
-    """Per value of the renderer."""
+    reads_reference: bool
+    """Full fine-tuning with a KL term: the starting weights come to the GPU to be read."""
+    frozen: Sequence[FrozenModel]
+    """Renderer and reward models."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +164,14 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         Row("policy weights", weights_gb / (ranks if stage == 3 else 1), PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
     ]
-    for part, count in sizes.renderer_weights.items():
-        rows.append(Row(f"renderer {part}", count * sizes.renderer_bytes / 1e9, PHASES))
+    frozen_rows, elsewhere = _frozen(sizes.frozen)
+    rows += frozen_rows
     assumptions = [
         f"learner: {sizes.micro_batch_size} rows of {sizes.prompt_tokens} + "
         f"{sizes.completion_tokens} tokens at once, activations "
         + ("recomputed" if sizes.checkpointing else "kept"),
         f"{trained / 1e6:.1f} M trained parameters, float32 moments and gradients",
+        *elsewhere,
     ]
     if sizes.engine_share is None:
         cache = model.kv_bytes(sizes.bytes_per_weight) * tokens / 1e9
@@ -163,15 +181,35 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         phases = ("generate",) if sizes.engine_sleeps else PHASES
         rows.append(Row(f"engine ({sizes.engine_share:.0%} of the GPU)", claimed, phases))
         assumptions.append(_engine_fit(sizes, claimed - weights_gb - ENGINE_WORKSPACE_GB))
-    for part, count in sizes.renderer_activations.items():
-        working_gb = count * sizes.renderer_bytes / 1e9
-        rows.append(Row(f"renderer {part}, working", working_gb, ("render",)))
+    if sizes.reads_reference:
+        rows.append(Row("reference weights", weights_gb, ("learn",)))
     rows += [
         Row("gradients", gradient_gb, ("learn",)),
         Row("activations", activations / 1e9, ("learn",)),
         Row("logits, one chunk", LOGITS_GB, ("learn",)),
     ]
     return Plan(rows, assumptions)
+
+
+def _frozen(models: Sequence[FrozenModel]) -> tuple[list[Row], list[str]]:
+    """Rows of those on the planned GPU, a line for each that lies elsewhere."""
+    rows, elsewhere = [], []
+    for model in models:
+        weights, working = (
+            {part: count * model.bytes_per_value / 1e9 for part, count in counts.items()}
+            for counts in (model.weights, model.activations)
+        )
+        if model.device != "auto":
+            elsewhere.append(
+                f"{model.name} lies on {model.device}: {sum(weights.values()):.2f} GB of weights "
+                f"there, {sum(working.values()):.2f} while it works"
+            )
+            continue
+        rows += [Row(f"{model.name} {part}", gb, PHASES) for part, gb in weights.items()]
+        rows += [
+            Row(f"{model.name} {part}, working", gb, ("render",)) for part, gb in working.items()
+        ]
+    return rows, elsewhere
 
 
 def _engine_fit(sizes: Sizes, cache_gb: float) -> str:
