@@ -1,0 +1,48 @@
+"""Tokenised edits on disk, as they were published."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def fields(number: int, **changes: Any) -> dict[str, Any]:
+    """What a published `.pth` holds; codes below 64."""
+    rng = np.random.default_rng(number)
+    return {
+        "edit_id": f"{number}.pth",
+        "original_image": rng.integers(0, 64, (4, 6)),
+        "edited_image": rng.integers(0, 64, (4, 6)),
+        "CoT": {"thinking": f"thought {number}"},
+        "instruction": f"make it {number}",
+    } | changes
+
+
+def save_published(folder: Path, numbers: range) -> list[str]:
+    """One .pth each; returns their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in numbers:
+        torch.save(fields(number), folder / f"{number}.pth")
+    return [f"{number}.pth" for number in numbers]
+
+
+def write_list(file: Path, entries: list[str], **more: Any) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**more, "path_list": entries}))
+    return str(file)
+
+
+def rename_globals(file: Path, old: bytes, new: bytes) -> None:
+    """Name a module otherwise in a `.pth`'s pickle, as another numpy would have."""
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    assert any(old in content for content in members.values())
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            is_pickle = name.endswith("data.pkl")
+            archive.writestr(name, content.replace(old, new) if is_pickle else content)
