@@ -23,6 +23,7 @@ from rl.renderers._batches import render_or_halve
 from rl.renderers._decoding import decode_in_slices, to_pictures
 from rl.renderers._scheduling import override_scheduler, resolution_shift
 from rl.renderers._sd3_text import PromptEncoder, TextParts, TextStates
+from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import RenderFailure, RenderJob, Sample
 
@@ -63,11 +64,13 @@ def load_parts(config: Config, device: str) -> SD3Parts:
     )
     vae = AutoencoderKL.from_pretrained(subfolder="vae", **origin, **weights)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
+    with only_download_bars():
+        text = _load_text_parts(config, device)
     return SD3Parts(
         transformer=transformer.eval().requires_grad_(False),
         vae=vae.eval().requires_grad_(False),
         scheduler=override_scheduler(scheduler, config.scheduler_overrides),
-        text=_load_text_parts(config, device),
+        text=text,
     )
 
 

@@ -16,6 +16,7 @@ from pydantic import Field
 from rl.config import Section
 from rl.renderers._checkpoint_folder import count_parameters, path_problems
 from rl.renderers._scheduling import SchedulerOverrides
+from rl.system.placement import resolve_device
 from rl.types import ActionKind, PromptTemplate
 
 if TYPE_CHECKING:
@@ -145,5 +146,4 @@ def build(config: Config, device: str) -> SD3Renderer:
     """
     from rl.renderers._sd3_loop import SD3Renderer, load_parts
 
-    place = device if config.device == "auto" else config.device
-    return SD3Renderer(config, load_parts(config, place))
+    return SD3Renderer(config, load_parts(config, resolve_device(config.device, device)))

@@ -45,7 +45,7 @@ class Dist:
     local_rank: int = 0
     """Index on this node; picks the CUDA device."""
     device: str = "cpu"
-    """'cpu' or 'cuda:<index>': where this rank's trainable policy lives."""
+    """'cpu', 'mps' or 'cuda:<index>': where this rank's trainable policy lives."""
     _cpu_group: Any = None
     """gloo group for objects and CPU tensors; None with one process."""
 
@@ -53,12 +53,13 @@ class Dist:
     def from_env(cls, device: str = "auto") -> Dist:
         """Read torchrun's RANK / WORLD_SIZE / LOCAL_RANK and join the group they describe.
 
-        `device`: 'auto' (CUDA if there is any), 'cpu', 'cuda' (the local rank's) or 'cuda:<index>'.
+        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'mps' (one process only),
+        'cuda' (the local rank's) or 'cuda:<index>'.
         Raises ValueError when the variables contradict each other or CUDA is asked for and absent.
         """
         rank, world_size, local_rank = _read_env(os.environ)
         device = _resolve_device(device, local_rank)
-        if device == "cpu":
+        if not device.startswith("cuda"):
             # transformers imports DeepSpeed where it is installed, which else warns about the CPU.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         else:
@@ -70,6 +71,8 @@ class Dist:
 
         import torch.distributed as td
 
+        if device == "mps":
+            raise ValueError("device 'mps' holds one process: start one rank, or use device 'cpu'")
         backend = "gloo" if device == "cpu" else "nccl"
         td.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         cpu_group = td.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -166,8 +169,8 @@ def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _resolve_device(device: str, local_rank: int) -> str:
-    """'auto' | 'cpu' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
-    if device == "cpu":
+    """'auto' | 'cpu' | 'mps' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'mps' | 'cuda:<i>'."""
+    if device in ("cpu", "mps"):
         return device
     import torch
 
