@@ -1,0 +1,58 @@
+"""Does the completion have the asked form: `<think>...</think><answer>...</answer>`, whole?
+
+1 when it does, else 0. White space may stand around the blocks; each tag occurs exactly once, and
+neither block is empty. What not: whether the answer is right (`accuracy.py`).
+
+Called by the rollout.
+"""
+
+from __future__ import annotations
+
+from rl.config import Section
+from rl.rewards._tags import TagName, last_block
+from rl.types import Evidence, Grade
+
+NEEDS = frozenset({"text"})
+NEEDS_JUDGE = False
+
+
+class Config(Section):
+    """The two tags."""
+
+    type: str = "format"
+    """This plug."""
+    think_tag: TagName = "think"
+    """Name of the block with the thoughts, which comes first."""
+    answer_tag: TagName = "answer"
+    """Name of the block with the answer."""
+
+
+class Format:
+    """Reads one completion."""
+
+    def __init__(self, config: Config) -> None:
+        self._names = (config.think_tag, config.answer_tag)
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        """1 or 0; always graded."""
+        return Grade(float(is_well_formed(evidence.text, *self._names)))
+
+
+def is_well_formed(text: str, think_tag: str, answer_tag: str) -> bool:
+    """Whether the two blocks, in this order, are all there is."""
+    names = (think_tag, answer_tag)
+    blocks = [last_block(text, name) for name in names]
+    if not all(block is not None and block.strip() for block in blocks):
+        return False
+    tags = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
+    if any(text.count(tag) != 1 for tag in tags):
+        return False
+    whole = [f"<{name}>{block}</{name}>" for name, block in zip(names, blocks, strict=True)]
+    head, _, rest = text.partition(whole[0])
+    between, _, tail = rest.partition(whole[1])
+    return rest.rstrip().endswith(whole[1]) and not f"{head}{between}{tail}".strip()
+
+
+def build(config: Config, judge: object, device: str) -> Format:
+    """The reward."""
+    return Format(config)

@@ -1,0 +1,64 @@
+"""format: the whole completion has the asked form, or it has not."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from tiny_rewards import read
+
+from rl.rewards import format as plug
+
+GOOD = "<think>two and two</think><answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        "\n <think>\ntwo\n\nand two</think>\n\n<answer> 4 </answer> \n",
+        "<think>a < b and <b>bold</b></think><answer>4</answer>",
+    ],
+)
+def test_the_asked_form(text: str) -> None:
+    assert read(plug, text).value == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4",
+        "<answer>4</answer>",
+        "<think>two and two</think>",
+        "<answer>4</answer><think>two and two</think>",
+        "<think></think><answer>4</answer>",
+        "<think>two</think><answer> \n </answer>",
+        f"So: {GOOD}",
+        f"{GOOD} That is it.",
+        "<think>two</think> hence <answer>4</answer>",
+        "<think>a</think><think>b</think><answer>4</answer>",
+        f"{GOOD}<answer>5</answer>",
+        "<think>I write <answer>3</answer></think><answer>4</answer>",
+        "<think>two<answer>4</answer></think>",
+        "<think>two</think><answer>4",
+        "<think>two</think><answer>4</answer></answer>",
+        "<Think>two</Think><Answer>4</Answer>",
+        "<think>two</think ><answer>4</answer>",
+        "</think>two<think><answer>4</answer>",
+    ],
+)
+def test_any_other_form(text: str) -> None:
+    grade = read(plug, text)
+    assert grade.value == 0.0 and grade.failure is None
+
+
+def test_other_tags() -> None:
+    text = "<plan>two</plan><final>4</final>"
+    assert read(plug, text, think_tag="plan", answer_tag="final").value == 1.0
+    assert read(plug, text).value == 0.0
+    with pytest.raises(ValidationError, match="think_tag"):
+        plug.Config(think_tag="<think>")
+
+
+def test_it_is_read_in_linear_time() -> None:
+    assert read(plug, "<think>" * 100_000 + "</think>" * 100_000).value == 0.0
