@@ -46,7 +46,7 @@ def count(config: Config) -> int | None:
 def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
     """Everything that is wrong with the file, without opening a picture."""
     try:
-        rows, unreadable = _read(config, max_image_side_px)
+        rows, unreadable = read(config, max_image_side_px)
     except BadRowError as error:
         return [str(error)]
     problems = unreadable + [problem for _, problem in rows.problems("exists")]
@@ -58,12 +58,12 @@ def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[
 
 def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
     """The file as a `DataSource`. Raises BadRowError (a ValueError) naming file and rows."""
-    rows, unreadable = _read(config, max_image_side_px)
+    rows, unreadable = read(config, max_image_side_px)
     rows.keep_good(on_bad_row, config.picture_check, unreadable)
     return rows
 
 
-def _read(config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
+def read(config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
     """The lines that are JSON objects, and a sentence for each that is not."""
     path = Path(config.path)
     if not path.is_file():

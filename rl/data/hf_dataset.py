@@ -94,22 +94,36 @@ def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[
 
 def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
     """The split as a `DataSource`. Raises BadRowError (a ValueError) naming data set and rows."""
+    rows = read(config, max_image_side_px)
+    rows.keep_good(on_bad_row, config.picture_check)
+    return rows
+
+
+def read(config: Config, max_image_side_px: int) -> Rows:
+    """The split's rows, bad ones still among them; nothing but the mapped columns is ever read."""
     dataset = _open(config)
     _require_columns(config, dataset.column_names)
     numbers = _matching(config, dataset)
-    dataset = _undecoded(dataset.select(numbers), config.columns)
+    dataset = dataset.select(numbers)
+    dataset = dataset.select_columns(_mapped(config.columns, dataset.column_names))
     path = Path(config.path)
     folder = path if path.is_dir() else path.parent if path.exists() else Path()
-    rows = Rows(
-        dataset,
+    return Rows(
+        _undecoded(dataset, config.columns),
         numbers,
         f"{config.path}[{config.split}]",
         config.columns,
         Path(config.image_folder) if config.image_folder else folder,
         max_image_side_px,
     )
-    rows.keep_good(on_bad_row, config.picture_check)
-    return rows
+
+
+def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
+    """The columns of a data set that `columns` names, or reaches into."""
+    keys = ("instruction", "source", "target", "reference", "id", "category")
+    named = {getattr(columns, key) for key in keys} | set(columns.hidden.values())
+    tops = named | {column.split(".")[0] for column in named}
+    return [column for column in available if column in tops]
 
 
 def _open(config: Config) -> Dataset:
