@@ -53,6 +53,14 @@ def load_image_processor(config: Config) -> Any:
     return processor
 
 
+def base_path(config: Config) -> str:
+    """Folder or hub id of the weights that training starts from; of an editor's text encoder, with
+    its subfolder."""
+    if config.init_text_encoder_from:
+        return f"{config.init_text_encoder_from.rstrip('/')}/{config.text_encoder_subfolder}"
+    return config.model_path
+
+
 def load_model(config: Config) -> Any:
     """`Qwen2_5_VLForConditionalGeneration` on the CPU, in the configured dtype, not yet adapted."""
     mend_mismatched_wheels()

@@ -176,7 +176,7 @@ class Qwen25VLPolicy:
             self.module,
             adapted,
             config.dtype,
-            config.init_text_encoder_from or config.model_path,
+            loading.base_path(config),
             load_base=lambda: loading.load_model(config),
             tied_embedding="model.language_model.embed_tokens.weight" if tied else None,
         )

@@ -1,0 +1,142 @@
+"""A trained adapter as a model of its own: `export_adapter.py <run, checkpoint, adapter> <target>`.
+
+What: takes the newest checkpoint of a run (or the one named, or any PEFT folder), adds the adapter
+to the weights it was trained on, in float32 and rounded once at the end, and writes a folder that
+transformers and vLLM load, with tokenizer and image processor as the run used them.
+`--keep-adapter` copies the adapter alone instead. What not: anything to a checkpoint of full
+fine-tuning, which is a model already.
+
+Which weights the adapter belongs to stands in the run's own config beside the checkpoint; for a
+bare PEFT folder in its adapter_config.json. `--base` and `--text-encoder-from` override both. The
+whole base is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and 33 GB for 7B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rl.policies import qwen2_5_vl
+from rl.policies._qwen_loading import base_path
+from rl.system.checkpoint import MODEL_FOLDER, problem_of
+from rl.validation import validate
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "README.md")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="run folder, checkpoint, or PEFT folder")
+    parser.add_argument("target", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--base", help="folder or hub id of weights, tokenizer and processor")
+    parser.add_argument(
+        "--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: the run's")
+    parser.add_argument("--keep-adapter", action="store_true", help="copy the adapter, unmerged")
+    args = parser.parse_args(arguments)
+    try:
+        adapter = find_adapter(args.source)
+        config = policy_config(adapter, args.base, args.text_encoder_from)
+        if args.target.exists():
+            raise ValueError(f"{args.target} exists; name a folder that does not")
+        if args.keep_adapter:
+            copy_adapter(adapter, args.target, config)
+        else:
+            merge(adapter, args.target, config, args.dtype or config.dtype)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    print(f"wrote {args.target}")
+
+
+def find_adapter(source: Path) -> Path:
+    """The PEFT folder that `source` is or holds. Raises ValueError when there is none."""
+    checkpoints = sorted((source / "checkpoints").glob("step_*"))
+    whole = [path for path in checkpoints if problem_of(path) is None]
+    if checkpoints and not whole:
+        raise ValueError(f"{source}: none of its {len(checkpoints)} checkpoints is whole")
+    folder = whole[-1] if whole else source
+    if (folder / MODEL_FOLDER).is_dir():
+        folder = folder / MODEL_FOLDER
+    if (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    if list(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} is a whole model (full fine-tuning): there is no adapter to merge, load it "
+            "as it is"
+        )
+    raise ValueError(
+        f"{folder} holds neither an adapter ({ADAPTER_CONFIG}) nor a run's checkpoints; name a "
+        "run folder, one of its checkpoints/step_*, or a PEFT folder"
+    )
+
+
+def policy_config(
+    adapter: Path, base: str | None, text_encoder_from: str | None
+) -> qwen2_5_vl.Config:
+    """Which weights, tokenizer and processor the adapter was trained with.
+
+    Raises ValueError naming what is not known and how to say it.
+    """
+    state = adapter.parent / "state.json"
+    if state.is_file():
+        section = json.loads(state.read_text(encoding="utf-8"))["meta"]["config"]["policy"]
+        if section["type"] != "qwen2_5_vl":
+            raise ValueError(f"adapters of policy {section['type']!r} cannot be merged here")
+    else:
+        noted = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        section = {"type": "qwen2_5_vl", "model_path": noted["base_model_name_or_path"]}
+    if base is not None:
+        section = {**section, "model_path": base, "revision": None, "init_text_encoder_from": ""}
+    if text_encoder_from is not None:
+        section = {**section, "init_text_encoder_from": text_encoder_from}
+    config, problems = validate(qwen2_5_vl.Config, section, at="policy")
+    if config is None:
+        raise ValueError("\n".join(problems))
+    problems = qwen2_5_vl.validate(config.model_copy(update={"adapter_path": ""}))
+    if problems:
+        remedy = "say where the base lies with --base (and --text-encoder-from)"
+        raise ValueError("\n".join([*problems, remedy]))
+    return config
+
+
+def copy_adapter(adapter: Path, target: Path, config: qwen2_5_vl.Config) -> None:
+    """The PEFT files, naming the base they belong to."""
+    target.mkdir(parents=True)
+    for name in ADAPTER_FILES:
+        if (adapter / name).is_file():
+            shutil.copy(adapter / name, target / name)
+    noted: Mapping[str, Any] = json.loads((target / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    named = {**noted, "base_model_name_or_path": base_path(config)}
+    text = json.dumps(named, indent=2, sort_keys=True) + "\n"
+    (target / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+
+
+def merge(adapter: Path, target: Path, config: qwen2_5_vl.Config, dtype: str) -> None:
+    """Base + adapter, added in float32 and rounded to `dtype` once."""
+    import torch
+
+    from rl.policies import _qwen_loading as loading
+
+    base = loading.load_model(config.model_copy(update={"dtype": "float32"}))
+    from peft import PeftModel
+
+    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    merged.to(getattr(torch, dtype)).save_pretrained(target)
+    loading.load_tokenizer(config).save_pretrained(target)
+    loading.load_image_processor(config).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    main()
