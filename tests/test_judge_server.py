@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import socket
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 from PIL import Image
+from tiny_rewards import ask
 
-from rl.config import JudgeConfig
-from rl.rewards import edit_quality, viescore
-from rl.system.judge_client import JudgeClient, JudgeRefused
-from rl.tiny_world import scenes
+from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
+from rl.system.judge_client import JudgeRefused
+from rl.tiny_world import captions, scenes
 from rl.tiny_world.judge_server import JudgeServer
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+from rl.tiny_world.pixel_judge import grade_likeness, grade_perception, grade_semantics
 from rl.types import Evidence, Grade, Sample
 
 
@@ -31,19 +31,12 @@ def edit() -> tuple[Sample, Image.Image]:
     rng = random.Random(3)
     scene = scenes.make_scene(rng)
     task = scenes.make_instruction(rng, scene)
-    sample = Sample("one", task.instruction, source=scenes.draw(scene))
-    return sample, scenes.draw(scenes.apply(scene, task.op))
+    right = scenes.draw(scenes.apply(scene, task.op))
+    return Sample("one", task.instruction, source=scenes.draw(scene), target=right), right
 
 
-def _grade(server: JudgeServer, plug: object, evidence: Evidence, **config: object) -> Grade:
-    async def run() -> Grade:
-        client = JudgeClient(JudgeConfig(model="tiny-judge"), server.api_base)
-        await client.check_health()
-        grade = await plug.build(plug.Config(**config), client, "cpu").grade(evidence)  # type: ignore[attr-defined]
-        await client.aclose()
-        return grade
-
-    return asyncio.run(run())
+def _grade(server: JudgeServer, plug: ModuleType, evidence: Evidence, **config: object) -> Grade:
+    return ask(plug, server, evidence, config)
 
 
 def test_viescore_travels_over_http_unchanged(
@@ -72,6 +65,34 @@ def test_edit_quality_travels_over_http(
     assert undone.parts["alignment"] == 0 and undone.value == pytest.approx(0.4, abs=0.05)
 
 
+def test_ground_score_travels_over_http(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    assert sample.source is not None
+    smudged = right.copy()
+    smudged.paste((255, 0, 255), (8, 8, 16, 16))
+    for picture in (right, sample.source, smudged):
+        grade = _grade(server, ground_score, Evidence(sample, "", picture))
+        assert grade.parts["score"] == pytest.approx(grade_likeness(right, picture), abs=0.001)
+    assert _grade(server, ground_score, Evidence(sample, "", right)).value == 1
+    undone = _grade(server, ground_score, Evidence(sample, "", sample.source))
+    assert undone.value == pytest.approx(0, abs=0.1)
+    assert 0.2 < (_grade(server, ground_score, Evidence(sample, "", smudged)).value or 0) < 0.9
+
+
+def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:
+    wish = captions.Wish("red", "circle", (0, 1))
+    shown = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
+    for kind in captions.KINDS:
+        sample = Sample("one", captions.prompt_text(wish, kind))
+        right = _grade(server, viescore_t2i, Evidence(sample, "", shown))
+        assert right.value == pytest.approx(1, abs=0.02)
+        wrong = _grade(server, viescore_t2i, Evidence(sample, "", shown.rotate(90)))
+        assert wrong.parts["prompt_following"] == wrong.value == 0
+        assert wrong.parts["pq"] > 5, "a fine picture of something else"
+
+
 def test_what_it_cannot_grade_is_refused_in_words(
     server: JudgeServer, edit: tuple[Sample, Image.Image]
 ) -> None:
@@ -79,6 +100,8 @@ def test_what_it_cannot_grade_is_refused_in_words(
     foreign = Sample("two", "make it look like winter", source=sample.source)
     with pytest.raises(JudgeRefused, match="HTTP 400"):
         _grade(server, viescore, Evidence(foreign, "", right))
+    with pytest.raises(JudgeRefused, match="HTTP 400"):
+        _grade(server, viescore_t2i, Evidence(foreign, "", right))
     large = Image.new("RGB", (100, 80))
     with pytest.raises(JudgeRefused, match="64x64"):
         _grade(server, viescore, Evidence(sample, "", large))

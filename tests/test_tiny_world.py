@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics, parse_scene
+from rl.tiny_world import captions
+from rl.tiny_world.pixel_judge import (
+    grade_likeness,
+    grade_perception,
+    grade_semantics,
+    grade_wish,
+    parse_scene,
+)
 from rl.tiny_world.scenes import (
     COLOURS,
     Op,
@@ -156,10 +164,64 @@ def test_a_shape_of_another_form_costs_the_edit():
         assert overall(draw(scene), Image.fromarray(pixels), task.instruction) < 5
 
 
+def likenesses(edit, num: int = 60) -> list[float]:
+    """Marks of `edit(scene, task) -> picture` against the right edit, 0-10."""
+    return [
+        grade_likeness(draw(apply(scene, task.op)), edit(scene, task))
+        for scene, task in examples(num, seed=9)
+    ]
+
+
+def test_only_the_reference_is_like_the_reference():
+    assert min(likenesses(lambda scene, task: draw(apply(scene, task.op)))) == 10
+    assert max(likenesses(lambda scene, task: draw(scene))) < 1
+    wrong = likenesses(lambda scene, task: draw(apply(scene, Op(other_shape(scene, task), None))))
+    assert max(wrong) < 1
+
+
+def test_likeness_forgives_an_outline_and_counts_a_blotch_by_its_area():
+    """A blotch of 8 x 8 in an even quarter of 32 x 32 is a sixteenth, half of what costs all."""
+
+    def shifted(scene, task):
+        return Image.fromarray(np.roll(np.asarray(draw(apply(scene, task.op))), 1, axis=1))
+
+    assert min(likenesses(shifted)) > 9.9
+    plain = Image.new("RGB", (64, 64), (150, 150, 150))
+    for side_px, mark in ((8, 5.0), (4, 8.75), (16, 0.0)):
+        blotched = plain.copy()
+        blotched.paste((255, 0, 255), (0, 0, side_px, side_px))
+        assert grade_likeness(plain, blotched) == pytest.approx(mark)
+    noisy = likenesses(lambda scene, task: with_noise(draw(apply(scene, task.op)), 12))
+    assert 9 < min(noisy) < 10
+
+
+def test_a_wish_is_granted_by_the_shape_it_names_and_nothing_else():
+    rng = random.Random(10)
+    wishes = captions.all_wishes()
+    for prompt in captions.user_prompts(held_out=True):
+        offset_px = (rng.randint(-2, 2), rng.randint(-2, 2))
+        right = draw(captions.scene_of(prompt.wish, rng.randrange(3), offset_px))
+        assert grade_wish(right, prompt.text) > 9.9
+        other = rng.choice([wish for wish in wishes if wish != prompt.wish])
+        assert grade_wish(draw(captions.scene_of(other)), prompt.text) < 0.1
+        assert grade_wish(Image.new("RGB", (64, 64), (150, 150, 150)), prompt.text) == 0
+        both = np.array(right)
+        rows, columns = cell_slices((1 - prompt.wish.cell[0], prompt.wish.cell[1]))
+        both[rows, columns] = both[cell_slices(prompt.wish.cell)]
+        assert grade_wish(Image.fromarray(both), prompt.text) == 0
+        assert 2 < grade_wish(with_noise(right, 15), prompt.text) < 10
+    with pytest.raises(ValueError):
+        grade_wish(right, "a cat")
+
+
 def test_the_weights_are_small_and_hold_no_pickle():
     files = [f for f in WEIGHTS.rglob("*") if f.is_file()]
-    assert sum(f.stat().st_size for f in files) < 10_000_000
     assert {f.suffix for f in files} <= {".json", ".safetensors", ".jinja"}
+    bytes_of = Counter[str]()
+    for file in files:
+        bytes_of[file.relative_to(WEIGHTS).parts[0]] += file.stat().st_size
+    assert bytes_of.pop("policy") + bytes_of.pop("editor") < 10_000_000
+    assert all(size < 4_000_000 for size in bytes_of.values()), bytes_of
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """The tiny world's judge behind the same HTTP that real judges speak.
 
 What: an OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the
-shipped prompts of `viescore` and `edit_quality` from pixels (`pixel_judge.py`). So the quickstart's
-reward path is the real one: PNG, HTTP, JSON, parser. What not: a model, nor a server for anyone
-else: it binds to 127.0.0.1. Called by whoever resolves `judge.api_base: 'embedded'`.
+shipped prompts of `viescore`, `edit_quality`, `ground_score` and `viescore_t2i` from pixels
+(`pixel_judge.py`). So the reward path of tiny runs is the real one: PNG, HTTP, JSON, parser. What
+not: a model, nor a server for anyone else: it binds to 127.0.0.1. Called by whoever resolves
+`judge.api_base: 'embedded'`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from typing import Any, Self
 
 from PIL import Image, UnidentifiedImageError
 
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+from rl.tiny_world.pixel_judge import (
+    grade_likeness,
+    grade_perception,
+    grade_semantics,
+    grade_wish,
+)
 
 MAX_BODY_BYTES = 64 * 2**20
 PNG_PREFIX = "data:image/png;base64,"
-OPEN_TAG, CLOSE_TAG = "<instruction>", "</instruction>"
 
 
 class _Http(ThreadingHTTPServer):
@@ -109,16 +114,21 @@ class JudgeServer:
         """The judge's words about one user message. Raises ValueError for what it cannot grade."""
         images = [_picture(part) for part in parts if part.get("type") == "image_url"]
         text = "\n".join(str(part["text"]) for part in parts if part.get("type") == "text")
-        if len(images) == 1:
-            return _reply({"score": grade_perception(images[0])})
-        if len(images) != 2:
-            raise ValueError(f"{len(images)} pictures in the message; this judge takes 1 or 2")
-        source, edited = images
-        semantics = grade_semantics(source, edited, _instruction(text))
-        if '"alignment"' not in text:
-            return _reply({"score": semantics})
-        perception = grade_perception(edited)
-        return _reply({"alignment": min(semantics) / 10, "quality": min(perception) / 10})
+        wish, instruction = _marked(text, "prompt"), _marked(text, "instruction")
+        match images:
+            case [image]:
+                if wish is not None:
+                    return _reply({"score": [grade_wish(image, wish)]})
+                return _reply({"score": grade_perception(image)})
+            case [source, edited] if instruction is not None:
+                semantics = grade_semantics(source, edited, instruction)
+                if '"alignment"' not in text:
+                    return _reply({"score": semantics})
+                quality = min(grade_perception(edited)) / 10
+                return _reply({"alignment": min(semantics) / 10, "quality": quality})
+            case [reference, edited]:
+                return _reply({"score": grade_likeness(reference, edited)})
+        raise ValueError(f"{len(images)} pictures in the message; this judge takes 1 or 2")
 
     def close(self) -> None:
         """Stop serving and free the port."""
@@ -138,12 +148,11 @@ class JudgeServer:
         self.close()
 
 
-def _instruction(text: str) -> str:
-    """What stands in the marked block of the shipped prompts."""
-    start, end = text.find(OPEN_TAG), text.rfind(CLOSE_TAG)
-    if start < 0 or end < start:
-        raise ValueError(f"no {OPEN_TAG}...{CLOSE_TAG} in the prompt; use the shipped ones")
-    return text[start + len(OPEN_TAG) : end].strip()
+def _marked(text: str, tag: str) -> str | None:
+    """What stands in the marked block of the shipped prompts; None when there is none."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start, end = text.find(opening), text.rfind(closing)
+    return text[start + len(opening) : end].strip() if 0 <= start < end else None
 
 
 def _picture(part: dict[str, Any]) -> Image.Image:

@@ -1,9 +1,10 @@
 """A strict judge for the tiny world: grades pixels, never the description that led to them.
 
-Two pairs of marks from 0 to 10, as VIEScore asks for: semantics (did the edit happen, was
-nothing else touched) from the source, the result and the instruction; perception (natural,
-free of artefacts) from the result alone. The caller takes the minimum of each pair and the
-square root of their product.
+Marks from 0 to 10. Two pairs as VIEScore asks for: semantics (did the edit happen, was nothing
+else touched) from the source, the result and the instruction; perception (natural, free of
+artefacts) from the result alone. The caller takes the minimum of each pair and the square root of
+their product. And one mark each: how near a result comes to the reference edit, and whether a
+picture shows what a prompt of `captions.py` asks for.
 
 Strict means that colours count by their absolute distance to the expected colour, upper
 percentiles instead of means so that a blotch or a remnant is not averaged away, and that a
@@ -17,6 +18,7 @@ import functools
 import numpy as np
 from PIL import Image
 
+from rl.tiny_world.captions import read_prompt
 from rl.tiny_world.scenes import (
     BACKGROUNDS_RGB,
     CELL_SIDE_PX,
@@ -82,11 +84,43 @@ def grade_perception(edited: Image.Image) -> tuple[float, float]:
     return min(natural), min(clean)
 
 
+def grade_likeness(reference: Image.Image, edited: Image.Image) -> float:
+    """How near a result comes to the reference edit, 0-10: that of its worst quarter, which gets
+    nothing when an eighth of its even areas is of another colour."""
+    wanted = _pixels(reference)
+    wrong = np.clip((_distance(_pixels(edited), wanted) - 30) / 60, 0, 1)
+    # A row or a column at an outline may fall to either side.
+    even = ~_grow(_outlines(wanted), 1)
+    shares = [
+        wrong[cell_slices(cell)][even[cell_slices(cell)]].sum() / CELL_SIDE_PX**2 for cell in CELLS
+    ]
+    return 10 * float(np.clip(1 - 8 * max(shares), 0, 1))
+
+
+def grade_wish(picture: Image.Image, prompt: str) -> float:
+    """Whether the picture shows what a prompt asks for and nothing else, 0-10. Where in
+    its quarter the shape lies, and on which grey, is left open.
+
+    ValueError when the prompt is not one of this world.
+    """
+    wish = read_prompt(prompt)
+    pixels = _pixels(picture)
+    background = GREYS_RGB[_background(pixels)]
+    foreground = _distance(pixels[cell_slices(wish.cell)], background) > 50
+    found, _ = _best_template(foreground, wish.shape)
+    if found is None:
+        return 0.0
+    wished = Shape(wish.shape, wish.colour, wish.cell, found[1])
+    return min(
+        _mark_cell(pixels[cell_slices(cell)], wished if cell == wish.cell else None, background)
+        for cell in CELLS
+    )
+
+
 def parse_scene(source: Image.Image) -> Scene:
     """Read a drawn picture back; ValueError when it is not one `scenes.draw` makes."""
     pixels = _pixels(source)
-    median = np.median(pixels[_gutter()], axis=0)
-    background = int(np.linalg.norm(GREYS_RGB - median, axis=1).argmin())
+    background = _background(pixels)
     shapes = []
     for cell in CELLS:
         part = pixels[cell_slices(cell)]
@@ -134,6 +168,12 @@ def _pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("RGB"), np.float32)
 
 
+def _background(pixels: np.ndarray) -> int:
+    """Index of the grey that the picture most likely lies on."""
+    median = np.median(pixels[_gutter()], axis=0)
+    return int(np.linalg.norm(GREYS_RGB - median, axis=1).argmin())
+
+
 def _distance(pixels: np.ndarray, colour: np.ndarray) -> np.ndarray:
     return np.linalg.norm(pixels - colour, axis=-1)
 
@@ -147,18 +187,25 @@ def _gutter() -> np.ndarray:
 
 
 @functools.cache
-def _templates() -> tuple[tuple[tuple[str, tuple[int, int]], ...], np.ndarray]:
-    """Every (shape, offset) there is, and their masks as [75, 1024] float32 of 0 and 1."""
+def _templates(
+    shape: str | None,
+) -> tuple[tuple[tuple[str, tuple[int, int]], ...], np.ndarray]:
+    """Every offset of every shape (75) or of one (25), and their masks as [n, 1024] float32 of 0
+    and 1."""
     steps = range(-JITTER_PX, JITTER_PX + 1)
-    keys = tuple((s, (dy, dx)) for s in SHAPES for dy in steps for dx in steps)
+    shapes = SHAPES if shape is None else (shape,)
+    keys = tuple((s, (dy, dx)) for s in shapes for dy in steps for dx in steps)
     return keys, np.stack([cell_mask(*k).ravel() > 0.5 for k in keys]).astype(np.float32)
 
 
-def _best_template(foreground: np.ndarray) -> tuple[tuple[str, tuple[int, int]] | None, float]:
-    """The shape and offset that overlap a [32, 32] bool mask best; None when it is empty."""
+def _best_template(
+    foreground: np.ndarray, shape: str | None = None
+) -> tuple[tuple[str, tuple[int, int]] | None, float]:
+    """The shape (any, or the one named) and offset that overlap a [32, 32] bool mask best, and the
+    overlap; None when the mask is empty."""
     if foreground.sum() < 40:
         return None, 1.0
-    keys, masks = _templates()
+    keys, masks = _templates(shape)
     flat = foreground.ravel().astype(np.float32)
     both = masks @ flat
     overlap = both / (masks.sum(1) + flat.sum() - both)
@@ -171,6 +218,18 @@ def _core_and_outside(shape: str, offset_px: tuple[int, int]) -> tuple[np.ndarra
     """[32, 32] bool each: at least two pixels inside the outline, and two outside it."""
     mask = cell_mask(shape, offset_px) > 0.5
     return ~_grow(~mask, 2), ~_grow(mask, 2)
+
+
+def _outlines(pixels: np.ndarray) -> np.ndarray:
+    """[64, 64] bool: the pixels beside which the colour changes at once."""
+    changes = np.zeros(pixels.shape[:2], bool)
+    down = _distance(pixels[1:], pixels[:-1]) > 40
+    right = _distance(pixels[:, 1:], pixels[:, :-1]) > 40
+    changes[1:] |= down
+    changes[:-1] |= down
+    changes[:, 1:] |= right
+    changes[:, :-1] |= right
+    return changes
 
 
 def _grow(mask: np.ndarray, pixels: int) -> np.ndarray:
