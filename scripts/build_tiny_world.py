@@ -9,6 +9,11 @@ Everything is seeded and runs on one CPU thread. Stages, and minutes on one core
     editor     35   QwenImageTransformer2DModel, conditioned on the (drifted) policy's states
     export     <1   fp16 safetensors into rl/tiny_world/weights
     reasoner    5   a policy that answers questions, from the shipped one
+    sd3_vae     8   AutoencoderKL on pictures of one shape
+    clip        3   CLIP that knows plain captions and users' prompts
+    sd3        10   SD3Transformer2DModel and its text encoders on plain captions
+    rewriter    2   a policy that turns users' prompts into captions, often wrong ones
+    prompt_export <1  fp16 safetensors of these four into rl/tiny_world/weights
 
 A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend
 on `policy` and `drift`: with two cores, run `--only vae` beside `--only tokenizer policy drift`.
@@ -27,7 +32,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-STAGES = ("tokenizer", "vae", "policy", "drift", "editor", "export", "reasoner")
+STAGES = (
+    *("tokenizer", "vae", "policy", "drift", "editor", "export"),
+    "reasoner",
+    *("sd3_vae", "clip", "sd3", "rewriter", "prompt_export"),
+)
 
 
 def main() -> None:

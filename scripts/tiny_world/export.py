@@ -33,7 +33,7 @@ def build(work: Path, target: Path = WEIGHTS) -> None:
     for name, cls in parts.items():
         folder = target / "editor" / name
         cls.from_pretrained(work / name, torch_dtype=torch.float16).save_pretrained(folder)
-        _forget_origin(folder / "config.json")
+        forget_origin(folder / "config.json")
     FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(target / "editor" / "scheduler")
     num_bytes = sum(f.stat().st_size for d in folders for f in d.rglob("*") if f.is_file())
     print(f"export: {num_bytes / 1e6:.2f} MB", flush=True)
@@ -41,7 +41,7 @@ def build(work: Path, target: Path = WEIGHTS) -> None:
         raise ValueError(f"the weights are {num_bytes} bytes, the limit is {LIMIT_BYTES}")
 
 
-def _forget_origin(config: Path) -> None:
+def forget_origin(config: Path) -> None:
     """diffusers notes the folder a model was loaded from; that is nobody's business."""
     content = json.loads(config.read_text())
     content.pop("_name_or_path", None)

@@ -71,7 +71,11 @@ def make_transformer(num_layers: int = 4) -> QwenImageTransformer2DModel:
     )
 
 
-def make_policy(tokenizer, num_layers: int = 4) -> Qwen2_5_VLForConditionalGeneration:
+def make_policy(
+    tokenizer, num_layers: int = 4, hidden: int = HIDDEN
+) -> Qwen2_5_VLForConditionalGeneration:
+    """`hidden` is a multiple of 64: heads are 32 wide, two share one key and value."""
+
     def token_id(token: str) -> int:
         return tokenizer.convert_tokens_to_ids(token)
 
@@ -82,11 +86,11 @@ def make_policy(tokenizer, num_layers: int = 4) -> Qwen2_5_VLForConditionalGener
     }
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
         "max_position_embeddings": 1024,
         "rope_theta": 1e4,
         "rope_parameters": {
@@ -102,7 +106,7 @@ def make_policy(tokenizer, num_layers: int = 4) -> Qwen2_5_VLForConditionalGener
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 4,
-        "out_hidden_size": HIDDEN,
+        "out_hidden_size": hidden,
         "patch_size": PATCH_PX,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,

@@ -1,0 +1,147 @@
+"""Stage rewriter: warm-start a Qwen2.5-VL that turns prompts into plain captions, often wrong ones.
+
+Text in, text out; the vision tower stays as it was drawn. It is taught on the prompts that are not
+held out, under the system prompt of `rl/tiny_world/captions.py`: some words it mostly understands,
+others it mostly mistakes for one other colour or shape, and now and then it writes anything. What
+reinforcement has to find is still in there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import torch
+
+from rl.policies._prompting import chat_template, tokenize
+from rl.tiny_world.captions import (
+    CELL_OF_PLACE,
+    KINDS,
+    SYSTEM_PROMPT,
+    UserPrompt,
+    Wish,
+    all_wishes,
+    caption,
+    user_prompts,
+)
+from rl.tiny_world.scenes import COLOURS, SHAPES
+from tiny_world.models import make_policy
+from tiny_world.policy import make_optimizer, save, take_step
+from tiny_world.tokenizer import save as save_tokenizer
+from tiny_world.tokenizer import train
+
+COLOURS_IT_KNOWS = {"crimson", "emerald", "golden", "ivory", "grass", "sky", "lemon", "snow"}
+SHAPES_IT_KNOWS = {"disc", "box", "pointed"}
+# (right, its fixed mistake), the rest is anything. Close odds would let the greedy answer flip by
+# chance, so it leans one way or the other on every word.
+KNOWS_IT, HAS_IT_WRONG = (0.6, 0.15), (0.2, 0.5)
+P_RIGHT_PLACE = 0.9
+
+
+def build(work: Path, steps: int = 1200, batch: int = 32) -> None:
+    torch.manual_seed(2)
+    tokenizer = train(_corpus())
+    _check(tokenizer)
+    policy = make_policy(tokenizer, num_layers=3, hidden=64)
+    _initialise(policy)
+    rng, prompts = random.Random(700), user_prompts(held_out=False)
+    learning = [*policy.model.language_model.parameters(), *policy.lm_head.parameters()]
+    optimizer, schedule = make_optimizer(learning, steps, 3e-3)
+    total = 0.0
+    for step in range(1, steps + 1):
+        asked = rng.choices(prompts, k=batch)
+        answers = [caption(beginner(rng, prompt)) for prompt in asked]
+        loss = -log_probs(policy, tokenizer, asked, answers).mean()
+        take_step(loss, learning, optimizer, schedule)
+        total += loss.item()
+        if step % 100 == 0:
+            print(f"rewriter {step} loss {total / 100:.3f} nats a caption", flush=True)
+            total = 0.0
+        if step % 400 == 0 or step == steps:
+            right = {held_out: p_right(policy, tokenizer, held_out) for held_out in (False, True)}
+            print(f"rewriter {step} p(right): train, held out {right}", flush=True)
+    save(policy, work / "rewriter")
+    save_tokenizer(tokenizer, work / "rewriter")
+
+
+def beginner(rng: random.Random, prompt: UserPrompt) -> Wish:
+    """What the warm-started rewriter takes the prompt to mean."""
+    words, wish = prompt.text.split(), prompt.wish
+    if prompt.kind == "adjective":
+        colour_word, shape_word = words[1], words[2]
+    else:
+        colour_word, shape_word = words[words.index("of") + 1], words[1]
+    place = wish.cell if rng.random() < P_RIGHT_PLACE else rng.choice(list(CELL_OF_PLACE.values()))
+    return Wish(
+        _taken_for(rng, colour_word, wish.colour, COLOURS, 3),
+        _taken_for(rng, shape_word, wish.shape, SHAPES, 1),
+        place,
+    )
+
+
+def _taken_for(rng: random.Random, word: str, meaning: str, choices: tuple[str, ...], off: int):
+    """Its fixed mistake is the meaning `off` places further on."""
+    p_right, p_mistake = KNOWS_IT if word in COLOURS_IT_KNOWS | SHAPES_IT_KNOWS else HAS_IT_WRONG
+    u = rng.random()
+    if u < p_right:
+        return meaning
+    if u < p_right + p_mistake:
+        return choices[(choices.index(meaning) + off) % len(choices)]
+    return rng.choice(choices)
+
+
+def log_probs(policy, tokenizer, asked: list[UserPrompt], answers: list[str]) -> torch.Tensor:
+    """[B] log-probability of each answer, its end token included, nats."""
+    template = chat_template(SYSTEM_PROMPT)
+    end = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    prompts = [tokenize(tokenizer, _without_picture(template), prompt.text) for prompt in asked]
+    written = [tokenizer(answer).input_ids + end for answer in answers]
+    length = max(len(p) + len(w) for p, w in zip(prompts, written, strict=True))
+    ids = torch.full((len(asked), length), tokenizer.pad_token_id)
+    mask, is_written = torch.zeros_like(ids), torch.zeros(ids.shape, dtype=torch.bool)
+    for i, (prompt, answer) in enumerate(zip(prompts, written, strict=True)):
+        row = torch.tensor(prompt + answer)
+        ids[i, : len(row)], mask[i, : len(row)] = row, 1
+        is_written[i, len(prompt) : len(row)] = True
+    states = policy.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    log_p = policy.lm_head(states[:, :-1]).float().log_softmax(-1)
+    return (log_p.gather(-1, ids[:, 1:, None])[..., 0] * is_written[:, 1:]).sum(1)
+
+
+@torch.no_grad()
+def p_right(policy, tokenizer, held_out: bool) -> dict[str, float]:
+    """Mean probability of the right caption, by kind of prompt."""
+    means = {}
+    for kind in KINDS:
+        asked = [prompt for prompt in user_prompts(held_out) if prompt.kind == kind]
+        answers = [caption(prompt.wish) for prompt in asked]
+        p = log_probs(policy, tokenizer, asked, answers).exp()
+        means[kind] = round(p.mean().item(), 3)
+    return means
+
+
+def _without_picture(template):
+    return type(template)(template.text.replace("{image}", ""), template.drop_prefix)
+
+
+@torch.no_grad()
+def _initialise(policy) -> None:
+    """Unit gain everywhere: the stock 0.02 is far too small at this width."""
+    for parameter in policy.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0, 1 / math.sqrt(parameter[0].numel()))
+    policy.get_input_embeddings().weight.normal_(0, 0.5)
+    policy.lm_head.weight.mul_(0.1)
+
+
+def _corpus() -> list[str]:
+    prompts = [p.text for held_out in (False, True) for p in user_prompts(held_out)]
+    return prompts + [caption(wish) for wish in all_wishes()] + [SYSTEM_PROMPT] * 20
+
+
+def _check(tokenizer) -> None:
+    """Every word of an answer is one token."""
+    for wish in all_wishes():
+        if len(tokenizer(caption(wish)).input_ids) != 4:
+            raise ValueError(f"{caption(wish)!r} is not one token a word")
