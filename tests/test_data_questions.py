@@ -1,4 +1,4 @@
-"""Questions with an answer to check, from files and from a seed; the policy never sees the answer."""
+"""Questions with an answer to check, from files and from a seed; the policy never sees it."""
 
 from __future__ import annotations
 
