@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl.policies._logprobs import token_logprobs
+from rl.policies._logprobs import completion_outputs, token_logprobs
 from rl.types import TokenBatch, TokenOutputs
 
 
@@ -36,42 +36,56 @@ class QwenModule(nn.Module):
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         """See `TokenOutputs`; rows are right-padded, a row without completion has no log-probs."""
-        hidden_BTD = self._hidden(batch)
-        num_tokens = int(batch.completion_lens.max())
-        columns = torch.arange(num_tokens, device=hidden_BTD.device)
-        valid_BC = columns < batch.completion_lens[:, None]
-        rows, columns = valid_BC.nonzero(as_tuple=True)
-        positions = batch.prompt_lens[rows] + columns
-        logprobs_N, entropy_N = token_logprobs(
-            hidden_BTD[rows, positions - 1],
-            self.vl_model.lm_head,
-            batch.input_ids[rows, positions],
-            self.temperature,
-            torch.tensor(self.banned_token_ids, device=hidden_BTD.device, dtype=torch.int64),
-        )
-        zeros_BC = torch.zeros(valid_BC.shape, device=hidden_BTD.device)
-        return TokenOutputs(
-            logprobs=zeros_BC.index_put((rows, columns), logprobs_N),
-            entropy=zeros_BC.index_put((rows, columns), entropy_N),
-            hidden=hidden_BTD,
-        )
+        return completion_outputs(self._hidden(batch), batch, None, self._logprobs)
+
+    def _logprobs(
+        self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
+        head = self.vl_model.lm_head
+        return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
 
     def _hidden(self, batch: TokenBatch) -> torch.Tensor:
         """[B, T, D] post-norm. `mm_token_type_ids` always travels: without it M-RoPE silently
         becomes plain positions, 1.28 nats off."""
         extra: dict[str, Any] = dict(batch.model_inputs)
-        if "pixel_values" in extra:
+        pictured = "pixel_values" in extra
+        any_pictured = self._any_rank_pictured(pictured)
+        if pictured:
             index = extra.pop("image_index")
             grid = extra["image_grid_thw"]
             features = self.encode_images(extra.pop("pixel_values"), grid)
             extra["image_grid_thw"] = grid[index]
             extra["mm_encoder_outputs"] = {"image": _encoded([features[i] for i in index.tolist()])}
-        return self.vl_model.model(
+        elif any_pictured:
+            # Not one feature of the blank enters, but the backward goes the same way as elsewhere.
+            extra["mm_encoder_outputs"] = {"image": _encoded([self._encode_blank()[:0]])}
+        hidden: torch.Tensor = self.vl_model.model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
             use_cache=False,
             **extra,
         ).last_hidden_state
+        return hidden
+
+    def _any_rank_pictured(self, pictured: bool) -> bool:
+        """Under ZeRO-3 the vision tower's weights are gathered from all ranks, so that a rank whose
+        rows show no picture must run it as well, or those whose rows do would wait for ever."""
+        visual = self.vl_model.model.visual
+        if not any(hasattr(parameter, "ds_id") for parameter in visual.parameters()):
+            return pictured
+        seen = torch.tensor(int(pictured), device=next(visual.parameters()).device)
+        torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX)
+        return bool(seen)
+
+    def _encode_blank(self) -> torch.Tensor:
+        """[1, D] features of the smallest picture there is, all zeros."""
+        visual = self.vl_model.model.visual
+        device, side = next(visual.parameters()).device, visual.spatial_merge_size
+        embed = visual.patch_embed
+        num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+        pixel_values = torch.zeros(side * side, num_values, device=device)
+        return self.encode_images(pixel_values, torch.tensor([[1, side, side]], device=device))[0]
 
     def encode_images(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[torch.Tensor]:
         """Each picture's [N_img, D] features; a group shares its picture, so it is encoded once."""
