@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_loop
-import torch
-from safetensors.torch import load_file
-
-NOT_REPEATED = ("time/", "seconds/", "judge/")
-"""Metrics of the clock and of what a replayed journal saved."""
+from tiny_loop import assert_same_run, episodes_of, metrics_of
 
 
 @pytest.fixture(scope="module")
@@ -25,31 +20,6 @@ def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("straight")
     tiny_loop.run(tiny_loop.write_config(folder, tiny_loop.config_of(models, folder)))
     return folder / "tiny"
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in rows]
-
-
-def episodes_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [
-        line
-        for path in sorted((run_dir / "episodes").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    rows = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if k != "judge_s"} for row in rows]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    name = "checkpoints/step_000004/state.safetensors"
-    left, right = load_file(one / name), load_file(other / name)
-    assert left.keys() == right.keys()
-    different = [key for key in left if not torch.equal(left[key], right[key])]
-    assert not different, different
-    assert metrics_of(one) == metrics_of(other)
-    assert episodes_of(one) == episodes_of(other)
 
 
 def test_a_run_leaves_its_record(straight: Path) -> None:

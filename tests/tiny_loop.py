@@ -21,6 +21,9 @@ REPO = TESTS.parent
 STATE_DIM = 64
 """Of the tiny policy's hidden states, which the tiny editor reads."""
 
+NOT_REPEATED = ("time/", "seconds/", "judge/")
+"""Metrics of the clock and of what a replayed journal saved."""
+
 
 def save_models(folder: Path) -> dict[str, str]:
     """Random Qwen2.5-VL and Qwen-Image-Edit folders that fit each other."""
@@ -96,6 +99,35 @@ def run(path: Path, *arguments: str, check: bool = True) -> subprocess.Completed
     if check:
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in rows]
+
+
+def episodes_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [
+        line
+        for path in sorted((run_dir / "episodes").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if k != "judge_s"} for row in rows]
+
+
+def assert_same_run(one: Path, other: Path, num_iterations: int = 4) -> None:
+    """Weights, moments, metrics and episodes, bit for bit."""
+    import torch
+    from safetensors.torch import load_file
+
+    name = f"checkpoints/step_{num_iterations:06d}/state.safetensors"
+    left, right = load_file(one / name), load_file(other / name)
+    assert left.keys() == right.keys()
+    different = [key for key in left if not torch.equal(left[key], right[key])]
+    assert not different, different
+    assert metrics_of(one) == metrics_of(other)
+    assert episodes_of(one) == episodes_of(other)
 
 
 def _kill_at(where: str, count: int, signum: signal.Signals = signal.SIGKILL) -> None:
