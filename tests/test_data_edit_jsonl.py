@@ -155,10 +155,10 @@ def test_a_file_that_cannot_be_used_at_all(folder):
     def problem(path, mode="error"):
         return edit_jsonl.check(config(str(path)), mode, MAX_SIDE_PX)[0]
 
-    assert "gone.jsonl does not exist; give the JSONL file's path" in problem(folder / "gone.jsonl")
+    assert "gone.jsonl does not exist; give the file's path" in problem(folder / "gone.jsonl")
     assert edit_jsonl.count(config(str(folder / "gone.jsonl"))) is None
     (folder / "empty.jsonl").write_text("\n")
-    assert "empty.jsonl is empty; write one JSON object per line" in problem(folder / "empty.jsonl")
+    assert "empty.jsonl is empty; write one row per line" in problem(folder / "empty.jsonl")
     (folder / "utf16.jsonl").write_text(json.dumps(GOOD), encoding="utf-16")
     assert "row 1: is not UTF-8; save the file as UTF-8" in problem(folder / "utf16.jsonl")
     assert "no row is left" in problem(folder / "utf16.jsonl", "skip")
