@@ -1,4 +1,7 @@
-"""Two ranks, one process group, one vLLM each: they sample different prompts and both end."""
+"""Two ranks, one process group, one vLLM each: they sample different prompts and both end.
+
+Once with a Qwen2.5-VL, once with an adapted Emu3 whose pictures are held to their grids.
+"""
 
 import pytest
 from tiny_ranks import run_ranks
@@ -62,3 +65,67 @@ def test_two_ranks_sample_on_their_own_and_their_group_survives(tmp_path):
     assert first["total"] == second["total"] == 2.0
     assert first["first"] == second["first"], "one seed, one prompt, one adapter"
     assert max(first["max_dlogp"], second["max_dlogp"]) <= 3e-5
+
+
+def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
+    """One rank's prompts under an adapter, which arrives twice and is read back twice."""
+    import tiny_image_writer as tiny
+    import torch
+
+    from rl.engines import vllm as vllm_engine
+    from rl.system.dist import Dist
+    from rl.types import SamplingParams
+
+    dist = Dist.from_env("cpu")
+    policy = tiny.build_policy(folder, lora={"r": 4, "alpha": 6})
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
+    engine = vllm_engine.build(config, policy, dist)
+    params = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=60, num_completions=6)
+    prompts_P = tiny.build_prompts(policy)[: 2 + 2 * dist.rank]
+    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+    differences, held = [], []
+    for version in range(2):
+        with torch.no_grad():
+            for parameter in trainable.values():
+                parameter.add_(0.05)
+        weights = policy.export_weights(trainable, version)
+        engine.load_weights(weights)
+        held.append(engine.held_fingerprint() == weights.fingerprint)
+        seeds = [100 * p + version for p in range(len(prompts_P))]
+        completions_PG = engine.generate(prompts_P, params, seeds)
+        rows = [
+            (prompt, completion)
+            for prompt, group in zip(prompts_P, completions_PG, strict=True)
+            for completion in group
+        ]
+        batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
+        with torch.no_grad():
+            logprobs_BC = policy.module(batch).logprobs
+        for (_, completion), trained in zip(rows, logprobs_BC, strict=True):
+            sampled = torch.tensor(completion.logprobs)
+            differences.append(float((trained[: len(sampled)] - sampled).abs().max()))
+    right = [
+        completion.forced
+        == tiny.expected_forced(completion.token_ids, prompt.grid, policy.image_vocabulary)
+        for prompt, completion in rows
+    ]
+    engine.close()
+    dist.close()
+    return {
+        "max_dlogp": max(differences),
+        "held": all(held),
+        "right": all(right),
+        "pictures": sum(completion.finish == "stop" for _, completion in rows),
+        "first": completions_PG[0][0].token_ids,
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_pictures_to_their_grids_under_an_adapter(tmp_path):
+    import tiny_image_writer
+
+    folder = tiny_image_writer.save_writer_folder(tmp_path / "policy")
+    for rank in (ranks := run_ranks(draw_with_an_adapted_emu3, 2, folder)):
+        assert rank["max_dlogp"] <= 3e-5
+        assert rank["held"] and rank["right"] and rank["pictures"] >= 3
+    assert ranks[0]["first"] == ranks[1]["first"], "one seed, one prompt, one adapter"
