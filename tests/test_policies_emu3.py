@@ -49,13 +49,13 @@ def stock(folder: str):
     return Emu3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def move(policy) -> None:
+def move(policy, scale: float = 0.1) -> None:
     """Stand-in for training: shift what is trainable, so that policy and base differ."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in policy.module.parameters():
             if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+                parameter.add_(scale * torch.randn_like(parameter))
 
 
 def trainable(policy) -> dict[str, torch.Tensor]:
@@ -183,20 +183,9 @@ def test_a_published_folder_holds_the_same_policy(policy, tmp_path):
     assert torch.equal(theirs, forward(policy, rows_of(policy)).logprobs)
 
 
-def fond_of_pictures(folder: str):
-    """A policy that opens its picture within a few words, which random weights rarely do: one
-    dimension is large in every state, and speaks for the image token."""
-    policy = make(folder)
-    model = policy.module.causal_lm
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 4.0
-        model.lm_head.weight[policy.image_vocabulary.image, 0] = 2.5
-    return policy
-
-
-def test_a_constrained_sampler_and_the_trainer_agree(folder):
+def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     """The slow engine decodes with a cache under the grammar; every log-prob is the trainer's."""
-    policy = fond_of_pictures(folder)
+    policy = make(tiny_emu3.save_policy_folder(tmp_path, fond_of_pictures=True))
     prompt = policy.build_prompt(tiny_emu3.sample(3, height=3, width=2))
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=40, num_completions=6)
     [group] = TransformersEngine(policy).generate([prompt], params, [0])

@@ -96,8 +96,14 @@ def text_config(tokenizer: Any, tied: bool = False) -> dict[str, Any]:
     }
 
 
-def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
-    """Keeps the default `attention_dropout` of 0.1, as the published configs do."""
+def make_model(
+    tokenizer: Any, seed: int = 0, tied: bool = False, fond_of_pictures: bool = False
+) -> Any:
+    """Keeps the default `attention_dropout` of 0.1, as the published configs do.
+
+    `fond_of_pictures`: most completions come to a picture within a few words, which random weights
+    rarely do; one dimension is large in every state, and speaks for the image token.
+    """
     mend_mismatched_wheels()
     from transformers import Emu3ForCausalLM, Emu3TextConfig
 
@@ -107,24 +113,33 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.15)
+        if fond_of_pictures:
+            model.model.embed_tokens.weight[:, 0] = 4.0
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids("<|image token|>"), 0] = 3.0
     return model
 
 
 def save_policy_folder(
-    folder: Path, seed: int = 0, tied: bool = False, num_codes: int = NUM_CODES
+    folder: Path,
+    seed: int = 0,
+    tied: bool = False,
+    num_codes: int = NUM_CODES,
+    fond_of_pictures: bool = False,
 ) -> str:
     """Weights and `tokenizer.json`, as `policy.model_path` wants them."""
     tokenizer = make_tokenizer(num_codes)
-    make_model(tokenizer, seed, tied).save_pretrained(folder)
+    make_model(tokenizer, seed, tied, fond_of_pictures).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-def save_published_folder(folder: Path, seed: int = 0, num_codes: int = NUM_CODES) -> str:
+def save_published_folder(
+    folder: Path, seed: int = 0, num_codes: int = NUM_CODES, fond_of_pictures: bool = False
+) -> str:
     """The same model and vocabulary as BAAI's repositories hold them: a custom `model_type`, code
     that nobody may run, a tiktoken file and a list of vision tokens."""
     tokenizer = make_tokenizer(num_codes)
-    make_model(tokenizer, seed).save_pretrained(folder)
+    make_model(tokenizer, seed, fond_of_pictures=fond_of_pictures).save_pretrained(folder)
     config = {
         **text_config(tokenizer),
         "architectures": ["Emu3ForCausalLM"],
