@@ -1,0 +1,172 @@
+"""Stage emu3: warm-start an Emu3ForCausalLM that reads and writes pictures as codes, often wrongly.
+
+Two lessons, of the kind the other tiny policies get (`policy.py`):
+ 1. know   a source picture and an instruction in, the RIGHT edit out, code by code;
+ 2. doubt  a shorter one on what a beginner writes: some nouns mostly right, all else mostly wrong.
+The first code that an edit changes decides what becomes of the shape; the later ones follow it.
+
+Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3.py`): words compete
+with words, codes with codes, and what the sampler is made to write is not taught.
+Rounded to fp16 it goes to `rl/tiny_world/weights/emu3`.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from rl.policies import emu3
+from rl.tiny_world.scenes import apply, make_instruction, make_scene
+from rl.tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_scene
+from rl.types import Prompt, Sample
+from tiny_world.export import WEIGHTS
+from tiny_world.policy import beginner_ops, make_optimizer, take_step
+
+HIDDEN = 128
+SPECIALS = ("<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>")
+BRACKETS = ("<|image token|>", "<|image start|>", "<|image end|>")
+MAX_COMPLETION_TOKENS = 32
+KINDS = {"noun": 0.3, "match": 0.5, "erase": 0.2}  # match is the hardest: more of it
+NUM_WRITTEN = GRID_SIDE**2 + 4
+"""Tokens of a completion that the constraint leaves open: the codes, '4*4' and the image token."""
+Example = tuple[Prompt, tuple[int, ...]]
+"""A prompt and the completion that is to be learnt."""
+
+
+def build(work: Path, know: int = 1500, doubt: int = 250) -> None:
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    save(make_model(tokenizer), tokenizer, work / "emu3_blank")
+    policy, rng = load_policy(work / "emu3_blank"), random.Random(400)
+    _learn_to_write(policy, rng, know, settled=None)
+    save(policy.module.causal_lm, tokenizer, work / "emu3_knowing")
+    _learn_to_write(policy, rng, doubt, settled=True, peak_rate=1e-3)
+    shutil.rmtree(WEIGHTS / "emu3", ignore_errors=True)
+    save(policy.module.causal_lm.half(), tokenizer, WEIGHTS / "emu3")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte pairs of the instructions, then specials, then codes, as in the published vocabulary."""
+    rng = random.Random(0)
+    corpus = [make_instruction(rng, make_scene(rng)).instruction for _ in range(3000)]
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=2,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    codes = [f"<|visual token {code:06d}|>" for code in range(NUM_CODES)]
+    added = [*SPECIALS, *BRACKETS, *codes]
+    bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<|extra_203|>",
+        eos_token="<|extra_204|>",
+        pad_token="<|endoftext|>",
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 3) -> Emu3ForCausalLM:
+    config = Emu3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        attention_dropout=0.0,
+        initializer_range=0.05,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Emu3ForCausalLM(config)
+
+
+def load_policy(folder: Path) -> emu3.Emu3Policy:
+    """The policy plug on a folder that `save` made."""
+    config = emu3.Config(type="emu3", model_path=str(folder), dtype="float32")
+    return emu3.build(
+        config,
+        template=None,
+        kind="image_tokens",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=MAX_COMPLETION_TOKENS,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+
+
+def save(model: Emu3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _learn_to_write(
+    policy: emu3.Emu3Policy,
+    rng: random.Random,
+    steps: int,
+    settled: bool | None,
+    peak_rate: float = 2e-3,
+    batch: int = 48,
+) -> None:
+    """Supervised fine-tuning. `settled`: see `example`."""
+    parameters = list(policy.module.parameters())
+    optimizer, schedule = make_optimizer(parameters, steps, peak_rate)
+    log: dict[str, list[float]] = {}
+    for step in range(1, steps + 1):
+        kinds = rng.choices(list(KINDS), list(KINDS.values()), k=batch)
+        rows = [example(policy, rng, kind, settled) for kind in kinds]
+        nll = -policy.module(policy.collate(rows)).logprobs.sum(1)
+        take_step(nll.mean() / NUM_WRITTEN, parameters, optimizer, schedule)
+        for kind, loss in zip(kinds, nll.tolist(), strict=True):
+            log.setdefault(kind, []).append(loss)
+        if step % 50 == 0:
+            means = {kind: round(float(np.mean(v)), 2) for kind, v in sorted(log.items())}
+            shown = p_right(policy) if step % 200 == 0 or step == steps else ""
+            print(f"{'know' if settled is None else 'doubt'} {step}", means, shown, flush=True)
+            log = {}
+
+
+def example(
+    policy: emu3.Emu3Policy, rng: random.Random, kind: str, settled: bool | None
+) -> Example:
+    """`settled`: None for the right answer, else as in `policy.beginner_ops`."""
+    while True:
+        scene = make_centred_scene(rng)
+        task = make_instruction(rng, scene)
+        if task.kind == kind:
+            break
+    ops = [task.op] if settled is None else beginner_ops(rng, scene, task, settled)
+    edited = scene
+    for op in ops:
+        edited = apply(edited, op)
+    prompt = policy.build_prompt(Sample("", task.instruction, source_codes=encode(scene)))
+    return prompt, policy.prompts.picture_completion(encode(edited))
+
+
+@torch.no_grad()
+def p_right(policy: emu3.Emu3Policy, num_per_kind: int = 48) -> dict[str, float]:
+    """Mean probability of the right picture, by kind of instruction."""
+    rng, means = random.Random(7), {}
+    for kind in KINDS:
+        rows = [example(policy, rng, kind, settled=None) for _ in range(num_per_kind)]
+        p = policy.module(policy.collate(rows)).logprobs.sum(1).exp()
+        means[kind] = round(p.mean().item(), 3)
+    return means
