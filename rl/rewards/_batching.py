@@ -1,0 +1,73 @@
+"""One worker thread that works off whatever waits, a batch at a time.
+
+What: items go in one by one from any thread, results come out as futures; while a batch is worked
+on, the next one gathers. What not: what the work is. Called by rewards that run a model.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class BatchWorker(Generic[Item, Result]):
+    """A daemon: it never keeps a dying process alive."""
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[Item]], Sequence[Result]],
+        max_batch_size: int,
+        max_wait_s: float,
+        name: str,
+    ) -> None:
+        """`work`: at most `max_batch_size` items to as many results, in order. `max_wait_s`: how
+        long a first item waits for company, s."""
+        self._work = work
+        self._max_batch_size = max_batch_size
+        self._max_wait_s = max_wait_s
+        self._waiting: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, item: Item) -> Future[Result]:
+        """Its result, or the exception of the batch it was in."""
+        future: Future[Result] = Future()
+        self._waiting.put((item, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            batch = [(item, future) for item, future in self._gather() if _begin(future)]
+            if batch:
+                self._do(batch)
+
+    def _gather(self) -> list[tuple[Item, Future[Result]]]:
+        batch = [self._waiting.get()]
+        deadline = time.monotonic() + self._max_wait_s
+        while len(batch) < self._max_batch_size:
+            try:
+                batch.append(self._waiting.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                break
+        return batch
+
+    def _do(self, batch: Sequence[tuple[Item, Future[Result]]]) -> None:
+        try:
+            results = self._work([item for item, _ in batch])
+        except BaseException as error:
+            for _, future in batch:
+                future.set_exception(error)
+            return
+        for (_, future), result in zip(batch, results, strict=True):
+            future.set_result(result)
+
+
+def _begin(future: Future[Result]) -> bool:
+    """False: nobody waits for it any more."""
+    return future.set_running_or_notify_cancel()

@@ -1,0 +1,89 @@
+"""CLIP of transformers: cosines between prompts and pictures.
+
+What: loading, both towers, a memory of recent prompts' embeddings. What not: threads and batches'
+gathering (`_batching.py`), what a cosine is worth (`clip.py`). All calls come from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rl.system.progress_bars import only_download_bars
+from rl.system.wheels import mend_mismatched_wheels
+
+mend_mismatched_wheels()
+
+import torch  # noqa: E402
+from torch.nn.functional import normalize  # noqa: E402
+from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # noqa: E402
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from rl.rewards.clip import Config
+
+REMEMBERED_PROMPTS = 4096
+
+Pair = tuple[str, "Image.Image"]
+
+
+class ClipModel:
+    """Frozen, on one device."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        """Raises OSError when the files cannot be read."""
+        path, revision = config.model_path, config.revision
+        dtype = getattr(torch, config.dtype)
+        with only_download_bars():
+            model = CLIPModel.from_pretrained(path, revision=revision, dtype=dtype)
+        self._model = model.to(device).eval().requires_grad_(False)
+        self._tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        self._processor = CLIPImageProcessorPil.from_pretrained(path, revision=revision)
+        self._max_tokens = model.config.text_config.max_position_embeddings
+        self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
+        self._on_stream: AbstractContextManager[object] = nullcontext()
+        if device.startswith("cuda"):
+            # Beside the renderer's kernels where they share a device, not behind them.
+            torch.cuda.synchronize(device)
+            self._on_stream = torch.cuda.stream(torch.cuda.Stream(device))
+
+    def compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """(cosine in -1..1, whether the prompt was cut) of each (prompt, picture). A batch that
+        does not fit in memory is halved."""
+        try:
+            with torch.inference_mode(), self._on_stream:
+                return self._compare(pairs)
+        except torch.OutOfMemoryError:
+            if len(pairs) == 1:
+                raise
+        middle = len(pairs) // 2
+        return self.compare(pairs[:middle]) + self.compare(pairs[middle:])
+
+    def _compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        prompts = [self._embed_prompt(prompt) for prompt, _ in pairs]
+        text_BD = torch.stack([embedding for embedding, _ in prompts])
+        image_BD = self._embed_pictures([image for _, image in pairs])
+        cosines = (text_BD * image_BD).sum(-1).clamp(-1, 1).tolist()
+        cuts = [was_cut for _, was_cut in prompts]
+        return list(zip(cosines, cuts, strict=True))
+
+    def _embed_pictures(self, images: Sequence[Image.Image]) -> torch.Tensor:
+        """[B, D] float32 unit vectors."""
+        rgb = [image.convert("RGB") for image in images]
+        pixels = self._processor(images=rgb, return_tensors="pt")["pixel_values"]
+        pixels = pixels.to(self._model.device, self._model.dtype)
+        features = self._model.get_image_features(pixel_values=pixels).pooler_output
+        return normalize(features.float(), dim=-1)
+
+    def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
+        """([D] float32 unit vector, whether the prompt was cut). By itself, so that it depends on
+        no other prompt."""
+        num_tokens = len(self._tokenizer(prompt, verbose=False)["input_ids"])
+        tokens = self._tokenizer(
+            prompt, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+        ).to(self._model.device)
+        features = self._model.get_text_features(**tokens).pooler_output
+        return normalize(features.float(), dim=-1)[0], num_tokens > self._max_tokens

@@ -1,0 +1,108 @@
+"""CLIPScore (Hessel et al. 2021, arXiv 2104.08718): does the picture show what the user asked for?
+
+The rendered picture against the user's ORIGINAL prompt (`Sample.instruction`), never against the
+policy's rewriting. value = clip(scale * max(cosine, 0), 0, 1), the paper's scale being 2.5 (its
+prefix "A photo depicts" is not used). What CLIP cannot read of a long prompt is cut, and reported
+(`prompt_cut`).
+
+What: the config. What not: the model (`_clip_model.py`), batching (`_batching.py`). Called by the
+rollout: pictures are scored in batches, in a thread, while later ones render.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from rl.config import Section, missing_model
+from rl.rewards._batching import BatchWorker
+from rl.system.placement import resolve_device
+from rl.system.weight_files import num_parameters
+from rl.types import Evidence, Grade
+
+if TYPE_CHECKING:
+    from rl.rewards._clip_model import ClipModel
+
+NEEDS = frozenset({"image"})
+NEEDS_JUDGE = False
+
+HUB_PARAMETERS: Mapping[str, float] = {
+    "openai/clip-vit-base-patch32": 151.28e6,
+    "openai/clip-vit-base-patch16": 149.62e6,
+    "openai/clip-vit-large-patch14": 427.62e6,
+    "openai/clip-vit-large-patch14-336": 427.94e6,
+}
+MAX_WAIT_S = 0.005
+"""A renderer hands over a batch of pictures within that time."""
+
+
+class Config(Section):
+    """Which CLIP, and where it runs."""
+
+    type: str = "clip"
+    """This plug."""
+    model_path: str = "openai/clip-vit-base-patch32"
+    """Hub id of a CLIP of transformers, or a local folder."""
+    revision: str | None = None
+    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    """Of weights and activations; cosines are taken in float32."""
+    device: str = "auto"
+    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
+    plus 1)."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
+    halved, as when the GPU itself is full."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Most pictures scored at once."""
+    scale: Annotated[float, Field(gt=0)] = 2.5
+    """Cosine times this is the value."""
+
+    @field_validator("model_path")
+    @classmethod
+    def _can_be_found(cls, path: str) -> str:
+        problems = missing_model("model_path", path)
+        if problems:
+            raise ValueError(problems[0].removeprefix("model_path: "))
+        return path
+
+
+def parameter_counts(config: Config) -> dict[str, float]:
+    """For a memory plan: known hub ids by table, a local folder by its safetensors headers; {} for
+    an unknown hub id."""
+    if Path(config.model_path).is_dir():
+        return {"model": num_parameters(config.model_path)}
+    known = HUB_PARAMETERS.get(config.model_path)
+    return {} if known is None else {"model": known}
+
+
+class Clip:
+    """Grades pictures in batches, in a thread of its own."""
+
+    def __init__(self, config: Config, model: ClipModel) -> None:
+        self._scale = config.scale
+        self._worker = BatchWorker(model.compare, config.batch_size, MAX_WAIT_S, "clip")
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's
+        beginning)."""
+        if evidence.image is None:
+            return Grade(None, failure="no_image: clip needs a rendered picture")
+        started = time.monotonic()
+        pair = (evidence.sample.instruction, evidence.image)
+        cosine, was_cut = await asyncio.wrap_future(self._worker.submit(pair))
+        value = min(1.0, self._scale * max(cosine, 0.0))
+        parts = {"cosine": cosine, "prompt_cut": float(was_cut)}
+        return Grade(value, parts, seconds=time.monotonic() - started)
+
+
+def build(config: Config, judge: object, device: str) -> Clip:
+    """The reward, its model on `config.device`, or on `device` (the rank's) when that is 'auto'."""
+    from rl.rewards._clip_model import ClipModel
+
+    return Clip(config, ClipModel(config, resolve_device(config.device, device)))
