@@ -18,7 +18,7 @@ ENGINE_WORKSPACE_GB = 1.5
 """What vLLM keeps of its share for activations and CUDA graphs."""
 LOGITS_GB = 0.8
 """A chunk of 2**26 float32 logits, its softmax and its gradient."""
-PHASES = ("generate", "render", "learn")
+PHASES = ("generate", "render", "reference", "learn")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def peak_gb(self) -> float:
-        """The largest of the three phases."""
+        """The largest of the phases."""
         return max(self.total_gb(phase) for phase in PHASES)
 
 
@@ -182,11 +182,11 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         rows.append(Row(f"engine ({sizes.engine_share:.0%} of the GPU)", claimed, phases))
         assumptions.append(_engine_fit(sizes, claimed - weights_gb - ENGINE_WORKSPACE_GB))
     if sizes.reads_reference:
-        rows.append(Row("reference weights", weights_gb, ("learn",)))
+        rows.append(Row("reference weights", weights_gb, ("reference",)))
     rows += [
         Row("gradients", gradient_gb, ("learn",)),
         Row("activations", activations / 1e9, ("learn",)),
-        Row("logits, one chunk", LOGITS_GB, ("learn",)),
+        Row("logits, one chunk", LOGITS_GB, ("reference", "learn")),
     ]
     return Plan(rows, assumptions)
 
