@@ -58,7 +58,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data": {"train": [{"type": "edit_jsonl", "path": "nowhere.jsonl"}]}},
-        "data.train.0: nowhere.jsonl does not exist; give the JSONL file's path",
+        "data.train.0: nowhere.jsonl does not exist; give the",
     ),
     (
         {"policy": {"type": "qwen2_5_vl", "model_path": "./weights"}},
