@@ -6,12 +6,11 @@ loading. Called by the diffusion plugs' `validate` and `parameter_counts`.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from rl.config import missing_model
+from rl.system.weight_files import num_parameters
 
 
 def path_problems(model_path: str, files: Iterable[str]) -> list[str]:
@@ -26,14 +25,4 @@ def path_problems(model_path: str, files: Iterable[str]) -> list[str]:
 
 def count_parameters(model_path: str, parts: Iterable[str]) -> dict[str, float]:
     """Parameters per subfolder of a local checkpoint, from its safetensors headers."""
-    folder = Path(model_path)
-    return {
-        part: float(sum(map(_count_in_header, (folder / part).glob("*.safetensors"))))
-        for part in parts
-    }
-
-
-def _count_in_header(file: Path) -> int:
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+    return {part: num_parameters(Path(model_path) / part) for part in parts}
