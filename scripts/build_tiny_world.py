@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 STAGES = (
     *("tokenizer", "vae", "policy", "drift", "editor", "export"),
     "reasoner",
+    *("emu3_vq", "emu3"),
     *("sd3_vae", "clip", "sd3", "rewriter", "prompt_export"),
 )
 
