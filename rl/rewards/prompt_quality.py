@@ -1,0 +1,95 @@
+"""Five points on how a prompt was enhanced, read off the words alone: a diagnostic, no reward.
+
+Each point is 0..1, from the user's prompt and the policy's rewriting of it:
+  length         grown, in full when at least twice as long (words)
+  keywords_kept  share of the user's own content words that are still there
+  new_details    new content words, in full from five on
+  quality_words  whether words of craft are there that the user did not write ("detailed", "4k")
+  structure      at least five words, of which at least half are different
+`total_0_5` is their sum, the value a fifth of it. It says what a rewriter does, not whether the
+pictures are better: a list of such words would score well. Hence `DIAGNOSTIC`: logged, and part of
+the final reward only where `final_reward.weights` names it.
+
+Called by the rollout.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rl.config import Section
+from rl.types import Evidence, Grade
+
+NEEDS = frozenset({"text"})
+NEEDS_JUDGE = False
+DIAGNOSTIC = True
+UNIT_PARTS = frozenset({"length", "keywords_kept", "new_details", "quality_words", "structure"})
+"""Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
+
+NUM_NEW_DETAILS = 5
+MIN_SENTENCE_WORDS = 5
+
+_WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*")
+_FUNCTION_WORDS = frozenset(
+    {
+        "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "from", "has",
+        "have", "in", "into", "is", "it", "its", "of", "on", "or", "over", "that", "the",
+        "their", "there", "this", "to", "under", "up", "was", "were", "which", "while",
+        "who", "with",
+    }
+)  # fmt: skip
+_QUALITY_WORDS = re.compile(
+    r"\b(?:high[- ]quality|(?:highly |intricately |finely )?detailed|intricate|sharp(?: focus)?|"
+    r"4k|8k|hd|uhd|hdr|high[- ]resolution|photo-?realistic|hyper-?realistic|cinematic|"
+    r"professional(?:ly)?|masterpiece|masterful|award[- ]winning|studio lighting|soft lighting|"
+    r"golden hour|depth of field|bokeh|crisp|vivid|stunning|exquisite)\b"
+)
+
+
+class Config(Section):
+    """No knobs."""
+
+    type: str = "prompt_quality"
+    """This plug."""
+
+
+class PromptQuality:
+    """Reads one rewriting."""
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        """Always graded."""
+        points = score(evidence.sample.instruction, evidence.text)
+        total = sum(points.values())
+        return Grade(total / len(points), {**points, "total_0_5": total})
+
+
+def score(original: str, enhanced: str) -> dict[str, float]:
+    """The five points, each 0..1."""
+    before, after = _words(original), _words(enhanced)
+    keywords = _content(before)
+    new = _content(after) - set(before)
+    growth = len(after) / max(1, len(before)) - 1
+    has_craft = set(_QUALITY_WORDS.findall(enhanced.casefold())) - set(
+        _QUALITY_WORDS.findall(original.casefold())
+    )
+    is_sentence = len(after) >= MIN_SENTENCE_WORDS and 2 * len(set(after)) >= len(after)
+    return {
+        "length": min(1.0, max(0.0, growth)),
+        "keywords_kept": len(keywords & set(after)) / len(keywords) if keywords else 1.0,
+        "new_details": min(1.0, len(new) / NUM_NEW_DETAILS),
+        "quality_words": float(bool(has_craft)),
+        "structure": float(is_sentence),
+    }
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _content(words: list[str]) -> set[str]:
+    return set(words) - _FUNCTION_WORDS
+
+
+def build(config: Config, judge: object, device: str) -> PromptQuality:
+    """The diagnostic."""
+    return PromptQuality()
