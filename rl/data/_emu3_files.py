@@ -58,19 +58,17 @@ def read(path: Path) -> TokenisedEdit:
 
 
 def write(path: Path, edit: TokenisedEdit) -> None:
-    """Replace `path` in one step; several processes may write the same edit at once."""
+    """Replace `path` in one step; several processes may write the same edit at once. Equal edits
+    are equal bytes."""
     from safetensors.numpy import save_file
 
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    text = {"edit_id": edit.id, "instruction": edit.instruction, "CoT": dict(edit.thoughts)}
     codes = {"original_image": edit.source_codes, "edited_image": edit.target_codes}
     save_file(
         {name: np.ascontiguousarray(array, np.int32) for name, array in codes.items()},
         aside,
-        metadata={
-            "edit_id": edit.id,
-            "instruction": edit.instruction,
-            "CoT": json.dumps(dict(edit.thoughts), ensure_ascii=False),
-        },
+        metadata={"edit": json.dumps(text, ensure_ascii=False)},
     )
     aside.replace(path)
 
@@ -89,10 +87,9 @@ def _read_own(path: Path) -> dict[str, Any]:
 
     try:
         with safe_open(path, framework="numpy") as stored:
-            metadata = stored.metadata() or {}
-            arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        return {**metadata, **arrays, "CoT": json.loads(metadata.get("CoT") or "{}")}
-    except (SafetensorError, ValueError) as error:
+            text = json.loads((stored.metadata() or {})["edit"])
+            return {**text, **{name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UnreadableError(f"is no safetensors file of ours ({error})") from error
 
 
