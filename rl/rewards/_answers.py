@@ -30,6 +30,7 @@ _BARE_CHOICE = re.compile(r"[(\[]?([A-Ja-j])[)\].:]*")
 _CHOICE = re.compile(r"[(\[]?([A-J])[)\].:]\s*(\S.*)", re.DOTALL)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
+_AND = re.compile(r",?\s*(?:\\(?:text|mathrm)\s*\{\s*and\s*\}|\band\b)\s*")
 _FUNCTIONS = "arcsin arccos arctan sqrt sin cos tan cot sec csc log ln exp min max det gcd lcm pi"
 _FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?=[\W\d_]|$)")
 _OPERATOR = re.compile(r"[\d\\=<>+*/^|≤≥≠√π±∞-]")
@@ -54,6 +55,8 @@ def bare(text: str) -> str:
                 text = inner if _is_one_piece(inner, opening, closing) else text
         if text.endswith((".", "。")) and not text.endswith(".."):
             text = text[:-1]
+        if text.count("$") % 2 == 0 and r"\$" not in text and not text.startswith("$$"):
+            text = text.replace("$", "")  # several formulas; one dollar alone is money
         lead_in = _LEAD_IN.match(text)
         if lead_in:
             text = text[lead_in.end() :]
@@ -126,7 +129,7 @@ def is_formula(text: str) -> bool:
 
 def _has_words(text: str) -> bool:
     """Words are no formula: a parser reads `blue` as b l u e, and finds it equal to `lube`."""
-    without_names = _FUNCTION.sub(" ", _COMMAND.sub(" ", text))
+    without_names = _FUNCTION.sub(" ", _COMMAND.sub(" ", _AND.sub(" ", text)))
     return "$" in text or bool(_WORD.search(without_names))
 
 
@@ -138,7 +141,8 @@ def needs_verifier(gold: str) -> bool:
 
 def as_latex(text: str) -> str:
     """A bare answer in the notation of the verifier."""
-    text = _FUNCTION.sub(lambda found: rf"\{found[1]} ", _SPACES.sub(" ", text))
+    text = _SPACES.sub(" ", _AND.sub(", ", text))
+    text = _FUNCTION.sub(lambda found: rf"\{found[1]} ", text)
     for written, latex in _AS_LATEX:
         text = text.replace(written, latex)
     text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text)
