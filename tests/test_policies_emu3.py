@@ -321,6 +321,12 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
     assert torch.equal(forward(again, rows).logprobs, outputs.logprobs)
 
 
+def test_an_adapter_reaches_layers_but_not_the_head(folder):
+    policy = make(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
+    layers = {name.split(".lora_")[0] for name in trainable(policy)}
+    assert len(layers) == 2 and all(name.endswith("mlp.gate_proj") for name in layers)
+
+
 @pytest.mark.parametrize("adapter", [{}, LORA])
 def test_the_reference_is_the_policy_before_training(folder, adapter):
     policy = make(folder, **adapter)

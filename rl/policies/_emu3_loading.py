@@ -36,6 +36,8 @@ TEXT_SPECIALS = (
     *(f"<|extra_{i}|>" for i in range(205)),
 )
 """Special tokens between the byte pairs and the lines of the vision tokens' file, by id."""
+LAYERS_ONLY = r".*\.layers\..*\.({names})"
+"""The head is projected slice by slice, which an adapter on it could not be."""
 TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
 TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
 """`model_type` of transformers' and of BAAI's configs."""
@@ -186,7 +188,8 @@ def adapt(model: Any, config: Config) -> Any:
     if config.lora is None:
         model.requires_grad_(True)
         return model
-    return add_adapter(model, config.lora, config.adapter_path, config.lora.target_modules)
+    targets = LAYERS_ONLY.format(names="|".join(config.lora.target_modules))
+    return add_adapter(model, config.lora, config.adapter_path, targets)
 
 
 def sampler_folder(config: Config, tokenizer: Any, overlay: Path) -> str:
