@@ -215,7 +215,7 @@ def test_v2_slots_are_reused_reordered_and_resumed_after_preemption():
     for round_ in range(40):
         while len(slots.requests) < 4:
             grid = random.choice([(1, 1), (2, 2), (1, 3), None])
-            slots.add(grid, prompt[: 3 + round_ % 3])
+            slots.add(grid, prompt[: 2 + round_ % 4])
         order = list(slots.requests)
         random.shuffle(order)
         for _ in range(random.randint(1, 4)):

@@ -120,7 +120,7 @@ class V1Grammar(V1LogitsProcessor):
         newest[started] = np.fromiter(
             map(_newest, compress(self._outputs, started)), np.int64, int(started.sum())
         )
-        opens = (newest == self._vocabulary.image) & (self._image_at == NO_IMAGE_YET)
+        opens = newest == self._vocabulary.image
         self._image_at[opens] = lengths[opens] - 1
         return np.where(self._image_at == NO_IMAGE_YET, NO_IMAGE_YET, lengths - 1 - self._image_at)
 
