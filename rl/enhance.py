@@ -1,0 +1,309 @@
+"""Better prompts from a trained policy, outside of training.
+
+    enhancer = Enhancer(adapter_path="runs/my-run/checkpoints/step_000200/model")
+    print(enhancer.enhance("a cat made of rain").enhanced)
+
+What: `Enhancer`: the policy as its run trained it (same chat, system prompt, picture sizes and
+banned tokens), sampled in batches. What not: training, rendering, serving. Called by
+`scripts/enhance.py` and from Python.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl import build
+from rl.config import RunConfig
+from rl.rewards.prompt_quality import score
+from rl.system.checkpoint import MODEL_FOLDER, problem_of
+from rl.system.dist import Dist
+from rl.system.seeding import derive_seed
+from rl.types import Completion, Prompt, Sample
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+DEFAULT_MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
+SYSTEM_PROMPT = (Path(__file__).parent / "enhance_system_prompt.txt").read_text("utf-8").strip()
+"""What an untrained model is asked under, and `configs/prompt_enhancement.jsonnet` trains under."""
+MAX_NEW_TOKENS = 120
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name for it."""
+
+
+@dataclass(frozen=True)
+class Enhanced:
+    """One prompt, rewritten."""
+
+    original: str
+    enhanced: str
+    """The original where the model wrote nothing."""
+    num_tokens: int
+    """Written, the stop token included."""
+    finish: Literal["stop", "length"]
+    """'length': cut off at max_new_tokens."""
+    quality: Mapping[str, float]
+    """Five points of 0..1 about the words alone, see `rl/rewards/prompt_quality.py`."""
+
+    @property
+    def quality_0_5(self) -> float:
+        """Their sum."""
+        return sum(self.quality.values())
+
+
+class Enhancer:
+    """A loaded policy that rewrites prompts."""
+
+    def __init__(
+        self,
+        model_path: str | None = None,
+        adapter_path: str | Path | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        system_prompt: str | None = None,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model_path: folder or hub id of a Qwen2.5-VL; None = the adapter's own base, or
+                `DEFAULT_MODEL` without an adapter.
+            adapter_path: a run folder (its newest whole checkpoint), a checkpoint, or its `model`
+                folder (PEFT adapter, or the whole model of a full fine-tuning). The run's
+                `config.json`, where it lies above, says how it was trained.
+            device: 'auto' = CUDA, else MPS, else the CPU.
+            dtype: 'auto' = bfloat16, on the CPU float32.
+            system_prompt: None = the run's, without a run `SYSTEM_PROMPT`.
+
+        Raises ValueError when the adapter cannot be used so.
+        """
+        self.device = pick_device() if device == "auto" else device
+        section = policy_section(model_path, adapter_path, system_prompt)
+        section["dtype"] = pick_dtype(self.device) if dtype == "auto" else dtype
+        resolved = build.resolve(_bare_run(section))
+        self.system_prompt: str = resolved.policy.config.system_prompt
+        self._policy: Any = build.build_policy(resolved, Dist(device=self.device))
+        self._policy.module.eval()
+
+    def enhance(self, prompt: str, image: Image | None = None, **options: Any) -> Enhanced:
+        """One prompt; `options` as for `enhance_batch`."""
+        return self.enhance_batch([prompt], [image], **options)[0]
+
+    def enhance_batch(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Image | None] | None = None,
+        batch_size: int = 8,
+        temperature: float = 0.7,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        seed: int = 0,
+    ) -> list[Enhanced]:
+        """One result per prompt, in order.
+
+        A result depends on its prompt, its picture and `seed`, not on the rest of the batch (but
+        for float rounding, which in bfloat16 may turn a word). Raises ValueError for a prompt that
+        is empty or too long.
+
+        Args:
+            prompts: the users' words.
+            images: a picture that goes with each, or None; None = none has one.
+            batch_size: prompts decoded together.
+            temperature: 0 = the likeliest words; training samples at 1.
+            max_new_tokens: longest rewriting, tokens.
+            seed: another one gives other words.
+        """
+        return list(
+            self.enhance_stream(prompts, images, batch_size, temperature, max_new_tokens, seed)
+        )
+
+    def enhance_stream(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Image | None] | None = None,
+        batch_size: int = 8,
+        temperature: float = 0.7,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        seed: int = 0,
+    ) -> Iterator[Enhanced]:
+        """As `enhance_batch`, each batch as it is done."""
+        pictures = [None] * len(prompts) if images is None else list(images)
+        samples = [
+            Sample(id=f"prompt {number}", instruction=prompt.strip(), source=picture)
+            for number, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True), 1)
+        ]
+        for sample in samples:
+            if not sample.instruction:
+                raise ValueError(f"{sample.id} is empty; write what the picture should show")
+        for start in range(0, len(samples), batch_size):
+            batch = [self._policy.build_prompt(s) for s in samples[start : start + batch_size]]
+            for prompt, completion in zip(
+                batch, self._sample(batch, temperature, max_new_tokens, seed), strict=True
+            ):
+                yield self._read(prompt, completion)
+
+    def _read(self, prompt: Prompt, completion: Completion) -> Enhanced:
+        original = prompt.sample.instruction
+        (action,) = self._policy.act(prompt, [completion])
+        enhanced = action.text or original
+        return Enhanced(
+            original=original,
+            enhanced=enhanced,
+            num_tokens=len(completion.token_ids),
+            finish=completion.finish,
+            quality=score(original, enhanced),
+        )
+
+    def _sample(
+        self, prompts_B: Sequence[Prompt], temperature: float, max_new_tokens: int, seed: int
+    ) -> list[Completion]:
+        """One completion per prompt, each drawn from a generator of its own."""
+        import torch
+
+        from rl.policies._qwen_batch_decoder import BatchDecoder
+
+        seeds = [derive_seed(seed, "enhance", prompt.sample.instruction) for prompt in prompts_B]
+        generators = [torch.Generator().manual_seed(number) for number in seeds]
+        batch = self._policy.collate([(prompt, ()) for prompt in prompts_B])
+        decoder = BatchDecoder(self._policy.module, batch)
+        banned = torch.tensor(self._policy.banned_token_ids, dtype=torch.int64)
+        tokens: list[list[int]] = [[] for _ in prompts_B]
+        last: list[int] | None = None
+        for _ in range(max_new_tokens):
+            logits = decoder.step(last).cpu().index_fill(-1, banned, float("-inf"))
+            last = [
+                _draw(row, temperature, generator)
+                for row, generator in zip(logits, generators, strict=True)
+            ]
+            for ids, token in zip(tokens, last, strict=True):
+                if not self._stopped(ids):
+                    ids.append(token)
+            if all(map(self._stopped, tokens)):
+                break
+        return [
+            Completion(tuple(ids), (0.0,) * len(ids), "stop" if self._stopped(ids) else "length")
+            for ids in tokens
+        ]
+
+    def _stopped(self, token_ids: Sequence[int]) -> bool:
+        return bool(token_ids) and token_ids[-1] in self._policy.stop_token_ids
+
+
+def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    import torch
+
+    if temperature == 0:
+        return int(logits_V.argmax())
+    probs = (logits_V / temperature).log_softmax(-1).exp()
+    return int(torch.multinomial(probs, 1, generator=generator))
+
+
+def pick_device() -> str:
+    """CUDA, else MPS, else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda:0"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def pick_dtype(device: str) -> str:
+    """bfloat16 where it is fast, float32 on the CPU."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def policy_section(
+    model_path: str | None, adapter_path: str | Path | None, system_prompt: str | None
+) -> dict[str, Any]:
+    """The config section of the policy to load; see `Enhancer`."""
+    section: dict[str, Any] = {
+        "type": "qwen2_5_vl",
+        "model_path": DEFAULT_MODEL,
+        "lora": None,
+        "system_prompt": SYSTEM_PROMPT,
+    }
+    if adapter_path is not None:
+        folder = model_folder(Path(adapter_path))
+        run = run_of(folder)
+        section = {**section, "model_path": "", **(_trained_section(run) if run else {})}
+        section.update(_weights(folder, section))
+    section["device"] = "auto"
+    if model_path is not None:
+        section["model_path"] = model_path
+    if system_prompt is not None:
+        section["system_prompt"] = system_prompt
+    return section
+
+
+def model_folder(path: Path) -> Path:
+    """Where the weights lie in a run, a checkpoint or a model folder.
+
+    Raises ValueError when there are none.
+    """
+    checkpoints = sorted((path / "checkpoints").glob("step_*"))
+    whole = [step for step in checkpoints if problem_of(step) is None]
+    if checkpoints and not whole:
+        raise ValueError(f"{path}: none of its {len(checkpoints)} checkpoints is whole")
+    folder = whole[-1] if whole else path
+    folder = folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+    if not any((folder / file).is_file() for file in (ADAPTER_CONFIG, "config.json")):
+        raise ValueError(
+            f"{folder} holds neither {ADAPTER_CONFIG} nor config.json; give a run, a checkpoint, "
+            "or a checkpoint's 'model' folder"
+        )
+    return folder
+
+
+def run_of(folder: Path) -> Path | None:
+    """The `config.json` of the run that wrote a checkpoint's `model` folder, or None."""
+    checkpoints = folder.resolve().parent.parent
+    file = checkpoints.parent / "config.json"
+    return file if checkpoints.name == "checkpoints" and file.is_file() else None
+
+
+def _trained_section(file: Path) -> dict[str, Any]:
+    """The policy section of a run. Raises ValueError when that run's prompts were not its own."""
+    config = RunConfig.model_validate_json(file.read_text(encoding="utf-8"))
+    renderer = config.renderer["type"]
+    bare = _bare_run(config.policy).model_copy(update={"renderer": config.renderer})
+    accepts = build.resolve(bare).renderer.module.ACCEPTS
+    if accepts != "text":
+        raise ValueError(
+            f"{file}: this run's policy wrote for renderer {renderer!r}, which takes {accepts}; "
+            "only policies that write prompts (renderer 'sd3') can enhance them"
+        )
+    return dict(config.policy)
+
+
+def _weights(folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the weights come from, and the shape of the adapter, as its own file states them."""
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        whole = {"model_path": str(folder), "init_text_encoder_from": ""}
+        return {**whole, "lora": None, "adapter_path": ""}
+    adapter = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        "model_path": section["model_path"] or adapter["base_model_name_or_path"],
+        "adapter_path": str(folder),
+        "lora": {"r": adapter["r"], "alpha": adapter["lora_alpha"]},
+    }
+
+
+def _bare_run(policy: Mapping[str, Any]) -> RunConfig:
+    """A run of nothing but this policy."""
+    return RunConfig.model_validate(
+        {
+            "run_name": "enhance",
+            "base_exp_dir": "",
+            "prompts_per_iteration": 1,
+            "generations_per_prompt": 1,
+            "policy": dict(policy),
+            "engine": {"type": "transformers"},
+            "renderer": {"type": "none"},
+            "rewards": {},
+            "data": {"train": []},
+        }
+    )
