@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl.policies._logprobs import token_logprobs
+from rl.policies._logprobs import sliced_logprobs, token_logprobs
 
 NUM_TOKENS, WIDTH, VOCAB = 13, 16, 50
 BANNED = torch.tensor([3, 48, 49])
@@ -40,6 +40,33 @@ def test_equal_to_the_plain_softmax_in_value_and_gradient(temperature, logits_pe
     assert (logprobs - expected).abs().max() < 1e-6
     assert (entropy - expected_entropy).abs().max() < 1e-6
     assert not entropy.requires_grad
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
+class SlicedLinear(torch.nn.Linear):
+    def forward(self, hidden, start, end):
+        return hidden @ self.weight[start:end].T
+
+
+def test_slices_are_softmaxes_of_their_own_in_value_and_gradient(monkeypatch):
+    """Ids 0 to 29 and 30 to 44, the rest never; three tokens a chunk, interleaved."""
+    monkeypatch.setattr(token_logprobs, "__defaults__", (3 * 15,))
+    torch.manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, requires_grad=True)
+    head = SlicedLinear(WIDTH, VOCAB, bias=False)
+    ids = torch.tensor([0, 44, 29, 30, 7, 31, 32, 1, 40, 2, 3, 35, 4])
+    logprobs, entropy = sliced_logprobs(hidden, head, ids, 0.7, (0, 30, 45))
+    weights = torch.randn(NUM_TOKENS)
+    ours = torch.autograd.grad((logprobs * weights).sum(), [hidden, head.weight])
+
+    logits = hidden.double() @ head.weight.double().T / 0.7
+    outside = torch.tensor([[(v < 30) != (i < 30) or v >= 45 for v in range(VOCAB)] for i in ids])
+    expected = logits.masked_fill(outside, float("-inf")).log_softmax(-1)
+    chosen = expected.gather(-1, ids[:, None])[:, 0]
+    theirs = torch.autograd.grad((chosen * weights).sum(), [hidden, head.weight])
+    assert (logprobs - chosen).abs().max() < 1e-6
+    assert (entropy - torch.special.entr(expected.exp()).sum(-1)).abs().max() < 1e-6
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() < 1e-5
 
