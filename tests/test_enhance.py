@@ -12,7 +12,8 @@ import tiny_policy
 import tiny_qwen
 import torch
 
-from rl import enhance
+from rl import build, enhance, fit
+from rl.config import load_config
 from rl.engines.transformers import TransformersEngine
 from rl.enhance import SYSTEM_PROMPT, Enhancer, policy_section
 from rl.policies import qwen2_5_vl
@@ -269,6 +270,21 @@ def test_the_command_line_reads_and_writes(
     script.main([*options, "--temperature", "0", PROMPTS[0]])
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["enhanced"] == rewritten(enhancer, temperature=0.0)[0]
+
+
+def test_the_shipped_config_trains_under_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = Path(enhance.__file__).parents[1]
+    monkeypatch.chdir(repo)
+    names = {"APP__BASE_EXP_DIR": "runs", "APP__RUN_NAME": "mine"}
+    places = {}
+    for override in ("one_gpu=false", "one_gpu=true"):
+        config = load_config(repo / "configs" / "prompt_enhancement.jsonnet", [override], names)
+        assert config.policy["system_prompt"] == SYSTEM_PROMPT
+        resolved = build.resolve(config)
+        assert fit.fit_problems(resolved) == []
+        places[override] = [claim.device for claim in build.claims(resolved)]
+    assert places["one_gpu=false"] == ["auto", "cuda:1", "cuda:2"]
+    assert places["one_gpu=true"] == ["auto", "auto", "auto"]
 
 
 def test_prompts_come_from_stdin_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
