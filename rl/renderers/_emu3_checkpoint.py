@@ -12,13 +12,13 @@ What: names, config keys, counts. What not: tensors, which `_emu3_codec.py` load
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl.config import missing_model
+from rl.system.weight_files import num_parameters
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -118,15 +118,9 @@ def count_parameters(model_path: str) -> float | None:
     folder = Path(model_path)
     if not folder.is_dir():
         return HUB_PARAMETERS.get(model_path)
-    shapes = (shape for file in folder.glob("*.safetensors") for shape in _shapes(file))
-    return float(sum(math.prod(shape) for shape in shapes))
+    return num_parameters(folder, _is_parameter)
 
 
-def _shapes(file: Path) -> Iterator[list[int]]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="numpy") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - not a mapping
-            is_buffer = name.endswith(("running_mean", "running_var", "num_batches_tracked"))
-            if tensor_name(name, original=False) and not is_buffer:
-                yield tensors.get_slice(name).get_shape()
+def _is_parameter(name: str) -> bool:
+    is_buffer = name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+    return tensor_name(name, original=False) is not None and not is_buffer
