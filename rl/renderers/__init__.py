@@ -2,5 +2,5 @@
 
 A plug exports `Config`, `ACCEPTS`, `MAKES_IMAGES`, `prompt_template`, `negative_prompt`,
 `validate`, `parameter_counts`, `activation_counts` and `build`; `rl.types.Renderer` is what it
-builds.
+builds. Files with a leading underscore are shared parts, not plugs.
 """

@@ -17,6 +17,7 @@ from pydantic import Field
 from rl.config import Section
 from rl.renderers._checkpoint_folder import count_parameters, path_problems
 from rl.renderers._scheduling import SchedulerOverrides
+from rl.system.placement import resolve_device
 from rl.types import ActionKind, PromptTemplate
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class QwenImageConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of transformer, VAE and latents; weights stored otherwise are converted when loaded."""
     device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'cuda:1', ..."""
+    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
+    plus 1)."""
     num_steps: Annotated[int, Field(ge=1)] = 50
     """Denoising steps, transformer forwards per picture (twice that with guidance)."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 4.0
@@ -195,5 +197,5 @@ def build(config: QwenImageConfig, device: str) -> QwenImageRenderer:
     """Load the editor onto `config.device`, or onto `device` (the rank's) when that is 'auto'."""
     from rl.renderers._qwen_image_loop import QwenImageRenderer, load_parts
 
-    place = device if config.device == "auto" else config.device
+    place = resolve_device(config.device, device)
     return QwenImageRenderer(config, load_parts(config, place))
