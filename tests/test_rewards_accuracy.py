@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,7 @@ WRONG = [
     ("B) red", "B) blue"),
     ("B", "a blue one"),
     ("blue", "lube"),
+    ("route 66", "outer 66"),
     ("no", "on"),
     ("blue", "not blue"),
     ("two", "one"),
@@ -213,8 +215,24 @@ def test_a_hostile_answer_is_wrong_and_no_more(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     started = time.monotonic()
+    worker = reward._maths._process.pid
     result = grade(reward, answered(answer), "2\\sqrt{2}x")
     assert result.value == 0.0 and (result.parts["undecided"] or answer not in COSTLY)
     assert time.monotonic() - started < 60, "bounded, on a busy machine too"
     assert grade(reward, answered("x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0
     assert list(tmp_path.iterdir()) == []
+    assert reward._maths._process.pid == worker, "stopped, not killed"
+
+
+def test_a_worker_that_dies_is_replaced_and_blamed_on_the_question_it_died_over(
+    reward: accuracy.Accuracy,
+) -> None:
+    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
+    reward._maths._process.kill()
+    reward._maths._process.wait()
+    idle = grade(reward, answered("x\\sqrt{8} + 0"), "2\\sqrt{2}x")
+    assert idle.value == 1.0 and idle.parts["undecided"] == 0
+    threading.Timer(0.3, reward._maths._process.kill).start()
+    at_work = grade(reward, answered("(3+x)^{3000}(1-x)^{3000}"), "2\\sqrt{2}x")
+    assert at_work.value == 0.0 and at_work.parts["undecided"] == 1
+    assert grade(reward, answered("0 + x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0

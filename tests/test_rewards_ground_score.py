@@ -14,6 +14,7 @@ from rl.algorithm.compose import compose
 from rl.config import FinalReward
 from rl.rewards import ground_score, viescore
 from rl.system.judge_client import JudgeRefused
+from rl.system.judge_question import png_data_url
 from rl.types import Evidence, Sample
 
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
@@ -40,7 +41,8 @@ def test_the_judge_sees_reference_and_edit_and_nothing_else() -> None:
         ask(ground_score, judge, Evidence(Sample("a", "x", target=EDITED), "", TARGET))
     first, second = (request["messages"][0]["content"] for request in judge.requests)
     assert [part["type"] for part in first] == ["image_url", "text", "image_url"]
-    assert first[0] == second[2] != first[2] == second[0], "the reference comes first"
+    assert first[0] == second[2] != first[2] == second[0]
+    assert first[0]["image_url"]["url"] == png_data_url(TARGET, 16), "the reference comes first"
     for words in (SAMPLE.instruction, "a rewrite", "{instruction}"):
         assert words not in first[1]["text"]
 

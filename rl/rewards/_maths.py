@@ -51,6 +51,8 @@ class MathsProcess:
         self._process.communicate()
 
     def _ask(self, gold: str, answer: str | None) -> Verdict:
+        if self._is_ready and self._process.poll() is not None:
+            self._restart()  # it died between questions: none of them is to blame
         if not self._is_ready:
             self._await_ready()
         question = {"gold": gold, "answer": answer, "cpu_s": self._cpu_s}
