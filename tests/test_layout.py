@@ -29,7 +29,7 @@ FLOORS = [
     {"types", "config", "earl_fields", "jsonnet", "validation"},
     {"algorithm", "system", "tiny_world"},
     set(build.ROOMS),
-    {"build", "enhance", "learner", "rollout", "sampler", "summary", "sync"},
+    {"build", "learner", "rollout", "sampler", "summary", "sync"},
     {"enhance", "evaluate", "fit"},
     {"check"},
     {"run"},
