@@ -100,8 +100,8 @@ def test_what_it_cannot_grade_is_refused_in_words(
     foreign = Sample("two", "make it look like winter", source=sample.source)
     with pytest.raises(JudgeRefused, match="HTTP 400"):
         _grade(server, viescore, Evidence(foreign, "", right))
-    with pytest.raises(JudgeRefused, match="HTTP 400"):
-        _grade(server, viescore_t2i, Evidence(foreign, "", right))
+    with pytest.raises(JudgeRefused, match="HTTP 400"):  # one at a time: before it has graded any
+        ask(viescore_t2i, server, Evidence(foreign, "", right), max_concurrency=1)
     large = Image.new("RGB", (100, 80))
     with pytest.raises(JudgeRefused, match="64x64"):
         _grade(server, viescore, Evidence(sample, "", large))
