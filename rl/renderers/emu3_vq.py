@@ -15,6 +15,7 @@ from pydantic import Field
 
 from rl.config import Section
 from rl.renderers._emu3_checkpoint import count_parameters, path_problems, tokenizer_config
+from rl.system.placement import resolve_device
 from rl.types import ActionKind, PromptTemplate
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Config(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Of the decoder; weights stored otherwise are converted when loaded."""
     device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'cuda:1', ..."""
+    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
+    plus 1)."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
     that does not fit in memory."""
@@ -77,6 +79,6 @@ def build(config: Config, device: str) -> Emu3VqRenderer:
     from rl.renderers._emu3_codec import load_codec
     from rl.renderers._emu3_loop import Emu3VqRenderer
 
-    place = device if config.device == "auto" else config.device
+    place = resolve_device(config.device, device)
     codec = load_codec(config.model_path, config.revision, config.dtype, place)
     return Emu3VqRenderer(codec, config.batch_size)
