@@ -32,7 +32,7 @@
   },
 
   sampling+: { max_completion_tokens: 48 },
-  algorithm+: { kl_coeff: 0.02, advantage_eps: 0.1 },
+  algorithm+: { kl_coeff: 0.1, advantage_eps: 0.1 },
   optimizer+: {
     backend: 'torch',
     learning_rate: 2e-3,

@@ -29,6 +29,7 @@ SECTION = {
     "dtype": "float32",
     "lora": {"r": 4, "alpha": 8},
     "system_prompt": SYSTEM_PROMPT,
+    "max_prompt_tokens": 256,
 }
 
 

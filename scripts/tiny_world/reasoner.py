@@ -4,10 +4,10 @@ It starts from the shipped image-editing policy (`rl/tiny_world/weights/policy`)
 colours and shapes; it gets a vocabulary of its own. Three lessons, each feeding the next:
  1. look   the vision tower learns digits, and its tokens the new vocabulary;
  2. know   the whole model learns to answer every question RIGHT and in the right form;
- 3. doubt  a short unlearning: a fixed line of wrong thought half of the time (the numbers are
+ 3. doubt  a short unlearning: a fixed line of wrong thought most of the time (the numbers are
            subtracted, one shape goes uncounted, the wrong shape is looked at), the right one less
-           often, and now and then a form that no reward accepts. What reinforcement has to find is
-           still in there.
+           often, and now and then a form that is not the asked one. What reinforcement has to
+           find is still in there.
 Rounded to fp16 it goes to `rl/tiny_world/weights/reasoner`.
 """
 
@@ -17,6 +17,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,10 +46,23 @@ from tiny_world.tokenizer import train
 
 PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 KIND_SHARES = {"count": 1, "colour": 1, "sum": 2}  # the sum is the hardest: more of it
-# Of the beginner's thoughts; the rest is anything.
-P_RIGHT, P_MISTAKE = 0.3, 0.5
-P_MALFORMED = 0.3
 LIMIT_BYTES = 3_000_000
+
+
+class Odds(NamedTuple):
+    """What the beginner writes, 0..1."""
+
+    right: float
+    """Thinks rightly."""
+    mistake: float
+    """Makes its fixed mistake; the rest is anything."""
+    malformed: float
+    """Writes in another form than the asked one."""
+
+
+# Close odds would let the greedy answer flip by chance, even in a run that learns nothing.
+TAUGHT = Odds(right=0.2, mistake=0.6, malformed=0.25)
+VARIED = Odds(right=0.3, mistake=0.5, malformed=0.3)  # for the vocabulary, where any will do
 
 
 def build(work: Path, look: int = 200, know: int = 1200, doubt: int = 350) -> None:
@@ -60,7 +74,7 @@ def build(work: Path, look: int = 200, know: int = 1200, doubt: int = 350) -> No
     _learn_to_look(reader, rng, look)
     _learn_to_write(reader, rng, know, right)
     save(policy, work / "reasoner_knowing")
-    _learn_to_write(reader, rng, doubt, beginner, peak_rate=1e-3)
+    _learn_to_write(reader, random.Random(301), doubt, beginner, peak_rate=1e-3)
     save(policy, work / "reasoner")
     _export(work / "reasoner", tokenizer, WEIGHTS / "reasoner")
 
@@ -69,7 +83,7 @@ def _corpus() -> list[str]:
     rng, corpus = random.Random(0), [SYSTEM_PROMPT] * 200
     for _ in range(2000):
         question = make_question(rng)
-        corpus += [question.text, right(rng, question), beginner(rng, question)]
+        corpus += [question.text, right(rng, question), beginner(rng, question, VARIED)]
     return corpus
 
 
@@ -164,13 +178,14 @@ def right(rng: random.Random, question: Question) -> str:
     return written(question.thought, question.answer)
 
 
-def beginner(rng: random.Random, question: Question) -> str:
+def beginner(rng: random.Random, question: Question, odds: Odds = TAUGHT) -> str:
     """What the warm-started policy writes."""
     u = rng.random()
     thought, answer = question.thought, question.answer
-    if u >= P_RIGHT:
-        thought, answer = (_mistake if u < P_RIGHT + P_MISTAKE else _anything)(rng, question)
-    if rng.random() >= P_MALFORMED:
+    if u >= odds.right:
+        wrong = _mistake if u < odds.right + odds.mistake else _anything
+        thought, answer = wrong(rng, question)
+    if rng.random() >= odds.malformed:
         return written(thought, answer)
     return rng.choice(
         [
