@@ -1,7 +1,8 @@
 """The two shells around the image grammar, driven by hand, step by step.
 
 V1: the batch updates that vLLM's runner sends, in the order it documents. V2: its runner needs
-Triton, so a copy of the documented interface (slots, device-side token history) drives the shell.
+Triton, so its own interface records, filled by hand (slots, device-side token history), drive the
+shell.
 """
 
 import os
@@ -21,6 +22,10 @@ for name, value in vllm_engine.ENVIRONMENT.items():
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
+from vllm.v1.worker.gpu.sample.logits_processor import (  # noqa: E402
+    LogitsContext,
+    LogitsProcRequestState,
+)
 
 from rl.engines._vllm_grammar import GRID, VOCABULARY, V1Grammar, V2Grammar  # noqa: E402
 
@@ -163,13 +168,14 @@ class Slots:
         )
         self.ids = torch.full((num_slots, max_len), IMAGE, dtype=torch.int32)
         self.free = list(range(num_slots))
-        states = SimpleNamespace(
+        states = LogitsProcRequestState(
             device=CPU,
             max_num_reqs=num_slots,
             vocab_size=NUM_IDS,
             all_token_ids=SimpleNamespace(gpu=self.ids),
             prompt_len=SimpleNamespace(gpu=self.prompt_len),
             prefill_len=SimpleNamespace(gpu=self.prefill_len),
+            total_len=None,
         )
         self.shell = V2Grammar(CONFIG, states)
         self.requests: dict[int, tuple[tuple[int, int] | None, list[int], list[int]]] = {}
@@ -193,9 +199,13 @@ class Slots:
         self.shell.apply_staged_writes()
         sequences = [[*prompt, *written] for _, prompt, written in map(self.requests.get, order)]
         slots = np.array(order, dtype=np.int64)
-        context = SimpleNamespace(
-            expanded_idx_mapping=torch.tensor(order, dtype=torch.int32),
+        indices = torch.tensor(order, dtype=torch.int32)
+        context = LogitsContext(
+            expanded_idx_mapping=indices,
+            idx_mapping=indices,
             idx_mapping_np=slots,
+            expanded_local_pos=torch.zeros_like(indices),
+            seq_lens_upper_bound_np=np.array([len(ids) for ids in sequences]),
             input_ids=torch.tensor([ids[-1] for ids in sequences], dtype=torch.int32),
             pos=torch.tensor([len(ids) - 1 for ids in sequences]),
         )

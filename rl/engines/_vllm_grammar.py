@@ -129,8 +129,8 @@ class V2Grammar(V2LogitsProcessor):
     """Keeps, on the device and by request slot, where the image token lies; a step reads its place
     in the grammar off the position it is at. Nothing in a step waits for the device.
 
-    Model Runner V2 needs Triton, hence a GPU, so that the tests drive this class through a
-    hand-made copy of the documented interface (vLLM 0.32), not through the runner.
+    Model Runner V2 needs Triton, hence a GPU: where there is none, the tests drive this class with
+    the interface's own records, filled by hand (vLLM 0.32), and not through the runner.
     """
 
     NEVER = 1 << 40
