@@ -280,3 +280,24 @@ def test_a_vllm_of_another_interface_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "rl.engines._vllm_grammar", None)
     with pytest.raises(RuntimeError, match=r"requirements\.txt"):
         vllm_engine._grammar_arguments("folder", {}, None)
+
+
+def test_a_model_that_vllm_does_not_know_is_named(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(architectures=["NobodyForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="NobodyForCausalLM"):
+        vllm_engine._register_in_process(str(tmp_path))
+
+
+def test_emu3_is_registered_as_llama_and_llama_stays_what_it_was(tmp_path):
+    from transformers import Emu3TextConfig
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    Emu3TextConfig(architectures=["Emu3ForCausalLM"]).save_pretrained(tmp_path)
+    before = ModelRegistry.models["LlamaForCausalLM"]
+    vllm_engine._register_in_process(str(tmp_path))
+    vllm_engine._register_in_process(str(tmp_path))
+    assert ModelRegistry.models["Emu3ForCausalLM"].model_cls is LlamaForCausalLM
+    assert ModelRegistry.models["LlamaForCausalLM"] is before

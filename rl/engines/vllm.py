@@ -335,7 +335,12 @@ def _register_in_process(folder: str) -> None:
 
     known = ModelRegistry.models
     for architecture in AutoConfig.from_pretrained(folder).architectures:
-        lazy = known.get(architecture) or known[SERVED_AS[architecture]]
+        lazy = known.get(architecture) or known.get(SERVED_AS.get(architecture, ""))
+        if lazy is None:
+            raise ValueError(
+                f"vLLM cannot serve {architecture} (config.json in policy.model_path): use "
+                "engine.type 'transformers'"
+            )
         if hasattr(lazy, "module_name"):
             module = importlib.import_module(lazy.module_name)
             ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
