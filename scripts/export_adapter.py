@@ -14,6 +14,7 @@ whole base is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shutil
 import sys
@@ -23,14 +24,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.policies import qwen2_5_vl
-from rl.policies._qwen_loading import base_path
+from rl.policies import _emu3_loading, _qwen_loading
 from rl.system.checkpoint import MODEL_FOLDER, problem_of
 from rl.validation import validate
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "README.md")
 DTYPES = ("bfloat16", "float16", "float32")
+LOADING: Mapping[str, Any] = {"qwen2_5_vl": _qwen_loading, "emu3": _emu3_loading}
+"""Policy plug -> how its base, its tokenizer and its image processor are loaded."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,12 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base"
     )
+    parser.add_argument(
+        "--policy", choices=LOADING, default="qwen2_5_vl", help="plug of a bare PEFT folder"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: the run's")
     parser.add_argument("--keep-adapter", action="store_true", help="copy the adapter, unmerged")
     args = parser.parse_args(arguments)
     try:
         adapter = find_adapter(args.source)
-        config = policy_config(adapter, args.base, args.text_encoder_from)
+        config = policy_config(adapter, args.base, args.text_encoder_from, args.policy)
         if args.target.exists():
             raise ValueError(f"{args.target} exists; name a folder that does not")
         if args.keep_adapter:
@@ -83,59 +88,61 @@ def find_adapter(source: Path) -> Path:
 
 
 def policy_config(
-    adapter: Path, base: str | None, text_encoder_from: str | None
-) -> qwen2_5_vl.Config:
-    """Which weights, tokenizer and processor the adapter was trained with.
+    adapter: Path, base: str | None, text_encoder_from: str | None, bare_policy: str
+) -> Any:
+    """The policy section that the adapter was trained under, `bare_policy` telling the plug of one
+    that lies alone.
 
     Raises ValueError naming what is not known and how to say it.
     """
     state = adapter.parent / "state.json"
     if state.is_file():
         section = json.loads(state.read_text(encoding="utf-8"))["meta"]["config"]["policy"]
-        if section["type"] != "qwen2_5_vl":
-            raise ValueError(f"adapters of policy {section['type']!r} cannot be merged here")
+        if section["type"] not in LOADING:
+            raise ValueError(f"adapters of policy {section['type']!r} cannot be exported here")
     else:
         noted = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        section = {"type": "qwen2_5_vl", "model_path": noted["base_model_name_or_path"]}
+        section = {"type": bare_policy, "model_path": noted["base_model_name_or_path"]}
+    section = {**section, "adapter_path": ""}
     if base is not None:
-        section = {**section, "model_path": base, "revision": None, "init_text_encoder_from": ""}
+        section = {**section, "model_path": base, "revision": None}
+        section.pop("init_text_encoder_from", None)
     if text_encoder_from is not None:
         section = {**section, "init_text_encoder_from": text_encoder_from}
-    config, problems = validate(qwen2_5_vl.Config, section, at="policy")
-    if config is None:
-        raise ValueError("\n".join(problems))
-    problems = qwen2_5_vl.validate(config.model_copy(update={"adapter_path": ""}))
+    plug = importlib.import_module(f"rl.policies.{section['type']}")
+    config, problems = validate(plug.Config, section, at="policy")
+    problems = problems or plug.validate(config)
     if problems:
         remedy = "say where the base lies with --base (and --text-encoder-from)"
         raise ValueError("\n".join([*problems, remedy]))
     return config
 
 
-def copy_adapter(adapter: Path, target: Path, config: qwen2_5_vl.Config) -> None:
+def copy_adapter(adapter: Path, target: Path, config: Any) -> None:
     """The PEFT files, naming the base they belong to."""
     target.mkdir(parents=True)
     for name in ADAPTER_FILES:
         if (adapter / name).is_file():
             shutil.copy(adapter / name, target / name)
     noted: Mapping[str, Any] = json.loads((target / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    named = {**noted, "base_model_name_or_path": base_path(config)}
-    text = json.dumps(named, indent=2, sort_keys=True) + "\n"
-    (target / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    base = config.model_path if config.type == "emu3" else _qwen_loading.base_path(config)
+    text = json.dumps({**noted, "base_model_name_or_path": base}, indent=2, sort_keys=True)
+    (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def merge(adapter: Path, target: Path, config: qwen2_5_vl.Config, dtype: str) -> None:
+def merge(adapter: Path, target: Path, config: Any, dtype: str) -> None:
     """Base + adapter, added in float32 and rounded to `dtype` once."""
     import torch
 
-    from rl.policies import _qwen_loading as loading
-
+    loading = LOADING[config.type]
     base = loading.load_model(config.model_copy(update={"dtype": "float32"}))
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.to(getattr(torch, dtype)).save_pretrained(target)
     loading.load_tokenizer(config).save_pretrained(target)
-    loading.load_image_processor(config).save_pretrained(target)
+    if config.type == "qwen2_5_vl":
+        _qwen_loading.load_image_processor(config).save_pretrained(target)
 
 
 if __name__ == "__main__":

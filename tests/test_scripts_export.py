@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_emu3
 import tiny_qwen
 import torch
 from safetensors.torch import load_file
 
 from rl.data import shape_questions
 from rl.engines.transformers import TransformersEngine
-from rl.policies import qwen2_5_vl
+from rl.policies import emu3, qwen2_5_vl
 from rl.system.checkpoint import _seal
 from rl.tiny_world.questions import SYSTEM_PROMPT
 from rl.types import Prompt, Sample, SamplingParams
@@ -45,12 +46,16 @@ def make_policy(section: Mapping[str, Any] = SECTION) -> qwen2_5_vl.Qwen25VLPoli
         gradient_checkpointing=False,
         device="cpu",
     )
+    move_from_zero(policy.module)
+    return policy
+
+
+def move_from_zero(module: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in policy.module.named_parameters():
+        for name, parameter in module.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.1, generator=generator)
-    return policy
 
 
 def samples() -> list[Sample]:
@@ -66,11 +71,11 @@ def greedy(policy: qwen2_5_vl.Qwen25VLPolicy) -> tuple[list[Prompt], list[tuple[
     return prompts, [group[0].token_ids for group in groups]
 
 
-def trained(policy: qwen2_5_vl.Qwen25VLPolicy) -> dict[str, torch.Tensor]:
+def trained(policy: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
 
 
-def checkpoint(folder: Path, policy: qwen2_5_vl.Qwen25VLPolicy, section: Mapping[str, Any]) -> Path:
+def checkpoint(folder: Path, policy: Any, section: Mapping[str, Any]) -> Path:
     """A run folder with one whole checkpoint and a newer, damaged one."""
     step = folder / "run" / "checkpoints" / "step_000002"
     policy.save_pretrained(str(step / "model"), trained(policy))
@@ -174,6 +179,37 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     assert any(not torch.equal(merged[key], base[key]) for key in merged if "q_proj" in key)
     again = load_file(from_adapter / "model.safetensors")
     assert all(torch.equal(merged[key], again[key]) for key in merged)
+
+
+def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import Emu3ForCausalLM
+
+    base = tiny_emu3.save_policy_folder(tmp_path / "base")
+    section = {"type": "emu3", "model_path": base, "dtype": "float32", "lora": {"r": 4, "alpha": 8}}
+    policy = emu3.build(
+        emu3.Config(**section),
+        template=None,
+        kind="image_tokens",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=64,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    move_from_zero(policy.module)
+    run = checkpoint(tmp_path, policy, section)
+    export_adapter.main([str(run), str(tmp_path / "merged")])
+    ids = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        merged = Emu3ForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+        stock = Emu3ForCausalLM.from_pretrained(base, dtype=torch.float32)
+        unmerged = stock(ids).logits
+        adapter = run / "checkpoints" / "step_000002" / "model"
+        adapted = PeftModel.from_pretrained(stock, adapter)(ids).logits
+    assert float((merged - adapted).abs().max()) < 1e-4
+    assert float((unmerged - adapted).abs().max()) > 1e-2
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
 def test_the_adapter_alone_is_copied_with_its_base(tmp_path: Path) -> None:
