@@ -36,7 +36,8 @@ class Columns(Section):
     """Which key of a row is what. `a.b.0` reaches into nested records and lists.
 
     A key that the config names must be in every row. `target`, `id` and `category` are also found
-    under their default keys in the rows that have them.
+    under their default keys in the rows that have them. Questions with an answer to check:
+    `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
     """
 
     instruction: str = "instruction"
