@@ -20,6 +20,7 @@ from rl.system.checkpoint import problem_of
 from rl.system.memory_plan import PHASES, FrozenModel, LanguageModel, Plan, Sizes
 from rl.system.resume import check_resume
 from rl.system.scrub import scrubbed
+from rl.system.weight_files import num_parameters
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -242,15 +243,8 @@ def _language_model(path: str) -> LanguageModel | None:
         heads=heads,
         kv_heads=text.get("num_key_value_heads", heads),
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        params=float(sum(map(_count_in_header, Path(path).glob("*.safetensors")))),
+        params=num_parameters(path),
     )
-
-
-def _count_in_header(file: Path) -> int:
-    """Parameters of a safetensors file: the first 8 bytes are the length of a JSON header."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

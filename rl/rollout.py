@@ -65,6 +65,8 @@ class Rollout:
     """_PG, in the order of the completions."""
     baselines: list[Episode | None]
     """_P, the baseline arm, never trained; None where nobody asked or the policy has none."""
+    renderer_stats: Mapping[str, float] = field(default_factory=dict)
+    """What the renderer reported of these pictures, means over them."""
 
 
 PictureKey = tuple[int, tuple[int, ...], int]
@@ -156,6 +158,7 @@ def collect(
     return Rollout(
         [row[: len(group)] for row, group in zip(graded_PG, completions_PG, strict=True)],
         [None if bare is None else row[-1] for row, bare in zip(graded_PG, bare_P, strict=True)],
+        crew.renderer.take_stats(),
     )
 
 

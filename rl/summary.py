@@ -42,6 +42,8 @@ def group_rewards(
     metrics = _rollout_metrics(episodes_PG)
     for episodes_G, baseline in zip(episodes_PG, rollout.baselines, strict=True):
         add_baseline(metrics, "", episodes_G, baseline)
+    for name, value in rollout.renderer_stats.items():
+        metrics.add(f"renderer/{name}", value)
     local = reward_moments(rewards_PG)
     batch = RewardMoments(*dist.sum_floats([local.total, local.total_of_squares, local.count]))
     metrics.maximum("reward/std", batch.std)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("usage: python -m rl.train config.jsonnet [key=value ...]")
     config = load_config(args[0], args[1:])
     signals.install()
-    dist = Dist.from_env()
+    dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:
         with open_run(config, dist) as run:
             train(run)

@@ -172,11 +172,10 @@ class RenderFailure:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What a reward may look at."""
+    """What a reward may look at; `text` is the completion's."""
 
     sample: Sample
     text: str
-    """The completion's text."""
     image: Image | None
     """The rendered picture (None for the `none` renderer)."""
 
@@ -280,15 +279,13 @@ class PolicyWeights:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn."""
+    """How completions are drawn: top_k -1 = off, `num_completions` is G."""
 
     temperature: float
     top_p: float
     top_k: int
-    """-1 = off."""
     max_tokens: int
     num_completions: int
-    """G."""
 
 
 class Policy(Protocol):
@@ -371,6 +368,10 @@ class Renderer(Protocol):
 
     def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples, with the pictures that exist only as codes drawn for rewards and records."""
+        ...
+
+    def take_stats(self) -> dict[str, float]:
+        """What there is to report since the last call, means over pictures; {} if nothing."""
         ...
 
     def render(

@@ -75,6 +75,9 @@ class Painter:
     def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
         return list(samples)
 
+    def take_stats(self) -> dict[str, float]:
+        return {"clip_cut_share": 0.5}
+
     def render(
         self, jobs: Sequence[RenderJob]
     ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
@@ -194,6 +197,7 @@ def test_the_baseline_arm_shares_the_noise_and_trains_nothing(crew: Crew) -> Non
     [baseline] = rollout.baselines
     assert [e.action.text for e in rollout.episodes[0]] == ["a", "c"]
     assert (baseline.action.text, baseline.reward) == ("b", 51 / 255)
+    assert rollout.renderer_stats == {"clip_cut_share": 0.5}
     assert {job.noise_seed for job in crew.renderer.jobs} == {51}
     same = collect(crew, [prompt], [[word("b")]], [51], ["0/0"], PhaseTimer(), baseline=True)
     assert same.episodes[0][0].image is same.baselines[0].image, "equal words are one picture"
@@ -230,13 +234,15 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     config = run_config(algorithm={"advantage_scale": "none"})
     episodes_PG = [graded(0.0, 1.0), graded(0.5, None)]
     baselines = [graded(0.2)[0], None]
-    advantages, metrics = group_rewards(config, 0, Rollout(episodes_PG, baselines), Dist())
+    rollout = Rollout(episodes_PG, baselines, {"clip_cut_share": 0.25})
+    advantages, metrics = group_rewards(config, 0, rollout, Dist())
     assert advantages == [[-0.5, 0.5], [0.0, None]]
     seen = metrics.merge([metrics.state()])
     assert seen["reward/mean"] == pytest.approx(0.5)
     assert seen["reward/std"] == pytest.approx(math.sqrt(pvariance([0, 1, 0.5])))
     assert seen["reward/group_std"] == pytest.approx(0.5)
     assert seen["status/ungraded"] == pytest.approx(0.25)
+    assert seen["renderer/clip_cut_share"] == 0.25
     assert seen["baseline_reward"] == pytest.approx(0.2)
     assert seen["reward_gain"] == pytest.approx((-0.2 + 0.8) / 2), "of the group that has one"
     assert seen["groups/zero_spread"] == pytest.approx(0.5)

@@ -1,14 +1,12 @@
-"""Model files from folders or hub ids, quietly.
+"""Model files from folders or hub ids.
 
-What: where a model's files lie on this machine, a folder of links to them, and loading without
-progress bars. What not: what is in the files (each policy's own loading). Called by the policies'
-loading parts.
+What: where a model's files lie on this machine, and a folder of links to them. What not: what is in
+the files (each policy's own loading). Called by the policies' loading parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -33,17 +31,3 @@ def link_files(folder: Path, overlay: Path, skip: Sequence[str] = ()) -> None:
         link = overlay / file.name
         if file.is_file() and not link.exists() and not any(part in file.name for part in skip):
             link.symlink_to(file.resolve())
-
-
-@contextmanager
-def only_download_bars() -> Iterator[None]:
-    """Inside, of transformers' progress bars only that of a download stays: the hub's own."""
-    from transformers.utils import logging
-
-    previous = logging.set_tqdm_hook(
-        lambda make, args, options: make(*args, **{**options, "disable": True})
-    )
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(previous)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config import missing_model
-from rl.policies._loading import TEXT_FILES, link_files, local_folder, only_download_bars
+from rl.policies._loading import TEXT_FILES, link_files, local_folder
 from rl.policies._lora import adapter_problems, add_adapter
+from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:

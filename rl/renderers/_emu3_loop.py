@@ -38,6 +38,10 @@ class Emu3VqRenderer:
         self.batch_size = batch_size
         self._kept: OrderedDict[bytes, Image.Image] = OrderedDict()
 
+    def take_stats(self) -> dict[str, float]:
+        """Nothing to report."""
+        return {}
+
     def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(index into jobs, picture or failure)`, batch by batch.
 

@@ -124,6 +124,10 @@ class QwenImageRenderer:
         """As they are: an editor's samples come with their pictures."""
         return list(samples)
 
+    def take_stats(self) -> dict[str, float]:
+        """Nothing to report."""
+        return {}
+
     def render(
         self, jobs: Sequence[RenderJob]
     ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:

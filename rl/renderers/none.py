@@ -60,6 +60,10 @@ class NoRenderer:
         """As they are: nothing here draws."""
         return list(samples)
 
+    def take_stats(self) -> dict[str, float]:
+        """Nothing to report."""
+        return {}
+
     def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, None]]:
         """Yield `(index, None)` for every job, in order."""
         for index in range(len(jobs)):

@@ -45,6 +45,11 @@ METRICS: dict[str, MetricDoc] = {
     "reward_gain": MetricDoc(
         "-1..1", "mean over episodes of reward - baseline reward of its prompt"
     ),
+    "renderer/clip_cut_share": MetricDoc(
+        "0..1", "sd3: share of prompts longer than CLIP's 77 tokens, whose end it does not read"
+    ),
+    "renderer/clip_cut_tokens": MetricDoc("tokens", "sd3: mean tokens cut so per picture"),
+    "renderer/t5_cut_share": MetricDoc("0..1", "sd3: share longer than renderer.max_t5_tokens"),
     "status/scored": MetricDoc("0..1", "share of episodes rendered and graded"),
     "status/policy_failed": MetricDoc("0..1", "share whose completion could not be used"),
     "status/ungraded": MetricDoc("0..1", "share lost to the renderer or the judge"),
