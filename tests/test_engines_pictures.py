@@ -238,10 +238,11 @@ def test_a_wrong_grid_is_refused_at_admission(grid):
     from vllm import SamplingParams as VllmSamplingParams
 
     from rl.engines import _vllm_grammar
+    from rl.engines._vllm_start import GRID
 
-    wrong = VllmSamplingParams(extra_args={_vllm_grammar.GRID: grid})
+    wrong = VllmSamplingParams(extra_args={GRID: grid})
     for shell in (_vllm_grammar.V1Grammar, _vllm_grammar.V2Grammar):
         with pytest.raises(ValueError, match="at least 1"):
             shell.validate_params(wrong)
-        shell.validate_params(VllmSamplingParams(extra_args={_vllm_grammar.GRID: (3, 1)}))
+        shell.validate_params(VllmSamplingParams(extra_args={GRID: (3, 1)}))
         shell.validate_params(VllmSamplingParams())

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from rl.engines import _vllm_start
 from rl.engines import vllm as vllm_engine
+from rl.engines._vllm_start import GRID, VOCABULARY
 from rl.system.wheels import mend_mismatched_wheels
 
 mend_mismatched_wheels()
@@ -27,7 +29,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # noqa: E402
     LogitsProcRequestState,
 )
 
-from rl.engines._vllm_grammar import GRID, VOCABULARY, V1Grammar, V2Grammar  # noqa: E402
+from rl.engines._vllm_grammar import V1Grammar, V2Grammar  # noqa: E402
 
 EOL, EOF, EOI, EOS, IMAGE, START, END = 3, 4, 5, 6, 7, 10, 14
 NUM_IDS = 15
@@ -252,7 +254,7 @@ def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, shell, monkeypatch,
     planned = SimpleNamespace(use_v2_model_runner=uses_v2)
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda *_: planned)
     vocabulary = ImageVocabulary(**FIELDS)
-    arguments = vllm_engine._grammar_arguments(str(tmp_path), {"seed": 0}, vocabulary)
+    arguments = _vllm_start.grammar_arguments(str(tmp_path), {"seed": 0}, vocabulary)
     assert arguments == {
         "logits_processors": [shell],
         "additional_config": {VOCABULARY: FIELDS},
@@ -279,7 +281,7 @@ def test_a_vllm_of_another_interface_is_named(monkeypatch):
     monkeypatch.delattr(engines, "_vllm_grammar")
     monkeypatch.setitem(sys.modules, "rl.engines._vllm_grammar", None)
     with pytest.raises(RuntimeError, match=r"requirements\.txt"):
-        vllm_engine._grammar_arguments("folder", {}, None)
+        _vllm_start.grammar_arguments("folder", {}, None)
 
 
 def test_a_model_that_vllm_does_not_know_is_named(tmp_path):
@@ -287,7 +289,7 @@ def test_a_model_that_vllm_does_not_know_is_named(tmp_path):
 
     LlamaConfig(architectures=["NobodyForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="NobodyForCausalLM"):
-        vllm_engine._register_in_process(str(tmp_path))
+        _vllm_start.register_in_process(str(tmp_path))
 
 
 def test_emu3_is_registered_as_llama_and_llama_stays_what_it_was(tmp_path):
@@ -297,7 +299,7 @@ def test_emu3_is_registered_as_llama_and_llama_stays_what_it_was(tmp_path):
 
     Emu3TextConfig(architectures=["Emu3ForCausalLM"]).save_pretrained(tmp_path)
     before = ModelRegistry.models["LlamaForCausalLM"]
-    vllm_engine._register_in_process(str(tmp_path))
-    vllm_engine._register_in_process(str(tmp_path))
+    _vllm_start.register_in_process(str(tmp_path))
+    _vllm_start.register_in_process(str(tmp_path))
     assert ModelRegistry.models["Emu3ForCausalLM"].model_cls is LlamaForCausalLM
     assert ModelRegistry.models["LlamaForCausalLM"] is before

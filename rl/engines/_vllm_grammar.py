@@ -24,6 +24,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 from rl.algorithm.image_grammar import ANY, NO_IMAGE_YET, grammar_ids, mask_logits_
+from rl.engines._vllm_start import GRID, VOCABULARY
 from rl.types import ImageVocabulary
 
 if TYPE_CHECKING:
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor import BatchUpdate
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
-
-GRID = "image_grid"
-"""Key of a request's [h, w] in `SamplingParams.extra_args`; absent: the request is not held."""
-VOCABULARY = "image_vocabulary"
-"""Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
 
 _newest = itemgetter(-1)
 

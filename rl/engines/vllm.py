@@ -12,23 +12,18 @@ Axes: `_P` prompts, `_G` completions in a group.
 from __future__ import annotations
 
 import atexit
-import importlib
 import logging
 import os
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from rl.config import Section
-from rl.engines import _vllm_weights
-from rl.system.seeding import rng_state, set_rng_state
+from rl.engines import _vllm_start, _vllm_weights
 from rl.system.wheels import mend_mismatched_wheels
-from rl.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
+from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from rl.system.dist import Dist
@@ -43,9 +38,6 @@ ENVIRONMENT = {
 
 BANNED_BIAS = -1e9
 """Added to a banned id's logit: exp of it is exactly 0 in float32, as in the trainer's softmax."""
-
-SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
-"""Architectures that vLLM does not list, and the class of its own that computes the same."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
@@ -113,18 +105,19 @@ class VllmEngine:
 
             torch._dynamo.config.disable = True
         if self._dist.world_size > 1 and not self._on_cuda:
-            atexit.register(_mute_teardown)  # before vLLM's own handlers, hence after they ran
+            # Registered before vLLM's own handlers, it runs after them.
+            atexit.register(_vllm_start.mute_teardown)
         folder = policy.sampler_folder()
         # Some of it warns before its own configuration says how loud it may be.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        with _untouched_globals(), warnings.catch_warnings():
+        with _vllm_start.untouched_globals(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated")
             from vllm import LLM
 
-            _register_in_process(folder)
+            _vllm_start.register_in_process(folder)
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
-                arguments |= _grammar_arguments(folder, arguments, self._vocabulary)
+                arguments |= _vllm_start.grammar_arguments(folder, arguments, self._vocabulary)
             return LLM(folder, **arguments)
 
     def _arguments(self, policy: Any) -> dict[str, Any]:
@@ -222,7 +215,7 @@ class VllmEngine:
             ignore_eos=True,  # the policy's stop ids are the only ones
             stop_token_ids=self._stop_ids,
             logit_bias=self._bans,
-            extra_args={"image_grid": grid} if grid else None,
+            extra_args={_vllm_start.GRID: grid} if grid else None,
         )
 
     def _group(self, prompt: Prompt, output: Any, params: SamplingParams) -> list[Completion]:
@@ -312,74 +305,9 @@ class VllmEngine:
         self._llm.llm_engine.reset_encoder_cache()
 
 
-def _mute_teardown() -> None:
-    """An engine that stays until its process ends (see `close`) still holds Triton's objects, and
-    their binding lists all of them on stderr once Python is gone. On a CPU only: a GPU's teardown
-    may have something to say."""
-    sys.stderr.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
 def _request(prompt: Prompt) -> dict[str, Any]:
     """ONE placeholder per picture: expanded ids would silently be expanded again."""
     request: dict[str, Any] = {"prompt_token_ids": list(prompt.engine_token_ids)}
     if prompt.images:
         request["multi_modal_data"] = {"image": list(prompt.images)}
     return request
-
-
-def _register_in_process(folder: str) -> None:
-    """Tell vLLM the model's class, which it would else look at in a subprocess (12 s)."""
-    from transformers import AutoConfig
-    from vllm import ModelRegistry
-
-    known = ModelRegistry.models
-    for architecture in AutoConfig.from_pretrained(folder).architectures:
-        lazy = known.get(architecture) or known.get(SERVED_AS.get(architecture, ""))
-        if lazy is None:
-            raise ValueError(
-                f"vLLM cannot serve {architecture} (config.json in policy.model_path): use "
-                "engine.type 'transformers'"
-            )
-        if hasattr(lazy, "module_name"):
-            module = importlib.import_module(lazy.module_name)
-            ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
-
-
-def _grammar_arguments(
-    folder: str, arguments: Mapping[str, Any], vocabulary: ImageVocabulary
-) -> dict[str, Any]:
-    """What holds an engine's requests to their grids: the shell that its model runner takes."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    try:
-        from rl.engines import _vllm_grammar
-    except ImportError as error:
-        raise RuntimeError(
-            "this vLLM has other logits-processor interfaces than the ones written for (see the "
-            "pin in requirements.txt): install that version, or use engine.type 'transformers'"
-        ) from error
-    # Two runners, each of which refuses the other's class; only the finished configuration knows.
-    planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
-    shell = _vllm_grammar.V2Grammar if planned.use_v2_model_runner else _vllm_grammar.V1Grammar
-    return {
-        "logits_processors": [shell],
-        "additional_config": {_vllm_grammar.VOCABULARY: asdict(vocabulary)},
-    }
-
-
-@contextmanager
-def _untouched_globals() -> Iterator[None]:
-    """vLLM's start seeds every global generator and, on a CPU, makes `torch.set_num_threads` a
-    no-op; the trainer keeps its own."""
-    import torch
-
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    random_state = rng_state()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)
-        set_rng_state(random_state)
