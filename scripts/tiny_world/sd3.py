@@ -17,7 +17,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from rl.tiny_world.captions import Wish, all_wishes, caption, prompt_text, user_prompts
-from rl.tiny_world.pixel_judge import grade_perception, parse_scene
+from rl.tiny_world.pixel_judge import grade_wish
 from tiny_world.models import to_tensor
 from tiny_world.policy import make_optimizer, take_step
 from tiny_world.prompt_models import (
@@ -36,7 +36,7 @@ from tiny_world.prompt_models import (
 PICTURES_PER_WISH = 24
 SHARE_AT_1 = 0.25
 """Of the examples trained at t = 1, from which every picture starts, 0..1."""
-SHORT_TOKENS, SHARE_SHORT = 16, 0.75
+SHORT_TOKENS, SHARE_SHORT = 16, 0.85
 """Until this share of the steps texts are padded to fewer tokens than CLIP's 77: three times as
 fast, and soon unlearnt."""
 USER_WORDS = sorted(
@@ -45,7 +45,7 @@ USER_WORDS = sorted(
 )
 
 
-def build(work: Path, steps: int = 3000, batch: int = 48) -> None:
+def build(work: Path, steps: int = 3000, batch: int = 32) -> None:
     torch.manual_seed(1)
     rng, wishes = random.Random(600), all_wishes()
     vae = AutoencoderKL.from_pretrained(work / "sd3_vae").eval().requires_grad_(False)
@@ -116,32 +116,17 @@ def _flow_loss(transformer, x0, states, pooled) -> torch.Tensor:
 
 @torch.no_grad()
 def exam(transformer, encoders, tokenizer, vae, length: int) -> dict[str, float]:
-    """Share of pictures that show what was meant, and their mean perception mark (0-10): plain
-    captions at several numbers of steps, users' prompts at 6; texts padded to `length` tokens."""
+    """Mean mark (0-10) of how well pictures show what was meant: from plain captions at several
+    numbers of steps, and from users' prompts at 6; texts padded to `length` tokens."""
     wishes = all_wishes()
     plain = [caption(wish) for wish in wishes]
-    noise = torch.randn(
-        len(wishes), LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE,
-        generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
     users = [prompt_text(wish, "noun") for wish in wishes]
+    seeded = torch.Generator().manual_seed(1)
+    noise = torch.randn(len(wishes), LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, generator=seeded)
     marks = {}
-    for name, texts, steps in (
-        ("plain_4", plain, 4), ("plain_6", plain, 6), ("plain_8", plain, 8), ("user_6", users, 6),
-    ):  # fmt: skip
+    for name, texts, steps in (("plain", plain, 4), ("plain", plain, 6), ("users", users, 6)):
         given = condition(encoders, token_ids(tokenizer, texts, length))
         pictures = [Image.fromarray(p) for p in render(transformer, vae, *given, noise, steps)]
-        right = [shows(p, wish) for p, wish in zip(pictures, wishes, strict=True)]
-        marks[name] = round(float(np.mean(right)), 3)
-        perception = [min(grade_perception(picture)) for picture in pictures]
-        marks[f"{name}_perception"] = round(float(np.mean(perception)), 2)
+        grades = [grade_wish(p, user) for p, user in zip(pictures, users, strict=True)]
+        marks[f"{name}_{steps}"] = round(float(np.mean(grades)), 2)
     return marks
-
-
-def shows(picture: Image.Image, wish: Wish) -> bool:
-    """Whether exactly the wish is in the picture."""
-    try:
-        [shape] = parse_scene(picture).shapes
-    except ValueError:
-        return False
-    return (shape.colour, shape.shape, shape.cell) == (wish.colour, wish.shape, wish.cell)
