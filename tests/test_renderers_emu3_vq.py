@@ -178,7 +178,12 @@ def test_the_original_format_loads_without_its_code(vq: Emu3VQVAE, tmp_path: Pat
         "quantize.embedding.weight",
     } <= names
     assert emu3_vq.validate(emu3_vq.Config(type="emu3_vq", model_path=str(place))) == []
-    assert_same(load_codec(str(place), None, "float32", "cpu").model, vq)
+    codec = load_codec(str(place), None, "float32", "cpu")
+    assert_same(codec.model, vq)
+    picture = make_picture(1)
+    np.testing.assert_array_equal(
+        codec.encode([picture], 4096, 1)[0], Emu3Codec(vq).encode([picture], 4096, 1)[0]
+    )
 
 
 def test_a_whole_emu3_gives_its_tokenizer(vq: Emu3VQVAE, tmp_path: Path) -> None:

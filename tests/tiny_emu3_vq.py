@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,23 @@ ORIGINAL_CONFIG: dict[str, Any] = {
 }
 """The same tokenizer, as the config of the published class states it."""
 
+ORIGINAL_PROCESSOR: dict[str, Any] = {
+    "auto_map": {"AutoImageProcessor": "image_processing_emu3visionvq.Emu3VisionVQImageProcessor"},
+    "image_processor_type": "Emu3VisionVQImageProcessor",
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "max_pixels": 1048576,
+    "min_pixels": 262144,
+    "resample": 3,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"max_pixels": 1048576, "min_pixels": 262144},
+    "spatial_factor": 8,
+}
+
 
 def make_vq() -> Emu3VQVAE:
     torch.manual_seed(0)
@@ -70,10 +88,9 @@ def make_vq() -> Emu3VQVAE:
 
 def save_original(vq: Emu3VQVAE, folder: Path) -> None:
     """As BAAI publishes it: that class's config keys, tensor names and 1x1 convolutions."""
-    import json
-
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
+    (folder / "preprocessor_config.json").write_text(json.dumps(ORIGINAL_PROCESSOR))
     tensors = {}
     for name, tensor in vq.state_dict().items():
         old = name.replace("middle_block.attn_norm.", "mid.attn_1.norm.")
