@@ -2,6 +2,10 @@
 
 What: loading, both towers, a memory of recent prompts' embeddings. What not: threads and batches'
 gathering (`_batching.py`), what a cosine is worth (`clip.py`). All calls come from one thread.
+
+Which pictures meet in a batch is a matter of timing, and kernels differ from one batch size to the
+next in the last bits. So a batch always has as many rows, repeated ones where pictures lack: a
+cosine depends on its pair alone, and a resumed run gets the same.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class ClipModel:
         self._model = model.to(device).eval().requires_grad_(False)
         self._tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         self._processor = CLIPImageProcessorPil.from_pretrained(path, revision=revision)
+        self._num_rows = config.batch_size
         self._max_tokens = model.config.text_config.max_position_embeddings
         self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
         self._on_stream: AbstractContextManager[object] = nullcontext()
@@ -50,17 +55,23 @@ class ClipModel:
             torch.cuda.synchronize(device)
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(device))
 
-    def compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """(cosine in -1..1, whether the prompt was cut) of each (prompt, picture). A batch that
-        does not fit in memory is halved."""
+    def compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | None]:
+        """(cosine in -1..1, whether the prompt was cut) of each (prompt, picture).
+
+        Batches that do not fit in memory are halved from then on; None where one picture alone does
+        not fit.
+        """
         try:
+            found: list[tuple[float, bool] | None] = []
             with torch.inference_mode(), self._on_stream:
-                return self._compare(pairs)
+                for start in range(0, len(pairs), self._num_rows):
+                    found += self._compare(pairs[start : start + self._num_rows])
+            return found
         except torch.OutOfMemoryError:
-            if len(pairs) == 1:
-                raise
-        middle = len(pairs) // 2
-        return self.compare(pairs[:middle]) + self.compare(pairs[middle:])
+            if self._num_rows == 1:
+                return [None] * len(pairs)
+        self._num_rows //= 2
+        return self.compare(pairs)
 
     def _compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         prompts = [self._embed_prompt(prompt) for prompt, _ in pairs]
@@ -74,9 +85,10 @@ class ClipModel:
         """[B, D] float32 unit vectors."""
         rgb = [image.convert("RGB") for image in images]
         pixels = self._processor(images=rgb, return_tensors="pt")["pixel_values"]
-        pixels = pixels.to(self._model.device, self._model.dtype)
+        rows = torch.arange(self._num_rows).clamp(max=len(images) - 1)
+        pixels = pixels[rows].to(self._model.device, self._model.dtype)
         features = self._model.get_image_features(pixel_values=pixels).pooler_output
-        return normalize(features.float(), dim=-1)
+        return normalize(features[: len(images)].float(), dim=-1)
 
     def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
         """([D] float32 unit vector, whether the prompt was cut). By itself, so that it depends on

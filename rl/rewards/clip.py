@@ -56,10 +56,10 @@ class Config(Section):
     """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
     plus 1)."""
     max_memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
+    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it batches are
     halved, as when the GPU itself is full."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Most pictures scored at once."""
+    """Pictures scored at once; fewer cost as much."""
     scale: Annotated[float, Field(gt=0)] = 2.5
     """Cosine times this is the value."""
 
@@ -90,12 +90,15 @@ class Clip:
 
     async def grade(self, evidence: Evidence) -> Grade:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's
-        beginning)."""
+        beginning). No value when the device's memory is full."""
         if evidence.image is None:
             return Grade(None, failure="no_image: clip needs a rendered picture")
         started = time.monotonic()
         pair = (evidence.sample.instruction, evidence.image)
-        cosine, was_cut = await asyncio.wrap_future(self._worker.submit(pair))
+        found = await asyncio.wrap_future(self._worker.submit(pair))
+        if found is None:
+            return Grade(None, failure="out_of_memory: no room for one picture on CLIP's device")
+        cosine, was_cut = found
         value = min(1.0, self._scale * max(cosine, 0.0))
         parts = {"cosine": cosine, "prompt_cut": float(was_cut)}
         return Grade(value, parts, seconds=time.monotonic() - started)
