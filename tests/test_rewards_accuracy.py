@@ -224,6 +224,11 @@ def test_a_hostile_answer_is_wrong_and_no_more(
     assert reward._maths._process.pid == worker, "stopped, not killed"
 
 
+def test_an_option_of_options_is_only_long() -> None:
+    config = accuracy.Config(max_answer_chars=10_000)
+    assert grade(accuracy.build(config, None, "cpu"), answered("A. " * 3000), "blue").value == 0.0
+
+
 def test_a_worker_that_dies_is_replaced_and_blamed_on_the_question_it_died_over(
     reward: accuracy.Accuracy,
 ) -> None:

@@ -108,7 +108,7 @@ def _compare_choices(gold: str, answer: str) -> bool | None:
         return gold_letter.upper() == letter.upper() and same_text
     if gold_letter and gold_letter.isupper():
         return bool(gold_text) and compare(gold_text, answer) is True
-    if text:
+    if text and not _choice(text)[0]:  # once: 'A. A. A. ...' is no option, however long
         return compare(gold, text)
     return None
 
