@@ -110,6 +110,15 @@ def test_several_ranks_may_share_the_cpu() -> None:
     assert problems(claims, ["cpu", "cpu"], Machine()) == []
 
 
+def test_mps_is_not_for_two_that_work_at_once() -> None:
+    mac = Machine(mps_gb=20.0)
+    claims = [Claim("policy", "auto"), Claim("renderer", "auto"), Claim("rewards.clip", "mps")]
+    (problem,) = problems(claims, ["mps"], mac)
+    assert problem.startswith("rewards.clip.device: 'mps' given, and renderer works on mps")
+    assert problems([*claims[:2], Claim("rewards.clip", "cpu")], ["mps"], mac) == []
+    assert problems([claims[0], Claim("renderer", "cpu"), claims[2]], ["mps"], mac) == []
+
+
 def test_limits_add_up_per_device() -> None:
     claims = [
         Claim("policy", "auto"),

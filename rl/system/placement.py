@@ -95,7 +95,11 @@ def problems(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | No
     return (
         found
         or _missing(claims, owns, machine)
-        or [*_shared(claims, owns), *_unlimited(claims, owns[0], machine)]
+        or [
+            *_shared(claims, owns),
+            *_crowded_mps(claims, owns[0]),
+            *_unlimited(claims, owns[0], machine),
+        ]
     )
 
 
@@ -140,6 +144,18 @@ def _shared(claims: Sequence[Claim], owns: Sequence[str]) -> list[str]:
                 )
                 break
     return found
+
+
+def _crowded_mps(claims: Sequence[Claim], own: str) -> list[str]:
+    """Rewards work while pictures are rendered, each in a thread of its own, and torch's MPS part
+    brings the process down when two threads use it at once (pytorch issue 197805). The policy rests
+    meanwhile."""
+    busy = [c for c in claims if c.key != "policy" and resolve_device(c.device, own) == "mps"]
+    return [
+        f"{claim.key}.device: {claim.device!r} given, and {busy[0].key} works on mps at the same "
+        "time, which torch does not survive there; give 'cpu'"
+        for claim in busy[1:]
+    ]
 
 
 def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> list[str]:
