@@ -232,7 +232,13 @@ def policy_section(
         section.update(_weights(folder, section))
     section["device"] = "auto"
     if model_path is not None:
+        if adapter_path is not None and section["lora"] is None:
+            raise ValueError(
+                f"{adapter_path} is a whole model and needs no other: drop model {model_path!r}"
+            )
         section["model_path"] = model_path
+        for key in ("revision", "init_text_encoder_from"):  # of the run's own base
+            section.pop(key, None)
     if system_prompt is not None:
         section["system_prompt"] = system_prompt
     return section

@@ -211,6 +211,19 @@ def test_an_adapter_without_its_run_goes_by_its_own_file(
     }
 
 
+def test_another_base_leaves_the_runs_own_behind(model: str, run_dir: Path, tmp_path: Path) -> None:
+    section = {**run_section(model), "lora": tiny_policy.LORA, "revision": "a-commit-of-it"}
+    write_run(tmp_path, section, {"type": "sd3", "num_steps": 4})
+    folder = model_folder(tmp_path)
+    folder.mkdir(parents=True)
+    for file in model_folder(run_dir).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    assert policy_section(None, folder, None)["revision"] == "a-commit-of-it"
+    other = policy_section("other/base", folder, None)
+    assert other["model_path"] == "other/base" and "revision" not in other
+    assert other["system_prompt"] == RUN_SYSTEM_PROMPT
+
+
 def test_a_whole_model_needs_no_base(model: str, tmp_path: Path) -> None:
     run = tmp_path / "full"
     write_run(run, {**run_section(model), "lora": None}, {"type": "sd3"})
@@ -221,6 +234,8 @@ def test_a_whole_model_needs_no_base(model: str, tmp_path: Path) -> None:
     policy.save_pretrained(str(model_folder(run)), tensors_of(policy))
     tuned = Enhancer(adapter_path=model_folder(run), device="cpu")
     assert rewritten(tuned, temperature=1.0) == by_engine(policy, 1.0)
+    with pytest.raises(ValueError, match="is a whole model"):
+        policy_section("other/base", model_folder(run), None)
 
 
 def test_an_editors_policy_is_refused(model: str, run_dir: Path, tmp_path: Path) -> None:
