@@ -5,7 +5,7 @@
 (import 'base.libsonnet') + {
   run_name: 'tiny_reasoning',
   base_exp_dir: 'runs',
-  num_iterations: 60,
+  num_iterations: 100,
   prompts_per_iteration: 12,
   generations_per_prompt: 8,
 
@@ -42,6 +42,6 @@
     max_grad_norm: 0.1,
     micro_batch_size: 96,
   },
-  evaluation+: { every_n_iterations: 15, num_samples: 128, reference_drift: false },
-  checkpoint+: { save_every_n_iterations: 30 },
+  evaluation+: { every_n_iterations: 20, num_samples: 128, reference_drift: false },
+  checkpoint+: { save_every_n_iterations: 25 },
 }

@@ -26,9 +26,9 @@ CONFIG = "configs/tiny_reasoning.jsonnet"
 def test_right_answers_climb_on_held_out_questions(tmp_path: Path) -> None:
     rows = run(CONFIG, tmp_path)
     first, last = rows[0], rows[-1]
-    assert last["iteration"] == 60
-    assert climb(rows) > 0.15
-    assert first["eval/part/accuracy"] < 0.4 and last["eval/part/accuracy"] > 0.65
+    assert last["iteration"] == 100
+    assert climb(rows) > 0.2
+    assert first["eval/part/accuracy"] < 0.4 and last["eval/part/accuracy"] > 0.75
     assert last["eval/part/format"] > 0.95
     assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
 
