@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -227,6 +228,17 @@ def test_a_hostile_answer_is_wrong_and_no_more(
 def test_an_option_of_options_is_only_long() -> None:
     config = accuracy.Config(max_answer_chars=10_000)
     assert grade(accuracy.build(config, None, "cpu"), answered("A. " * 3000), "blue").value == 0.0
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_meant_for_the_run_does_not_end_the_worker(
+    reward: accuracy.Accuracy, stop: signal.Signals
+) -> None:
+    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
+    process = reward._maths._process
+    process.send_signal(stop)
+    assert grade(reward, answered(f"x\\sqrt{{8}} - {stop} + {stop}"), "2\\sqrt{2}x").value == 1.0
+    assert reward._maths._process is process and process.poll() is None
 
 
 def test_a_worker_that_dies_is_replaced_and_blamed_on_the_question_it_died_over(

@@ -33,7 +33,8 @@ def main() -> None:
     """Serve until the parent closes our input."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints is not a reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which saves and then ends us
+        signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGVTALRM, _give_up)
     logging.disable()
     if sys.platform != "darwin":  # macOS refuses this limit; the one on time holds there too
