@@ -309,8 +309,15 @@ class Learner:
         return self._backend.masters()
 
     def export_weights(self) -> PolicyWeights:
-        """What the sampler must hold now."""
-        return self._policy.export_weights(self.trainable_tensors(), self._num_steps)
+        """What the sampler must hold now: the weights of the trainer's own forward.
+
+        Float32 masters of a fully trained model, whole, are twice its size, and an engine is awake
+        beside them: they are gathered only where ZeRO-3 leaves nothing whole.
+        """
+        live = trainable_parameters(self._policy.module)
+        sharded = any(hasattr(parameter, "ds_id") for parameter in live.values())
+        tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
+        return self._policy.export_weights(tensors, self._num_steps)
 
     # --- checkpoints --------------------------------------------------------------------------
 

@@ -171,12 +171,39 @@ def test_bfloat16_full_fine_tune_keeps_float32_masters(folder: str, stage: int) 
     )
     assert {t.dtype for t in after.values()} == {torch.float32}
     assert lost > 1000  # steps that bfloat16 alone would have lost
+    exported = learner.export_weights().tensors
+    live = dict(policy.module.named_parameters())
+    for name, master in after.items():
+        tensor = exported[name.removeprefix("model.")]
+        assert torch.equal(tensor, master.bfloat16())
+        # Masters of a large model do not fit beside an awake engine: live weights leave instead.
+        assert stage == 3 or tensor.data_ptr() == live[name].data_ptr()
     tensors, meta = learner.state()
     train(learner, sequences, 2, 3)
     again = Learner(make_policy(folder, dtype="bfloat16", lora=None), config, Dist(), 10)
     again.load_state(tensors, meta)
     train(again, sequences, 2, 3)
     assert relative_difference(snapshot(again), snapshot(learner)) == 0
+
+
+def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) -> None:
+    """Base weights stand in for parameters that are views of DeepSpeed's flat buffer."""
+    config = make_config(KL, backend="deepspeed", zero_stage=2, learning_rate=1e-3)
+    policy = make_policy(folder, dtype="bfloat16", lora=None)
+    learner = Learner(policy, config, Dist(), NUM_ITERATIONS)
+    places = {name: p.data_ptr() for name, p in policy.module.named_parameters()}
+    sequences = make_sequences(policy, groups=2)
+    rows = [(s.prompt, s.token_ids) for s in sequences]
+    base = learner.logprobs(rows)
+    seen = train(learner, sequences, 0, 3)
+    assert seen[0]["kl/reference_k3"] < 1e-6 < 1e-4 < seen[2]["kl/reference_k3"]
+    assert learner.logprobs(rows) != base
+    with policy.reference():
+        assert learner.logprobs(rows) == base
+    live = dict(policy.module.named_parameters())
+    assert {name: parameter.data_ptr() for name, parameter in live.items()} == places
+    for name, master in snapshot(learner).items():
+        assert torch.equal(live[name], master.bfloat16())
 
 
 @pytest.mark.parametrize("stage", (0, 1))

@@ -81,8 +81,9 @@ class TrainedWeights:
         return self._base_state
 
     def export(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """Copies: a sampler scales LoRA matrices in place. Full weights are copied in the policy's
-        dtype, adapters as they come (a learner's master weights are float32)."""
+        """An adapter as copies, since a sampler scales its matrices in place. Full weights in the
+        policy's dtype, and where they have it already as they are: a second copy of a large model
+        would not fit beside an engine that is awake. Read them before the next update."""
         named = self._outside_names(tensors)
         return PolicyWeights(
             kind="lora" if self._adapted else "full",
@@ -116,12 +117,12 @@ class TrainedWeights:
 
         dtype = getattr(torch, self._dtype)
         named = {
-            name.removeprefix(_adapters.WRAPPER): tensor.detach().to(dtype, copy=True)
+            name.removeprefix(_adapters.WRAPPER): tensor.detach().to(dtype)
             for name, tensor in tensors.items()
         }
         if self._tied_embedding is not None:
             # A sampler keeps its own head even where the weights are tied.
-            named["lm_head.weight"] = named[self._tied_embedding].clone()
+            named["lm_head.weight"] = named[self._tied_embedding]
         return named
 
     def _lora_config(self) -> dict[str, Any]:
