@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl.engines.transformers import TransformersEngine
-from rl.policies import emu3
+from rl.policies import _adapters, emu3
 from rl.types import Completion, SamplingParams
 
 TEMPERATURE = 0.7
@@ -283,8 +283,45 @@ def test_full_weights_load_in_the_stock_model(folder, tmp_path):
     exported = policy.export_weights(trainable(policy), 3)
     assert exported.kind == "full" and exported.version == 3
     assert theirs.keys() == ours.keys() == exported.tensors.keys()
+    live = policy.module.causal_lm.state_dict()
     for name, tensor in exported.tensors.items():
-        assert torch.equal(theirs[name], tensor) and tensor.data_ptr() != theirs[name].data_ptr()
+        assert torch.equal(theirs[name], tensor) and not tensor.requires_grad
+        # No second copy of a model that fills half a GPU.
+        assert tensor.data_ptr() == live[name].data_ptr()
+
+
+def test_the_fingerprint_of_large_weights_changes_exactly_when_one_does(folder, monkeypatch):
+    """Where only sums of a matrix are hashed: one value moved, rows or columns in other places."""
+    monkeypatch.setattr(_adapters, "NUM_HASHED_WHOLE", 8)
+    policy = make(folder, dtype="bfloat16")
+    tensors = {name: tensor.detach().clone() for name, tensor in trainable(policy).items()}
+
+    def fingerprint() -> str:
+        return policy.export_weights(tensors, 0).fingerprint
+
+    first, seen = fingerprint(), set()
+    matrix = max(tensors.values(), key=torch.numel)
+    for change in (
+        lambda: matrix[3, 5].copy_(torch.nextafter(matrix[3, 5], torch.tensor(9.0).bfloat16())),
+        lambda: matrix.copy_(matrix.roll(1, dims=0)),
+        lambda: matrix.copy_(matrix.flip(1)),
+        lambda: matrix[7].neg_(),
+    ):
+        before = matrix.clone()
+        change()
+        seen.add(fingerprint())
+        matrix.copy_(before)
+        assert fingerprint() == first
+    assert first not in seen and len(seen) == 4
+
+
+def test_a_picture_that_no_completion_can_hold_names_its_sample(folder):
+    """7 rows of 7 codes: 1 + '7*7' + 1 + 7 x 8 + 2, and the stop token, of which the prefill wrote
+    the first: 63 of the 64 tokens there are; an eighth row is too much."""
+    policy = make(folder)
+    assert policy.build_prompt(tiny_emu3.sample(0, height=7, width=7)).grid == (7, 7)
+    with pytest.raises(ValueError, match=r"8 x 7 codes.* 71 tokens.*max_completion_tokens = 64"):
+        policy.build_prompt(tiny_emu3.sample(0, height=8, width=7))
 
 
 def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):

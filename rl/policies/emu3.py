@@ -206,8 +206,19 @@ class Emu3Policy:
     # Prompts and completions
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        """See `Emu3Prompts.prompt`."""
-        return self.prompts.prompt(sample)
+        """See `Emu3Prompts.prompt`. Raises ValueError, too, when no completion could hold a picture
+        of the source's grid: every one would be cut off, and nothing learnt."""
+        prompt = self.prompts.prompt(sample)
+        assert sample.source_codes is not None, "the prompt was built from them"
+        shortest = len(self.prompts.picture_completion(sample.source_codes))
+        if shortest > self.max_completion_tokens:
+            height, width = sample.source_codes.shape
+            raise ValueError(
+                f"a picture of {height} x {width} codes, as sample {sample.id!r} asks for, takes "
+                f"{shortest} tokens, more than sampling.max_completion_tokens = "
+                f"{self.max_completion_tokens}: raise it, or drop the sample"
+            )
+        return prompt
 
     def encode_completion(self, text: str) -> Completion:
         """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
