@@ -45,6 +45,7 @@ _AS_LATEX = (
 
 def bare(text: str) -> str:
     """The answer without what only wraps it: dollars, boxes, quotes, a lead-in, a final stop."""
+    text = " ".join(text.split())  # also keeps the patterns below linear in its length
     before = None
     while text != before:
         before = text
