@@ -148,7 +148,13 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
 def _placement_problems(resolved: Resolved) -> Iterable[str]:
     """As far as words go: what the machine has is seen when a run starts on it."""
     num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
-    owns = [f"cuda:{rank}" for rank in range(num_ranks)]
+    stated = getattr(resolved.policy.config, "device", "auto")
+    if "+" in stated:
+        return [
+            f"policy.device: {stated!r} counts from the rank's own device, which is the policy's; "
+            "give 'auto', or the device itself"
+        ]
+    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
     return placement.problems(claims(resolved), owns, machine=None)
 
 

@@ -116,6 +116,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"evaluation": {"every_n_iterations": 5}}, "data.validation: empty, and evaluation.every_n"),
     (
+        {"policy": {"type": "qwen2_5_vl", "model_path": "a/b", "device": "cuda:+1"}},
+        "policy.device: 'cuda:+1' counts from the rank's own device, which is the policy's; give",
+    ),
+    (
+        {
+            "policy": {"type": "qwen2_5_vl", "model_path": "a/b", "device": "mps"},
+            "rewards": {"vie": RIGHT, "clip": {"type": "clip"}},
+            "renderer": {"type": "qwen_image_edit"},
+        },
+        "rewards.clip.device: 'auto' given, and renderer works on mps at the same time",
+    ),
+    (
         {"checkpoint": {"push_to_hub_every_n_iterations": 5}},
         "checkpoint.push_to_hub_repo_id: empty; name the hub repository",
     ),
@@ -207,8 +219,8 @@ def test_coefficients_weigh_sources_by_their_rows(tmp_path: Path) -> None:
     resolved = build.resolve(config_of(tmp_path, data={"train": mixture}))
     assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30]
     assert problems_of(tmp_path, data={"train": [mixture[0], source]}) == [
-        "data.train: give every source a coefficient (its weight is coefficient x rows), or none of "
-        "them"
+        "data.train: give every source a coefficient (its weight is coefficient x rows), or none "
+        "of them"
     ]
 
 
@@ -229,8 +241,8 @@ def test_diagnostics_do_not_count_unless_named(tmp_path: Path) -> None:
 def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path: Path) -> None:
     found = problems_of(tmp_path, policy={"type": "tiny_plugs.reads_codes"})
     assert (
-        "policy.type: tiny_plugs.reads_codes reads each sample's 'source_codes', which data.train.0 "
-        "does not provide; tokenise the data with scripts/prepare_data.py"
+        "policy.type: tiny_plugs.reads_codes reads each sample's 'source_codes', which "
+        "data.train.0 does not provide; tokenise the data with scripts/prepare_data.py"
     ) in found
 
 
