@@ -68,6 +68,7 @@ def test_an_episode_can_be_traced_from_its_line(tmp_path):
         "rank": 0,
         "member": 0,
         "source_file": "images/it_000012/rank0_g00_source.png",
+        "target_file": "images/it_000012/rank0_g00_target.png",
         "image_file": "images/it_000012/rank0_g00_m0.png",
     }
     assert (broken["status"], broken["failure"], broken["forced"]) == (
@@ -80,6 +81,7 @@ def test_an_episode_can_be_traced_from_its_line(tmp_path):
     rendered = Image.open(tmp_path / scored["image_file"])
     assert rendered.getpixel((0, 0)) == (255, 0, 0)
     assert Image.open(tmp_path / scored["source_file"]).getpixel((0, 0)) == (0, 0, 255)
+    assert Image.open(tmp_path / scored["target_file"]).getpixel((0, 0)) == (255, 255, 0)
 
 
 def test_pictures_and_records_keep_to_their_limits(tmp_path):

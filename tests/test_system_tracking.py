@@ -58,13 +58,13 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
     page.close()
     assert b"reward/mean" in page_of(tmp_path) and b"iteration" in page_of(tmp_path)
     (table,) = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
-    columns = ["source", "rendered", "instruction", "completion", "status", "failure", "reward"]
-    columns += ["judge", "judge/edit_success", "advantage"]
+    columns = ["source", "target", "rendered", "instruction", "completion", "status", "failure"]
+    columns += ["reward", "judge", "judge/edit_success", "advantage"]
     assert table.read_text().count('"make it red"') == 1
     assert all(f'"{column}"' in table.read_text() for column in columns)
     staged = [p for p in (tmp_path / "run" / "wandb" / "artifacts").rglob("*") if p.is_file()]
     pictures = [path for path in staged if path.read_bytes().startswith(b"\x89PNG")]
-    assert len(pictures) == 2  # source and rendered wait for `wandb sync` beside the run
+    assert len(pictures) == 3  # source, target and rendered wait for `wandb sync` beside the run
     for path in tmp_path.rglob("*"):
         if path.is_file():
             data = path.read_bytes()

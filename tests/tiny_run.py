@@ -12,7 +12,8 @@ from PIL import Image
 from rl.config import RunConfig
 from rl.types import Action, Completion, Episode, Prompt, Sample, Status
 
-SAMPLE = Sample("row-7", "make it red", Image.new("RGB", (48, 32), "blue"), category="colour")
+BLUE, YELLOW = (Image.new("RGB", (48, 32), colour) for colour in ("blue", "yellow"))
+SAMPLE = Sample("row-7", "make it red", BLUE, YELLOW, category="colour")
 
 
 def run_config(**changes: Any) -> RunConfig:

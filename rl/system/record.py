@@ -5,7 +5,8 @@ What: `RunRecord` and the layout
     <run>/config.json                        resolved config, environment secrets scrubbed
     <run>/metrics.jsonl                      one line per iteration, all ranks reduced
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
-    <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png` is the group's source
+    <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png`, `..._target.png`:
+                                             the group's source and reference edit
 
 What not: wandb (`tracking.py`, a view of this), checkpoints. Iterations count from 1; iteration 0
 is what was measured before training. Not collective: each rank writes its own files.
@@ -142,16 +143,18 @@ class RunRecord:
             zip(episodes_PG, advantages_PG, strict=True)
         ):
             stem = f"images/it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
-            source = None
+            files: dict[str, str | None] = {"source_file": None, "target_file": None}
             if images_left > 0 and episodes_G:
-                source = self._write_image(episodes_G[0].prompt.sample.source, f"{stem}_source")
+                sample = episodes_G[0].prompt.sample
+                files["source_file"] = self._write_image(sample.source, f"{stem}_source")
+                files["target_file"] = self._write_image(sample.target, f"{stem}_target")
             for g, (episode, advantage) in enumerate(zip(episodes_G, advantages_G, strict=True)):
                 picture = episode.image if images_left > 0 else None
                 image = self._write_image(picture, f"{stem}_m{g}")
                 images_left -= image is not None
                 row = provenance(episode, advantage)
                 row |= {"rank": self._dist.rank, "member": g}
-                row |= {"source_file": source, "image_file": image}
+                row |= files | {"image_file": image}
                 lines.append(scrub(json_line(row), self._secret_names))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -85,8 +85,8 @@ class Tracker:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
-        """A table of rank 0's first `images_per_iteration` episodes: source, rendered, instruction,
-        completion, reward and its parts, advantage."""
+        """A table of rank 0's first `images_per_iteration` episodes: source, reference edit,
+        rendered, instruction, completion, reward and its parts, advantage."""
         every = self._tracking.log_episodes_every_n_iterations
         if self._run is None or every == 0 or iteration % every != 0:
             return
@@ -145,10 +145,12 @@ class Tracker:
 
         parts = sorted({name for episode, _ in pairs for name in episode.parts})
         words = ("instruction", "completion", "status", "failure")
-        columns: list[str | int] = ["source", "rendered", *words, "reward", *parts, "advantage"]
+        columns: list[str | int] = ["source", "target", "rendered", *words, "reward"]
+        columns += [*parts, "advantage"]
         rows = [
             [
                 picture(episode.prompt.sample.source),
+                picture(episode.prompt.sample.target),
                 picture(episode.image),
                 scrub(episode.prompt.sample.instruction, self._secret_names),
                 scrub(episode.action.text, self._secret_names),
