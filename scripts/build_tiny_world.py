@@ -10,7 +10,7 @@ Everything is seeded and runs on one CPU thread. Stages, and minutes on one core
     export     <1   fp16 safetensors into rl/tiny_world/weights
     reasoner    5   a policy that answers questions, from the shipped one
     emu3_vq     6   Emu3VQVAE whose codes are named
-    emu3       15   Emu3 that reads and writes those codes, often wrongly
+    emu3        7   Emu3 that reads and writes those codes, often wrongly
     sd3_vae     8   AutoencoderKL on pictures of one shape
     clip        3   CLIP that knows plain captions and users' prompts
     sd3        10   SD3Transformer2DModel and its text encoders on plain captions

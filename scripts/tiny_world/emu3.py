@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
 from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFast
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from rl.policies import emu3
 from rl.tiny_world.scenes import apply, make_instruction, make_scene
@@ -28,6 +27,7 @@ from rl.tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centre
 from rl.types import Prompt, Sample
 from tiny_world.export import WEIGHTS
 from tiny_world.policy import beginner_ops, make_optimizer, take_step
+from tiny_world.tokenizer import byte_pairs
 
 HIDDEN = 128
 SPECIALS = ("<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>")
@@ -56,18 +56,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte pairs of the instructions, then specials, then codes, as in the published vocabulary."""
     rng = random.Random(0)
     corpus = [make_instruction(rng, make_scene(rng)).instruction for _ in range(3000)]
-    bpe = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        min_frequency=2,
-        show_progress=False,
-    )
-    bpe.train_from_iterator(corpus, trainer)
+    bpe = byte_pairs(corpus)
     codes = [f"<|visual token {code:06d}|>" for code in range(NUM_CODES)]
     added = [*SPECIALS, *BRACKETS, *codes]
     bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in added])

@@ -87,9 +87,8 @@ def _corpus() -> list[str]:
     return corpus + [SYSTEM_PROMPT] * 200
 
 
-def train(corpus: list[str]) -> Qwen2Tokenizer:
-    """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template."""
-    corpus = corpus + ["system\n", "user\n", "assistant\n"] * 200
+def byte_pairs(corpus: list[str]) -> Tokenizer:
+    """Byte-pair encoding of a corpus under Qwen's split into words; no special tokens."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -102,6 +101,12 @@ def train(corpus: list[str]) -> Qwen2Tokenizer:
         show_progress=False,
     )
     bpe.train_from_iterator(corpus, trainer)
+    return bpe
+
+
+def train(corpus: list[str]) -> Qwen2Tokenizer:
+    """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template."""
+    bpe = byte_pairs(corpus + ["system\n", "user\n", "assistant\n"] * 200)
     learnt = json.loads(bpe.to_str())["model"]
     merges = [tuple(merge) for merge in learnt["merges"]]
     tokenizer = Qwen2Tokenizer(vocab=learnt["vocab"], merges=merges, chat_template=CHAT_TEMPLATE)
