@@ -392,14 +392,15 @@ def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):
     assert published.image_pixel_bounds is None and not published.adapts_vision_tower
 
 
-def test_rope_scaling_of_a_published_config_survives(tmp_path):
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
     import json
 
     from rl.policies._emu3_loading import read_model_config
 
     folder = Path(tiny_emu3.save_published_folder(tmp_path))
     written = json.loads((folder / "config.json").read_text())
-    scaled = {**written, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    scaled = {**written, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(scaled))
     config = read_model_config(folder)
     expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}

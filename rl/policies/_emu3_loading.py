@@ -148,7 +148,8 @@ def read_model_config(folder: Path) -> Any:
 
 def _rope(written: dict[str, Any]) -> dict[str, Any]:
     scaling = dict(written.get("rope_scaling") or {"type": "default"})
-    rope_type = scaling.pop("type")
+    old_name = scaling.pop("type", None)
+    rope_type = scaling.pop("rope_type", old_name)
     return {"rope_type": rope_type, "rope_theta": written.get("rope_theta", 1e6), **scaling}
 
 
