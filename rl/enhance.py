@@ -230,7 +230,8 @@ def policy_section(
         run = run_of(folder)
         section = {**section, "model_path": "", **(_trained_section(run) if run else {})}
         section.update(_weights(folder, section))
-    section["device"] = "auto"
+    # Where the run trained is not where the model is used: other devices, other kernels.
+    section.update(device="auto", attn_implementation="sdpa")
     if model_path is not None:
         if adapter_path is not None and section["lora"] is None:
             raise ValueError(

@@ -135,7 +135,9 @@ def merge(adapter: Path, target: Path, config: Any, dtype: str) -> None:
     import torch
 
     loading = LOADING[config.type]
-    base = loading.load_model(config.model_copy(update={"dtype": "float32"}))
+    # No attention is computed, so the run's kernel need not be installed here, nor take float32.
+    plain = {"dtype": "float32", "attn_implementation": "sdpa"}
+    base = loading.load_model(config.model_copy(update=plain))
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()

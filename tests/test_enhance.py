@@ -211,8 +211,15 @@ def test_an_adapter_without_its_run_goes_by_its_own_file(
     }
 
 
-def test_another_base_leaves_the_runs_own_behind(model: str, run_dir: Path, tmp_path: Path) -> None:
-    section = {**run_section(model), "lora": tiny_policy.LORA, "revision": "a-commit-of-it"}
+def test_another_base_and_place_leave_the_runs_own_behind(
+    model: str, run_dir: Path, tmp_path: Path
+) -> None:
+    section = {
+        **run_section(model),
+        "lora": tiny_policy.LORA,
+        "revision": "a-commit-of-it",
+        "attn_implementation": "flash_attention_2",
+    }
     write_run(tmp_path, section, {"type": "sd3", "num_steps": 4})
     folder = model_folder(tmp_path)
     folder.mkdir(parents=True)
@@ -222,6 +229,7 @@ def test_another_base_leaves_the_runs_own_behind(model: str, run_dir: Path, tmp_
     other = policy_section("other/base", folder, None)
     assert other["model_path"] == "other/base" and "revision" not in other
     assert other["system_prompt"] == RUN_SYSTEM_PROMPT
+    assert other["attn_implementation"] == "sdpa"
 
 
 def test_a_whole_model_needs_no_base(model: str, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) 
 def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
     section = {**SECTION, "image_max_pixels": 48 * 48}
     policy = make_policy(section)
-    export_adapter.main([str(checkpoint(tmp_path, policy, section)), str(tmp_path / "merged")])
+    elsewhere = {**section, "attn_implementation": "flash_attention_2"}  # not installed here
+    export_adapter.main([str(checkpoint(tmp_path, policy, elsewhere)), str(tmp_path / "merged")])
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
