@@ -170,7 +170,7 @@ def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> li
         if free:
             found.append(
                 f"{key}: {device} also holds {', '.join(free)}, without a limit, so that none can "
-                "be kept there; limit these too, put them elsewhere, or drop this key"
+                "be kept there; place it apart, or among models that all have one, or drop this key"
             )
             continue
         total = sum(claim.max_memory_gb or 0 for claim in sharing)
