@@ -5,7 +5,7 @@
 (import 'base.libsonnet') + {
   run_name: 'tiny_earl',
   base_exp_dir: 'runs',
-  num_iterations: 40,
+  num_iterations: 50,
   prompts_per_iteration: 12,
   generations_per_prompt: 8,
 
@@ -37,20 +37,21 @@
   },
   data+: {
     train: [{ type: 'shape_tokens', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'shape_tokens', num_samples: 64, seed: 2 }],
+    validation: [{ type: 'shape_tokens', num_samples: 96, seed: 2 }],
   },
 
   sampling+: { max_completion_tokens: 32 },
   algorithm+: { kl_coeff: 0.02, advantage_eps: 0.1 },
   optimizer+: {
     backend: 'torch',  // one process has nothing to shard, and starts faster without DeepSpeed
-    learning_rate: 3e-4,
+    learning_rate: 4e-4,
     final_lr_fraction: 0.2,
     warmup_iterations: 4,
     betas: [0.9, 0.99],
     max_grad_norm: 1.0,
     micro_batch_size: 96,
   },
-  evaluation+: { every_n_iterations: 10, num_samples: 64 },
+  // Sampled, not greedy: where two pictures are about equally likely, the likeliest flips by chance.
+  evaluation+: { every_n_iterations: 10, num_samples: 96, temperature: 1.0 },
   checkpoint+: { save_every_n_iterations: 20 },
 }

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.slow
 def test_reward_climbs_on_held_out_scenes(tmp_path: Path) -> None:
     rows = run("configs/tiny_earl.jsonnet", tmp_path)
     first, last = rows[0], rows[-1]
-    assert climb(rows) > 0.25
-    assert first["eval/reward"] < 0.5 and last["eval/reward"] > 0.75
+    assert last["iteration"] == 50
+    assert climb(rows) > 0.35
+    assert first["eval/reward"] < 0.4 and last["eval/reward"] > 0.75
     # The constraint keeps every picture whole, whatever the weights.
     assert all(row["status/policy_failed"] == 0 for row in rows[1:])
     assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
@@ -27,4 +28,4 @@ def test_reward_climbs_on_held_out_scenes(tmp_path: Path) -> None:
 def test_with_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
     rows = run("configs/tiny_earl_control.jsonnet", tmp_path)
     assert abs(climb(rows)) < 0.08
-    assert rows[-1]["eval/reward"] < 0.55
+    assert rows[-1]["eval/reward"] < 0.45
