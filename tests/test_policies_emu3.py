@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl.engines.transformers import TransformersEngine
-from rl.policies import _adapters, emu3
+from rl.policies import emu3
 from rl.types import Completion, SamplingParams
 
 TEMPERATURE = 0.7
@@ -290,40 +290,6 @@ def test_full_weights_load_in_the_stock_model(folder, tmp_path):
         assert tensor.data_ptr() == live[name].data_ptr()
 
 
-def test_the_fingerprint_of_large_weights_changes_exactly_when_one_does(folder, monkeypatch):
-    """Where only sums of a matrix are hashed: one value moved, rows or columns in other places."""
-    monkeypatch.setattr(_adapters, "NUM_HASHED_WHOLE", 8)
-    policy = make(folder, dtype="bfloat16")
-    tensors = {name: tensor.detach().clone() for name, tensor in trainable(policy).items()}
-
-    def fingerprint() -> str:
-        return policy.export_weights(tensors, 0).fingerprint
-
-    first, seen = fingerprint(), set()
-    matrix = max(tensors.values(), key=torch.numel)
-    for change in (
-        lambda: matrix[3, 5].copy_(torch.nextafter(matrix[3, 5], torch.tensor(9.0).bfloat16())),
-        lambda: matrix.copy_(matrix.roll(1, dims=0)),
-        lambda: matrix.copy_(matrix.flip(1)),
-        lambda: matrix[7].neg_(),
-    ):
-        before = matrix.clone()
-        change()
-        seen.add(fingerprint())
-        matrix.copy_(before)
-        assert fingerprint() == first
-    assert first not in seen and len(seen) == 4
-
-
-def test_a_picture_that_no_completion_can_hold_names_its_sample(folder):
-    """7 rows of 7 codes: 1 + '7*7' + 1 + 7 x 8 + 2, and the stop token, of which the prefill wrote
-    the first: 63 of the 64 tokens there are; an eighth row is too much."""
-    policy = make(folder)
-    assert policy.build_prompt(tiny_emu3.sample(0, height=7, width=7)).grid == (7, 7)
-    with pytest.raises(ValueError, match=r"8 x 7 codes.* 71 tokens.*max_completion_tokens = 64"):
-        policy.build_prompt(tiny_emu3.sample(0, height=8, width=7))
-
-
 def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):
     policy = make(tiny_emu3.save_policy_folder(tmp_path / "base", tied=True))
     model = policy.module.causal_lm
@@ -390,21 +356,6 @@ def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):
     for name, tensor in stock(policy.config.model_path).state_dict().items():
         assert torch.equal(ours[name], tensor)
     assert published.image_pixel_bounds is None and not published.adapts_vision_tower
-
-
-@pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
-    import json
-
-    from rl.policies._emu3_loading import read_model_config
-
-    folder = Path(tiny_emu3.save_published_folder(tmp_path))
-    written = json.loads((folder / "config.json").read_text())
-    scaled = {**written, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
-    (folder / "config.json").write_text(json.dumps(scaled))
-    config = read_model_config(folder)
-    expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
-    assert config.rope_parameters == expected and config.attention_dropout == 0
 
 
 def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path):

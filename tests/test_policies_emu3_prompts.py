@@ -284,3 +284,25 @@ def test_another_models_folder_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ValueError, match="holds a 'qwen2', not an Emu3"):
         _emu3_loading.read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
+    folder = Path(tiny_emu3.save_published_folder(tmp_path))
+    written = json.loads((folder / "config.json").read_text())
+    scaled = {**written, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(scaled))
+    config = _emu3_loading.read_model_config(folder)
+    expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    assert config.rope_parameters == expected and config.attention_dropout == 0
+
+
+def test_a_picture_that_no_completion_can_hold_names_its_sample(tmp_path):
+    """7 rows of 7 codes: 1 + '7*7' + 1 + 7 x 8 + 2, and the stop token, of which the prefill wrote
+    the first: 63 of the 64 tokens there are; an eighth row is too much."""
+    folder = tiny_emu3.save_policy_folder(tmp_path)
+    config = emu3.Config(type="emu3", model_path=folder, dtype="float32")
+    policy = emu3.build(config, None, "image_tokens", None, 1.0, 64, False, "cpu")
+    assert policy.build_prompt(tiny_emu3.sample(0, height=7, width=7)).grid == (7, 7)
+    with pytest.raises(ValueError, match=r"8 x 7 codes.* 71 tokens.*max_completion_tokens = 64"):
+        policy.build_prompt(tiny_emu3.sample(0, height=8, width=7))
