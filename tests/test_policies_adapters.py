@@ -36,7 +36,12 @@ def test_an_adapter_is_hashed_whole_and_a_large_matrix_is_not(
 ) -> None:
     num_hashed: list[int] = []
     whole = _adapters._bytes
-    monkeypatch.setattr(_adapters, "_bytes", lambda t: num_hashed.append(t.numel()) or whole(t))
+
+    def counted(tensor: torch.Tensor) -> bytes:
+        num_hashed.append(tensor.numel())
+        return whole(tensor)
+
+    monkeypatch.setattr(_adapters, "_bytes", counted)
     large = torch.zeros(2049, 2048, dtype=torch.bfloat16)
     _adapters.fingerprint({"a": torch.zeros(64, 4096), "b": large})
     assert num_hashed == [64 * 4096, 2048, 2049]
