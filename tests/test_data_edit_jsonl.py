@@ -121,6 +121,13 @@ def test_a_named_column_is_required_of_every_row(folder):
     assert (ids, num_skipped) == (["edits.jsonl:1"], 1)
 
 
+def test_a_hidden_column_that_holds_null_is_a_bad_row(folder):
+    rows = [{**GOOD, "answer": None}, {**GOOD, "answer": 0}]
+    problems, _, ids, num_skipped = both(folder, rows, columns={"hidden": {"gold": "answer"}})
+    assert "row 1: hidden.gold: 'answer' is null" in problems[0]
+    assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
+
+
 def test_headers_are_read_at_start(folder):
     (folder / "fake.jpg").write_text("<html>404</html>")
     rows = [{**GOOD, "image": "fake.jpg"}, GOOD]

@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from rl.config import Section
 from rl.data._pictures import UnusableError, check_header, decode, locate
-from rl.types import Sample
+from rl.types import Sample, UnusableSampleError
 
 OnBadRow = Literal["error", "skip"]
 PictureCheck = Literal["exists", "header", "pixels"]
@@ -28,16 +28,16 @@ _LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
 _MISSING = object()
 
 
-class BadRowError(ValueError):
+class BadRowError(UnusableSampleError):
     """A row that cannot become a sample; the message names file, row and remedy."""
 
 
 class Columns(Section):
     """Which key of a row is what. `a.b.0` reaches into nested records and lists.
 
-    A key that the config names must be in every row. `target`, `id` and `category` are also found
-    under their default keys in the rows that have them. Questions with an answer to check:
-    `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
+    A key that the config names must be in every row, and hidden ones not null there. `target`, `id`
+    and `category` are also found under their default keys in the rows that have them. Questions
+    with an answer to check: `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
     """
 
     instruction: str = "instruction"
@@ -221,6 +221,9 @@ def shorten(problems: Sequence[str]) -> list[str]:
 def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
     for column in columns.required():
         pick(row, column)
+    for name, column in columns.hidden.items():
+        if pick(row, column) is None:
+            raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
     for column in filter(None, (columns.instruction, columns.reference)):
         text = pick(row, column)
         if not isinstance(text, str):
