@@ -176,7 +176,9 @@ def test_a_box_will_do_where_the_tag_is_not_required() -> None:
 def test_a_gold_that_cannot_be_read_is_nobodys_score(reward: accuracy.Accuracy, gold: Any) -> None:
     for answer in ("5", ""):
         result = grade(reward, answered(answer), gold)
-        assert result.value is None and (result.failure or "").startswith("gold: ")
+        failure = result.failure or ""
+        assert result.value is None and failure.startswith("gold: of sample 'a': ")
+        assert not gold or str(gold) not in failure
 
 
 HOSTILE = [

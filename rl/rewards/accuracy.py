@@ -70,7 +70,8 @@ class Accuracy:
             gold = read_gold(evidence.sample.hidden, self._config.answer_tag)
             right, undecided = await self._compare(gold, answer)
         except UnreadableGoldError as error:
-            return Grade(None, failure=f"gold: {error}")
+            # Its text stays out: failures are written into episode records.
+            return Grade(None, failure=f"gold: of sample {evidence.sample.id!r}: {error}")
         except TimeoutError as error:
             return Grade(None, failure=f"timeout: {error}")
         parts = {"parsed": float(bool(answer)), "undecided": float(undecided)}
@@ -88,7 +89,7 @@ class Accuracy:
     async def _compare(self, gold: str, answer: str) -> tuple[bool, bool]:
         """(equal, undecided). Raises UnreadableGoldError and TimeoutError."""
         if _answers.needs_verifier(gold) and await self._ask_maths(gold, None) != "readable":
-            raise UnreadableGoldError(f"{gold[:80]!r} cannot be read as a formula")
+            raise UnreadableGoldError("cannot be read as a formula")
         if not answer:
             return False, False
         same = _answers.compare(gold, answer)
