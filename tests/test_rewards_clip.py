@@ -244,11 +244,28 @@ def test_a_worker_takes_what_waits_and_survives_a_failure() -> None:
     assert seen == [[0], [1, 3], [4, 5, 6], [7]]
 
 
+def test_a_result_too_few_fails_its_batch_and_not_the_thread() -> None:
+    worker = BatchWorker(lambda items: items[1:], max_batch_size=1, max_wait_s=0.0, name="test")
+    for item in (1, 2):
+        with pytest.raises(ValueError, match="shorter"):
+            worker.submit(item).result(30)
+
+
 def test_the_memory_plan_knows_its_size(folder: Path) -> None:
     size = sum(parameter.numel() for parameter in CLIPModel.from_pretrained(folder).parameters())
     assert clip.parameter_counts(clip.Config(model_path=str(folder))) == {"model": size}
     assert clip.parameter_counts(clip.Config()) == {"model": pytest.approx(151.3e6, rel=0.01)}
     assert clip.parameter_counts(clip.Config(model_path="someone/else")) == {}
+
+
+def test_the_memory_plan_knows_its_activations(folder: Path) -> None:
+    # 32 px in patches of 8: 17 tokens of width 32.
+    tiny = clip.Config(model_path=str(folder), batch_size=2)
+    assert clip.activation_counts(tiny) == {"model": 2 * (12 * 32 * 17 + 3 * 32 * 32)}
+    large = clip.Config(model_path="openai/clip-vit-large-patch14")
+    assert clip.activation_counts(large) == {"model": 32 * (12 * 1024 * 257 + 3 * 224 * 224)}
+    assert clip.activation_counts(clip.Config(model_path="someone/else")) == {}
+    assert set(clip.HUB_VISION) == set(clip.HUB_PARAMETERS)
 
 
 def test_a_model_that_is_nowhere_is_refused() -> None:

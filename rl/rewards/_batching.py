@@ -60,11 +60,12 @@ class BatchWorker(Generic[Item, Result]):
     def _do(self, batch: Sequence[tuple[Item, Future[Result]]]) -> None:
         try:
             results = self._work([item for item, _ in batch])
+            answered = list(zip(batch, results, strict=True))
         except BaseException as error:
             for _, future in batch:
                 future.set_exception(error)
             return
-        for (_, future), result in zip(batch, results, strict=True):
+        for (_, future), result in answered:
             future.set_result(result)
 
 

@@ -12,6 +12,7 @@ rollout: pictures are scored in batches, in a thread, while later ones render.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,13 @@ HUB_PARAMETERS: Mapping[str, float] = {
     "openai/clip-vit-large-patch14": 427.62e6,
     "openai/clip-vit-large-patch14-336": 427.94e6,
 }
+HUB_VISION: Mapping[str, tuple[int, int, int]] = {
+    "openai/clip-vit-base-patch32": (224, 32, 768),
+    "openai/clip-vit-base-patch16": (224, 16, 768),
+    "openai/clip-vit-large-patch14": (224, 14, 1024),
+    "openai/clip-vit-large-patch14-336": (336, 14, 1024),
+}
+"""(picture's side, px; patch's side, px; width of the vision tower)."""
 MAX_WAIT_S = 0.005
 """A renderer hands over a batch of pictures within that time."""
 
@@ -79,6 +87,24 @@ def parameter_counts(config: Config) -> dict[str, float]:
         return {"model": num_parameters(config.model_path)}
     known = HUB_PARAMETERS.get(config.model_path)
     return {} if known is None else {"model": known}
+
+
+def activation_counts(config: Config) -> dict[str, float]:
+    """Values alive at the peak of a forward, for a memory plan, rough; {} for an unknown hub id.
+
+    Per picture of the batch its pixels and, in the vision tower, about 12 tensors of [patches + 1,
+    width]: a layer's MLP is 4 wide, before and after its non-linearity. Prompts come one by one.
+    """
+    shape = HUB_VISION.get(config.model_path)
+    file = Path(config.model_path) / "config.json"
+    if file.is_file():
+        stated = json.loads(file.read_text(encoding="utf-8"))["vision_config"]
+        shape = (stated["image_size"], stated["patch_size"], stated["hidden_size"])
+    if shape is None:
+        return {}
+    side_px, patch_px, width = shape
+    num_tokens = (side_px // patch_px) ** 2 + 1
+    return {"model": config.batch_size * (12.0 * width * num_tokens + 3 * side_px**2)}
 
 
 class Clip:
