@@ -149,6 +149,8 @@ def test_a_folder_that_lacks_a_part_is_named(tmp_path: Path) -> None:
         {"true_cfg_scale": 0.5},
         {"dtype": "fp16"},
         {"scheduler_overrides": {"shift_terminl": None}},
+        {"scheduler_overrides": {"use_dynamic_shifting": None}},
+        {"scheduler_overrides": {"shift": None}},
     ],
 )
 def test_bad_values_are_refused(editor_folder: Path, typo: dict[str, object]) -> None:

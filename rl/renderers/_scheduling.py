@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl.config import Section
 
@@ -30,6 +30,13 @@ class SchedulerOverrides(Section):
     """Constant shift factor, with use_dynamic_shifting: false."""
     shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Last sigma before 0, to which the schedule is stretched; null = no stretching."""
+
+    @model_validator(mode="after")
+    def _null_is_a_value_of_shift_terminal_only(self) -> SchedulerOverrides:
+        for key in sorted(self.model_fields_set - {"shift_terminal"}):
+            if getattr(self, key) is None:
+                raise ValueError(f"{key}: null is no value; drop the key to keep the checkpoint's")
+        return self
 
 
 def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
