@@ -17,7 +17,7 @@ from rl.config import RunConfig
 from rl.learner import Learner
 from rl.rollout import Crew
 from rl.run import Run
-from rl.sampler import PromptSampler, first_samples
+from rl.sampler import PromptSampler, first_samples, usable
 from rl.system import placement
 from rl.system.background import BackgroundLoop
 from rl.system.checkpoint import Checkpoints
@@ -57,7 +57,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         seed_everything(config.seed + dist.rank)
         sources = build.build_data(resolved, resolved.train)
         sampler, held_out = _open_data(resolved, sources)
-        probe_sample = sampler.shard(0, 0, config.prompts_per_iteration)[0]
+        sampler.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)  # is it readable?
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
@@ -69,6 +69,9 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)
+        held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
+        [probe] = sampler.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
+        sampler.num_replaced = 0  # the loop takes that prompt again
         engine = build.build_engine(resolved, policy, dist)
         stack.callback(engine.close)
         crew = _gather_crew(resolved, dist, policy, judge, loop)
@@ -95,7 +98,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             learner=learner,
             sampler=sampler,
             held_out=held_out,
-            probe=policy.build_prompt(probe_sample),
+            probe=probe,
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,

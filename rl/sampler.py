@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import random
 from array import array
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from rl.data._rows import BadRowError
-from rl.types import DataSource, Sample
+from rl.data._rows import OnBadRow
+from rl.types import DataSource, Prompt, Sample, UnusableSampleError
+
+T = TypeVar("T")
 
 
 class PromptSampler:
@@ -30,28 +32,34 @@ class PromptSampler:
         weights: Sequence[float],
         seed: int,
         prompts_per_iteration: int,
-        on_bad_row: Literal["error", "skip"] = "error",
+        on_bad_row: OnBadRow = "error",
     ) -> None:
         """`weights` > 0, one per source, any scale."""
         assert sources and all(weight > 0 for weight in weights), weights
         self.num_replaced = 0
-        """Prompts whose row proved unreadable when it was taken; this rank, this process."""
+        """Prompts whose row proved unusable when it was taken; this rank, this process."""
         self._sources = sources
         self._seed = seed
         self._num_prompts = prompts_per_iteration
         self._on_bad_row = on_bad_row
         self._mixture = _Mixture(weights)
 
-    def shard(self, iteration: int, rank: int, world_size: int) -> list[Sample]:
-        """This rank's contiguous share of the iteration's prompts, pictures decoded.
+    def shard(
+        self,
+        iteration: int,
+        rank: int,
+        world_size: int,
+        build: Callable[[Sample], T],
+    ) -> list[T]:
+        """`build` of each sample in this rank's contiguous share of the iteration's.
 
-        Raises BadRowError for a row that cannot be read, or under 'skip' replaces it by the row
-        that follows it in its source's order.
+        Raises UnusableSampleError for a row that cannot be read or makes no prompt (too long a
+        one), or under 'skip' replaces it by the row that follows it in its source's order.
         """
         assert self._num_prompts % world_size == 0, (self._num_prompts, world_size)
         num_here = self._num_prompts // world_size
         draws = self.draws(iteration)[rank * num_here : (rank + 1) * num_here]
-        return [self._take(source, position) for source, position in draws]
+        return [self._take(source, position, build) for source, position in draws]
 
     def draws(self, iteration: int) -> list[tuple[int, int]]:
         """All ranks' prompts of an iteration as (source, how many draws that source had before)."""
@@ -61,27 +69,27 @@ class PromptSampler:
         random.Random(f"{self._seed}:slots:{iteration}").shuffle(draws)
         return draws
 
-    def _take(self, source: int, position: int) -> Sample:
+    def _take(self, source: int, position: int, build: Callable[[Sample], T]) -> T:
         rows = self._sources[source]
         epoch, start = divmod(position, len(rows))
         order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             try:
-                sample = rows[order[(start + step) % len(rows)]]
-            except BadRowError:
+                built = build(rows[order[(start + step) % len(rows)]])
+            except UnusableSampleError:
                 if self._on_bad_row == "error":
                     raise
                 continue
             self.num_replaced += step > 0
-            return sample
-        raise BadRowError(f"data source {source}: none of its {len(rows)} rows can be read")
+            return built
+        raise UnusableSampleError(f"data source {source}: none of its {len(rows)} rows can be used")
 
 
 def first_samples(
     sources: Sequence[DataSource],
     weights: Sequence[float],
     num_samples: int,
-    on_bad_row: Literal["error", "skip"] = "error",
+    on_bad_row: OnBadRow = "error",
 ) -> list[Sample]:
     """The first `num_samples` of a mixture, each source in its own order, no row twice.
 
@@ -95,10 +103,26 @@ def first_samples(
             continue
         try:
             samples.append(sources[source][index])
-        except BadRowError:
+        except UnusableSampleError:
             if on_bad_row == "error":
                 raise
     return samples
+
+
+def usable(
+    samples: Sequence[Sample], build_prompt: Callable[[Sample], Prompt], on_bad_row: OnBadRow
+) -> list[Sample]:
+    """The samples that make a prompt; under 'error' raises for the first that makes none."""
+    kept = []
+    for sample in samples:
+        try:
+            build_prompt(sample)
+        except UnusableSampleError:
+            if on_bad_row == "error":
+                raise
+            continue
+        kept.append(sample)
+    return kept
 
 
 class _Mixture:

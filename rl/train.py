@@ -56,8 +56,9 @@ def train(run: Run) -> None:
     for iteration in range(run.start, run.num_iterations):
         run.open_journal("iteration", iteration)
         with timer.phase("prompts"):
-            samples_P = run.sampler.shard(iteration, dist.rank, dist.world_size)
-            prompts_P = [policy.build_prompt(sample) for sample in samples_P]
+            prompts_P = run.sampler.shard(
+                iteration, dist.rank, dist.world_size, policy.build_prompt
+            )
             first = dist.rank * len(prompts_P)
             groups_P = [f"{iteration}/{first + p}" for p in range(len(prompts_P))]
         with timer.phase("generate") as phase:

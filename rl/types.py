@@ -35,6 +35,10 @@ class Status(StrEnum):
     """Renderer or judge failed after bounded retries; no reward, out of the group's baseline."""
 
 
+class UnusableSampleError(ValueError):
+    """A row or sample that cannot be trained on; the message names it and the remedy."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One row of data, as the user wrote it."""
@@ -64,20 +68,17 @@ class ImageVocabulary:
     """The token ids with which a policy writes a picture of h x w codes.
 
     After `image`: h rows of w visual tokens, each row closed by `end_of_row`, then `end_of_frame`,
-    `end_of_image`, `end_of_sequence`. Ids below `visual_start` are language.
+    `end_of_image`, `end_of_sequence` (a stop token of the policy). Ids below `visual_start`, which
+    is code 0, are language; `visual_end` is one past the last code.
     """
 
     image: int
-    """Opens the rows."""
     end_of_row: int
     end_of_frame: int
     end_of_image: int
     end_of_sequence: int
-    """A stop token of the policy."""
     visual_start: int
-    """Id of code 0."""
     visual_end: int
-    """One past the id of the last code."""
 
 
 @dataclass(frozen=True)
@@ -221,11 +222,10 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """One completion as the learner sees it."""
+    """One completion as the learner sees it; [T] are its tokens."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
-    """[T] completion tokens."""
     loss_mask: tuple[bool, ...]
     """[T] which of them carry loss; never used as an attention mask."""
     advantage: float

@@ -9,8 +9,8 @@ from tiny_edits import save_photos, write_jsonl
 
 from rl.data import edit_jsonl
 from rl.data._rows import BadRowError
-from rl.sampler import PromptSampler, first_samples
-from rl.types import Sample
+from rl.sampler import PromptSampler, first_samples, usable
+from rl.types import Sample, UnusableSampleError
 
 
 class Numbers:
@@ -29,7 +29,7 @@ class Numbers:
 
 
 def ids(sampler: PromptSampler, iteration: int, rank: int = 0, world_size: int = 1) -> list[str]:
-    return [sample.id for sample in sampler.shard(iteration, rank, world_size)]
+    return sampler.shard(iteration, rank, world_size, lambda sample: sample.id)
 
 
 def run(sampler: PromptSampler, iterations: range) -> list[str]:
@@ -114,8 +114,27 @@ def test_a_row_found_bad_later_is_replaced_by_the_next_one():
     assert ids(halves[0], 0, 0, 2) + ids(halves[1], 0, 1, 2) == got
     with pytest.raises(BadRowError, match="a, row"):
         ids(PromptSampler([Numbers("a", 12, bad)], [1], 0, 12), 0)
-    with pytest.raises(BadRowError, match="none of its 2 rows can be read"):
+    with pytest.raises(UnusableSampleError, match="none of its 2 rows can be used"):
         ids(PromptSampler([Numbers("a", 2, frozenset({0, 1}))], [1], 0, 1, "skip"), 0)
+
+
+def short_ones(sample: Sample) -> str:
+    """A prompt builder for which rows 4 and 5 are too long."""
+    if sample.id in ("a:4", "a:5"):
+        raise UnusableSampleError(f"the prompt of sample {sample.id!r} has 9999 tokens")
+    return sample.id
+
+
+def test_a_row_that_makes_no_prompt_is_replaced_too():
+    sampler = PromptSampler([Numbers("a", 12)], [1], 0, 12, "skip")
+    assert not {"a:4", "a:5"} & set(sampler.shard(0, 0, 1, short_ones))
+    assert sampler.num_replaced == 2
+    with pytest.raises(UnusableSampleError, match=r"'a:[45]' has 9999 tokens"):
+        PromptSampler([Numbers("a", 12)], [1], 0, 12).shard(0, 0, 1, short_ones)
+    held_out = first_samples([Numbers("a", 12)], [1], 12)
+    assert len(usable(held_out, short_ones, "skip")) == 10
+    with pytest.raises(UnusableSampleError, match="'a:4' has 9999"):
+        usable(held_out, short_ones, "error")
 
 
 def test_a_photograph_cut_short_does_not_end_a_run_that_skips(tmp_path):

@@ -98,8 +98,10 @@ def test_pictures_and_records_keep_to_their_limits(tmp_path):
         "rank1_g00_m0.png",
         "rank1_g00_m1.png",
         "rank1_g00_source.png",
+        "rank1_g00_target.png",
         "rank1_g01_m0.png",
         "rank1_g01_source.png",
+        "rank1_g01_target.png",
     ]
 
 
@@ -156,7 +158,7 @@ def test_keys_in_the_environment_reach_no_file(tmp_path, monkeypatch):
     )
     record.write_episodes(1, [[leaky]], [[None]])
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(written) == 4
+    assert len(written) == 5
     assert not any(KEY.encode() in data or b"hunter2" in data for data in written)
     assert record.config["rewards"]["judge"]["header"] == "<HOSTED_JUDGE_KEY>"
     assert record.config["judge"]["api_key_env"] == "ODDLY_NAMED"

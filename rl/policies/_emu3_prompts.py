@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.policies import _emu3_tokens as tokens
 from rl.policies import _prompting
-from rl.types import Action, Completion, Prompt, Sample, TokenBatch
+from rl.types import Action, Completion, Prompt, Sample, TokenBatch, UnusableSampleError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ class Emu3Prompts:
         """Raises ValueError naming the sample when its codes are missing or have no tokens, or when
         the prompt is too long."""
         if sample.source_codes is None:
-            raise ValueError(
+            raise UnusableSampleError(
                 f"sample {sample.id!r} has no source_codes, and Emu3 reads its picture as codes: "
                 "tokenise the data with scripts/prepare_data.py"
             )
@@ -50,12 +50,14 @@ class Emu3Prompts:
         try:
             picture = self.picture_ids(codes)
         except ValueError as error:
-            raise ValueError(f"the source picture of sample {sample.id!r}: {error}") from error
+            raise UnusableSampleError(
+                f"the source picture of sample {sample.id!r}: {error}"
+            ) from error
         height, width = codes.shape
         words = self._words(sample.instruction, self._filled_prefill(height, width))
         ids = (self.vocabulary.beginning, *picture, *words)
         if len(ids) > self._max_prompt_tokens:
-            raise ValueError(
+            raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(ids)} tokens ({len(picture)} of them "
                 f"picture), more than policy.max_prompt_tokens = {self._max_prompt_tokens}: raise "
                 "it, or drop the sample"

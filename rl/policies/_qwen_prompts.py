@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl.policies import _prompting
-from rl.types import Prompt, PromptTemplate, Sample, TokenBatch
+from rl.types import Prompt, PromptTemplate, Sample, TokenBatch, UnusableSampleError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +47,7 @@ class QwenPrompts:
         missing or the prompt is too long."""
         template = self._template
         if self._needs_picture and sample.source is None:
-            raise ValueError(
+            raise UnusableSampleError(
                 f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
             )
         if sample.source is None:
@@ -62,7 +62,7 @@ class QwenPrompts:
         short_ids = _prompting.tokenize(self.tokenizer, template, words)
         token_ids = _prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > self._max_prompt_tokens:
-            raise ValueError(
+            raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
                 f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
                 f"{self._max_prompt_tokens}: raise it, lower policy.image_max_pixels, or drop the "

@@ -34,6 +34,7 @@ from rl.types import (
     PromptTemplate,
     Sample,
     TokenBatch,
+    UnusableSampleError,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Config(TokenSchedule):
     """Of the weights in memory; log-probs are float32 always."""
     device: str = "auto"
     """'auto' = this rank's device; else 'cpu', 'cuda:1', ..."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory trainer and sampler may take together, GB (1e9 bytes); null = no limit."""
     lora: LoraSection | None = None
     """null = full fine-tuning."""
     adapter_path: str = ""
@@ -206,14 +209,14 @@ class Emu3Policy:
     # Prompts and completions
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        """See `Emu3Prompts.prompt`. Raises ValueError, too, when no completion could hold a picture
-        of the source's grid: every one would be cut off, and nothing learnt."""
+        """See `Emu3Prompts.prompt`. Raises UnusableSampleError, too, when no completion could hold
+        a picture of the source's grid: every one would be cut off, and nothing learnt."""
         prompt = self.prompts.prompt(sample)
         assert sample.source_codes is not None, "the prompt was built from them"
         shortest = len(self.prompts.picture_completion(sample.source_codes))
         if shortest > self.max_completion_tokens:
             height, width = sample.source_codes.shape
-            raise ValueError(
+            raise UnusableSampleError(
                 f"a picture of {height} x {width} codes, as sample {sample.id!r} asks for, takes "
                 f"{shortest} tokens, more than sampling.max_completion_tokens = "
                 f"{self.max_completion_tokens}: raise it, or drop the sample"

@@ -65,6 +65,8 @@ class Config(Section):
     """Of the weights in memory; log-probs are float32 always."""
     device: str = "auto"
     """'auto' = this rank's device; else 'cpu', 'cuda:1', ..."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory trainer and sampler may take together, GB (1e9 bytes); null = no limit."""
     lora: LoraSection | None = LoraSection()
     """null = full fine-tuning."""
     adapter_path: str = ""

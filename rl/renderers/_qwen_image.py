@@ -74,6 +74,9 @@ class QwenImageConfig(Section):
     device: str = "auto"
     """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
     plus 1)."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
+    halved, as when the GPU itself is full."""
     num_steps: Annotated[int, Field(ge=1)] = 50
     """Denoising steps, transformer forwards per picture (twice that with guidance)."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 4.0

@@ -40,6 +40,9 @@ class Config(Section):
     device: str = "auto"
     """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
     plus 1)."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
+    halved, as when the GPU itself is full."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
     that does not fit in memory."""
