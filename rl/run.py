@@ -179,7 +179,12 @@ class Run:
     def save(self, done: int, final: bool = False) -> None:
         """Write the checkpoint of `done` finished iterations."""
         tensors, learner_meta = self.learner.state()
-        trained = self.learner.trainable_tensors()
+        # On rank 0, where the model is written: the weights again, not gathered a second time.
+        trained = {
+            name.removeprefix("master/"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("master/")
+        }
         meta = {"learner": learner_meta, "config": self.record.config}
         saved = self.checkpoints.save(
             done,

@@ -130,9 +130,9 @@ def _add_noise_share(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
 
 
 def failure_causes(episodes_PG: Sequence[Sequence[Episode]]) -> Counter[str]:
-    """Why episodes failed, by the first words of their causes."""
+    """Why episodes failed, by the first words of their causes: whose failure, and what."""
     return Counter(
-        f"{episode.status.value}: {episode.failure.partition(': ')[0]}"
+        f"{episode.status.value}: {': '.join(episode.failure.split(': ')[:2])}"
         for episodes_G in episodes_PG
         for episode in episodes_G
         if episode.failure is not None and episode.status is not Status.SCORED
@@ -152,6 +152,7 @@ def check_failure_rate(
     listed = ", ".join(f"{count} x {cause}" for cause, count in causes.most_common(5))
     raise TooManyFailuresError(
         f"{int(lost)} of {int(total)} episodes could not be graded ({listed}); the limit is "
-        f"judge.max_failure_rate={config.judge.max_failure_rate}. Bring the judge back and start "
-        "the same command again: it goes on after the last finished iteration."
+        f"judge.max_failure_rate={config.judge.max_failure_rate}. Mend what is named (a judge "
+        "that is down: bring it back) and start the same command again: it goes on after the last "
+        "finished iteration."
     )
