@@ -304,7 +304,7 @@ def load_config(
     if values is None:
         raise ConfigError(problems)
     if earl_fields.is_flat(values):
-        values, untold = earl_fields.nested(values, list(RunConfig.model_fields))
+        values, untold = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
         problems += untold
     config, wrong = validate(RunConfig, values)
     if config is None or problems:

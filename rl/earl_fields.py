@@ -100,10 +100,13 @@ def is_flat(values: Mapping[str, Any]) -> bool:
     return "policy" not in values and bool(set(values) & {"train_paths_file", "model_path"})
 
 
-def nested(values: Mapping[str, Any], sections: Sequence[str]) -> tuple[Fields, list[str]]:
+def nested(
+    values: Mapping[str, Any], sections: Sequence[str], file_name: str
+) -> tuple[Fields, list[str]]:
     """(the same run in the nested schema, what cannot be said in it).
 
-    `sections` are the schema's own top-level keys.
+    `sections` are the schema's own top-level keys; `file_name`, the config's without its ending, is
+    the run's name when it has none.
     """
     known = {*MOVED, *KEPT, *MEANT}
     problems = [
@@ -113,14 +116,21 @@ def nested(values: Mapping[str, Any], sections: Sequence[str]) -> tuple[Fields, 
     ]
     fields = {name: value for name, value in values.items() if name in known}
     run = _copy(FIXED) | {name: fields[name] for name in KEPT if name in fields}
+    if _is_none(run.get("run_name")):
+        run["run_name"] = file_name
     for name, key in MOVED.items():
         value = fields.get(name)
-        if value is not None and value != "none":
+        if not _is_none(value):
             _put(run, key, value)
     for part in (_data, _lengths, _vocabularies, _rewards, _batch):
         problems += part(fields, run)
     ours = {name: value for name, value in values.items() if name not in known}
     return _merge(run, {name: ours[name] for name in ours if name in sections}), problems
+
+
+def _is_none(value: Any) -> bool:
+    """EARL read the word as well, in any case."""
+    return value is None or (isinstance(value, str) and value.lower() == "none")
 
 
 def _data(fields: Fields, run: Fields) -> list[str]:

@@ -154,6 +154,12 @@ def test_a_short_context_cuts_the_response(tmp_path: Path) -> None:
     assert config.sampling.max_completion_tokens == 3000 - 1280
 
 
+def test_a_run_without_a_name_is_called_as_its_file(tmp_path: Path) -> None:
+    for nameless in (None, "NONE"):
+        assert load(tmp_path, flat(run_name=nameless)).run_name == "flat"
+    assert load(tmp_path, flat(reward_function_api_base="None")).judge.api_base == ""
+
+
 def test_own_keys_and_overrides_stand_beside_the_fields(tmp_path: Path) -> None:
     block = flat(judge={"timeout_s": 9.0}, learning_rate=1e-6)
     config = load(tmp_path, block, "world_size=2", "kl_coeff=0.5")
