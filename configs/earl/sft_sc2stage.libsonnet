@@ -1,4 +1,5 @@
-// Starts from the model fine-tuned on simple edits first, on complex ones in a second stage.
+// Starts from the model fine-tuned on simple edits first, on complex ones in a second stage. EARL
+// named it so; where it cannot be had, name your own: policy.model_path=...
 (import 'base.libsonnet') + {
   policy+: {
     model_path:
