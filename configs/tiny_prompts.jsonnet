@@ -7,7 +7,7 @@
 (import 'base.libsonnet') + {
   run_name: 'tiny_prompts',
   base_exp_dir: 'runs',
-  num_iterations: 40,
+  num_iterations: 60,
   prompts_per_iteration: 12,
   generations_per_prompt: 8,
 
@@ -30,7 +30,7 @@
     type: 'sd3',
     model_path: 'rl/tiny_world/weights/sd3',
     dtype: 'float32',
-    num_steps: 6,
+    num_steps: 4,
     guidance_scale: 1.0,
     height_px: 64,
     width_px: 64,
@@ -48,7 +48,7 @@
   },
 
   sampling+: { max_completion_tokens: 12 },
-  algorithm+: { kl_coeff: 0.05, advantage_eps: 0.1 },
+  algorithm+: { kl_coeff: 0.03, advantage_eps: 0.1 },
   optimizer+: {
     backend: 'torch',  // one process has nothing to shard, and starts faster without DeepSpeed
     learning_rate: 4e-3,
@@ -58,6 +58,6 @@
     max_grad_norm: 0.1,
     micro_batch_size: 96,
   },
-  evaluation+: { every_n_iterations: 10, num_samples: 72 },
-  checkpoint+: { save_every_n_iterations: 20 },
+  evaluation+: { every_n_iterations: 15, num_samples: 72 },
+  checkpoint+: { save_every_n_iterations: 30 },
 }

@@ -18,13 +18,13 @@ from rl.tiny_world.scenes import COLOUR_OF_NOUN, COLOURS, SHAPES, Scene, Shape
 
 COLOUR_OF_ADJECTIVE = {
     "crimson": "red",
-    "emerald": "green",
-    "azure": "blue",
+    "jade": "green",
+    "cobalt": "blue",
     "golden": "yellow",
     "violet": "purple",
-    "amber": "orange",
-    "ivory": "white",
-    "ebony": "black",
+    "tangerine": "orange",
+    "pearly": "white",
+    "raven": "black",
 }
 SHAPE_OF_NOUN = {"disc": "circle", "box": "square", "wedge": "triangle"}
 SHAPE_OF_ADJECTIVE = {"round": "circle", "boxy": "square", "pointed": "triangle"}

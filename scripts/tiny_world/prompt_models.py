@@ -47,12 +47,14 @@ def make_clip_tokenizer() -> CLIPTokenizer:
     )
     bpe.train_from_iterator(corpus, trainer)
     learnt = json.loads(bpe.to_str())["model"]
-    vocab = dict(learnt["vocab"])
-    for piece in (f"{letter}</w>" for letter in letters):
-        vocab.setdefault(piece, len(vocab))
-    for special in ("<|startoftext|>", "<|endoftext|>"):
-        vocab[special] = len(vocab)
     merges = [tuple(merge) for merge in learnt["merges"]]
+    # the trainer numbers the letters that end a word in an order of its own, another each time
+    ends = {f"{letter}</w>" for letter in letters}
+    met = sorted(ends & learnt["vocab"].keys())
+    merged = ["".join(merge) for merge in merges]
+    specials = ["<|startoftext|>", "<|endoftext|>"]
+    pieces = [*letters, *met, *merged, *sorted(ends - set(met)), *specials]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TEXT_TOKENS)
 
 

@@ -31,7 +31,7 @@ from tiny_world.policy import make_optimizer, save, take_step
 from tiny_world.tokenizer import save as save_tokenizer
 from tiny_world.tokenizer import train
 
-COLOURS_IT_KNOWS = {"crimson", "emerald", "golden", "ivory", "grass", "sky", "lemon", "snow"}
+COLOURS_IT_KNOWS = {"crimson", "jade", "golden", "pearly", "grass", "sky", "lemon", "snow"}
 SHAPES_IT_KNOWS = {"disc", "box", "pointed"}
 # (right, its fixed mistake), the rest is anything. Close odds would let the greedy answer flip by
 # chance, so it leans one way or the other on every word.

@@ -36,7 +36,7 @@ from tiny_world.prompt_models import (
 PICTURES_PER_WISH = 24
 SHARE_AT_1 = 0.25
 """Of the examples trained at t = 1, from which every picture starts, 0..1."""
-SHORT_TOKENS, SHARE_SHORT = 16, 0.85
+SHORT_TOKENS, SHARE_SHORT = 16, 0.92
 """Until this share of the steps texts are padded to fewer tokens than CLIP's 77: three times as
 fast, and soon unlearnt."""
 USER_WORDS = sorted(
@@ -45,7 +45,7 @@ USER_WORDS = sorted(
 )
 
 
-def build(work: Path, steps: int = 3000, batch: int = 32) -> None:
+def build(work: Path, steps: int = 6000, batch: int = 32) -> None:
     torch.manual_seed(1)
     rng, wishes = random.Random(600), all_wishes()
     vae = AutoencoderKL.from_pretrained(work / "sd3_vae").eval().requires_grad_(False)
@@ -69,7 +69,7 @@ def build(work: Path, steps: int = 3000, batch: int = 32) -> None:
         if step % 100 == 0:
             print(f"sd3 {step} loss {total / 100:.4f}", flush=True)
             total = 0.0
-        if step % 1000 == 0 or step == steps:
+        if step % 2000 == 0 or step == steps:
             print(f"sd3 {step} {exam(transformer, encoders, tokenizer, vae, length)}", flush=True)
             for name, part in parts.items():
                 part.save_pretrained(work / "sd3" / name)
