@@ -172,7 +172,8 @@ class CheckpointConfig(Section):
     keep_every_n_iterations: Annotated[int, Field(ge=0)] = 0
     """Of those, which stay for ever; 0 = only the newest two."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0)] = 0
-    """0 = never; a failed push is logged, never fatal."""
+    """0 = never. `main` gets the model, a branch ckpt_000020 keeps that of 20 iterations; training
+    goes on meanwhile. A failed push is logged, never fatal."""
     push_to_hub_repo_id: str = ""
     """Hub repository, e.g. 'me/my-run'."""
 

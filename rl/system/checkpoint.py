@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_FOLDER = "model"
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name for it."""
 FORMAT = 1
 _NUM_NEWEST_KEPT = 2
 _STEP_NAME = re.compile(r"step_(\d{6,})")
@@ -67,6 +69,7 @@ class Checkpoints:
         self.folder = run_dir / "checkpoints"
         self._config = config
         self._dist = dist
+        self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
@@ -97,7 +100,7 @@ class Checkpoints:
         model_card: str,
         final: bool = False,
     ) -> Path | None:
-        """Write a checkpoint, prune old ones, push to the hub when that is due.
+        """Write a checkpoint, prune old ones, begin a push to the hub when that is due.
 
         `tensors` (CPU, contiguous), `meta` (JSON), `write_model` (fills the folder it is given; no
         collectives inside) and `model_card` (markdown) are read on rank 0 only; `rng` on every
@@ -113,8 +116,15 @@ class Checkpoints:
         if problem and final:
             raise SaveError(problem)
         if path is not None and self._dist.is_main and self._push_due(iteration, final):
-            hub.push(path / MODEL_FOLDER, self._config.push_to_hub_repo_id, iteration)
+            self._pusher.push(path / MODEL_FOLDER, iteration)
         return path
+
+    def close(self, say: Callable[[str], None]) -> None:
+        """Wait, for a bounded time, for pushes to the hub under way; `say` tells the user. Local.
+
+        The other ranks have nothing to wait for.
+        """
+        self._pusher.close(say)
 
     def load(self, path: Path) -> Loaded:
         """Read a checkpoint that `latest` found; no pickle is executed.
@@ -229,6 +239,16 @@ class _Content:
         model_folder.mkdir()
         self.write_model(model_folder)
         (model_folder / "README.md").write_text(scrub(self.model_card), encoding="utf-8")
+
+
+def model_folder(path: Path) -> Path:
+    """Where the model lies in a run (its newest whole checkpoint) or a checkpoint; any other folder
+    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole."""
+    steps = _steps(path / "checkpoints")
+    folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
+    if steps and folder == path:
+        raise ValueError(f"{path}: none of its {len(steps)} checkpoints is whole")
+    return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:
