@@ -269,7 +269,7 @@ class PolicyWeights:
 
     kind: Literal["lora", "full"]
     tensors: Mapping[str, torch.Tensor]
-    """Detached copies; LoRA: PEFT's state-dict names, full: the transformers names."""
+    """Detached. LoRA: copies, under PEFT's names; full: transformers', may alias live weights."""
     lora_config: Mapping[str, Any] | None
     version: int
     """Optimiser steps taken so far."""
