@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl import build
 from rl.config import RunConfig
 from rl.rewards.prompt_quality import score
-from rl.system.checkpoint import MODEL_FOLDER, problem_of
+from rl.system.checkpoint import ADAPTER_CONFIG, model_folder
 from rl.system.dist import Dist
 from rl.system.seeding import derive_seed
 from rl.types import Completion, Prompt, Sample
@@ -32,8 +32,6 @@ DEFAULT_MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 SYSTEM_PROMPT = (Path(__file__).parent / "enhance_system_prompt.txt").read_text("utf-8").strip()
 """What an untrained model is asked under, and `configs/prompt_enhancement.jsonnet` trains under."""
 MAX_NEW_TOKENS = 120
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's name for it."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class Enhancer:
         max_new_tokens: int = MAX_NEW_TOKENS,
         seed: int = 0,
     ) -> Iterator[Enhanced]:
-        """As `enhance_batch`, each batch as it is done."""
+        """As `enhance_batch`, each batch as it is done; all prompts are checked first."""
         pictures = [None] * len(prompts) if images is None else list(images)
         samples = [
             Sample(id=f"prompt {number}", instruction=prompt.strip(), source=picture)
@@ -138,6 +136,17 @@ class Enhancer:
         for sample in samples:
             if not sample.instruction:
                 raise ValueError(f"{sample.id} is empty; write what the picture should show")
+            self._policy.build_prompt(sample)  # or it is too long
+        return self._rewrite(samples, batch_size, temperature, max_new_tokens, seed)
+
+    def _rewrite(
+        self,
+        samples: Sequence[Sample],
+        batch_size: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+    ) -> Iterator[Enhanced]:
         for start in range(0, len(samples), batch_size):
             batch = [self._policy.build_prompt(s) for s in samples[start : start + batch_size]]
             for prompt, completion in zip(
@@ -226,7 +235,7 @@ def policy_section(
         "system_prompt": SYSTEM_PROMPT,
     }
     if adapter_path is not None:
-        folder = model_folder(Path(adapter_path))
+        folder = find_weights(Path(adapter_path))
         run = run_of(folder)
         section = {**section, "model_path": "", **(_trained_section(run) if run else {})}
         section.update(_weights(folder, section))
@@ -245,17 +254,9 @@ def policy_section(
     return section
 
 
-def model_folder(path: Path) -> Path:
-    """Where the weights lie in a run, a checkpoint or a model folder.
-
-    Raises ValueError when there are none.
-    """
-    checkpoints = sorted((path / "checkpoints").glob("step_*"))
-    whole = [step for step in checkpoints if problem_of(step) is None]
-    if checkpoints and not whole:
-        raise ValueError(f"{path}: none of its {len(checkpoints)} checkpoints is whole")
-    folder = whole[-1] if whole else path
-    folder = folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+def find_weights(path: Path) -> Path:
+    """Its `model` folder, or itself. Raises ValueError when no weights lie there."""
+    folder = model_folder(path)
     if not any((folder / file).is_file() for file in (ADAPTER_CONFIG, "config.json")):
         raise ValueError(
             f"{folder} holds neither {ADAPTER_CONFIG} nor config.json; give a run, a checkpoint, "

@@ -64,11 +64,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system-prompt", help="default: the run's")
     parser.add_argument("--device", default="auto", help="default: CUDA, else MPS, else the CPU")
     parser.add_argument("--dtype", default="auto", help="default: bfloat16, on the CPU float32")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=at_least_one, default=8)
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest words")
-    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=MAX_NEW_TOKENS)
     parser.add_argument("--seed", type=int, default=0, help="another one gives other words")
     return parser
+
+
+def at_least_one(text: str) -> int:
+    """A count from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
 
 
 def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None]]:

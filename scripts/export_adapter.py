@@ -18,17 +18,17 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.policies import _emu3_loading, _qwen_loading
-from rl.system.checkpoint import MODEL_FOLDER, problem_of
+from rl.system.checkpoint import ADAPTER_CONFIG, model_folder
 from rl.validation import validate
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "README.md")
 DTYPES = ("bfloat16", "float16", "float32")
 LOADING: Mapping[str, Any] = {"qwen2_5_vl": _qwen_loading, "emu3": _emu3_loading}
@@ -56,24 +56,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = policy_config(adapter, args.base, args.text_encoder_from, args.policy)
         if args.target.exists():
             raise ValueError(f"{args.target} exists; name a folder that does not")
-        if args.keep_adapter:
-            copy_adapter(adapter, args.target, config)
-        else:
-            merge(adapter, args.target, config, args.dtype or config.dtype)
+        with written_aside(args.target) as part:
+            if args.keep_adapter:
+                copy_adapter(adapter, part, config)
+            else:
+                merge(adapter, part, config, args.dtype or config.dtype)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {args.target}")
 
 
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """`<target>.part` to write, renamed at the end: under its own name the target is whole. A part
+    that fails, or that a kill left, is deleted."""
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        yield part
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
 def find_adapter(source: Path) -> Path:
     """The PEFT folder that `source` is or holds. Raises ValueError when there is none."""
-    checkpoints = sorted((source / "checkpoints").glob("step_*"))
-    whole = [path for path in checkpoints if problem_of(path) is None]
-    if checkpoints and not whole:
-        raise ValueError(f"{source}: none of its {len(checkpoints)} checkpoints is whole")
-    folder = whole[-1] if whole else source
-    if (folder / MODEL_FOLDER).is_dir():
-        folder = folder / MODEL_FOLDER
+    folder = model_folder(source)
     if (folder / ADAPTER_CONFIG).is_file():
         return folder
     if list(folder.glob("*.safetensors")) and (folder / "config.json").is_file():

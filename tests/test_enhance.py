@@ -18,6 +18,7 @@ from rl.engines.transformers import TransformersEngine
 from rl.enhance import SYSTEM_PROMPT, Enhancer, policy_section
 from rl.policies import qwen2_5_vl
 from rl.rewards.prompt_quality import score
+from rl.system import checkpoint
 from rl.system.seeding import derive_seed
 from rl.types import Sample, SamplingParams
 from scripts import enhance as script
@@ -184,7 +185,7 @@ def test_empty_prompts_are_refused(enhancer: Enhancer) -> None:
 def test_an_adapter_is_used_as_its_run_trained_it(
     model: str, run_dir: Path, place: str, enhancer: Enhancer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(enhance, "problem_of", lambda step: None)  # no manifest lies here
+    monkeypatch.setattr(checkpoint, "problem_of", lambda step: None)  # no manifest lies here
     folder = model_folder(run_dir)
     given = {"run": run_dir, "checkpoint": folder.parent, "model": folder}[place]
     tuned = Enhancer(adapter_path=given, device="cpu")
@@ -293,6 +294,23 @@ def test_the_command_line_reads_and_writes(
     script.main([*options, "--temperature", "0", PROMPTS[0]])
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["enhanced"] == rewritten(enhancer, temperature=0.0)[0]
+
+
+def test_what_is_refused_leaves_the_file_of_before(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("before")
+    options = ["--model", model, "--device", "cpu", "--out", str(out)]
+    for prompts, words in ((["a cat", " "], "prompt 2 is empty"), (["a cat", "a " * 3000], "tokens")):
+        with pytest.raises(SystemExit, match=words):
+            script.main([*options, *prompts])
+        assert out.read_text() == "before"
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "two"])
+def test_a_batch_holds_one_prompt_at_least(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--batch-size", size, "a cat"])
+    assert f"--batch-size: {size!r} is no whole number of 1 or more" in capsys.readouterr().err
 
 
 def test_the_shipped_config_trains_under_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:

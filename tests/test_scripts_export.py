@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rl.data import shape_questions
 from rl.engines.transformers import TransformersEngine
-from rl.policies import emu3, qwen2_5_vl
+from rl.policies import _qwen_loading, emu3, qwen2_5_vl
 from rl.system.checkpoint import _seal
 from rl.tiny_world.questions import SYSTEM_PROMPT
 from rl.types import Prompt, Sample, SamplingParams
@@ -223,6 +223,26 @@ def test_the_adapter_alone_is_copied_with_its_base(tmp_path: Path) -> None:
     prompts, expected = greedy(policy)
     base = load(noted["base_model_name_or_path"])
     assert answers(PeftModel.from_pretrained(base, tmp_path / "adapter"), prompts) == expected
+
+
+def test_a_merge_that_fails_midway_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+
+    def fail(config: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_qwen_loading, "load_image_processor", fail)  # the last to be written
+        with pytest.raises(OSError, match="disk full"):
+            export_adapter.main([str(run), str(tmp_path / "merged")])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "merged.part").mkdir()  # of an export that was killed
+    (tmp_path / "merged.part" / "model-00009.safetensors").touch()
+    export_adapter.main([str(run), str(tmp_path / "merged")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "run"]
+    assert not list((tmp_path / "merged").glob("model-*"))
 
 
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:

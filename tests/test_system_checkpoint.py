@@ -20,7 +20,7 @@ from tiny_ranks import run_ranks, spawn
 
 from rl.config import CheckpointConfig
 from rl.system import checkpoint
-from rl.system.checkpoint import Checkpoints, SaveError, problem_of
+from rl.system.checkpoint import Checkpoints, SaveError, model_folder, problem_of
 from rl.system.dist import Dist
 from rl.system.seeding import rng_state, seed_everything, set_rng_state
 
@@ -124,6 +124,20 @@ def test_a_damaged_newest_is_named_and_passed_over(tmp_path, capfd, damage, word
     assert save(checkpoints, 20) == newest
     assert problem_of(newest) is None and checkpoints.latest() == newest
     assert names_in(tmp_path) == ["step_000010", "step_000020"]
+
+
+def test_a_model_is_found_in_a_run_a_checkpoint_and_by_itself(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=1)
+    first, second, _ = (save(checkpoints, iteration) for iteration in (10, 999_999, 1_000_000))
+    damaged = tmp_path / "checkpoints" / "step_1000000"
+    assert model_folder(tmp_path) == damaged / "model"  # the newest by number, not by name
+    _lose_a_file(damaged)
+    assert model_folder(tmp_path) == second / "model"
+    assert model_folder(first) == model_folder(first / "model") == first / "model"
+    for path in (first, second):
+        _lose_manifest(path)
+    with pytest.raises(ValueError, match="none of its 3 checkpoints is whole"):
+        model_folder(tmp_path)
 
 
 def test_a_run_without_any_whole_checkpoint_does_not_start_over_silently(tmp_path):
