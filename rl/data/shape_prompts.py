@@ -9,47 +9,31 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from rl.config import Section
+from rl.data._made import MadeConfig, MadeSource
+from rl.data._made import check as check
+from rl.data._made import count as count
 from rl.types import Sample
 
 if TYPE_CHECKING:
     from rl.tiny_world.captions import UserPrompt
 
 
-class Config(Section):
+class Config(MadeConfig):
     """A finite list of prompts: the world's prompts, shuffled anew each time they run out."""
 
-    type: str
-    """This plug's name."""
-    num_samples: Annotated[int, Field(ge=1)] = 4096
-    """Prompts in the list."""
-    seed: int = 0
-    """Decides their order."""
     held_out: bool = False
     """True: the 72 prompts whose colour and shape never come together in the other 216."""
 
 
-class ShapePrompts:
+class ShapePrompts(MadeSource[Config]):
     """`DataSource` whose sample i depends on (held_out, seed, i) alone."""
 
-    num_skipped = 0
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def __len__(self) -> int:
-        return self._config.num_samples
-
-    def __getitem__(self, index: int) -> Sample:
+    def make(self, index: int) -> Sample:
         from rl.tiny_world import captions
 
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        config = self._config
+        config = self.config
         turn, place = divmod(index, len(_shuffled(config.held_out, config.seed, 0)))
         prompt = _shuffled(config.held_out, config.seed, turn)[place]
         half = "held-out" if config.held_out else "train"
@@ -73,18 +57,6 @@ def _shuffled(held_out: bool, seed: int, turn: int) -> tuple[UserPrompt, ...]:
 def provides(config: Config) -> frozenset[str]:
     """What samples carry, in the words of a reward's `NEEDS`."""
     return frozenset({"reference"})
-
-
-def count(config: Config) -> int | None:
-    """Samples in the list."""
-    return config.num_samples
-
-
-def check(
-    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
-) -> list[str]:
-    """Nothing can be wrong."""
-    return []
 
 
 def build(

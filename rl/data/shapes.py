@@ -7,42 +7,25 @@ their right descriptions, which are that module's.
 from __future__ import annotations
 
 import random
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from rl.config import Section
+from rl.data._made import MadeConfig, MadeSource
+from rl.data._made import check as check
+from rl.data._made import count as count
 from rl.types import Sample
 
 
-class Config(Section):
+class Config(MadeConfig):
     """A finite set of scenes; another seed gives other scenes, e.g. held-out ones."""
 
-    type: str
-    """This plug's name."""
-    num_samples: Annotated[int, Field(ge=1)] = 4096
-    """Scenes in the set."""
-    seed: int = 0
-    """Which set."""
 
-
-class Shapes:
+class Shapes(MadeSource[Config]):
     """`DataSource` whose sample i depends on (seed, i) alone."""
 
-    num_skipped = 0
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def __len__(self) -> int:
-        return self._config.num_samples
-
-    def __getitem__(self, index: int) -> Sample:
+    def make(self, index: int) -> Sample:
         from rl.tiny_world import scenes
 
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        seed = self._config.seed
+        seed = self.config.seed
         rng = random.Random(f"{seed}:{index}")
         scene = scenes.make_scene(rng)
         task = scenes.make_instruction(rng, scene)
@@ -59,18 +42,6 @@ class Shapes:
 def provides(config: Config) -> frozenset[str]:
     """What samples carry, in the words of a reward's `NEEDS`."""
     return frozenset({"source", "target", "reference"})
-
-
-def count(config: Config) -> int | None:
-    """Samples in the set."""
-    return config.num_samples
-
-
-def check(
-    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
-) -> list[str]:
-    """Nothing can be wrong."""
-    return []
 
 
 def build(config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int) -> Shapes:
