@@ -38,6 +38,15 @@ def test_three_readings_by_hand() -> None:
     assert {r["temperature"] for r in judge.requests} == {0.7}
 
 
+def test_without_a_temperature_of_its_own_the_judges_is_taken() -> None:
+    with FaultyJudge(after=marks(1, 1)) as judge:
+        grade(judge, n_evals=1, temperature=None)
+        with pytest.raises(ValueError, match="n_evals=3 at judge temperature 0"):
+            grade(judge, temperature=None)
+    [request] = judge.requests
+    assert request["temperature"] == 0
+
+
 def test_weights_are_relative() -> None:
     """(3 * .5 + 1 * 1) / 4 = .625."""
     with FaultyJudge([marks(0.5, 1)]) as judge:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
-from rl.config import Section
-from rl.rewards._readings import mean_grade
-from rl.system.judge_question import Question, fill_prompt, read_prompt, repeat_temperature
+from rl.rewards._readings import RepeatsConfig, mean_grade
+from rl.system.judge_question import Question, fill_prompt, read_prompt
 from rl.system.judge_reply import fields_schema, read_fields
 from rl.types import Evidence, Grade
 
@@ -35,8 +34,8 @@ FIELDS = ("alignment", "quality")
 Pair = tuple[float, float]
 
 
-class Config(Section):
-    """Weights, words, and how often the judge is asked."""
+class Config(RepeatsConfig):
+    """Weights, words, and how often the judge is asked: three times, sampling."""
 
     type: str = "edit_quality"
     """This plug."""
@@ -48,15 +47,14 @@ class Config(Section):
     quality_weight: Annotated[float, Field(ge=0)] = 0.4
     """Weight of picture quality."""
     n_evals: Annotated[int, Field(ge=1)] = 3
-    """Times each picture is graded; the readings that could be had are averaged."""
-    temperature: Annotated[float, Field(ge=0)] = 0.7
-    """Judge sampling temperature for this reward; repeats at 0 would all be the same."""
+    """As in every judged reward."""
+    temperature: Annotated[float, Field(ge=0)] | None = 0.7
+    """As in every judged reward; null = judge.temperature."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Config:
         if self.alignment_weight + self.quality_weight == 0:
             raise ValueError("alignment_weight and quality_weight are both 0; raise one")
-        repeat_temperature(self.n_evals, self.temperature)
         self.read_prompt()
         return self
 
@@ -78,6 +76,7 @@ class EditQuality:
         self._config = config
         self._judge = judge
         self._prompt = config.read_prompt()
+        self._temperature = config.temperature_with(judge)
 
     async def grade(self, evidence: Evidence) -> Grade:
         """Value in [0, 1]. A judge in trouble gives a Grade without value, never an exception;
@@ -87,7 +86,7 @@ class EditQuality:
             return Grade(None, failure="no_image: edit_quality needs a source and a rendering")
         text = fill_prompt(self._prompt, sample.instruction)
         parts = (sample.source, text, evidence.image)
-        question = Question(parts, fields_schema(FIELDS, 0, 1), self._config.temperature)
+        question = Question(parts, fields_schema(FIELDS, 0, 1), self._temperature)
         answers = await asyncio.gather(
             *(self._judge.ask(question, _read_pair, n) for n in range(self._config.n_evals))
         )
@@ -109,5 +108,5 @@ def _read_pair(text: str) -> Pair:
 
 
 def build(config: Config, judge: JudgeClient, device: str) -> EditQuality:
-    """The reward."""
+    """The reward. Raises ValueError when the repeats make no sense at the judge's temperature."""
     return EditQuality(config, judge)
