@@ -190,6 +190,9 @@
     save_every_n_iterations: 50,
     // Of those, which stay for ever; 0 = only the newest two.
     keep_every_n_iterations: 0,
+    // What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
+    // fine-tuning: six times smaller).
+    keep: 'all',
     // 0 = never; a failed push is logged, never fatal.
     push_to_hub_every_n_iterations: 0,
     // Hub repository, e.g. 'me/my-run'.

@@ -171,6 +171,9 @@ class CheckpointConfig(Section):
     """Resume points."""
     keep_every_n_iterations: Annotated[int, Field(ge=0)] = 0
     """Of those, which stay for ever; 0 = only the newest two."""
+    keep: Literal["all", "model"] = "all"
+    """What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
+    fine-tuning: six times smaller)."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0)] = 0
     """0 = never. `main` gets the model, a branch ckpt_000020 keeps that of 20 iterations; training
     goes on meanwhile. A failed push is logged, never fatal."""

@@ -38,6 +38,7 @@ FIXED: Fields = {
         "gradient_checkpointing": True,
     },
     "evaluation": {"every_n_iterations": 100, "temperature": 1.0, "top_k": 2048},
+    "checkpoint": {"keep": "model"},
     "tracking": {"wandb": "online"},
 }
 """What EARL's code did not let one choose. It had no held-out run; this one uses its val set."""

@@ -159,6 +159,17 @@ def test_pruning_keeps_the_newest_two_whole_ones_and_the_chosen(tmp_path):
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 90)]
 
 
+def test_of_what_stays_for_ever_the_model_may_be_all(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=20, keep="model")
+    for iteration in range(10, 80, 10):
+        save(checkpoints, iteration)
+    assert names_in(tmp_path) == ["step_000060", "step_000070"]
+    models = tmp_path / "models"
+    assert sorted(path.name for path in models.iterdir()) == ["step_000020", "step_000040"]
+    assert (models / "step_000020" / "adapter_model.bin").read_text() == "20" * 100
+    assert problem_of(checkpoints.latest()) is None
+
+
 def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new(tmp_path, monkeypatch, capfd):
     checkpoints = checkpoints_in(tmp_path)
     for iteration in (10, 20):

@@ -62,6 +62,7 @@
   checkpoint+: {
     save_every_n_iterations: 100,
     keep_every_n_iterations: 100,
+    keep: 'model',  // 17 GB each; a resume point is 119
     push_to_hub_every_n_iterations: 100,
     push_to_hub_repo_id: 'imged_rl__' + $.run_name,
   },

@@ -9,6 +9,8 @@ What: `Checkpoints` and the layout
         model/                 PEFT adapter or transformers folder, with its model card
         manifest.json          size and sha256 of every file above, written last
 
+With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/step_<n> does.
+
 What not: which tensors (learner), whether two configs fit (`resume.py`), the upload (`hub.py`).
 Rank 0 alone writes and decides; the others hand over their generators and hear the outcome. The
 run folder has to be on a file system that all nodes see. `train.py` calls this.
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_FOLDER = "model"
+KEPT_MODELS_FOLDER = "models"
+"""Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's name for it."""
 FORMAT = 1
@@ -189,16 +193,29 @@ class Checkpoints:
         return final, ""
 
     def _prune(self) -> None:
-        """Move out of sight all but the newest two whole checkpoints and the ones kept for ever."""
+        """Move out of sight all but the newest two whole checkpoints and the ones kept for ever,
+        of which the model alone may be what stays."""
         steps = _steps(self.folder)
         whole = [path for path in steps if problem_of(path, hashes=False) is None]
         kept = set(whole[-_NUM_NEWEST_KEPT:])
         every = self._config.keep_every_n_iterations
-        if every:
-            kept |= {path for path in whole if _iteration_of(path) % every == 0}
+        for_ever = {path for path in whole if every and _iteration_of(path) % every == 0} - kept
+        if self._config.keep == "all":
+            kept |= for_ever
+        else:
+            for path in for_ever:
+                self._keep_model(path)
         for path in steps:
             if path not in kept:
                 path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
+
+    def _keep_model(self, path: Path) -> None:
+        """Move a checkpoint's model to where no resume looks for one; the rest is then damaged, and
+        the next prune takes it away should this process end here."""
+        models = self.folder.parent / KEPT_MODELS_FOLDER
+        models.mkdir(exist_ok=True)
+        if not (models / path.name).exists():
+            (path / MODEL_FOLDER).rename(models / path.name)
 
     def _sweep(self) -> None:
         """Delete what a kill, a failure or `_prune` left aside."""
