@@ -300,7 +300,8 @@ def test_what_is_refused_leaves_the_file_of_before(model: str, tmp_path: Path) -
     out = tmp_path / "out.jsonl"
     out.write_text("before")
     options = ["--model", model, "--device", "cpu", "--out", str(out)]
-    for prompts, words in ((["a cat", " "], "prompt 2 is empty"), (["a cat", "a " * 3000], "tokens")):
+    wrong = ((["a cat", " "], "prompt 2 is empty"), (["a cat", "a " * 3000], "tokens"))
+    for prompts, words in wrong:
         with pytest.raises(SystemExit, match=words):
             script.main([*options, *prompts])
         assert out.read_text() == "before"
