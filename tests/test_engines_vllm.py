@@ -242,8 +242,8 @@ def test_text_only_prompts_are_sampled_too(synced, policy):
     from rl.types import Sample
 
     prompts = QwenPrompts(
-        policy._prompts.tokenizer,
-        policy._prompts.image_processor,
+        policy.prompts.tokenizer,
+        policy.prompts.image_processor,
         _prompting.chat_template("Be brief."),
         needs_picture=False,
         max_prompt_tokens=128,

@@ -183,7 +183,7 @@ def test_negatives_are_encoded_once_a_picture(policy, group):
     first = policy.act(prompt, completions_G[:1])[0].payload.negative_embeds
     again = policy.act(prompt, completions_G[1:2])[0].payload.negative_embeds
     assert again is first
-    negative = policy._prompts.prompt(prompt.sample, " ")
+    negative = policy.prompts.prompt(prompt.sample, " ")
     assert first.shape[0] == len(negative.token_ids) - 64
 
 

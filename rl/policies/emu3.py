@@ -12,9 +12,7 @@ Axes: `_G` completions in a group.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,22 +21,23 @@ from pydantic import Field
 from rl.policies._emu3_loading import validate as validate
 from rl.policies._emu3_prompts import Emu3Prompts
 from rl.policies._lora import LoraSection
+from rl.policies._policy import TrainedPolicy
 from rl.policies._schedule import TokenSchedule
 from rl.types import (
     Action,
     ActionKind,
     Completion,
     ImageVocabulary,
-    PolicyWeights,
     Prompt,
     PromptTemplate,
     Sample,
-    TokenBatch,
     UnusableSampleError,
 )
 
 if TYPE_CHECKING:
     import torch
+
+    from rl.policies._emu3_module import Emu3Module
 
 EMITS: frozenset[ActionKind] = frozenset({"image_tokens"})
 """[h, w] int32 codebook indices."""
@@ -113,8 +112,12 @@ def build(
     )
 
 
-class Emu3Policy:
+class Emu3Policy(TrainedPolicy):
     """See `rl.types.Policy`."""
+
+    config: Config
+    prompts: Emu3Prompts
+    module: Emu3Module
 
     def __init__(
         self,
@@ -129,17 +132,13 @@ class Emu3Policy:
         from rl.policies._emu3_module import Emu3Module, SlicedHead
         from rl.policies._trained_weights import TrainedWeights
 
-        self.config = config
-        self.dtype = config.dtype
-        self.device = device
-        self.max_prompt_tokens = config.max_prompt_tokens
-        self.max_completion_tokens = max_completion_tokens
-        self.prompts = Emu3Prompts(
+        prompts = Emu3Prompts(
             loading.load_tokenizer(config),
             config.assistant_prefill,
             config.constrained,
             config.max_prompt_tokens,
         )
+        super().__init__(config, prompts, max_completion_tokens, device)
         picture = self.prompts.vocabulary.picture
         model = loading.load_model(config)
         self.state_dim = model.config.hidden_size
@@ -147,9 +146,7 @@ class Emu3Policy:
         self.banned_token_ids = self._unused_ids(model.config.vocab_size, picture)
         model.lm_head = SlicedHead(model.lm_head.weight)
         tied = model.config.tie_word_embeddings
-        model = loading.adapt(model, config).to(device)
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = self._on_device(loading.adapt(model, config), gradient_checkpointing)
         bounds = (0, picture.visual_start, picture.visual_end) if config.constrained else None
         adapted = config.lora is not None
         self.module = Emu3Module(model, adapted, temperature, self.banned_token_ids, bounds)
@@ -161,7 +158,6 @@ class Emu3Policy:
             load_base=lambda: loading.load_model(config),
             tied_embedding="model.embed_tokens.weight" if tied else None,
         )
-        self._overlay: tempfile.TemporaryDirectory[str] | None = None
 
     def _unused_ids(self, vocab_size: int, picture: ImageVocabulary) -> tuple[int, ...]:
         """Ids that no token has; none where a constraint never offers them.
@@ -182,11 +178,6 @@ class Emu3Policy:
         """None: sampling is free."""
         return self.prompts.vocabulary.picture if self.config.constrained else None
 
-    @property
-    def lora_rank(self) -> int | None:
-        """Rank of the trained adapter; None under full fine-tuning."""
-        return self.config.lora.r if self.config.lora else None
-
     adapts_vision_tower = False
     """There is none."""
     image_pixel_bounds = None
@@ -197,8 +188,7 @@ class Emu3Policy:
         as long as the policy."""
         from rl.policies._emu3_loading import sampler_folder
 
-        self._overlay = self._overlay or tempfile.TemporaryDirectory(prefix="policy-")
-        return sampler_folder(self.config, self.prompts.tokenizer, Path(self._overlay.name))
+        return sampler_folder(self.config, self.prompts.tokenizer, self._overlay_folder())
 
     def decoder(self, prompt: Prompt, num_rows: int) -> Any:
         """Token-by-token decoding of one group by the trainer's own module (`Decoder`)."""
@@ -242,19 +232,7 @@ class Emu3Policy:
         """Read each completion's picture; no forward is needed."""
         return [self.prompts.action(prompt, completion) for completion in completions_G]
 
-    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch:
-        """See `Emu3Prompts.collate`; on the policy's device."""
-        return self.prompts.collate(rows, self.device)
-
     # Weights
-
-    def reference(self) -> AbstractContextManager[None]:
-        """See `TrainedWeights.reference`."""
-        return self._weights.reference()
-
-    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """See `TrainedWeights.export`."""
-        return self._weights.export(tensors, version)
 
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """LoRA: a PEFT adapter. Full: a transformers folder with tokenizer."""

@@ -10,10 +10,9 @@ Axes: `_G` completions in a group, `_B` rows of a micro-batch, `_T` tokens.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +21,7 @@ from pydantic import Field
 from rl.config import Section
 from rl.policies import _prompting
 from rl.policies._lora import LoraSection
+from rl.policies._policy import TrainedPolicy
 from rl.policies._qwen_loading import validate as validate
 from rl.policies._qwen_prompts import QwenPrompts
 from rl.types import (
@@ -29,15 +29,15 @@ from rl.types import (
     ActionKind,
     Completion,
     HiddenStates,
-    PolicyWeights,
     Prompt,
     PromptTemplate,
     Sample,
-    TokenBatch,
 )
 
 if TYPE_CHECKING:
     import torch
+
+    from rl.policies._qwen_module import QwenModule
 
 EMITS: frozenset[ActionKind] = frozenset({"hidden_states", "text"})
 """Description states for a diffusion transformer, or the words themselves."""
@@ -127,8 +127,12 @@ def build(
     )
 
 
-class Qwen25VLPolicy:
+class Qwen25VLPolicy(TrainedPolicy):
     """See `rl.types.Policy`."""
+
+    config: Config
+    prompts: QwenPrompts
+    module: QwenModule
 
     def __init__(
         self,
@@ -147,31 +151,25 @@ class Qwen25VLPolicy:
         from rl.policies._qwen_module import QwenModule
         from rl.policies._trained_weights import TrainedWeights
 
-        self.config = config
-        self.dtype = config.dtype
-        self.device = device
-        self.max_prompt_tokens = config.max_prompt_tokens
-        self.max_completion_tokens = max_completion_tokens
-        self._kind = kind
-        self._negative_prompt = negative_prompt
-        self._prompts = QwenPrompts(
+        prompts = QwenPrompts(
             loading.load_tokenizer(config),
             loading.load_image_processor(config),
             template,
             needs_picture,
             config.max_prompt_tokens,
         )
-        model = loading.adapt(loading.load_model(config), config).to(device)
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        super().__init__(config, prompts, max_completion_tokens, device)
+        self._kind = kind
+        self._negative_prompt = negative_prompt
+        model = loading.adapt(loading.load_model(config), config)
+        model = self._on_device(model, gradient_checkpointing)
         adapted = config.lora is not None
         model_config = (model.get_base_model() if adapted else model).config
         text_config = model_config.text_config
         self.state_dim = text_config.hidden_size
-        roles = self._prompts.token_roles(text_config.vocab_size)
+        roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
         self.module = QwenModule(model, adapted, temperature, self.banned_token_ids)
-        self._overlay: tempfile.TemporaryDirectory[str] | None = None
         self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         tied = model_config.tie_word_embeddings
         self._weights = TrainedWeights(
@@ -187,11 +185,6 @@ class Qwen25VLPolicy:
     # What the sampler needs to know
 
     @property
-    def lora_rank(self) -> int | None:
-        """Rank of the trained adapter; None under full fine-tuning."""
-        return self.config.lora.r if self.config.lora else None
-
-    @property
     def adapts_vision_tower(self) -> bool:
         """Whether the adapter reaches beyond the language model."""
         return self.config.lora is not None and not self.config.freeze_vision_tower
@@ -199,15 +192,14 @@ class Qwen25VLPolicy:
     @property
     def image_pixel_bounds(self) -> tuple[int, int]:
         """(smallest, largest) area of a prompt's picture, px; a sampler needs no room for more."""
-        return self._prompts.picture_bounds
+        return self.prompts.picture_bounds
 
     def sampler_folder(self) -> str:
         """Folder or hub id from which an outside sampler loads these base weights, this tokenizer
         and this image processor; lives as long as the policy."""
         from rl.policies._qwen_loading import sampler_folder
 
-        self._overlay = self._overlay or tempfile.TemporaryDirectory(prefix="policy-")
-        return sampler_folder(self.config, Path(self._overlay.name))
+        return sampler_folder(self.config, self._overlay_folder())
 
     def decoder(self, prompt: Prompt, num_rows: int) -> Any:
         """Token-by-token decoding of one group by the trainer's own module (`Decoder`)."""
@@ -220,11 +212,11 @@ class Qwen25VLPolicy:
     def build_prompt(self, sample: Sample) -> Prompt:
         """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
         a picture the template shows, or is longer than `max_prompt_tokens`."""
-        return self._prompts.prompt(sample, sample.instruction)
+        return self.prompts.prompt(sample, sample.instruction)
 
     def encode_completion(self, text: str) -> Completion:
         """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
-        ids = self._prompts.completion_ids(text)
+        ids = self.prompts.completion_ids(text)
         return Completion(ids, (0.0,) * len(ids), "stop")
 
     def bare_completion(self, sample: Sample) -> Completion:
@@ -235,10 +227,6 @@ class Qwen25VLPolicy:
         """[T] every token, always."""
         return (True,) * len(completion.token_ids)
 
-    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch:
-        """See `QwenPrompts.collate`; on the policy's device."""
-        return self._prompts.collate(rows, self.device)
-
     # From completions to actions
 
     def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
@@ -248,7 +236,7 @@ class Qwen25VLPolicy:
         step. Embeddings keep the stop token and are what the renderer's own encoder would give for
         prompt and completion as one text.
         """
-        texts = [self._prompts.text(completion.token_ids) for completion in completions_G]
+        texts = [self.prompts.text(completion.token_ids) for completion in completions_G]
         failures = [None if text else "empty: the completion holds no words" for text in texts]
         if self._kind == "text":
             return [
@@ -290,7 +278,7 @@ class Qwen25VLPolicy:
             return None
         key = _pictures_key(prompt)
         if key not in self._negatives or self._weights.sharded:
-            negative = self._prompts.prompt(prompt.sample, self._negative_prompt)
+            negative = self.prompts.prompt(prompt.sample, self._negative_prompt)
             self._negatives[key] = self._condition([(negative, ())], base=True)[0][0]
         self._negatives.move_to_end(key)
         while len(self._negatives) > NEGATIVES_KEPT:
@@ -308,21 +296,13 @@ class Qwen25VLPolicy:
 
     # Weights
 
-    def reference(self) -> AbstractContextManager[None]:
-        """See `TrainedWeights.reference`."""
-        return self._weights.reference()
-
-    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """See `TrainedWeights.export`."""
-        return self._weights.export(tensors, version)
-
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """LoRA: a PEFT adapter. Full: a transformers folder with tokenizer and image processor."""
 
         def save_rest(path: Path) -> None:
             self.module.vl_model.config.to_json_file(path / "config.json")
-            self._prompts.tokenizer.save_pretrained(path)
-            self._prompts.image_processor.save_pretrained(path)
+            self.prompts.tokenizer.save_pretrained(path)
+            self.prompts.image_processor.save_pretrained(path)
 
         self._weights.save(folder, tensors, save_rest)
 

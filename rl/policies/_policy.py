@@ -1,0 +1,67 @@
+"""What every policy of this room has: settings out of its section, weights that come and go.
+
+What: `TrainedPolicy`, the part of `rl.types.Policy` that does not depend on the model. What not:
+prompts and what a completion means (each policy), the weights themselves (`_trained_weights.py`).
+Called by the policies, which extend it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.types import PolicyWeights, Prompt, TokenBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl.policies._trained_weights import TrainedWeights
+
+
+class TrainedPolicy:
+    """Extended by a policy, which sets `module` and `_weights`."""
+
+    module: Any
+    _weights: TrainedWeights
+
+    def __init__(self, config: Any, prompts: Any, max_completion_tokens: int, device: str) -> None:
+        """`config`: the policy section; `prompts`: has a `collate(rows, device)`."""
+        self.config = config
+        self.prompts = prompts
+        self.dtype = config.dtype
+        self.device = device
+        self.max_prompt_tokens = config.max_prompt_tokens
+        self.max_completion_tokens = max_completion_tokens
+        self._overlay: tempfile.TemporaryDirectory[str] | None = None
+
+    def _on_device(self, model: Any, gradient_checkpointing: bool) -> Any:
+        model = model.to(self.device)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def _overlay_folder(self) -> Path:
+        """Where a sampler's folder may be put together; lives as long as the policy."""
+        self._overlay = self._overlay or tempfile.TemporaryDirectory(prefix="policy-")
+        return Path(self._overlay.name)
+
+    @property
+    def lora_rank(self) -> int | None:
+        """Rank of the trained adapter; None under full fine-tuning."""
+        return self.config.lora.r if self.config.lora else None
+
+    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch:
+        """See the prompts' `collate`; on the policy's device."""
+        batch: TokenBatch = self.prompts.collate(rows, self.device)
+        return batch
+
+    def reference(self) -> AbstractContextManager[None]:
+        """See `TrainedWeights.reference`."""
+        return self._weights.reference()
+
+    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """See `TrainedWeights.export`."""
+        return self._weights.export(tensors, version)
