@@ -88,35 +88,17 @@ class Enhancer:
         self._policy.module.eval()
 
     def enhance(self, prompt: str, image: Image | None = None, **options: Any) -> Enhanced:
-        """One prompt; `options` as for `enhance_batch`."""
+        """One prompt; `options` as for `enhance_stream`."""
         return self.enhance_batch([prompt], [image], **options)[0]
 
     def enhance_batch(
         self,
         prompts: Sequence[str],
         images: Sequence[Image | None] | None = None,
-        batch_size: int = 8,
-        temperature: float = 0.7,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        seed: int = 0,
+        **options: Any,
     ) -> list[Enhanced]:
-        """One result per prompt, in order.
-
-        A result depends on its prompt, its picture and `seed`, not on the rest of the batch (but
-        for float rounding, which in bfloat16 may turn a word). Raises ValueError for a prompt that
-        is empty or too long.
-
-        Args:
-            prompts: the users' words.
-            images: a picture that goes with each, or None; None = none has one.
-            batch_size: prompts decoded together.
-            temperature: 0 = the likeliest words; training samples at 1.
-            max_new_tokens: longest rewriting, tokens.
-            seed: another one gives other words.
-        """
-        return list(
-            self.enhance_stream(prompts, images, batch_size, temperature, max_new_tokens, seed)
-        )
+        """All results at once; arguments as for `enhance_stream`."""
+        return list(self.enhance_stream(prompts, images, **options))
 
     def enhance_stream(
         self,
@@ -127,7 +109,22 @@ class Enhancer:
         max_new_tokens: int = MAX_NEW_TOKENS,
         seed: int = 0,
     ) -> Iterator[Enhanced]:
-        """As `enhance_batch`, each batch as it is done; all prompts are checked first."""
+        """One result per prompt, in order, each batch as it is done.
+
+        A result depends on its prompt, its picture and `seed`, not on the rest of the batch (but
+        for float rounding, which in bfloat16 may turn a word). All prompts are checked first:
+        raises ValueError for one that is empty or too long, or a `batch_size` below 1.
+
+        Args:
+            prompts: the users' words.
+            images: a picture that goes with each, or None; None = none has one.
+            batch_size: prompts decoded together.
+            temperature: 0 = the likeliest words; training samples at 1.
+            max_new_tokens: longest rewriting, tokens.
+            seed: another one gives other words.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; a batch holds one prompt at least")
         pictures = [None] * len(prompts) if images is None else list(images)
         samples = [
             Sample(id=f"prompt {number}", instruction=prompt.strip(), source=picture)
@@ -137,22 +134,23 @@ class Enhancer:
             if not sample.instruction:
                 raise ValueError(f"{sample.id} is empty; write what the picture should show")
             self._policy.build_prompt(sample)  # or it is too long
-        return self._rewrite(samples, batch_size, temperature, max_new_tokens, seed)
+        return (
+            result
+            for start in range(0, len(samples), batch_size)
+            for result in self._rewrite(
+                samples[start : start + batch_size], temperature, max_new_tokens, seed
+            )
+        )
 
     def _rewrite(
-        self,
-        samples: Sequence[Sample],
-        batch_size: int,
-        temperature: float,
-        max_new_tokens: int,
-        seed: int,
-    ) -> Iterator[Enhanced]:
-        for start in range(0, len(samples), batch_size):
-            batch = [self._policy.build_prompt(s) for s in samples[start : start + batch_size]]
-            for prompt, completion in zip(
-                batch, self._sample(batch, temperature, max_new_tokens, seed), strict=True
-            ):
-                yield self._read(prompt, completion)
+        self, samples_B: Sequence[Sample], temperature: float, max_new_tokens: int, seed: int
+    ) -> list[Enhanced]:
+        prompts_B = [self._policy.build_prompt(sample) for sample in samples_B]
+        completions_B = self._sample(prompts_B, temperature, max_new_tokens, seed)
+        return [
+            self._read(prompt, completion)
+            for prompt, completion in zip(prompts_B, completions_B, strict=True)
+        ]
 
     def _read(self, prompt: Prompt, completion: Completion) -> Enhanced:
         original = prompt.sample.instruction

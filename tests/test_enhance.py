@@ -179,6 +179,13 @@ def test_it_stops_where_the_policy_stops(enhancer: Enhancer) -> None:
 def test_empty_prompts_are_refused(enhancer: Enhancer) -> None:
     with pytest.raises(ValueError, match="prompt 2 is empty"):
         enhancer.enhance_batch(["a cat", "  "])
+    with pytest.raises(ValueError, match="prompt 2 is empty"):
+        enhancer.enhance_stream(["a cat", "  "])  # before the first is taken
+
+
+def test_a_batch_of_nothing_is_refused(enhancer: Enhancer) -> None:
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        enhancer.enhance_batch(["a cat"], batch_size=0)
 
 
 @pytest.mark.parametrize("place", ["run", "checkpoint", "model"])
