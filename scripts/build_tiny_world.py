@@ -11,9 +11,9 @@ Everything is seeded and runs on one CPU thread. Stages, and minutes on one core
     reasoner    5   a policy that answers questions, from the shipped one
     emu3_vq     6   Emu3VQVAE whose codes are named
     emu3        7   Emu3 that reads and writes those codes, often wrongly
-    sd3_vae     8   AutoencoderKL on pictures of one shape
+    sd3_vae    12   AutoencoderKL on pictures of one shape
     clip        3   CLIP that knows plain captions and users' prompts
-    sd3        10   SD3Transformer2DModel and its text encoders on plain captions
+    sd3         8   SD3Transformer2DModel and its text encoders on plain captions
     rewriter    2   a policy that turns users' prompts into captions, often wrong ones
     prompt_export <1  fp16 safetensors of these four into rl/tiny_world/weights
 
