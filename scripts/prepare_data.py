@@ -166,7 +166,9 @@ def open_rows(task: Tokenising, with_pictures: bool = True) -> Rows:
     if with_pictures:
         keys |= {"source": task.original_image_key, "target": task.edited_image_key}
     thoughts = task.cot_keys if with_pictures else []
-    columns = Columns.model_validate({**keys, "hidden": {key: key for key in thoughts}})
+    columns = Columns.model_validate(
+        {**keys, "hidden": {key: key for key in thoughts}, "hidden_optional": True}
+    )
     if task.dataset_name.endswith(".jsonl"):
         config = edit_jsonl.Config(type="edit_jsonl", path=task.dataset_name, columns=columns)
         rows, unreadable = edit_jsonl.read(config, MAX_SIDE_PX)

@@ -56,6 +56,8 @@ class Columns(Section):
     """Free label for per-category metrics."""
     hidden: dict[str, str] = {}
     """Name -> column: what rewards may see and the policy may not (answers, labels)."""
+    hidden_optional: bool = False
+    """True: a hidden column may hold null, where no reward needs it."""
 
     @model_validator(mode="after")
     def _nothing_hidden_is_shown(self) -> Columns:
@@ -222,7 +224,7 @@ def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
     for column in columns.required():
         pick(row, column)
     for name, column in columns.hidden.items():
-        if pick(row, column) is None:
+        if pick(row, column) is None and not columns.hidden_optional:
             raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
     for column in filter(None, (columns.instruction, columns.reference)):
         text = pick(row, column)
