@@ -252,7 +252,8 @@ def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> N
             crisp = max(image.size) < 256
             axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
     axes.set_title(title, fontsize=13)
-    words = textwrap.wrap(text, 34, max_lines=4, placeholder=" ...")
+    width, num_lines = (34, 4) if drawn else (22, 10)
+    words = textwrap.wrap(text, width, max_lines=num_lines, placeholder=" ...")
     # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
     axes.text(
         0.5,
