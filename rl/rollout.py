@@ -197,7 +197,8 @@ def _render_and_grade(
     pending: dict[PictureKey, Future[dict[str, Grade]]] = {}
     try:
         with timer.phase("render") as phase:
-            phase.note(f"{len(keys)} pictures")
+            if crew.makes_images:
+                phase.note(f"{len(keys)} pictures")
             if should_stop():  # the first batch alone may take minutes
                 raise Interrupted
             for index, outcome in crew.renderer.render([jobs[key][0] for key in keys]):

@@ -137,7 +137,7 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
     reference = [row[name] for row in metrics if row.get(name) is not None]
     if len(reference) > 1:
         lines.append(
-            f"  the editor, given the right description: {reference[0]:.3f} -> {reference[-1]:.3f}"
+            f"  the renderer, given the right words: {reference[0]:.3f} -> {reference[-1]:.3f}"
         )
     gains = [row for row in metrics if row.get("eval/reward_gain") is not None]
     if len(gains) > 1:
@@ -179,7 +179,7 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
     styles = {
         "eval/reward": ("tab:orange", "o-", "held-out prompts"),
         "eval/baseline_reward": ("tab:gray", ":", "held-out, the user's own words"),
-        "eval_reference/reward": ("tab:green", "s--", "held-out, editor given the right words"),
+        "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
     }
     for name, (color, marks, label) in styles.items():
         if curves[name]:

@@ -60,7 +60,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert lines[2] == "  a                0.100 -> 0.900   (+0.800, 1 samples)"
     assert lines[3] == "  b                0.250 -> 0.350   (+0.100 +- 0.100, 2 samples)"
     assert lines[4] == "  left out: 1 not graded both times"
-    assert lines[5] == "  the editor, given the right description: 0.000 -> 0.900"
+    assert lines[5] == "  the renderer, given the right words: 0.000 -> 0.900"
     assert lines[6] == "  the user's own words, as they are: 0.150; gain over them +0.050 -> +0.450"
 
 
