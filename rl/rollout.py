@@ -82,6 +82,19 @@ class _Verdict:
     grades: Mapping[str, Grade] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Arm:
+    """One completion on its way to an episode."""
+
+    prompt: Prompt
+    completion: Completion
+    action: Action
+    failure: str | None
+    """Why nothing is rendered."""
+    pictures: tuple[PictureKey, ...]
+    """To be rendered; none when it failed."""
+
+
 class Interrupted(Exception):  # noqa: N818 (reads as what happened)
     """Asked to stop while pictures were made or graded: these completions have no episodes."""
 
@@ -108,52 +121,25 @@ def collect(
     `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
     run is given.
     """
-    samples_P = crew.renderer.illustrate([prompt.sample for prompt in prompts_P])
-    prompts_P = [
-        prompt if sample is prompt.sample else replace(prompt, sample=sample)
-        for prompt, sample in zip(prompts_P, samples_P, strict=True)
-    ]
-    bare_P = [crew.policy.bare_completion(s) if baseline else None for s in samples_P]
-    arms_PG = [
-        [*completions_G, *([] if bare is None else [bare])]
-        for completions_G, bare in zip(completions_PG, bare_P, strict=True)
-    ]
+    prompts_P = _illustrated(crew, prompts_P)
+    bare_P = [crew.policy.bare_completion(p.sample) if baseline else None for p in prompts_P]
     with timer.phase("condition"):
-        actions_PG = [
-            _act(crew.policy, prompt, completions_G, bare)
-            for prompt, completions_G, bare in zip(prompts_P, completions_PG, bare_P, strict=True)
+        arms_PG = [
+            _arms(crew, p, prompt, completions_G, bare)
+            for p, (prompt, completions_G, bare) in enumerate(
+                zip(prompts_P, completions_PG, bare_P, strict=True)
+            )
         ]
-    keys_by_episode: dict[tuple[int, int], list[PictureKey]] = {}
     jobs: dict[PictureKey, tuple[RenderJob, str]] = {}
-    for p, (prompt, arms_G, actions_G) in enumerate(
-        zip(prompts_P, arms_PG, actions_PG, strict=True)
-    ):
-        for g, (completion, action) in enumerate(zip(arms_G, actions_G, strict=True)):
-            if _why_not_rendered(crew.config, completion, action):
-                continue
-            keys = [(p, completion.token_ids, m) for m in range(crew.config.images_per_completion)]
-            keys_by_episode[p, g] = keys
-            for key in keys:
-                job = RenderJob(prompt.sample, action.payload, _noise(noise_seeds_P[p], key[2]))
-                jobs.setdefault(key, (job, action.text))
-
+    for arms_G, seed in zip(arms_PG, noise_seeds_P, strict=True):
+        for arm in arms_G:
+            for key in arm.pictures:
+                job = RenderJob(arm.prompt.sample, arm.action.payload, _noise(seed, key[2]))
+                jobs.setdefault(key, (job, arm.action.text))
     verdicts = _render_and_grade(crew, jobs, timer, should_stop)
     graded_PG = [
-        [
-            _episode(
-                crew.config,
-                group_ids_P[p],
-                prompt,
-                completion,
-                action,
-                noise_seeds_P[p],
-                [verdicts[key] for key in keys_by_episode.get((p, g), [])],
-            )
-            for g, (completion, action) in enumerate(zip(arms_G, actions_G, strict=True))
-        ]
-        for p, (prompt, arms_G, actions_G) in enumerate(
-            zip(prompts_P, arms_PG, actions_PG, strict=True)
-        )
+        [_episode(crew.config, arm, group_id, seed, verdicts) for arm in arms_G]
+        for arms_G, group_id, seed in zip(arms_PG, group_ids_P, noise_seeds_P, strict=True)
     ]
     return Rollout(
         [row[: len(group)] for row, group in zip(graded_PG, completions_PG, strict=True)],
@@ -162,13 +148,35 @@ def collect(
     )
 
 
-def _act(
-    policy: Policy, prompt: Prompt, completions_G: Sequence[Completion], bare: Completion | None
-) -> list[Action]:
-    """The group's actions and the bare one's, in a forward of its own: a batch mate would move the
-    group's numbers by float rounding."""
-    actions_G = policy.act(prompt, completions_G)
-    return actions_G if bare is None else [*actions_G, *policy.act(prompt, [bare])]
+def _illustrated(crew: Crew, prompts_P: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, with the pictures that their samples hold as codes drawn."""
+    samples_P = crew.renderer.illustrate([prompt.sample for prompt in prompts_P])
+    return [
+        prompt if sample is prompt.sample else replace(prompt, sample=sample)
+        for prompt, sample in zip(prompts_P, samples_P, strict=True)
+    ]
+
+
+def _arms(
+    crew: Crew,
+    p: int,
+    prompt: Prompt,
+    completions_G: Sequence[Completion],
+    bare: Completion | None,
+) -> list[_Arm]:
+    """The group, and its baseline arm last, which is conditioned in a forward of its own: a batch
+    mate would move the group's numbers by float rounding."""
+    completions = [*completions_G, *([] if bare is None else [bare])]
+    actions = crew.policy.act(prompt, completions_G)
+    if bare is not None:
+        actions = [*actions, *crew.policy.act(prompt, [bare])]
+    arms = []
+    for completion, action in zip(completions, actions, strict=True):
+        failure = _why_not_rendered(crew.config, completion, action)
+        num_pictures = 0 if failure else crew.config.images_per_completion
+        keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
+        arms.append(_Arm(prompt, completion, action, failure, keys))
+    return arms
 
 
 def _noise(group_seed: int, picture: int) -> int:
@@ -247,28 +255,26 @@ async def _grade(rewards: Mapping[str, Reward], evidence: Evidence) -> dict[str,
 
 def _episode(
     config: RunConfig,
+    arm: _Arm,
     group_id: str,
-    prompt: Prompt,
-    completion: Completion,
-    action: Action,
     noise_seed: int,
-    verdicts: Sequence[_Verdict],
+    verdict_of: Mapping[PictureKey, _Verdict],
 ) -> Episode:
     """Fold one completion's pictures into its episode: rewards and parts are their means."""
+    verdicts = [verdict_of[key] for key in arm.pictures]
 
     def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
         image = next((v.image for v in verdicts if v.image is not None), None)
         return Episode(
-            group_id, prompt, completion, action, noise_seed, image, status, reward,
+            group_id, arm.prompt, arm.completion, arm.action, noise_seed, image, status, reward,
             failure=failure, **more,
         )  # fmt: skip
 
-    failure = _why_not_rendered(config, completion, action)
-    if failure is not None:
-        return episode(Status.POLICY_FAILED, config.algorithm.policy_failed_reward, failure)
+    floor = config.algorithm.policy_failed_reward
+    if arm.failure is not None:
+        return episode(Status.POLICY_FAILED, floor, arm.failure)
     for verdict in verdicts:
         if verdict.failure is not None and verdict.failure.blame == "policy":
-            floor = config.algorithm.policy_failed_reward
             return episode(Status.POLICY_FAILED, floor, verdict.failure.reason)
 
     parts: dict[str, list[float]] = {}
