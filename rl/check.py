@@ -111,6 +111,8 @@ def _length(resolved: build.Resolved) -> str:
             return f"{config.num_epochs:g} epochs; iterations are known once the data is loaded"
         return f"{config.num_iterations} iterations; epochs are known once the data is loaded"
     num_samples = sum(counts)
+    if not num_samples:
+        return "no samples"
     if (config.num_iterations is None) == (config.num_epochs is None):
         return f"{num_samples} samples"
     iterations = build.num_iterations(config, num_samples)

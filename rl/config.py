@@ -308,6 +308,9 @@ def load_config(
     if values is None:
         raise ConfigError(problems)
     if earl_fields.is_flat(values):
+        unread = earl_fields.misspelt(values)
+        if unread:
+            raise ConfigError(problems + [f"{path}: {problem}" for problem in unread])
         values, untold = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
         problems += untold
     config, wrong = validate(RunConfig, values)

@@ -1,7 +1,7 @@
 """EARL's flat config fields, read as the nested schema: an EARL user's file loads as it is.
 
-What: `is_flat`, and `nested`, the one table from EARL's 43 documented fields (its README, 'Config
-File Structure') to `RunConfig`'s keys, with what EARL's code had fixed. Keys of our own schema may
+What: `is_flat`, and `nested`, the one table from EARL's 43 fields (33 of its README, ten that only
+its code reads) to `RunConfig`'s keys, with what EARL's code had fixed. Keys of our own schema may
 stand beside them and win. What not: checking values, which the schema does. Called by `config.py`.
 
 Where the meaning is not EARL's: `coefficients` are exact shares of an endless mixture, not copies
@@ -96,9 +96,25 @@ FINAL_REWARDS: Mapping[str, Fields] = {
 }
 
 
+LISTS = ("train_paths_file", "coefficients", "val_paths_file", "val_coefficients")
+NUMBERS = ("model_context_size", "max_response_tokens", "max_prompt_len", "max_completion_len")
+
+
 def is_flat(values: Mapping[str, Any]) -> bool:
     """Whether a config is written in EARL's fields."""
     return "policy" not in values and bool(set(values) & {"train_paths_file", "model_path"})
+
+
+def misspelt(values: Mapping[str, Any]) -> list[str]:
+    """Fields that cannot even be looked at: of another type than `nested` reads."""
+    wanted: list[tuple[str, type, str]] = [(name, list, "a list") for name in LISTS]
+    wanted += [(name, int, "a whole number") for name in NUMBERS]
+    wanted.append(("reward_final_reward", str, "one of " + ", ".join(FINAL_REWARDS)))
+    return [
+        f"{name}: {values[name]!r} given, must be {words}"
+        for name, kind, words in wanted
+        if values.get(name) is not None and type(values[name]) is not kind
+    ]
 
 
 def nested(

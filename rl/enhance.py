@@ -125,6 +125,11 @@ class Enhancer:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a batch holds one prompt at least")
+        if temperature < 0 or max_new_tokens < 1:
+            raise ValueError(
+                f"temperature is {temperature}, max_new_tokens {max_new_tokens}; they must be at "
+                "least 0 and 1"
+            )
         pictures = [None] * len(prompts) if images is None else list(images)
         samples = [
             Sample(id=f"prompt {number}", instruction=prompt.strip(), source=picture)
@@ -275,10 +280,11 @@ def _trained_section(file: Path) -> dict[str, Any]:
     config = RunConfig.model_validate_json(file.read_text(encoding="utf-8"))
     renderer = config.renderer["type"]
     bare = _bare_run(config.policy).model_copy(update={"renderer": config.renderer})
-    accepts = build.resolve(bare).renderer.module.ACCEPTS
-    if accepts != "text":
+    plug = build.resolve(bare).renderer.module
+    if plug.ACCEPTS != "text" or not plug.MAKES_IMAGES:
         raise ValueError(
-            f"{file}: this run's policy wrote for renderer {renderer!r}, which takes {accepts}; "
+            f"{file}: this run's policy wrote for renderer {renderer!r}, which takes "
+            f"{plug.ACCEPTS}" + ("" if plug.MAKES_IMAGES else " and draws nothing") + "; "
             "only policies that write prompts (renderer 'sd3') can enhance them"
         )
     return dict(config.policy)

@@ -199,7 +199,7 @@ def _batch_problems(config: RunConfig) -> Iterable[str]:
 def _data_problems(resolved: Resolved) -> Iterable[str]:
     data = resolved.config.data
     if not resolved.train:
-        yield "data.train: empty; give at least one source"
+        yield "data.train: empty; give at least one source (EARL's fields: train_paths_file)"
     if resolved.config.evaluation.every_n_iterations and not resolved.validation:
         yield (
             "data.validation: empty, and evaluation.every_n_iterations asks for a held-out run; "

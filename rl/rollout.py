@@ -245,7 +245,9 @@ def _latency(graded: Iterable[Mapping[str, Grade]]) -> str:
     seconds = sorted(max((g.seconds for g in grades.values()), default=0.0) for grades in graded)
     if not seconds:
         return ""
-    return f"verdicts after {seconds[len(seconds) // 2]:.1f} s (median), {seconds[-1]:.1f} s (last)"
+    return (
+        f"verdicts after {seconds[len(seconds) // 2]:.1f} s (median), {seconds[-1]:.1f} s (longest)"
+    )
 
 
 async def _grade(rewards: Mapping[str, Reward], evidence: Evidence) -> dict[str, Grade]:

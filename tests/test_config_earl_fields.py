@@ -179,6 +179,13 @@ def test_own_keys_and_overrides_stand_beside_the_fields(tmp_path: Path) -> None:
         ({"coefficients": [1.0]}, "coefficients: 1 for 0 train_paths_file"),
         ({"val_coefficients": [0.5]}, "val_coefficients: the validation set is read as it is"),
         ({"model_context_size": 900, "max_response_tokens": 800}, "leaves no room"),
+        (
+            {"model_context_size": "4096"},
+            "model_context_size: '4096' given, must be a whole number",
+        ),
+        ({"coefficients": 0.5}, "coefficients: 0.5 given, must be a list"),
+        ({"train_paths_file": "a.json"}, "train_paths_file: 'a.json' given, must be a list"),
+        ({"reward_final_reward": ["viescore"]}, "must be one of viescore, ground_score, sqrt"),
         ({"temperature": "hot"}, 'sampling.temperature: "hot" given, must be a number'),
     ],
 )

@@ -162,6 +162,8 @@ def read_list(path: str | Path) -> EditList:
     file = Path(path)
     if not file.is_file() and file.parent.parent.name == "feature":
         file = file.parent.parent.parent / file.parent.name / file.name
+    if file.is_dir():
+        raise BadRowError(f"{path} is a folder; name the tokenized_datalist.json in it")
     if not file.is_file():
         raise BadRowError(
             f"{path} does not exist (from {Path.cwd()}); fetch the published sets with "

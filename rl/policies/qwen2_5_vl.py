@@ -82,7 +82,7 @@ class Config(Section):
     """Attention kernel of the trainer's forward."""
     image_min_pixels: Annotated[int, Field(ge=1)] | None = None
     """Smallest picture area the model sees, px; null = the processor's own."""
-    image_max_pixels: Annotated[int, Field(ge=1)] | None = None
+    image_max_pixels: Annotated[int, Field(ge=28 * 28)] | None = None
     """Largest picture area the model sees, px; null = the processor's own."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
     """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""

@@ -67,7 +67,7 @@ class Config(Section):
     """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it batches are
     halved, as when the GPU itself is full."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Pictures scored at once; fewer cost as much."""
+    """Pictures scored at once; a batch of fewer is filled up to it, and costs as much."""
     scale: Annotated[float, Field(gt=0)] = 2.5
     """Cosine times this is the value."""
 
