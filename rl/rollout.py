@@ -121,9 +121,9 @@ def collect(
     `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
     run is given.
     """
-    prompts_P = _illustrated(crew, prompts_P)
-    bare_P = [crew.policy.bare_completion(p.sample) if baseline else None for p in prompts_P]
     with timer.phase("condition"):
+        prompts_P = _illustrated(crew, prompts_P)
+        bare_P = [crew.policy.bare_completion(p.sample) if baseline else None for p in prompts_P]
         arms_PG = [
             _arms(crew, p, prompt, completions_G, bare)
             for p, (prompt, completions_G, bare) in enumerate(

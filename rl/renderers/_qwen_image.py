@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rl.config import Section
 from rl.renderers._checkpoint_folder import count_parameters, path_problems
 from rl.renderers._scheduling import SchedulerOverrides
-from rl.system.placement import resolve_device
+from rl.system.placement import PlacedSection, resolve_device
 from rl.types import ActionKind, PromptTemplate
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
 }
 
 
-class QwenImageConfig(Section):
+class QwenImageConfig(PlacedSection):
     """A frozen Qwen-Image-Edit editor. The defaults are the stock pipeline's."""
 
     type: str
@@ -71,12 +70,6 @@ class QwenImageConfig(Section):
     """Hub branch, tag or commit; None = the newest. Ignored for a local folder."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of transformer, VAE and latents; weights stored otherwise are converted when loaded."""
-    device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
-    plus 1)."""
-    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
-    halved, as when the GPU itself is full."""
     num_steps: Annotated[int, Field(ge=1)] = 50
     """Denoising steps, transformer forwards per picture (twice that with guidance)."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 4.0

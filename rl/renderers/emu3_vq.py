@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rl.config import Section
 from rl.renderers._emu3_checkpoint import count_parameters, path_problems, tokenizer_config
-from rl.system.placement import resolve_device
+from rl.system.placement import PlacedSection, resolve_device
 from rl.types import ActionKind, PromptTemplate
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ ACCEPTS: ActionKind = "image_tokens"
 MAKES_IMAGES = True
 
 
-class Config(Section):
+class Config(PlacedSection):
     """`renderer: { type: 'emu3_vq', ... }`."""
 
     type: str
@@ -37,12 +36,6 @@ class Config(Section):
     """Hub branch, tag or commit; None = the newest. Ignored for a local folder."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Of the decoder; weights stored otherwise are converted when loaded."""
-    device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
-    plus 1)."""
-    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
-    halved, as when the GPU itself is full."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
     that does not fit in memory."""

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rl.config import Section, missing_model
+from rl.config import missing_model
 from rl.rewards._batching import BatchWorker
-from rl.system.placement import resolve_device
+from rl.system.placement import PlacedSection, resolve_device
 from rl.system.weight_files import num_parameters
 from rl.types import Evidence, Grade
 
@@ -49,7 +49,7 @@ MAX_WAIT_S = 0.005
 """A renderer hands over a batch of pictures within that time."""
 
 
-class Config(Section):
+class Config(PlacedSection):
     """Which CLIP, and where it runs."""
 
     type: str = "clip"
@@ -60,12 +60,6 @@ class Config(Section):
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Of weights and activations; cosines are taken in float32."""
-    device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
-    plus 1)."""
-    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it batches are
-    halved, as when the GPU itself is full."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Pictures scored at once; a batch of fewer is filled up to it, and costs as much."""
     scale: Annotated[float, Field(gt=0)] = 2.5

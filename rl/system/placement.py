@@ -15,12 +15,27 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rl.config import Section
 
 WORDS = (
     "'auto' (the rank's own), 'cpu', 'mps', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
 )
 _FORM = re.compile(r"auto|cpu|mps|cuda:\+?\d+")
+
+
+class PlacedSection(Section):
+    """What every section of a frozen model says of its place."""
+
+    device: str = "auto"
+    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
+    plus 1)."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
+    halved, as when the GPU itself is full."""
 
 
 @dataclass(frozen=True)
