@@ -19,8 +19,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl.config import ConfigError, PlugSection, RunConfig
+from rl.contracts import DataSource, Engine, Policy, Renderer, Reward
 from rl.system.placement import Claim, claims_of
-from rl.types import DataSource, Engine, Policy, Renderer, Reward, SamplingParams
+from rl.types import SamplingParams
 from rl.validation import validate
 
 if TYPE_CHECKING:

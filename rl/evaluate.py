@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
+from rl.contracts import Engine
 from rl.rollout import Crew, collect
 from rl.summary import add_baseline
 from rl.system.seeding import derive_seed
-from rl.types import Completion, Engine, Episode, Prompt, Sample, SamplingParams, Status
+from rl.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:
     from rl.system.console import PhaseTimer

@@ -80,8 +80,8 @@ class Learner:
     """Trains `policy.module`. Every method is collective over `dist`."""
 
     def __init__(self, policy: Any, config: RunConfig, dist: Dist, num_iterations: int) -> None:
-        """`policy`: a `types.Policy` whose module lies on `dist.device`; with `kl_coeff` > 0 its
-        `reference()` is a context manager under which the module is the frozen reference.
+        """`policy`: a `contracts.Policy` whose module lies on `dist.device`; with `kl_coeff` > 0
+        its `reference()` is a context manager under which the module is the frozen reference.
 
         Raises ValueError when nothing is trainable or the backend cannot hold it.
         """

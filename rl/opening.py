@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rl import build
 from rl.config import RunConfig
+from rl.contracts import DataSource, Policy
 from rl.learner import Learner
 from rl.rollout import Crew
 from rl.run import Run
@@ -30,7 +31,7 @@ from rl.system.resume import check_resume
 from rl.system.seeding import seed_everything, set_rng_state
 from rl.system.tracking import Tracker
 from rl.tiny_world.judge_server import JudgeServer
-from rl.types import DataSource, Policy, Sample
+from rl.types import Sample
 
 
 class RunFinishedError(Exception):

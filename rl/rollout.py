@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.compose import compose
 from rl.config import RunConfig
+from rl.contracts import Policy, Renderer, Reward
 from rl.system.seeding import derive_seed
 from rl.types import (
     Action,
@@ -26,12 +27,9 @@ from rl.types import (
     Episode,
     Evidence,
     Grade,
-    Policy,
     Prompt,
-    Renderer,
     RenderFailure,
     RenderJob,
-    Reward,
     Status,
     TrainSequence,
 )

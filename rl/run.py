@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rl.algorithm.metrics import Metrics
 from rl.config import RunConfig
+from rl.contracts import Engine, Policy
 from rl.evaluate import evaluate
 from rl.learner import Learner
 from rl.rollout import Crew, Interrupted, Rollout, collect
@@ -31,14 +32,7 @@ from rl.system.metric_names import check_known
 from rl.system.record import RunRecord
 from rl.system.seeding import rng_state
 from rl.system.tracking import Tracker
-from rl.types import (
-    Completion,
-    Engine,
-    Episode,
-    Policy,
-    Prompt,
-    Sample,
-)
+from rl.types import Completion, Episode, Prompt, Sample
 
 
 @dataclass(eq=False)

@@ -14,8 +14,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from rl.contracts import DataSource
 from rl.data._rows import OnBadRow
-from rl.types import DataSource, Prompt, Sample, UnusableSampleError
+from rl.types import Prompt, Sample, UnusableSampleError
 
 T = TypeVar("T")
 

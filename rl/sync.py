@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl.types import Engine, PolicyWeights, Prompt, SamplingParams
+from rl.contracts import Engine
+from rl.types import PolicyWeights, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from rl.learner import Learner

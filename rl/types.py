@@ -1,8 +1,9 @@
-"""The nouns every room speaks, and the verbs each plug room promises.
+"""The nouns every room speaks: frozen records that walk through the loop.
 
-What: frozen records that walk through the loop (`Sample` -> `Prompt` -> `Completion` -> `Action` ->
-`Episode`) and one protocol per plug room. What not: behaviour. Nothing heavy is imported here, so a
-config can be checked on a laptop without torch; tensors appear in annotations only.
+What: `Sample` -> `Prompt` -> `Completion` -> `Action` -> `Episode` -> `TrainSequence`, and what
+lies between. What not: behaviour; the verbs each plug room promises are `contracts.py`'s. Nothing
+heavy is imported here, so a config can be checked on a laptop without torch; tensors appear in
+annotations only.
 
 Axes in names: `_P` prompts on this rank, `_G` completions in a group, `_B` graded episodes,
 `_T` tokens, `_V` vocabulary. `x_PG[p][g]` is one rollout.
@@ -10,10 +11,10 @@ Axes in names: `_P` prompts on this rank, `_G` completions in a group, `_B` grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -286,115 +287,3 @@ class SamplingParams:
     top_k: int
     max_tokens: int
     num_completions: int
-
-
-class Policy(Protocol):
-    """A plug of `rl/policies`: a trainable model that reads prompts and writes completions."""
-
-    module: torch.nn.Module
-    """`module(batch: TokenBatch) -> TokenOutputs`; what the learner trains. Everything a forward
-    needs happens inside this one call, so that sharded training (ZeRO-3) can wrap it."""
-    banned_token_ids: tuple[int, ...]
-    """Never sampled, and left out of the softmax in sampler and trainer alike."""
-    stop_token_ids: tuple[int, ...]
-    state_dim: int
-    """Width of its hidden states."""
-    image_vocabulary: ImageVocabulary | None
-    """With which a sampler holds completions to `Prompt.grid`; None: it is never constrained."""
-
-    def build_prompt(self, sample: Sample) -> Prompt: ...
-
-    def encode_completion(self, text: str) -> Completion:
-        """`text` as if the policy had written it and stopped (for reference descriptions)."""
-        ...
-
-    def bare_completion(self, sample: Sample) -> Completion | None:
-        """What a policy that adds nothing hands on, the user's own words: the baseline arm. None
-        where there is no such thing."""
-        ...
-
-    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        """[T] which tokens are trained in this iteration, as the policy's section asks; forced ones
-        are left out besides."""
-        ...
-
-    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
-        """Understand a group: parse, and run the one forward the renderer's payload needs."""
-        ...
-
-    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch: ...
-
-    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """`tensors`: the trainable parameters, whole, keyed as in `module.named_parameters()`."""
-        ...
-
-    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """PEFT adapter (LoRA) or transformers folder (full) from the same tensors."""
-        ...
-
-
-class Engine(Protocol):
-    """A plug of `rl/engines`: a sampler that holds a copy of the policy's weights."""
-
-    def generate(
-        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
-    ) -> list[list[Completion]]:
-        """completions_PG; member g of prompt p is drawn from seed `seeds_P[p] + g`, whatever the
-        batch order."""
-        ...
-
-    def sleep(self) -> None:
-        """Give the device to the others (and drop every cache that depends on weights)."""
-        ...
-
-    def wake(self) -> None: ...
-
-    def load_weights(self, weights: PolicyWeights) -> None: ...
-
-    def held_fingerprint(self) -> str | None:
-        """Fingerprint recomputed from the tensors the engine really holds; None if it cannot be
-        read back on this engine."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Renderer(Protocol):
-    """A plug of `rl/renderers`: a frozen generator. Its module states `ACCEPTS: ActionKind`,
-    `MAKES_IMAGES: bool` and `prompt_template(config) -> PromptTemplate | None`."""
-
-    state_dim: int | None
-    """Width of the hidden states it reads; None when it reads none."""
-
-    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples, with the pictures that exist only as codes drawn for rewards and records."""
-        ...
-
-    def take_stats(self) -> dict[str, float]:
-        """What there is to report since the last call, means over pictures; {} if nothing."""
-        ...
-
-    def render(
-        self, jobs: Sequence[RenderJob]
-    ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
-        """Yield `(index into jobs, picture)` as each is ready: judging can start at once."""
-        ...
-
-
-class Reward(Protocol):
-    """A plug of `rl/rewards`. Its module states `NEEDS: frozenset[str]` out of
-    {'source', 'image', 'target', 'text'} or names of keys in `Sample.hidden`, and `NEEDS_JUDGE`;
-    `DIAGNOSTIC = True` keeps it out of the final reward unless `final_reward.weights` names it."""
-
-    async def grade(self, evidence: Evidence) -> Grade: ...
-
-
-class DataSource(Protocol):
-    """A plug of `rl/data`: a finite, indexable list of samples."""
-
-    num_skipped: int
-    """Rows left out at the start because they cannot be used."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...

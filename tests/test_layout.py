@@ -26,7 +26,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 PLUGS = [(room, name) for room in build.ROOMS for name in build.plugs_of(room)]
 
 FLOORS = [
-    {"types", "config", "earl_fields", "jsonnet", "validation"},
+    {"types", "contracts", "config", "earl_fields", "jsonnet", "validation"},
     {"algorithm", "system", "tiny_world"},
     set(build.ROOMS),
     {"build", "learner", "rollout", "sampler", "summary", "sync"},

@@ -39,7 +39,7 @@ def build(config: Config, policy: Any, dist: Dist) -> TransformersEngine:
 
 
 class TransformersEngine:
-    """See `rl.types.Engine`."""
+    """See `rl.contracts.Engine`."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy

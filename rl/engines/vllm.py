@@ -79,7 +79,7 @@ def build(config: Config, policy: Any, dist: Dist) -> VllmEngine:
 
 
 class VllmEngine:
-    """See `rl.types.Engine`."""
+    """See `rl.contracts.Engine`."""
 
     def __init__(self, config: Config, policy: Any, dist: Dist) -> None:
         self._config = config

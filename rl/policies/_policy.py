@@ -1,8 +1,8 @@
 """What every policy of this room has: settings out of its section, weights that come and go.
 
-What: `TrainedPolicy`, the part of `rl.types.Policy` that does not depend on the model. What not:
-prompts and what a completion means (each policy), the weights themselves (`_trained_weights.py`).
-Called by the policies, which extend it.
+What: `TrainedPolicy`, the part of `rl.contracts.Policy` that does not depend on the model. What
+not: prompts and what a completion means (each policy), the weights themselves
+(`_trained_weights.py`). Called by the policies, which extend it.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def build(
 
 
 class Emu3Policy(TrainedPolicy):
-    """See `rl.types.Policy`."""
+    """See `rl.contracts.Policy`."""
 
     config: Config
     prompts: Emu3Prompts

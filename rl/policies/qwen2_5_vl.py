@@ -128,7 +128,7 @@ def build(
 
 
 class Qwen25VLPolicy(TrainedPolicy):
-    """See `rl.types.Policy`."""
+    """See `rl.contracts.Policy`."""
 
     config: Config
     prompts: QwenPrompts

@@ -29,7 +29,7 @@ Outcome = Image.Image | RenderFailure
 
 
 class Emu3VqRenderer:
-    """See `rl.types.Renderer`. Pictures are RGB; equal codes give one and the same picture."""
+    """See `rl.contracts.Renderer`. Pictures are RGB; equal codes give one and the same picture."""
 
     state_dim = None
 

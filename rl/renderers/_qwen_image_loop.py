@@ -108,7 +108,7 @@ def _fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> 
 
 
 class QwenImageRenderer:
-    """The renderer of the Qwen-Image-Edit plugs; see `rl.types.Renderer`."""
+    """The renderer of the Qwen-Image-Edit plugs; see `rl.contracts.Renderer`."""
 
     def __init__(self, config: QwenImageConfig, parts: EditorParts) -> None:
         from diffusers.image_processor import VaeImageProcessor

@@ -109,7 +109,7 @@ def _load_text_parts(config: Config, device: str) -> TextParts:
 
 
 class SD3Renderer:
-    """The renderer of the `sd3` plug; see `rl.types.Renderer`."""
+    """The renderer of the `sd3` plug; see `rl.contracts.Renderer`."""
 
     state_dim = None
 

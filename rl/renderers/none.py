@@ -52,7 +52,7 @@ def build(config: Config, device: str) -> NoRenderer:
 
 
 class NoRenderer:
-    """See `rl.types.Renderer`."""
+    """See `rl.contracts.Renderer`."""
 
     state_dim = None
 
