@@ -70,14 +70,56 @@ def test_a_phase_that_raises_is_timed_and_the_next_can_start(clock):
     assert timer.total_s == {"judge": 2.0, "learn": 0.0}
 
 
-def test_phases_do_not_nest_but_a_silent_timer_may_run_inside(clock):
+def test_a_phase_inside_another_pauses_it_and_is_one_line_however_often_it_ran(clock):
     stream = io.StringIO()
     timer = PhaseTimer(Console(True, stream))
-    with timer.phase("evaluate"):
-        with timer.silent().phase("render"):
+    with timer.phase("render") as render:
+        clock[0] += 1.0
+        for group in (1, 2):
+            with timer.phase("condition") as condition:
+                condition.note(f"{group} groups")
+                clock[0] += 0.5
+            clock[0] += 2.0
+        render.note("2 pictures")
+        assert stream.getvalue() == ""
+    assert timer.total_s == {"render": 5.0, "condition": 1.0} and timer.wall_s == 6.0
+    assert [line.split() for line in stream.getvalue().splitlines()] == [
+        ["render", "5.0", "s", "2", "pictures"],
+        ["condition", "1.0", "s", "2", "groups"],
+    ]
+
+
+def test_an_inner_phase_that_raises_leaves_the_outer_one_under_way(clock):
+    timer = PhaseTimer()
+    with timer.phase("render"):
+        with pytest.raises(OSError, match="disk"), timer.phase("condition"):
             clock[0] += 1.0
-        with pytest.raises(AssertionError, match="render inside phase evaluate"):
-            timer.phase("render").__enter__()
+            raise OSError("disk")
+        clock[0] += 2.0
+    assert timer.total_s == {"render": 2.0, "condition": 1.0}
+
+
+def test_on_a_terminal_the_live_line_names_the_innermost_phase(clock):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = []
+    timer = PhaseTimer(Console(True, Terminal()))
+    with timer.phase("render") as render:
+        render.note("2 pictures")
+        with timer.phase("condition") as condition:
+            assert condition.status is render.status
+            shown.append(condition.status.status)
+        shown.append(render.status.status)
+    assert shown == ["condition", "render: 2 pictures"]
+
+
+def test_a_silent_timer_may_run_inside_a_phase(clock):
+    stream = io.StringIO()
+    timer = PhaseTimer(Console(True, stream))
+    with timer.phase("evaluate"), timer.silent().phase("render"):
+        clock[0] += 1.0
     assert timer.total_s == {"evaluate": 1.0}
     assert "render" not in stream.getvalue()
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -98,26 +98,35 @@ class Phase:
     name: str
     text: str = ""
     status: Status | None = None
+    """The live line, which a phase shares with those inside it."""
 
     def note(self, text: str) -> None:
         """What to show beside the seconds; the last call's text stays."""
         self.text = text
+        self.show()
+
+    def show(self) -> None:
+        """Put this phase on the live line."""
         if self.status is not None:
-            self.status.update(escape(f"{self.name}: {text}"))
+            self.status.update(escape(f"{self.name}: {self.text}" if self.text else self.name))
 
 
 class PhaseTimer:
     """Wall seconds per phase, of this iteration and of the whole run, on this rank.
 
-    Phases do not nest, so their seconds add up to the wall time; inside one, use `silent()`.
+    A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
+    time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
+    often. Code that has phases of its own and shall count as one runs with `silent()`.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         """`console`: where lines go; None: nowhere."""
         self._console = console
-        self._start_s = self._lap_s = time.perf_counter()
+        self._start_s = self._lap_s = self._settled_s = time.perf_counter()
         self._this_iteration_s: dict[str, float] = {}
-        self._under_way: str | None = None
+        self._unprinted_s: dict[str, float] = {}
+        self._notes: dict[str, str] = {}
+        self._under_way: list[Phase] = []
         self.total_s: dict[str, float] = {}
         """Since the start, by phase."""
 
@@ -128,24 +137,45 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Time a block; a phase entered twice in an iteration adds up. Prints when it ends."""
-        assert self._under_way is None, f"phase {name} inside phase {self._under_way}"
-        self._under_way = name
-        phase = Phase(name, status=self._console.status(name) if self._console else None)
-        if phase.status is not None:
-            phase.status.start()
-        start_s = time.perf_counter()
-        try:
-            yield phase
-        finally:
-            seconds = time.perf_counter() - start_s
-            self._under_way = None
-            if phase.status is not None:
-                phase.status.stop()
-            for totals in (self._this_iteration_s, self.total_s):
-                totals[name] = totals.get(name, 0.0) + seconds
-        if self._console is not None:
-            self._console.phase(name, seconds, phase.text)
+        """Time a block; a phase entered several times in an iteration adds up."""
+        with self._live_line(name) as status:
+            self._settle()
+            phase = Phase(name, self._notes.get(name, ""), status)
+            phase.show()
+            self._under_way.append(phase)
+            try:
+                yield phase
+            finally:
+                self._settle()
+                self._under_way.pop()
+                self._notes[name] = phase.text
+                if self._under_way:
+                    self._under_way[-1].show()
+                else:
+                    unprinted_s, self._unprinted_s = self._unprinted_s, {}
+                    notes, self._notes = self._notes, {}
+        if self._console is not None and not self._under_way:
+            for ended, seconds in unprinted_s.items():
+                self._console.phase(ended, seconds, notes[ended])
+
+    @contextmanager
+    def _live_line(self, name: str) -> Iterator[Status | None]:
+        """The outermost phase's, which ends with it; None where there is no terminal."""
+        if self._under_way:
+            yield self._under_way[0].status
+            return
+        status = self._console.status(name) if self._console else None
+        with status or nullcontext():
+            yield status
+
+    def _settle(self) -> None:
+        """Book the seconds since the last settling on the innermost phase under way."""
+        now_s = time.perf_counter()
+        if self._under_way:
+            name = self._under_way[-1].name
+            for totals_s in (self._this_iteration_s, self._unprinted_s, self.total_s):
+                totals_s[name] = totals_s.get(name, 0.0) + now_s - self._settled_s
+        self._settled_s = now_s
 
     def silent(self) -> PhaseTimer:
         """A timer for code that runs inside a phase: it prints nothing and counts nowhere."""
