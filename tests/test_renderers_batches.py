@@ -19,7 +19,43 @@ from tiny_editor import (
 
 from rl.renderers import _decoding
 from rl.renderers import _qwen_image_loop as loop
+from rl.renderers._batches import Outcome, render_in_batches
 from rl.types import RenderFailure, RenderJob
+
+
+def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -> None:
+    """Jobs are pictures' widths; narrow ones go two at a time, wide ones three."""
+    events: list[str] = []
+
+    def take() -> Iterator[int]:
+        for number, width in enumerate([1, 5, 1, 5, 0, 5, 1, 5, 1, 1]):
+            events.append(f"take {number}")
+            yield width
+
+    def place(width: int) -> str | Outcome:
+        if width == 0:
+            return RenderFailure("nothing to draw")
+        return "narrow" if width == 1 else "wide"
+
+    def render(widths: Sequence[int], bucket: str) -> list[Outcome]:
+        assert set(widths) == {1 if bucket == "narrow" else 5}
+        events.append(f"{len(widths)} {bucket}")
+        return [Image.new("RGB", (width, 1)) for width in widths]
+
+    outcomes: dict[int, Outcome] = {}
+    for number, outcome in render_in_batches(
+        take(), place, {"narrow": 2, "wide": 3}.__getitem__, render
+    ):
+        events.append(f"have {number}")
+        outcomes[number] = outcome
+    assert " / ".join(events) == (
+        "take 0 / take 1 / take 2 / 2 narrow / have 0 / have 2 / take 3 / take 4 / have 4 / "
+        "take 5 / 3 wide / have 1 / have 3 / have 5 / take 6 / take 7 / take 8 / 2 narrow / "
+        "have 6 / have 8 / take 9 / 1 wide / have 7 / 1 narrow / have 9"
+    )
+    assert outcomes.pop(4) == RenderFailure("nothing to draw")
+    widths = {number: outcome.width for number, outcome in outcomes.items()}
+    assert widths == {0: 1, 1: 5, 2: 1, 3: 5, 5: 5, 6: 1, 7: 5, 8: 1, 9: 1}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ What: which codes share a batch, what a failure is, the pictures of samples. Wha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.renderers._batches import render_or_halve
+from rl.renderers._batches import Outcome, render_in_batches
 from rl.renderers._emu3_codec import Emu3Codec
 from rl.types import RenderFailure, RenderJob, Sample
 
@@ -25,7 +25,8 @@ NUM_KEPT_PICTURES = 256
 BATCH_UNIT_PX = 256 * 256
 """Area of the picture that `batch_size` counts; of larger ones accordingly fewer go together."""
 
-Outcome = Image.Image | RenderFailure
+Grid = tuple[int, ...]
+"""Shape of a picture's codes: those of one shape share a batch."""
 
 
 class Emu3VqRenderer:
@@ -42,23 +43,25 @@ class Emu3VqRenderer:
         """Nothing to report."""
         return {}
 
-    def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, Outcome]]:
-        """Yield `(index into jobs, picture or failure)`, batch by batch.
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
 
         Codes that are no codes are the policy's fault; what the decoder cannot do is its own.
         """
-        members: dict[bytes, list[int]] = {}
-        drawable: list[np.ndarray] = []
-        for index, job in enumerate(jobs):
-            if reason := self._refuse(job.payload):
-                yield index, RenderFailure(reason, blame="policy")
-                continue
-            same = members.setdefault(_key(job.payload), [])
-            if not same:
-                drawable.append(job.payload)
-            same.append(index)
-        for codes, outcome in self._draw(drawable):
-            yield from ((index, outcome) for index in members[_key(codes)])
+        drawn: dict[bytes, Outcome] = {}
+
+        def place(codes: np.ndarray) -> Grid | Outcome:
+            if reason := self._refuse(codes):
+                return RenderFailure(reason, blame="policy")
+            return drawn.get(_key(codes), codes.shape)
+
+        def draw(batch: Sequence[np.ndarray], grid: Grid) -> list[Outcome]:
+            new = {_key(codes): codes for codes in batch if _key(codes) not in drawn}
+            if new:
+                drawn.update(zip(new, self._draw_batch(list(new.values())), strict=True))
+            return [drawn[_key(codes)] for codes in batch]
+
+        return render_in_batches((job.payload for job in jobs), place, self._batch_size_of, draw)
 
     def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with `source` and `target` decoded from their codes where they are missing.
@@ -76,10 +79,16 @@ class Emu3VqRenderer:
                     )
                 wanted[_key(codes)] = codes
         drawn = {key: self._kept[key] for key in wanted if key in self._kept}
-        for codes, outcome in self._draw([c for key, c in wanted.items() if key not in drawn]):
+        missing = [codes for key, codes in wanted.items() if key not in drawn]
+        for number, outcome in render_in_batches(
+            missing,
+            place=lambda codes: codes.shape,
+            size_of=self._batch_size_of,
+            render=lambda batch, grid: self._draw_batch(batch),
+        ):
             if isinstance(outcome, RenderFailure):
                 raise RuntimeError(f"a sample's own picture cannot be decoded: {outcome.reason}")
-            drawn[_key(codes)] = outcome
+            drawn[_key(missing[number])] = outcome
         self._keep(drawn)
         pictures_of: list[dict[str, Any]]
         pictures_of = [{n: drawn[_key(c)] for n, c in _missing_pictures(s)} for s in samples]
@@ -101,17 +110,9 @@ class Emu3VqRenderer:
         wrong = low if low < 0 else high
         return f"bad_code: {wrong} is not in the codebook's 0..{self.codec.codebook_size - 1}"
 
-    def _draw(self, codes: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, Outcome]]:
-        """Each grid with its picture; grids of one shape together."""
-        of_shape: dict[tuple[int, ...], list[np.ndarray]] = {}
-        for grid in codes:
-            of_shape.setdefault(grid.shape, []).append(grid)
-        for (height, width), grids in of_shape.items():
-            area_px = height * width * self.codec.patch_px**2
-            size = min(self.batch_size, max(1, self.batch_size * BATCH_UNIT_PX // area_px))
-            for start in range(0, len(grids), size):
-                batch = grids[start : start + size]
-                yield from zip(batch, render_or_halve(self._draw_batch, batch), strict=True)
+    def _batch_size_of(self, grid: Grid) -> int:
+        area_px = grid[0] * grid[1] * self.codec.patch_px**2
+        return min(self.batch_size, max(1, self.batch_size * BATCH_UNIT_PX // area_px))
 
     def _draw_batch(self, grids: Sequence[np.ndarray]) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))

@@ -12,20 +12,19 @@ of the 0..1 range in float32. Noise is drawn in float32 on the CPU, whatever dev
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image
 
-from rl.renderers._batches import render_or_halve
+from rl.renderers._batches import Outcome, render_in_batches
 from rl.renderers._decoding import decode_in_slices, to_pictures
 from rl.renderers._scheduling import override_scheduler, resolution_shift
 from rl.renderers._sd3_text import PromptEncoder, TextParts, TextStates
 from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
-from rl.types import RenderFailure, RenderJob, Sample
+from rl.types import RenderJob, Sample
 
 if TYPE_CHECKING:
     from rl.renderers.sd3 import Config
@@ -136,20 +135,20 @@ class SD3Renderer:
         """As they are: these samples hold no codes."""
         return list(samples)
 
-    def render(
-        self, jobs: Sequence[RenderJob]
-    ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
-        """Yield `(index into jobs, picture or failure)`, batch by batch.
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
 
         A job's payload is the prompt. Pictures are RGB. A failing batch fails its own jobs only;
         one that does not fit in memory is halved until it does.
         """
-        for start in range(0, len(jobs), self.config.batch_size):
-            batch = jobs[start : start + self.config.batch_size]
-            outcomes = render_or_halve(self._render_batch, batch)
-            yield from enumerate(outcomes, start)
+        return render_in_batches(
+            jobs,
+            place=lambda job: "all of one size",
+            size_of=lambda size: self.config.batch_size,
+            render=lambda batch, size: self._render_batch(batch),
+        )
 
-    def _render_batch(self, jobs: Sequence[RenderJob]) -> list[Image.Image | RenderFailure]:
+    def _render_batch(self, jobs: Sequence[RenderJob]) -> list[Outcome]:
         return to_pictures(self.render_tensor(jobs), self._pixels)
 
     def take_stats(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ What: the renderer's contract with no pictures in it. Called by `build.py` and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rl.config import Section
 from rl.types import ActionKind, PromptTemplate, RenderJob, Sample
@@ -64,7 +64,7 @@ class NoRenderer:
         """Nothing to report."""
         return {}
 
-    def render(self, jobs: Sequence[RenderJob]) -> Iterator[tuple[int, None]]:
-        """Yield `(index, None)` for every job, in order."""
-        for index in range(len(jobs)):
-            yield index, None
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, None]]:
+        """Yield `(number of the job, None)` for every job, in order, before the next is taken."""
+        for number, _ in enumerate(jobs):
+            yield number, None
