@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +157,27 @@ def test_each_distinct_grid_is_decoded_once(
     np.testing.assert_allclose(np.asarray(pictures[1], int), np.asarray(alone["wide"], int), atol=1)
 
 
+def test_codes_that_come_again_later_are_not_decoded_again(
+    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = count_decodes(renderer, monkeypatch)
+    renderer.batch_size = 2
+    jobs = [job(make_codes(seed)) for seed in (1, 2, 1, 3, 1)]
+    events: list[str] = []
+
+    def take() -> Iterator[RenderJob]:
+        for number, taken in enumerate(jobs):
+            events.append(f"take {number}")
+            yield taken
+
+    for number, _ in renderer.render(take()):
+        events.append(f"have {number}")
+    assert " / ".join(events) == (
+        "take 0 / take 1 / have 0 / have 1 / take 2 / have 2 / take 3 / take 4 / have 4 / have 3"
+    )
+    assert sizes == [2, 1]
+
+
 def test_a_reshaped_grid_is_another_picture(renderer: Emu3VqRenderer) -> None:
     codes = make_codes(1)
     pictures = dict(renderer.render([job(codes), job(codes.reshape(2, 8))]))
@@ -199,8 +220,9 @@ def test_a_batch_that_does_not_fit_is_halved(
         return decode(codes)
 
     monkeypatch.setattr(renderer.codec, "decode_tensor", cramped)
-    outcomes = dict(renderer.render([job(make_codes(seed)) for seed in range(4)]))
+    outcomes = dict(renderer.render([job(make_codes(seed)) for seed in (0, 1, 2, 0)]))
     assert all(isinstance(outcome, Image.Image) for outcome in outcomes.values())
+    assert outcomes[0] is outcomes[3], "found drawn in the other half"
 
 
 def test_large_pictures_share_a_batch_with_fewer(

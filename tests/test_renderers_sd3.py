@@ -164,6 +164,15 @@ def test_forgotten_prompts_are_encoded_again_to_the_same_bits(
     assert len(counted_encodes) == 4
 
 
+def test_the_negative_prompt_is_never_forgotten(
+    parts: SD3Parts, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sd3_text, "NUM_KEPT_PROMPTS", 1)
+    renderer = make_renderer(parts, num_steps=1, batch_size=2)
+    list(renderer.render(make_jobs()))
+    assert len(counted_encodes) == 4  # three prompts in two batches, and it once
+
+
 def test_what_clip_cuts_off_is_said_once_and_counted(
     parts: SD3Parts, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,6 +193,11 @@ class SD3Renderer:
         self._cuts += [(states.num_clip_cut, states.num_t5_cut) for states in states_B]
         return pictures
 
+    @cached_property
+    def _negative(self) -> TextStates:
+        """Of the one prompt that every guided picture needs: encoded once a run."""
+        return self._prompts.encode(self.config.negative_prompt)
+
     def _conditionings(
         self, states_B: Sequence[TextStates]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -199,7 +205,7 @@ class SD3Renderer:
         two of B."""
         rows = [list(states_B)]
         if self.config.guidance_scale > 1:
-            negatives = [self._prompts.encode(self.config.negative_prompt)] * len(states_B)
+            negatives = [self._negative] * len(states_B)
             rows = [negatives, *rows]
             if self.config.cfg_in_one_forward:
                 rows = [[*negatives, *states_B]]
