@@ -5,7 +5,7 @@ implementation. What not: losses, micro-batches, metrics (`learner.py`) or ZeRO
 (`learner_deepspeed.py`). Made by `learner.py`.
 
 Two promises make the backends interchangeable. Gradients are SUMMED over backward calls and ranks,
-because every loss is already divided by its global denominator. And the state is read and written
+because every loss is already divided by a global denominator. And the state is read and written
 whole, in float32, under the names of `module.named_parameters()`, so a run can go on under another
 backend, ZeRO stage or number of ranks.
 """
@@ -49,7 +49,12 @@ class AdamState:
 
 
 class Backend(Protocol):
-    """Every method is collective."""
+    """Every method is collective; `forward` and `backward` only where `in_step` says so."""
+
+    in_step: bool
+    """Ranks must run the same number of forwards and backwards, in the same order."""
+    keeps_graphs: bool
+    """Several forwards may come before their backwards, which may come in any order."""
 
     def forward(self, batch: TokenBatch) -> TokenOutputs: ...
 
@@ -57,8 +62,13 @@ class Backend(Protocol):
         """Add d loss / d weights to this step's gradient."""
         ...
 
-    def step(self, learning_rate: float) -> StepOutcome:
-        """Sum the gradient over ranks, clip its global norm, take one AdamW step, clear it."""
+    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
+        """Sum the gradient over ranks, multiply it by `gradient_scale` (> 0, the same on every
+        rank), clip its global norm, take one AdamW step, clear it.
+
+        A loss is divided before the last one is known, so by what was planned; the scale is what
+        was planned over what came.
+        """
         ...
 
     def masters(self) -> Tensors:
@@ -104,6 +114,9 @@ def make_adamw(parameters: Sequence[torch.Tensor], config: OptimizerConfig) -> t
 class TorchBackend:
     """Replicated weights; gradients summed over ranks by hand; float32 masters where needed."""
 
+    in_step = False
+    keeps_graphs = True
+
     def __init__(self, module: torch.nn.Module, config: OptimizerConfig, dist: Dist) -> None:
         self._module = module
         self._dist = dist
@@ -129,12 +142,12 @@ class TorchBackend:
             master.grad = grad if master.grad is None else master.grad + grad
             parameter.grad = None
 
-    def step(self, learning_rate: float) -> StepOutcome:
+    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         masters = list(self._masters.values())
         for master in masters:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-            self._dist.sum_(master.grad)
+            self._dist.sum_(master.grad).mul_(gradient_scale)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm))
         applied = math.isfinite(grad_norm)
         if applied:

@@ -10,6 +10,9 @@ What DeepSpeed is told, and why:
   cast the WHOLE module, adapters included. Without it DeepSpeed leaves dtypes as the policy made
   them. bfloat16 trainable parameters (full fine-tune) get it, and with it float32 masters.
 - It averages gradients over ranks; we need the sum, so every loss is multiplied by the world size.
+- `step`'s gradient scale goes in as the loss scale of mixed precision, which ZeRO divides out again
+  before norm and clip.
+- Batch sizes mean nothing to it, since we cut the micro-batches and say when to step: all are 1.
 - Its checkpoints stay unused (not atomic, tied to stage and world size): see `adam_state`.
 """
 
@@ -64,9 +67,9 @@ def deepspeed_config(
         # Its replacement for F.linear breaks non-reentrant checkpointing ("recomputed shape [0]").
         zero["memory_efficient_linear"] = False
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "train_batch_size": config.micro_batch_size * world_size,
+        "train_batch_size": world_size,
         "managed_gradient_accumulation": False,
         # Stage 0 clips in our hook, where the norm can also be read and checked.
         "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,
@@ -82,10 +85,14 @@ def deepspeed_config(
 class DeepSpeedBackend:
     """One `deepspeed` engine around the policy's module."""
 
+    keeps_graphs = True
+
     def __init__(self, module: torch.nn.Module, config: OptimizerConfig, dist: Dist) -> None:
         deepspeed = _import_deepspeed(dist)
         self._dist = dist
         self._stage = config.zero_stage
+        # Stage 2 reduces in every backward, stage 3 gathers in every forward besides.
+        self.in_step = dist.world_size > 1 and self._stage >= 2
         self._max_grad_norm = config.max_grad_norm
         self._parameters = trainable_parameters(module)
         parameters = list(self._parameters.values())
@@ -93,7 +100,7 @@ class DeepSpeedBackend:
         num_trainable = sum(p.numel() for p in parameters)
         settings = deepspeed_config(config, self._dtype, dist.world_size, num_trainable)
         self._adamw = make_adamw(parameters, config)
-        self._stage0_norm = 0.0
+        self._stage0_scale, self._stage0_norm = 1.0, 0.0
         if self._stage == 0:
             self._adamw.register_step_pre_hook(self._guard_stage0)
         self._engine, *_ = deepspeed.initialize(
@@ -104,17 +111,36 @@ class DeepSpeedBackend:
         return self._engine(batch)
 
     def backward(self, loss: torch.Tensor) -> None:
+        if self._stage > 0:
+            # ZeRO closes its books on a backward at the next forward, and adds the next one up only
+            # then; another backward may come first.
+            self._engine.optimizer.clear_backward_seen_flag()
         self._engine.backward(loss * self._dist.world_size, scale_wrt_gas=False)
 
-    def step(self, learning_rate: float) -> StepOutcome:
-        for group in self._engine.optimizer.param_groups:
+    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        self._engine.step()
         if self._stage == 0:
+            self._stage0_scale = gradient_scale
+            self._engine.step()
             return StepOutcome(self._stage0_norm, math.isfinite(self._stage0_norm))
+        if self._stage == 1:
+            self._complete_gradients()
+        optimizer.loss_scale = 1 / gradient_scale
+        self._engine.step()
+        optimizer.loss_scale = 1.0
         return StepOutcome(
             float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
         )
+
+    def _complete_gradients(self) -> None:
+        """Stage 1 reduces what this rank's backwards reached; ranks must bring the same tensors, a
+        rank that ran no backward included."""
+        self._engine.optimizer.setup_buckets()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _guard_stage0(self, adamw: torch.optim.AdamW, *_: Any) -> None:
         """Stage 0 neither reports its norm nor checks it: do both between all-reduce and step.
@@ -122,6 +148,9 @@ class DeepSpeedBackend:
         AdamW passes over parameters without a gradient, so clearing them skips the step.
         """
         parameters = list(self._parameters.values())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._stage0_scale)
         self._stage0_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
         if not math.isfinite(self._stage0_norm):
             adamw.zero_grad(set_to_none=True)
