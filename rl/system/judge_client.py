@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -26,7 +26,7 @@ import httpx
 from rl.config import JudgeConfig
 from rl.system.judge_endpoint import auth_header, is_loopback, remedy_for, served_models
 from rl.system.judge_journal import ReplyJournal
-from rl.system.judge_question import PictureEncoder, Question
+from rl.system.judge_question import PartEncoder, Question
 from rl.system.judge_reply import UnreadableReplyError
 from rl.system.retry import Breaker, OutageError, backoff_s, retry_after_s
 from rl.system.scrub import scrub
@@ -39,6 +39,8 @@ RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
+CONTENT = "<content>"
+"""Stands in a request for the question's parts, until they are put in."""
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 
 log = logging.getLogger(__name__)
@@ -121,7 +123,7 @@ class JudgeClient:
         self._jitter = random.Random()
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._pictures = PictureEncoder(config.image_side_px)
+        self._parts = PartEncoder(config.image_side_px)
         self._breaker = Breaker(
             config.breaker_failures, config.breaker_pause_s, config.max_outage_s
         )
@@ -221,7 +223,7 @@ class JudgeClient:
     async def _ask(
         self, question: Question, parse: Callable[[str], T], repeat: int
     ) -> tuple[T | None, list[str], str | None, int]:
-        content = [await self._content(part) for part in question.parts]
+        content = [await self._parts.encode(part) for part in question.parts]
         shape = tuple(isinstance(part, str) for part in question.parts)
         replies: list[str] = []
         num_sent = num_tries = 0
@@ -269,13 +271,8 @@ class JudgeClient:
             self._breaker.open()
         return self._breaker.is_open
 
-    async def _content(self, part: Any) -> dict[str, Any]:
-        if isinstance(part, str):
-            return {"type": "text", "text": part}
-        return {"type": "image_url", "image_url": {"url": await self._pictures.data_url(part)}}
-
     def _body(
-        self, content: list[dict[str, Any]], question: Question, repeat: int, num_unreadable: int
+        self, content: Sequence[bytes], question: Question, repeat: int, num_unreadable: int
     ) -> bytes:
         """The request. Another seed, and a higher temperature, after each unreadable reply."""
         temperature = question.temperature
@@ -283,7 +280,7 @@ class JudgeClient:
             temperature = self.config.temperature
         body: dict[str, Any] = {
             "model": self.config.model,
-            "messages": [{"role": "user", "content": content}],
+            "messages": [{"role": "user", "content": [CONTENT]}],
             "max_tokens": self.config.max_tokens,
             "temperature": round(temperature + RETRY_TEMPERATURE_STEP * min(num_unreadable, 3), 3),
             # Some models' own defaults (top_p 0.001) would make temperature and seed do nothing.
@@ -294,7 +291,9 @@ class JudgeClient:
         if guided == "always" or (guided == "on_retry" and num_unreadable > 0):
             schema = {"name": "grade", "schema": question.reply_schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return json.dumps(body).encode()
+        # Pictures are megabytes: they are put in as they are, not escaped again for each question.
+        before, _, after = json.dumps(body).encode().partition(json.dumps(CONTENT).encode())
+        return b"".join([before, b", ".join(content), after])
 
     async def _reply(self, body: bytes, shape: tuple[bool, ...]) -> tuple[str, bool]:
         """The judge's words, and whether a request was needed for them.

@@ -1,13 +1,15 @@
 """What a judge is asked: texts and pictures in order, and the prompt files they come from.
 
-What: `Question`, PNG data URLs, prompt files. What not: HTTP (`judge_client.py`) and the reading of
-replies (`judge_reply.py`). Called by the rewards that ask a judge, and by the judge client.
+What: `Question`, its parts as JSON, prompt files. What not: HTTP (`judge_client.py`) and the
+reading of replies (`judge_reply.py`). Called by the rewards that ask a judge, and by the judge
+client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,21 +75,31 @@ def png_data_url(image: Image.Image, side_px: int) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
-class PictureEncoder:
-    """Encodes in worker threads, each picture once: a group shares its source, and two questions
-    share an edited picture. Belongs to one event loop."""
+def picture_part(image: Image.Image, side_px: int) -> bytes:
+    """A picture as it stands in a request, JSON."""
+    url = png_data_url(image, side_px)
+    return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
+
+
+class PartEncoder:
+    """Parts of questions as they stand in a request. Pictures are encoded in worker threads, each
+    once: a group shares its source, and two questions share an edited picture. Belongs to one event
+    loop."""
 
     def __init__(self, side_px: int) -> None:
         self._side_px = side_px
-        # The picture is kept beside its URL: an id is only unique while its object lives.
-        self._recent: OrderedDict[int, tuple[Image.Image, asyncio.Future[str]]] = OrderedDict()
+        # The picture is kept beside its bytes: an id is only unique while its object lives.
+        self._recent: OrderedDict[int, tuple[Image.Image, asyncio.Future[bytes]]] = OrderedDict()
 
-    async def data_url(self, image: Image.Image) -> str:
-        entry = self._recent.get(id(image))
+    async def encode(self, part: str | Image.Image) -> bytes:
+        """JSON of one part."""
+        if isinstance(part, str):
+            return json.dumps({"type": "text", "text": part}).encode()
+        entry = self._recent.get(id(part))
         if entry is None:
-            work = asyncio.ensure_future(asyncio.to_thread(png_data_url, image, self._side_px))
-            entry = self._recent[id(image)] = (image, work)
+            work = asyncio.ensure_future(asyncio.to_thread(picture_part, part, self._side_px))
+            entry = self._recent[id(part)] = (part, work)
             if len(self._recent) > CACHED_PICTURES:
                 self._recent.popitem(last=False)
-        self._recent.move_to_end(id(image))
+        self._recent.move_to_end(id(part))
         return await asyncio.shield(entry[1])
