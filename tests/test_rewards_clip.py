@@ -177,13 +177,6 @@ def test_a_prompt_that_is_too_long_is_cut_and_it_is_said(
     assert [grade.parts["prompt_cut"] for grade in grade_all(reward, pairs)] == [0, 1, 1]
 
 
-def test_a_prompt_is_embedded_once(folder: Path, pictures: list[Image.Image]) -> None:
-    model = ClipModel(clip.Config(model_path=str(folder)), "cpu")
-    for _ in range(2):
-        model.compare([(PROMPTS[0], picture) for picture in pictures])
-    assert model._embed_prompt.cache_info().misses == 1
-
-
 def test_no_picture_is_no_score(reward: clip.Clip) -> None:
     grade = asyncio.run(reward.grade(evidence("a cat", None)))
     assert grade.value is None and (grade.failure or "").startswith("no_image: ")
@@ -263,7 +256,7 @@ def test_the_memory_plan_knows_its_activations(folder: Path) -> None:
     tiny = clip.Config(model_path=str(folder), batch_size=2)
     assert clip.activation_counts(tiny) == {"model": 2 * (12 * 32 * 17 + 3 * 32 * 32)}
     large = clip.Config(model_path="openai/clip-vit-large-patch14")
-    assert clip.activation_counts(large) == {"model": 32 * (12 * 1024 * 257 + 3 * 224 * 224)}
+    assert clip.activation_counts(large) == {"model": 16 * (12 * 1024 * 257 + 3 * 224 * 224)}
     assert clip.activation_counts(clip.Config(model_path="someone/else")) == {}
     assert set(clip.HUB_VISION) == set(clip.HUB_PARAMETERS)
 

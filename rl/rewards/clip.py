@@ -60,8 +60,9 @@ class Config(PlacedSection):
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Of weights and activations; cosines are taken in float32."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Pictures scored at once; a batch of fewer is filled up to it, and costs as much."""
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is
+    filled up to it, and costs as much."""
     scale: Annotated[float, Field(gt=0)] = 2.5
     """Cosine times this is the value."""
 

@@ -1,0 +1,174 @@
+"""Nothing is done twice: every costly step, counted over the work of one iteration."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_emu3_vq
+import tiny_sd3
+import torch
+from PIL import Image
+from tiny_faulty_judge import Fault, FaultyJudge, quick_config
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl.renderers._emu3_codec import Emu3Codec
+from rl.renderers._emu3_loop import Emu3VqRenderer
+from rl.rewards import clip, edit_quality, ground_score, viescore, viescore_t2i
+from rl.rewards._clip_model import ClipModel
+from rl.system import judge_question
+from rl.system.judge_client import JudgeClient
+from rl.types import Evidence, Grade, RenderJob, Sample
+
+
+def rows_of_calls(module: torch.nn.Module) -> list[int]:
+    """Filled with the batch size of every call from now on."""
+    rows: list[int] = []
+
+    def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows.append(len(args[0] if args else next(iter(kwargs.values()))))
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    return rows
+
+
+# --- the judge ---------------------------------------------------------------------------------
+
+JUDGED: dict[ModuleType, int] = {viescore: 2, viescore_t2i: 2, edit_quality: 3, ground_score: 1}
+"""Questions per picture."""
+REPLY = Fault(reply='{"score": [5, 5], "alignment": 0.5, "quality": 0.5}')
+
+
+def noise_picture(seed: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def ask_about_group(plug: ModuleType, judge: FaultyJudge, pictures: Sequence[Image.Image]) -> None:
+    sample = Sample("a", "paint it red", source=noise_picture(98), target=noise_picture(99))
+
+    async def run() -> None:
+        client = JudgeClient(quick_config(max_attempts=1), judge.api_base)
+        reward = plug.build(plug.Config(), client, "cpu")
+        grades: list[Grade] = await asyncio.gather(
+            *(reward.grade(Evidence(sample, f"words {i}", p)) for i, p in enumerate(pictures))
+        )
+        assert len(grades) == len(pictures)
+        await client.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("plug", JUDGED, ids=lambda plug: plug.__name__.rpartition(".")[2])
+def test_a_groups_questions_differ_in_their_last_part_alone(
+    plug: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all of a group share comes first, byte for byte: the judge reads it once."""
+    encoded: Counter[int] = Counter()
+    encode = judge_question.picture_part
+
+    def counted(image: Image.Image, side_px: int) -> bytes:
+        encoded[id(image)] += 1
+        return encode(image, side_px)
+
+    monkeypatch.setattr(judge_question, "picture_part", counted)
+    pictures = [noise_picture(seed) for seed in range(4)]
+    with FaultyJudge(after=REPLY) as judge:
+        ask_about_group(plug, judge, pictures)
+    contents = [request["messages"][0]["content"] for request in judge.requests]
+    assert len(contents) == JUDGED[plug] * len(pictures)
+    before = Counter(str(content[:-1]) for content in contents)
+    num_kinds = 2 if plug in (viescore, viescore_t2i) else 1
+    assert set(before.values()) == {len(contents) // num_kinds}
+    assert len(before) == num_kinds
+    last = Counter(str(content[-1]) for content in contents)
+    assert set(last.values()) == {JUDGED[plug]} and len(last) == len(pictures)
+    with_other = 0 if plug is viescore_t2i else 1  # the source, or the reference
+    assert len(encoded) == len(pictures) + with_other and set(encoded.values()) == {1}
+
+
+# --- CLIP --------------------------------------------------------------------------------------
+
+
+def test_clip_reads_each_picture_and_each_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six pictures of two prompts, of which four are looked at together; and once more."""
+    model = ClipModel(clip.Config(model_path="rl/tiny_world/weights/clip", batch_size=4), "cpu")
+    seen = rows_of_calls(model._model.vision_model)
+    read = rows_of_calls(model._model.text_model)
+    prepared: list[int] = []
+    prepare = model._processor.preprocess
+
+    def counted(images: Sequence[Image.Image], **arguments: Any) -> Any:
+        prepared.append(len(images))
+        return prepare(images, **arguments)
+
+    monkeypatch.setattr(model._processor, "preprocess", counted)
+    pairs = [("a red circle" if i < 3 else "a blue square", noise_picture(i)) for i in range(6)]
+    model.compare(pairs)
+    assert prepared == [4, 2] and seen == [4, 4] and read == [1, 1]
+    model.compare(pairs)
+    assert read == [1, 1], "the prompts are remembered"
+
+
+# --- Stable Diffusion 3 ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("guidance_scale", "rows_per_picture"), [(7.0, 2), (1.0, 1)])
+def test_sd3_does_steps_forwards_per_batch_and_encodes_each_prompt_once(
+    guidance_scale: float, rows_per_picture: int
+) -> None:
+    """Two groups of four: the first prompt of each is written twice, under two noises."""
+    parts = tiny_sd3.make_parts()
+    denoised = rows_of_calls(parts.transformer)
+    decoded = rows_of_calls(parts.vae.decoder)
+    encoders = [*parts.text.encoders, parts.text.encoder_3]
+    encoded = [rows_of_calls(encoder) for encoder in encoders]
+    renderer = tiny_sd3.make_renderer(
+        parts, batch_size=3, num_steps=2, guidance_scale=guidance_scale
+    )
+    words = ["a cat", "a cat", "a dog", "a bird", "a fish", "a fish", "a tree", "a boat"]
+    jobs = [tiny_sd3.make_job(prompt, seed) for seed, prompt in enumerate(words)]
+    assert len(list(renderer.render(iter(jobs)))) == 8
+    assert denoised == [rows_per_picture * rows for rows in (3, 3, 3, 3, 2, 2)]
+    assert decoded == [3, 3, 2]
+    num_encodes = 6 + (guidance_scale > 1)
+    assert encoded == [[1] * num_encodes] * 3
+
+
+# --- Emu3's pictures ---------------------------------------------------------------------------
+
+
+def test_emu3_paints_one_frame_of_four_and_each_distinct_grid_once() -> None:
+    vq = tiny_emu3_vq.make_vq()
+    renderer = Emu3VqRenderer(Emu3Codec(vq), batch_size=4)
+    painted = rows_of_calls(vq.decoder.conv_in)
+    source, *drawn = (tiny_emu3_vq.make_codes(seed) for seed in range(4))
+    samples = [Sample(str(i), "", source_codes=codes) for i, codes in enumerate((source, drawn[0]))]
+    for _ in range(2):
+        samples = renderer.illustrate(samples)
+    assert painted == [2]
+    jobs = [RenderJob(samples[0], drawn[i], noise_seed=0) for i in (0, 0, 1, 2, 1, 0)]
+    assert len(list(renderer.render(iter(jobs)))) == 6
+    assert painted == [2, 3]
+
+
+def test_emu3s_codec_does_a_quarter_of_the_stock_models_work() -> None:
+    vq = tiny_emu3_vq.make_vq()
+    codec = Emu3Codec(vq)
+    codes = torch.from_numpy(tiny_emu3_vq.make_codes(0, 8, 8)).long()[None]
+    pixels = torch.zeros(1, 3, 64, 64)
+
+    def flops(work: Any) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            work()
+        return counter.get_total_flops()
+
+    decode = flops(lambda: codec.decode_tensor(codes)) / flops(lambda: vq.decode(codes))
+    sizes = torch.tensor([[64, 64]])
+    encode = flops(lambda: codec.encode_tensor(pixels)) / flops(lambda: vq.encode(pixels, sizes))
+    assert decode < 0.26 and encode < 0.26, (decode, encode)
