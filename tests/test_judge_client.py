@@ -182,6 +182,23 @@ def test_another_journal_can_be_opened_per_iteration(tmp_path: Path) -> None:
         assert entry["reply"] == GOOD
 
 
+def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None:
+    """One iteration's verdicts may come in while the next one's pictures are asked about."""
+
+    async def run(judge: FaultyJudge) -> None:
+        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "0.jsonl")
+        early = asyncio.create_task(client.ask(pair_question("early"), read_pair))
+        await asyncio.sleep(0.1)
+        client.open_journal(tmp_path / "1.jsonl")
+        await client.ask(pair_question("late"), read_pair)
+        await early
+        await client.aclose()
+
+    with FaultyJudge([Fault(stall_s=0.4), Fault()]) as judge:
+        asyncio.run(run(judge))
+    assert [len((tmp_path / f"{i}.jsonl").read_text().splitlines()) for i in (0, 1)] == [1, 1]
+
+
 def test_the_key_is_sent_and_shown_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

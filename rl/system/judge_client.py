@@ -114,6 +114,7 @@ class JudgeClient:
         self.config = config
         self.api_base = api_base
         self._journal = ReplyJournal(journal) if journal else None
+        self._earlier_journal: ReplyJournal | None = None
         self._stats = JudgeStats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
@@ -146,23 +147,25 @@ class JudgeClient:
         raise TypeError("a JudgeClient holds a key and sockets: make one per process instead")
 
     def open_journal(self, path: Path) -> None:
-        """Continue with another journal, e.g. one per iteration. Call while nothing is asked."""
-        if self._journal:
-            self._journal.close()
-        self._journal = ReplyJournal(path)
+        """Continue with another journal, e.g. one per iteration. Questions that were asked before
+        keep theirs until the next call."""
+        if self._earlier_journal:
+            self._earlier_journal.close()
+        self._earlier_journal, self._journal = self._journal, ReplyJournal(path)
 
     def take_stats(self) -> JudgeStats:
-        """What happened since the last call. Call while nothing is asked."""
+        """What happened since the last call; a request under way counts when it ends."""
         taken, self._stats = self._stats, JudgeStats()
         taken.breaker_openings = self._breaker.num_openings
         self._breaker.num_openings = 0
         return taken
 
     async def aclose(self) -> None:
-        """Close the pool and the journal."""
+        """Close the pool and the journals."""
         await self._http.aclose()
-        if self._journal:
-            self._journal.close()
+        for journal in (self._journal, self._earlier_journal):
+            if journal:
+                journal.close()
 
     async def check_health(self, wait_s: float = 60.0) -> None:
         """Prove that the endpoint is there and serves the model, or say what is wrong.
@@ -216,12 +219,17 @@ class JudgeClient:
             )
         self._loop = loop
         started = time.monotonic()
+        journal = self._journal
         async with self._slots:
-            value, replies, failure, attempts = await self._ask(question, parse, repeat)
+            value, replies, failure, attempts = await self._ask(question, parse, repeat, journal)
         return Answer(value, tuple(replies), failure, attempts, time.monotonic() - started)
 
     async def _ask(
-        self, question: Question, parse: Callable[[str], T], repeat: int
+        self,
+        question: Question,
+        parse: Callable[[str], T],
+        repeat: int,
+        journal: ReplyJournal | None,
     ) -> tuple[T | None, list[str], str | None, int]:
         content = [await self._parts.encode(part) for part in question.parts]
         shape = tuple(isinstance(part, str) for part in question.parts)
@@ -230,7 +238,7 @@ class JudgeClient:
         while True:
             body = self._body(content, question, repeat, num_unreadable=len(replies))
             try:
-                reply, was_sent = await self._reply(body, shape)
+                reply, was_sent = await self._reply(body, shape, journal)
             except OutageError as outage:
                 return None, replies, f"outage: {outage}", num_sent
             except _Trouble as trouble:
@@ -295,22 +303,24 @@ class JudgeClient:
         before, _, after = json.dumps(body).encode().partition(json.dumps(CONTENT).encode())
         return b"".join([before, b", ".join(content), after])
 
-    async def _reply(self, body: bytes, shape: tuple[bool, ...]) -> tuple[str, bool]:
+    async def _reply(
+        self, body: bytes, shape: tuple[bool, ...], journal: ReplyJournal | None
+    ) -> tuple[str, bool]:
         """The judge's words, and whether a request was needed for them.
 
         Equal requests wait for each other: whoever comes second finds the first one's reply, as it
         would after a restart. (Without a journal each is sent.)
         """
-        if self._journal is None:
+        if journal is None:
             return await self._send(body, shape), True
         key = hashlib.sha256(body).hexdigest()
         async with self._asking.setdefault(key, asyncio.Lock()):
-            reply = self._journal.get(key)
+            reply = journal.get(key)
             if reply is not None:
                 self._stats.reused += 1
                 return reply, False
             reply = await self._send(body, shape)
-            self._journal.put(key, reply)
+            journal.put(key, reply)
             return reply, True
 
     async def _send(self, body: bytes, shape: tuple[bool, ...]) -> str:
