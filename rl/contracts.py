@@ -8,7 +8,7 @@ Axes in names: as in `types.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rl.types import (
@@ -21,9 +21,11 @@ from rl.types import (
     Prompt,
     RenderFailure,
     RenderJob,
+    Row,
     Sample,
     SamplingParams,
     TokenBatch,
+    TokenOutputs,
 )
 
 if TYPE_CHECKING:
@@ -61,11 +63,19 @@ class Policy(Protocol):
         are left out besides."""
         ...
 
-    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
-        """Understand a group: parse, and run the one forward the renderer's payload needs."""
+    reads_states: bool
+    """Whether `act` needs what the module's forward gives."""
+
+    def act(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[Action]:
+        """Understand the rows of one micro-batch. `outputs`: of `module(batch)`, where `batch` is
+        `collate(rows)`, if it `reads_states`; nothing of its graph is kept."""
         ...
 
-    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch: ...
+    def collate(self, rows: Sequence[Row]) -> TokenBatch:
+        """Neighbouring rows that share their `Prompt` object are a group, its prompt there once."""
+        ...
 
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
         """`tensors`: the trainable parameters, whole, keyed as in `module.named_parameters()`."""
@@ -118,9 +128,10 @@ class Renderer(Protocol):
         ...
 
     def render(
-        self, jobs: Sequence[RenderJob]
+        self, jobs: Iterable[RenderJob]
     ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
-        """Yield `(index into jobs, picture)` as each is ready: judging can start at once."""
+        """Yield `(number of the job, picture)` as each is ready: judging can start at once. Jobs
+        are taken as they are needed, since taking one may mean conditioning its group first."""
         ...
 
 

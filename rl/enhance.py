@@ -159,7 +159,7 @@ class Enhancer:
 
     def _read(self, prompt: Prompt, completion: Completion) -> Enhanced:
         original = prompt.sample.instruction
-        (action,) = self._policy.act(prompt, [completion])
+        (action,) = self._policy.act([(prompt, completion.token_ids)], None, None)
         enhanced = action.text or original
         return Enhanced(
             original=original,

@@ -223,33 +223,40 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """One completion as the learner sees it; [T] are its tokens."""
+    """What a graded completion brings to the loss; [T] are its tokens."""
 
-    prompt: Prompt
-    token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     """[T] which of them carry loss; never used as an attention mask."""
     advantage: float
     sampler_logprobs: tuple[float, ...]
     """[T] nats, from the sampler."""
-    old_logprobs: tuple[float, ...] | None = None
-    """[T] nats, the trainer's before this iteration's first update; None: equal to the current."""
+
+
+Row = tuple[Prompt, Sequence[int]]
+"""A prompt and a completion's token ids."""
+
+
+@dataclass(frozen=True)
+class PackedGroup:
+    """Where one group lies in a packed row: its prompt, then its completions, nothing between."""
+
+    start: int
+    """Position of the prompt's first token."""
+    prompt_len: int
+    completion_lens: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """A micro-batch of prompt+completion rows, right-padded. All tensors on the policy's device."""
+    """Groups packed into ONE row without padding: each prompt once, its completions behind it, each
+    of which attends to its prompt and to itself."""
 
     input_ids: torch.Tensor
-    """[B, T] int64, prompt then completion then padding."""
-    attention_mask: torch.Tensor
-    """[B, T] int64, 1 = a real token."""
-    prompt_lens: torch.Tensor
-    """[B] int64."""
-    completion_lens: torch.Tensor
-    """[B] int64."""
-    model_inputs: Mapping[str, torch.Tensor]
-    """Extra forward arguments (`pixel_values`, `image_grid_thw`, `mm_token_type_ids`)."""
+    """[S] int64, on the policy's device."""
+    groups: tuple[PackedGroup, ...]
+    """Together they cover the row; their completions, in order, are the B rows of the batch."""
+    model_inputs: Mapping[str, Any]
+    """What else the policy's own module reads (`position_ids`, `pictures`, `forced`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +268,7 @@ class TokenOutputs:
     entropy: torch.Tensor
     """[B, C] float32, nats, detached; 0 where padded."""
     hidden: torch.Tensor
-    """[B, T, D] post-norm last hidden states."""
+    """[S, D] post-norm last hidden states, as the row lies."""
 
 
 @dataclass(frozen=True, eq=False)

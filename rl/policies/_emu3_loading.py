@@ -162,13 +162,15 @@ def load_model(config: Config) -> Any:
     import torch
     from transformers import Emu3ForCausalLM
 
+    from rl.policies._packed_attention import register
+
     folder = _model_folder(config)
     with only_download_bars():
         model, report = Emu3ForCausalLM.from_pretrained(
             folder,
             config=read_model_config(folder),
             dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
+            attn_implementation=register(),
             use_safetensors=True,
             output_loading_info=True,
         )

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rl.policies._attention_kernels import Kernel
 from rl.policies._logprobs import completion_outputs, sliced_logprobs, token_logprobs
+from rl.policies._packing import Packing
 from rl.types import TokenBatch, TokenOutputs
 
 
@@ -42,6 +44,7 @@ class Emu3Module(nn.Module):
         temperature: float,
         banned_token_ids: tuple[int, ...],
         slice_bounds: tuple[int, ...] | None,
+        kernel: Kernel,
     ) -> None:
         """`slice_bounds`: of the vocabulary's slices, in which tokens have their own softmax; None:
         one softmax over all ids but the banned ones."""
@@ -51,6 +54,7 @@ class Emu3Module(nn.Module):
         self.temperature = temperature
         self.banned_token_ids = banned_token_ids
         self.slice_bounds = slice_bounds
+        self._kernel = kernel
 
     @property
     def causal_lm(self) -> Any:
@@ -58,13 +62,20 @@ class Emu3Module(nn.Module):
         return self.model.get_base_model() if self.adapted else self.model
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """See `TokenOutputs`; rows are right-padded. Forced tokens are attended to; their log-prob
-        and entropy are exactly 0, as the sampler's are."""
-        hidden_BTD = self.causal_lm.model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        ).last_hidden_state
+        """See `TokenOutputs`. Forced tokens are attended to; their log-prob and entropy are exactly
+        0, as the sampler's are."""
+        hidden_SD = self.backbone(batch).last_hidden_state[0]
         forced_BC = batch.model_inputs.get("forced")
-        return completion_outputs(hidden_BTD, batch, forced_BC, self._logprobs)
+        return completion_outputs(hidden_SD, batch, forced_BC, self._logprobs)
+
+    def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
+        """transformers' own outputs of the packed row."""
+        return self.causal_lm.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.model_inputs["position_ids"][None],
+            packing=Packing(batch.groups, self._kernel),
+            use_cache=use_cache,
+        )
 
     def _logprobs(
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
@@ -85,23 +96,23 @@ class Decoder:
     """
 
     def __init__(self, module: Emu3Module, batch: TokenBatch, num_rows: int) -> None:
-        """`batch`: ONE row, prompt only."""
-        assert batch.input_ids.shape[0] == 1, "one prompt"
-        self._model = module.causal_lm
-        self._prompt_ids = batch.input_ids
+        """`batch`: ONE prompt without completion."""
+        assert len(batch.groups) == 1 and not sum(batch.groups[0].completion_lens), "one prompt"
+        self._module = module
+        self._batch = batch
         self._num_rows = num_rows
         self._cache: Any = None
 
     @torch.no_grad()
     def step(self, token_ids_G: list[int] | None) -> torch.Tensor:
         """Append a token to every row (None: start) -> [G, V] float32 logits of the next one."""
-        ids = self._prompt_ids
-        if token_ids_G is not None:
-            ids = torch.tensor(token_ids_G, device=ids.device)[:, None]
-        out = self._model.model(input_ids=ids, past_key_values=self._cache, use_cache=True)
-        logits: torch.Tensor = self._model.lm_head(out.last_hidden_state[:, -1]).float()
+        model = self._module.causal_lm
         if token_ids_G is None:
+            out = self._module.backbone(self._batch, use_cache=True)
             self._cache = out.past_key_values
             self._cache.batch_repeat_interleave(self._num_rows)
-            return logits.expand(self._num_rows, -1)
-        return logits
+        else:
+            ids = torch.tensor(token_ids_G, device=self._batch.input_ids.device)[:, None]
+            out = model.model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+        logits: torch.Tensor = model.lm_head(out.last_hidden_state[:, -1]).float()
+        return logits.expand(self._num_rows, -1)

@@ -1,7 +1,7 @@
 """The reading and spelling half of an Emu3 policy; no weights.
 
 What: samples to prompts (ids straight from codes), codes and words to the completions they would
-be, completions to codes and words, rows to padded micro-batches. What not: the model. Called by
+be, completions to codes and words, rows to packed micro-batches. What not: the model. Called by
 `emu3.py` and by what trains a tiny Emu3 on pictures.
 
 A prompt is the beginning token, the source picture, the instruction and the assistant's prefill.
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl.policies import _emu3_tokens as tokens
 from rl.policies import _prompting
-from rl.types import Action, Completion, Prompt, Sample, TokenBatch, UnusableSampleError
+from rl.policies._packing import pack, positions
+from rl.types import Action, Prompt, Row, Sample, TokenBatch, UnusableSampleError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,13 +99,11 @@ class Emu3Prompts:
         words = _prompting.plain_ids(self.tokenizer, thought) if thought else []
         return (*words, *picture[shared:], self.vocabulary.picture.end_of_sequence)
 
-    def action(self, prompt: Prompt, completion: Completion) -> Action:
+    def action(self, prompt: Prompt, token_ids: Sequence[int]) -> Action:
         """The completion's picture as [h, w] int32 codes, or why there is none."""
         assert prompt.sample.source_codes is not None, "the prompt was built from them"
         height, width = prompt.sample.source_codes.shape
-        reading = tokens.read_picture(
-            completion.token_ids, (height, width), self.vocabulary.picture
-        )
+        reading = tokens.read_picture(token_ids, (height, width), self.vocabulary.picture)
         before, after = self._text(reading.before), self._text(reading.after)
         if reading.codes is None:
             return Action(" ".join(filter(None, (before, after))), None, reading.failure)
@@ -116,17 +115,17 @@ class Emu3Prompts:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text.strip()
 
-    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]], device: str) -> TokenBatch:
-        """Right-padded rows on `device`; with constraints, also which completion tokens they
-        forced (`forced`, [B, C] bool)."""
+    def collate(self, rows: Sequence[Row], device: str) -> TokenBatch:
+        """Groups packed into a row on `device`, with their positions (`position_ids`, [S]) and,
+        with constraints, which completion tokens these forced (`forced`, [B, C] bool)."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
         from rl.algorithm.image_grammar import forced_tokens
 
-        ids_B = [torch.tensor([*prompt.token_ids, *ids]) for prompt, ids in rows]
-        mask_B = [torch.ones_like(ids) for ids in ids_B]
-        inputs: dict[str, torch.Tensor] = {}
+        ids, groups, prompts = pack(rows)
+        counted = [torch.arange(len(prompt.token_ids)) for prompt in prompts]
+        inputs = {"position_ids": positions(groups, counted)}
         if self._constrained:
             forced_B = [
                 torch.tensor(
@@ -135,11 +134,9 @@ class Emu3Prompts:
                 for prompt, ids in rows
                 if prompt.grid is not None
             ]
-            inputs["forced"] = pad_sequence(forced_B, batch_first=True).to(device)
+            inputs["forced"] = pad_sequence(forced_B, batch_first=True)
         return TokenBatch(
-            input_ids=pad_sequence(ids_B, batch_first=True).to(device),
-            attention_mask=pad_sequence(mask_B, batch_first=True).to(device),
-            prompt_lens=torch.tensor([len(p.token_ids) for p, _ in rows], device=device),
-            completion_lens=torch.tensor([len(ids) for _, ids in rows], device=device),
-            model_inputs=inputs,
+            input_ids=torch.tensor(ids, device=device),
+            groups=groups,
+            model_inputs={name: tensor.to(device) for name, tensor in inputs.items()},
         )

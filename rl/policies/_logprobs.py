@@ -6,7 +6,7 @@ ids; `sliced_logprobs`, the same where each token is drawn from one slice of the
 by the policies' modules.
 
 Axes: `_N` completion tokens of a micro-batch, all rows together; `_V` vocabulary; `_B` rows, `_C`
-completion tokens, `_T` prompt and completion.
+completion tokens, `_S` tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl.policies._packing import completion_tokens
 from rl.types import TokenBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Head(Protocol):
 
 
 def completion_outputs(
-    hidden_BTD: torch.Tensor,
+    hidden_SD: torch.Tensor,
     batch: TokenBatch,
     forced_BC: torch.Tensor | None,
     logprobs_of: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
@@ -48,20 +49,17 @@ def completion_outputs(
     """
     import torch
 
-    columns = torch.arange(int(batch.completion_lens.max()), device=hidden_BTD.device)
-    valid_BC = columns < batch.completion_lens[:, None]
+    lens_B = [length for group in batch.groups for length in group.completion_lens]
+    tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)
     if forced_BC is not None:
-        valid_BC = valid_BC & ~forced_BC
-    rows, columns = valid_BC.nonzero(as_tuple=True)
-    positions = batch.prompt_lens[rows] + columns
-    logprobs_N, entropy_N = logprobs_of(
-        hidden_BTD[rows, positions - 1], batch.input_ids[rows, positions]
-    )
-    zeros_BC = torch.zeros(valid_BC.shape, device=hidden_BTD.device)
+        tokens_4N = tokens_4N[:, ~forced_BC[tokens_4N[0], tokens_4N[1]]]
+    rows_N, columns_N, positions_N, predictors_N = tokens_4N
+    logprobs_N, entropy_N = logprobs_of(hidden_SD[predictors_N], batch.input_ids[positions_N])
+    zeros_BC = torch.zeros(len(lens_B), max(lens_B), device=hidden_SD.device)
     return TokenOutputs(
-        logprobs=zeros_BC.index_put((rows, columns), logprobs_N),
-        entropy=zeros_BC.index_put((rows, columns), entropy_N),
-        hidden=hidden_BTD,
+        logprobs=zeros_BC.index_put((rows_N, columns_N), logprobs_N),
+        entropy=zeros_BC.index_put((rows_N, columns_N), entropy_N),
+        hidden=hidden_SD,
     )
 
 

@@ -11,13 +11,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rl.types import PolicyWeights, Prompt, TokenBatch
+from rl.types import PolicyWeights, Row, TokenBatch
 
 if TYPE_CHECKING:
     import torch
 
+    from rl.policies._attention_kernels import Kernel
     from rl.policies._trained_weights import TrainedWeights
 
 
@@ -37,11 +38,23 @@ class TrainedPolicy:
         self.max_completion_tokens = max_completion_tokens
         self._overlay: tempfile.TemporaryDirectory[str] | None = None
 
-    def _on_device(self, model: Any, gradient_checkpointing: bool) -> Any:
+    def _on_device(self, model: Any, gradient_checkpointing: bool | Literal["mlp"]) -> Any:
         model = model.to(self.device)
-        if gradient_checkpointing:
+        if gradient_checkpointing == "mlp":
+            for layer in model.get_decoder().layers:
+                _recompute(layer.mlp)
+        elif gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
+
+    def _kernel(self) -> Kernel:
+        """As the section asks. Raises ValueError where it does not run here."""
+        import torch
+
+        from rl.policies._attention_kernels import choose_kernel
+
+        dtype = getattr(torch, self.dtype)
+        return choose_kernel(self.config.attn_implementation, self.device, dtype)
 
     def _overlay_folder(self) -> Path:
         """Where a sampler's folder may be put together; lives as long as the policy."""
@@ -53,7 +66,7 @@ class TrainedPolicy:
         """Rank of the trained adapter; None under full fine-tuning."""
         return self.config.lora.r if self.config.lora else None
 
-    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> TokenBatch:
+    def collate(self, rows: Sequence[Row]) -> TokenBatch:
         """See the prompts' `collate`; on the policy's device."""
         batch: TokenBatch = self.prompts.collate(rows, self.device)
         return batch
@@ -65,3 +78,18 @@ class TrainedPolicy:
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
         """See `TrainedWeights.export`."""
         return self._weights.export(tensors, version)
+
+
+def _recompute(module: Any) -> None:
+    """Keep nothing of this module's inside for the backward but its input."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    forward = module.forward
+
+    def recomputed(hidden: torch.Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(hidden)
+        return checkpoint(forward, hidden, use_reentrant=False)
+
+    module.forward = recomputed

@@ -68,6 +68,8 @@ def load_model(config: Config) -> Any:
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
 
+    from rl.policies._packed_attention import register
+
     source: dict[str, Any] = {"revision": config.revision}
     path = config.model_path
     if config.init_text_encoder_from:
@@ -77,7 +79,7 @@ def load_model(config: Config) -> Any:
         return Qwen2_5_VLForConditionalGeneration.from_pretrained(
             path,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
+            attn_implementation={"text_config": register(), "vision_config": "sdpa"},
             **source,
         )
 

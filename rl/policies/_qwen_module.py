@@ -2,8 +2,9 @@
 
 What: `QwenModule`, whose forward runs the backbone once and projects completion positions only.
 Everything happens inside that forward, so that ZeRO can wrap the module. `Decoder` is the same
-model token by token. What not: prompts, parsing, the loss. Called by the learner (training), by the
-policy (conditioning) and, through it, by the transformers engine.
+model token by token. What not: prompts, parsing, the loss, which pictures are encoded anew
+(`_qwen_pictures.py`). Called by the learner (training), by the rollout and the policy
+(conditioning) and, through it, by the transformers engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rl.policies._attention_kernels import Kernel
 from rl.policies._logprobs import completion_outputs, token_logprobs
+from rl.policies._packing import Packing
+from rl.policies._qwen_pictures import PictureFeatures
 from rl.types import TokenBatch, TokenOutputs
 
 
@@ -21,13 +25,21 @@ class QwenModule(nn.Module):
     """Wraps a (PEFT) `Qwen2_5_VLForConditionalGeneration`."""
 
     def __init__(
-        self, model: Any, adapted: bool, temperature: float, banned_token_ids: tuple[int, ...]
+        self,
+        model: Any,
+        adapted: bool,
+        temperature: float,
+        banned_token_ids: tuple[int, ...],
+        kernel: Kernel,
+        max_kept_pictures: int,
     ) -> None:
         super().__init__()
         self.model = model
         self.adapted = adapted
         self.temperature = temperature
         self.banned_token_ids = banned_token_ids
+        self._kernel = kernel
+        self._features = PictureFeatures(max_kept_pictures)
 
     @property
     def vl_model(self) -> Any:
@@ -35,8 +47,34 @@ class QwenModule(nn.Module):
         return self.model.get_base_model() if self.adapted else self.model
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """See `TokenOutputs`; rows are right-padded, a row without completion has no log-probs."""
-        return completion_outputs(self._hidden(batch), batch, None, self._logprobs)
+        """See `TokenOutputs`."""
+        hidden_SD = self.backbone(batch).last_hidden_state[0]
+        return completion_outputs(hidden_SD, batch, None, self._logprobs)
+
+    def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
+        """transformers' own outputs of the packed row, [1, S, D] post-norm."""
+        encoded = {}
+        features = self._features.of(batch.model_inputs["pictures"], self.vl_model)
+        if features is not None:
+            encoded["mm_encoder_outputs"] = {"image": _as_encoded(features)}
+        return self.vl_model.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.model_inputs["position_ids"][:, None],
+            packing=Packing(batch.groups, self._kernel),
+            use_cache=use_cache,
+            **encoded,
+        )
+
+    def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
+        """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on
+        the CPU. Without token types transformers silently gives plain ones, 1.28 nats off."""
+        config = self.vl_model.config
+        positions, _ = self.vl_model.model.get_rope_index(
+            token_ids[None],
+            mm_token_type_ids=(token_ids == config.image_token_id)[None].long(),
+            image_grid_thw=grid,
+        )
+        return positions[:, 0]
 
     def _logprobs(
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
@@ -45,57 +83,8 @@ class QwenModule(nn.Module):
         head = self.vl_model.lm_head
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
 
-    def _hidden(self, batch: TokenBatch) -> torch.Tensor:
-        """[B, T, D] post-norm. `mm_token_type_ids` always travels: without it M-RoPE silently
-        becomes plain positions, 1.28 nats off."""
-        extra: dict[str, Any] = dict(batch.model_inputs)
-        pictured = "pixel_values" in extra
-        any_pictured = self._any_rank_pictured(pictured)
-        if pictured:
-            index = extra.pop("image_index")
-            grid = extra["image_grid_thw"]
-            features = self.encode_images(extra.pop("pixel_values"), grid)
-            extra["image_grid_thw"] = grid[index]
-            extra["mm_encoder_outputs"] = {"image": _encoded([features[i] for i in index.tolist()])}
-        elif any_pictured:
-            # Not one feature of the blank enters, but the backward goes the same way as elsewhere.
-            extra["mm_encoder_outputs"] = {"image": _encoded([self._encode_blank()[:0]])}
-        hidden: torch.Tensor = self.vl_model.model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-            **extra,
-        ).last_hidden_state
-        return hidden
 
-    def _any_rank_pictured(self, pictured: bool) -> bool:
-        """Under ZeRO-3 the vision tower's weights are gathered from all ranks, so that a rank whose
-        rows show no picture must run it as well, or those whose rows do would wait for ever."""
-        visual = self.vl_model.model.visual
-        if not any(hasattr(parameter, "ds_id") for parameter in visual.parameters()):
-            return pictured
-        seen = torch.tensor(int(pictured), device=next(visual.parameters()).device)
-        torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX)
-        return bool(seen)
-
-    def _encode_blank(self) -> torch.Tensor:
-        """[1, D] features of the smallest picture there is, all zeros."""
-        visual = self.vl_model.model.visual
-        device, side = next(visual.parameters()).device, visual.spatial_merge_size
-        embed = visual.patch_embed
-        num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
-        pixel_values = torch.zeros(side * side, num_values, device=device)
-        return self.encode_images(pixel_values, torch.tensor([[1, side, side]], device=device))[0]
-
-    def encode_images(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[torch.Tensor]:
-        """Each picture's [N_img, D] features; a group shares its picture, so it is encoded once."""
-        trained = any(p.requires_grad for p in self.vl_model.model.visual.parameters())
-        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            encoded = self.vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
-        return list(encoded.pooler_output)
-
-
-def _encoded(features: list[torch.Tensor]) -> Any:
+def _as_encoded(features: list[torch.Tensor]) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     return BaseModelOutputWithPooling(pooler_output=tuple(features))
@@ -108,41 +97,29 @@ class Decoder:
     """
 
     def __init__(self, module: QwenModule, batch: TokenBatch, num_rows: int) -> None:
-        """`batch`: ONE row, prompt only."""
-        assert batch.input_ids.shape[0] == 1, "one prompt"
-        self._model = module.vl_model
+        """`batch`: ONE prompt without completion."""
+        assert len(batch.groups) == 1 and not sum(batch.groups[0].completion_lens), "one prompt"
+        self._module = module
         self._batch = batch
         self._num_rows = num_rows
         self._cache: Any = None
-        self._next_position = 0
+        self._next_position = int(batch.model_inputs["position_ids"].max()) + 1
 
     @torch.no_grad()
     def step(self, token_ids_G: list[int] | None) -> torch.Tensor:
         """Append a token to every row (None: start) -> [G, V] float32 logits of the next one."""
+        model = self._module.vl_model
         if token_ids_G is None:
-            return self._prefill()
-        device = self._batch.input_ids.device
-        ids = torch.tensor(token_ids_G, device=device)[:, None]
-        positions = torch.full((3, self._num_rows, 1), self._next_position, device=device)
-        self._next_position += 1
-        hidden = self._model.model(
-            input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True
-        ).last_hidden_state
-        return self._model.lm_head(hidden[:, -1]).float()
-
-    def _prefill(self) -> torch.Tensor:
-        extra = {k: v for k, v in self._batch.model_inputs.items() if k != "image_index"}
-        if "pixel_values" in extra:
-            positions, _ = self._model.model.get_rope_index(
-                self._batch.input_ids,
-                mm_token_type_ids=extra["mm_token_type_ids"],
-                image_grid_thw=extra["image_grid_thw"],
-            )
-            self._next_position = int(positions.max()) + 1
+            out = self._module.backbone(self._batch, use_cache=True)
+            self._cache = out.past_key_values
+            self._cache.batch_repeat_interleave(self._num_rows)
         else:
-            self._next_position = self._batch.input_ids.shape[1]
-        out = self._model.model(input_ids=self._batch.input_ids, use_cache=True, **extra)
-        self._cache = out.past_key_values
-        self._cache.batch_repeat_interleave(self._num_rows)
-        logits = self._model.lm_head(out.last_hidden_state[:, -1]).float()
+            device = self._batch.input_ids.device
+            ids = torch.tensor(token_ids_G, device=device)[:, None]
+            positions = torch.full((3, self._num_rows, 1), self._next_position, device=device)
+            self._next_position += 1
+            out = model.model(
+                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True
+            )
+        logits: torch.Tensor = model.lm_head(out.last_hidden_state[:, -1]).float()
         return logits.expand(self._num_rows, -1)

@@ -1,19 +1,26 @@
 """The reading and spelling half of a Qwen2.5-VL policy; no weights.
 
-What: samples to prompts (template, resize, image processor, ids), rows to padded micro-batches, ids
+What: samples to prompts (template, resize, image processor, ids), rows to packed micro-batches, ids
 to text and back. What not: the model. Called by `qwen2_5_vl.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from rl.policies import _prompting
-from rl.types import Prompt, PromptTemplate, Sample, TokenBatch, UnusableSampleError
+from rl.policies._packing import pack, positions
+from rl.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
+
+    PositionsOf = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """(ids [P], grids of its pictures [n, 3] or None) -> positions [3, P]."""
 
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 MAX_ROUNDING_PX = 46
@@ -41,6 +48,7 @@ class QwenPrompts:
         self._needs_picture = needs_picture
         self._max_prompt_tokens = max_prompt_tokens
         self._image_id = tokenizer.convert_tokens_to_ids(_prompting.IMAGE_TOKEN)
+        self._picture_keys: WeakKeyDictionary[Prompt, bytes] = WeakKeyDictionary()
 
     def prompt(self, sample: Sample, words: str) -> Prompt:
         """`words` about the sample's picture. Raises ValueError naming the sample when a picture is
@@ -50,14 +58,29 @@ class QwenPrompts:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
             )
-        if sample.source is None:
-            template = PromptTemplate(template.text.replace("{image}", ""), template.drop_prefix)
         images: tuple[Image, ...] = ()
         inputs: dict[str, Any] = {}
-        lengths: list[int] = []
         if sample.source is not None and "{image}" in template.text:
             images = (self._sized(sample.source),)
             inputs = dict(self.image_processor(images=list(images), return_tensors="pt"))
+        return self._written(sample, words, images, inputs)
+
+    def other_words(self, prompt: Prompt, words: str) -> Prompt:
+        """`words` about the same picture, which is not processed again."""
+        return self._written(prompt.sample, words, prompt.images, prompt.model_inputs)
+
+    def _written(
+        self,
+        sample: Sample,
+        words: str,
+        images: tuple[Image, ...],
+        inputs: Mapping[str, Any],
+    ) -> Prompt:
+        template = self._template
+        if sample.source is None:
+            template = PromptTemplate(template.text.replace("{image}", ""), template.drop_prefix)
+        lengths = []
+        if images:
             lengths = [int(inputs["image_grid_thw"].prod()) // self.image_processor.merge_size**2]
         short_ids = _prompting.tokenize(self.tokenizer, template, words)
         token_ids = _prompting.expand_images(short_ids, self._image_id, lengths)
@@ -128,28 +151,42 @@ class QwenPrompts:
         unused = set(range(len(self.tokenizer), vocab_size))
         return stops, tuple(sorted((specials | unused) - set(stops)))
 
-    def collate(self, rows: Sequence[tuple[Prompt, Sequence[int]]], device: str) -> TokenBatch:
-        """Right-padded rows on `device`. A picture shared by several rows (a group) is there once;
-        `image_index` says which row looks at which."""
+    def collate(self, rows: Sequence[Row], device: str, positions_of: PositionsOf) -> TokenBatch:
+        """Groups packed into a row on `device`, with their M-RoPE positions (`position_ids`,
+        [3, S]) and, in the order of the prompts that show one, their `pictures`."""
         import torch
-        from torch.nn.utils.rnn import pad_sequence
 
-        ids_B = [torch.tensor([*prompt.token_ids, *ids]) for prompt, ids in rows]
-        pad_id = self.tokenizer.pad_token_id
-        input_ids = pad_sequence(ids_B, batch_first=True, padding_value=pad_id)
-        mask = pad_sequence([torch.ones_like(ids) for ids in ids_B], batch_first=True)
-        inputs = {"mm_token_type_ids": ((input_ids == self._image_id) & mask.bool()).long()}
-        pictured = [prompt for prompt, _ in rows if prompt.images]
-        if pictured:
-            unique = list({id(prompt): prompt for prompt in pictured}.values())
-            place = {id(prompt): i for i, prompt in enumerate(unique)}
-            for name in ("pixel_values", "image_grid_thw"):
-                inputs[name] = torch.cat([prompt.model_inputs[name] for prompt in unique])
-            inputs["image_index"] = torch.tensor([place[id(prompt)] for prompt in pictured])
-        return TokenBatch(
-            input_ids=input_ids.to(device),
-            attention_mask=mask.to(device),
-            prompt_lens=torch.tensor([len(p.token_ids) for p, _ in rows], device=device),
-            completion_lens=torch.tensor([len(ids) for _, ids in rows], device=device),
-            model_inputs={name: tensor.to(device) for name, tensor in inputs.items()},
+        from rl.policies._qwen_pictures import Picture
+
+        ids, groups, prompts = pack(rows)
+        prompt_positions = [
+            positions_of(torch.tensor(prompt.token_ids), prompt.model_inputs.get("image_grid_thw"))
+            for prompt in prompts
+        ]
+        pictures = tuple(
+            Picture(
+                self.picture_key(prompt),
+                prompt.model_inputs["pixel_values"],
+                prompt.model_inputs["image_grid_thw"],
+            )
+            for prompt in prompts
+            if prompt.images
         )
+        return TokenBatch(
+            input_ids=torch.tensor(ids, device=device),
+            groups=groups,
+            model_inputs={
+                "position_ids": positions(groups, prompt_positions).to(device),
+                "pictures": pictures,
+            },
+        )
+
+    def picture_key(self, prompt: Prompt) -> bytes:
+        """By content: two sets of data may call different pictures by one id, and one picture may
+        come with several instructions."""
+        if prompt not in self._picture_keys:
+            digest = hashlib.blake2b(digest_size=16)
+            for image in prompt.images:
+                digest.update(f"{image.size}".encode() + image.tobytes())
+            self._picture_keys[prompt] = digest.digest()
+        return self._picture_keys[prompt]

@@ -30,7 +30,10 @@ from rl.types import (
     ImageVocabulary,
     Prompt,
     PromptTemplate,
+    Row,
     Sample,
+    TokenBatch,
+    TokenOutputs,
     UnusableSampleError,
 )
 
@@ -73,8 +76,9 @@ class Config(TokenSchedule):
     """null = full fine-tuning."""
     adapter_path: str = ""
     """PEFT adapter folder to start from ('' = a fresh one); must fit `lora`."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel of the trainer's forward."""
+    attn_implementation: Literal["auto", "sdpa", "varlen"] = "auto"
+    """Attention kernel of the trainer's packed rows: 'varlen' (flash attention, half precision on
+    CUDA), 'sdpa' (everywhere), 'auto' = 'varlen' where it runs."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 1536
     """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
     run, naming its sample."""
@@ -87,7 +91,7 @@ def build(
     negative_prompt: str | None,
     temperature: float,
     max_completion_tokens: int,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: bool | Literal["mlp"],
     device: str,
 ) -> Emu3Policy:
     """Load the policy.
@@ -98,7 +102,7 @@ def build(
         kind: what the renderer takes, one of `EMITS`.
         temperature: of the sampler, > 0; the trainer divides its logits by it.
         max_completion_tokens: longest completion, tokens.
-        gradient_checkpointing: recompute activations in the backward.
+        gradient_checkpointing: recompute activations in the backward, 'mlp': only the MLPs'.
         device: this rank's device.
     """
     if kind not in EMITS:
@@ -125,7 +129,7 @@ class Emu3Policy(TrainedPolicy):
         *,
         temperature: float,
         max_completion_tokens: int,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: bool | Literal["mlp"],
         device: str,
     ) -> None:
         from rl.policies import _emu3_loading as loading
@@ -149,7 +153,8 @@ class Emu3Policy(TrainedPolicy):
         model = self._on_device(loading.adapt(model, config), gradient_checkpointing)
         bounds = (0, picture.visual_start, picture.visual_end) if config.constrained else None
         adapted = config.lora is not None
-        self.module = Emu3Module(model, adapted, temperature, self.banned_token_ids, bounds)
+        kernel = self._kernel()
+        self.module = Emu3Module(model, adapted, temperature, self.banned_token_ids, bounds, kernel)
         self._weights = TrainedWeights(
             self.module,
             adapted,
@@ -228,9 +233,14 @@ class Emu3Policy(TrainedPolicy):
         start, end = picture.visual_start, picture.visual_end
         return [visual if start <= token_id < end else text for token_id in completion.token_ids]
 
-    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
+    reads_states = False
+    """A picture is read from its tokens."""
+
+    def act(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[Action]:
         """Read each completion's picture; no forward is needed."""
-        return [self.prompts.action(prompt, completion) for completion in completions_G]
+        return [self.prompts.action(prompt, token_ids) for prompt, token_ids in rows]
 
     # Weights
 

@@ -4,15 +4,14 @@ What: prompts under the renderer's own template, log-probs and conditioning stat
 what a completion means, and what leaves for the sampler and for disk. What not: sampling (engines),
 the update (learner), rendering. Built by `build.py`.
 
-Axes: `_G` completions in a group, `_B` rows of a micro-batch, `_T` tokens.
+Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +20,7 @@ from pydantic import Field
 from rl.config import Section
 from rl.policies import _prompting
 from rl.policies._lora import LoraSection
+from rl.policies._packing import completion_spans
 from rl.policies._policy import TrainedPolicy
 from rl.policies._qwen_loading import validate as validate
 from rl.policies._qwen_prompts import QwenPrompts
@@ -31,7 +31,10 @@ from rl.types import (
     HiddenStates,
     Prompt,
     PromptTemplate,
+    Row,
     Sample,
+    TokenBatch,
+    TokenOutputs,
 )
 
 if TYPE_CHECKING:
@@ -43,9 +46,6 @@ EMITS: frozenset[ActionKind] = frozenset({"hidden_states", "text"})
 """Description states for a diffusion transformer, or the words themselves."""
 NEEDS: frozenset[str] = frozenset()
 """Of a sample; a picture only where the renderer's template shows one."""
-
-NEGATIVES_KEPT = 64
-"""Negative embeddings are cached for this many pictures (about 11 MB each at full size)."""
 
 
 class Config(Section):
@@ -78,16 +78,19 @@ class Config(Section):
     conditioning: Literal["policy", "base"] = "policy"
     """Whose hidden states the renderer gets: the trained weights' (their forward also gives the old
     log-probs) or the untrained base's (the renderer never sees drifted states)."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel of the trainer's forward."""
+    attn_implementation: Literal["auto", "sdpa", "varlen"] = "auto"
+    """Attention kernel of the trainer's packed rows: 'varlen' (flash attention, half precision on
+    CUDA), 'sdpa' (everywhere), 'auto' = 'varlen' where it runs."""
     image_min_pixels: Annotated[int, Field(ge=1)] | None = None
     """Smallest picture area the model sees, px; null = the processor's own."""
     image_max_pixels: Annotated[int, Field(ge=28 * 28)] | None = None
     """Largest picture area the model sees, px; null = the processor's own."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
     """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
-    act_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Completions per no-gradient conditioning forward."""
+    max_kept_pictures: Annotated[int, Field(ge=1)] = 64
+    """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
+    on the device, each about 10 MB at 1024 x 1024 px. Fewer than a rank has prompts in an
+    iteration: they are encoded again."""
 
 
 def build(
@@ -97,7 +100,7 @@ def build(
     negative_prompt: str | None,
     temperature: float,
     max_completion_tokens: int,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: bool | Literal["mlp"],
     device: str,
 ) -> Qwen25VLPolicy:
     """Load the policy.
@@ -109,7 +112,7 @@ def build(
         negative_prompt: words of the renderer's unconditional branch; None = it uses none.
         temperature: of the sampler, > 0; the trainer divides its logits by it.
         max_completion_tokens: longest completion, tokens.
-        gradient_checkpointing: recompute activations in the backward.
+        gradient_checkpointing: recompute activations in the backward, 'mlp': only the MLPs'.
         device: this rank's device.
     """
     if kind not in EMITS:
@@ -144,7 +147,7 @@ class Qwen25VLPolicy(TrainedPolicy):
         negative_prompt: str | None,
         temperature: float,
         max_completion_tokens: int,
-        gradient_checkpointing: bool,
+        gradient_checkpointing: bool | Literal["mlp"],
         device: str,
     ) -> None:
         from rl.policies import _qwen_loading as loading
@@ -169,7 +172,14 @@ class Qwen25VLPolicy(TrainedPolicy):
         self.state_dim = text_config.hidden_size
         roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
-        self.module = QwenModule(model, adapted, temperature, self.banned_token_ids)
+        self.module = QwenModule(
+            model,
+            adapted,
+            temperature,
+            self.banned_token_ids,
+            self._kernel(),
+            config.max_kept_pictures,
+        )
         self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         tied = model_config.tie_word_embeddings
         self._weights = TrainedWeights(
@@ -209,6 +219,10 @@ class Qwen25VLPolicy(TrainedPolicy):
 
     # Prompts and completions
 
+    def collate(self, rows: Sequence[Row]) -> TokenBatch:
+        """See `QwenPrompts.collate`; on the policy's device."""
+        return self.prompts.collate(rows, self.device, self.module.prompt_positions)
+
     def build_prompt(self, sample: Sample) -> Prompt:
         """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
         a picture the template shows, or is longer than `max_prompt_tokens`."""
@@ -229,61 +243,74 @@ class Qwen25VLPolicy(TrainedPolicy):
 
     # From completions to actions
 
-    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
-        """Parse a group and, for hidden states, run its one no-gradient forward.
+    @property
+    def reads_states(self) -> bool:
+        """Whether the renderer is conditioned on the trained weights' own states."""
+        return self._kind == "hidden_states" and self.config.conditioning == "policy"
 
-        Every completion is forwarded, failed or not, so that the ranks of a sharded run stay in
-        step. Embeddings keep the stop token and are what the renderer's own encoder would give for
-        prompt and completion as one text.
+    def act(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[Action]:
+        """Parse the rows and, for hidden states, cut theirs out of the packed row.
+
+        Embeddings keep the stop token and are what the renderer's own encoder would give for
+        prompt and completion as one text. What the base has to say (negative prompts, and all of it
+        with `conditioning: base`) comes of forwards made here, as many on every rank.
         """
-        texts = [self.prompts.text(completion.token_ids) for completion in completions_G]
+        texts = [self.prompts.text(ids) for _, ids in rows]
         failures = [None if text else "empty: the completion holds no words" for text in texts]
         if self._kind == "text":
             return [
                 Action(text, None if failure else text, failure)
                 for text, failure in zip(texts, failures, strict=True)
             ]
-        rows = [(prompt, completion.token_ids) for completion in completions_G]
-        outputs = self._condition(rows, base=self.config.conditioning == "base")
-        negative = self._negative(prompt)
+        logprobs_B: list[torch.Tensor | None] = [None] * len(rows)
+        if self.config.conditioning == "base":
+            batch, outputs = self._base_forward(rows)
+        else:
+            assert batch is not None and outputs is not None, "it reads states"
+            logprobs_B = [
+                outputs.logprobs[b, : len(ids)].detach().clone() for b, (_, ids) in enumerate(rows)
+            ]
+        embeds_B = _states(rows, batch, outputs.hidden)
+        negatives_B = self._negatives_of([prompt for prompt, _ in rows])
         return [
             Action(text, None if failure else HiddenStates(embeds, negative), failure, logprobs)
-            for text, failure, (embeds, logprobs) in zip(texts, failures, outputs, strict=True)
+            for text, failure, embeds, negative, logprobs in zip(
+                texts, failures, embeds_B, negatives_B, logprobs_B, strict=True
+            )
         ]
 
-    def _condition(
-        self, rows: Sequence[tuple[Prompt, Sequence[int]]], base: bool
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """([L, D] states after the dropped prefix, [T] log-probs; None from the base) per row."""
+    def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
+        """The untrained weights', without a graph."""
         import torch
 
-        results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        size = self.config.act_batch_size
-        weights = self.reference() if base else nullcontext()
-        with torch.no_grad(), self._evaluating(), weights:
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                outputs = self.module(self.collate(part))
-                for b, (prompt, ids) in enumerate(part):
-                    end = len(prompt.token_ids) + len(ids)
-                    # Clones: a view would keep the whole padded batch alive.
-                    embeds = outputs.hidden[b, prompt.num_dropped_tokens : end].clone()
-                    logprobs = None if base else outputs.logprobs[b, : len(ids)].clone()
-                    results.append((embeds, logprobs))
-        return results
+        batch = self.collate(rows)
+        with torch.no_grad(), self._evaluating(), self.reference():
+            return batch, self.module(batch)
 
-    def _negative(self, prompt: Prompt) -> torch.Tensor | None:
-        """[L', D] of the negative prompt under the base, which training never moves."""
-        if self._negative_prompt is None:
-            return None
-        key = _pictures_key(prompt)
-        if key not in self._negatives or self._weights.sharded:
-            negative = self.prompts.prompt(prompt.sample, self._negative_prompt)
-            self._negatives[key] = self._condition([(negative, ())], base=True)[0][0]
-        self._negatives.move_to_end(key)
-        while len(self._negatives) > NEGATIVES_KEPT:
+    def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
+        """[L', D] of the negative prompt beside each picture, under the base, which training never
+        moves; those not known yet in one forward. Under ZeRO-3, where no rank may skip a forward
+        that another makes, there is always one."""
+        words = self._negative_prompt
+        if words is None:
+            return [None] * len(prompts_B)
+        shown = {self.prompts.picture_key(prompt): prompt for prompt in prompts_B}
+        found = {key: self._negatives[key] for key in shown if key in self._negatives}
+        missing = [key for key in shown if key not in found]
+        if self._weights.sharded:
+            missing = missing or list(shown)[:1]
+        if missing:
+            rows = [(self.prompts.other_words(shown[key], words), ()) for key in missing]
+            batch, outputs = self._base_forward(rows)
+            found |= zip(missing, _states(rows, batch, outputs.hidden), strict=True)
+        for key, states in found.items():
+            self._negatives[key] = states
+            self._negatives.move_to_end(key)
+        while len(self._negatives) > self.config.max_kept_pictures:
             self._negatives.popitem(last=False)
-        return self._negatives[key]
+        return [found[self.prompts.picture_key(prompt)] for prompt in prompts_B]
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -307,9 +334,16 @@ class Qwen25VLPolicy(TrainedPolicy):
         self._weights.save(folder, tensors, save_rest)
 
 
-def _pictures_key(prompt: Prompt) -> bytes:
-    """By content: two sets of data may call different pictures by one id."""
-    digest = hashlib.blake2b(digest_size=16)
-    for image in prompt.images:
-        digest.update(f"{image.size}".encode() + image.tobytes())
-    return digest.digest()
+def _states(rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor) -> list[torch.Tensor]:
+    """[L, D] of each row: what is left of its prompt after the dropped prefix, and its completion.
+    Copies, since a view would keep the whole row alive, and nothing of a graph."""
+    import torch
+
+    spans_B = list(completion_spans(batch.groups))
+    prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+    hidden_SD = hidden_SD.detach()
+    states_B = []
+    for (prompt, _), group, (start, end) in zip(rows, prompts_B, spans_B, strict=True):
+        tail = hidden_SD[group.start + prompt.num_dropped_tokens : group.start + group.prompt_len]
+        states_B.append(torch.cat([tail, hidden_SD[start:end]]))
+    return states_B

@@ -1,0 +1,96 @@
+"""What the vision tower makes of pictures, made once a picture.
+
+What: `Picture`, `PictureFeatures`. What not: where features go in a row (`_qwen_module.py`), pixels
+(`_qwen_prompts.py`). Called by the Qwen-VL module.
+
+A group shows its picture in every one of its rollout, reference and training forwards, and in the
+negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """What one prompt shows; on the CPU."""
+
+    key: bytes
+    """Equal exactly for equal pictures."""
+    pixel_values: torch.Tensor
+    """[patches, C] float32, as transformers' image processor gives them."""
+    grid: torch.Tensor
+    """[1, 3] int64: frames, rows and columns of patches."""
+
+
+class PictureFeatures:
+    """Of one vision tower, the last `max_kept` of them while it is frozen."""
+
+    def __init__(self, max_kept: int) -> None:
+        self._max_kept = max_kept
+        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
+        """Each picture's [N_img, D] features; all that are missing go through the tower in one
+        call. None: neither this nor, under ZeRO-3, any other rank has a picture to encode.
+
+        Under ZeRO-3 collective: the tower's weights are gathered from all ranks, so that a rank
+        that misses nothing runs it as well, on a blank, or those that do would wait for ever.
+        """
+        visual = vl_model.model.visual
+        trained = any(parameter.requires_grad for parameter in visual.parameters())
+        wanted = {picture.key: picture for picture in pictures}
+        missing = [picture for key, picture in wanted.items() if key not in self._kept]
+        found = {key: self._kept[key] for key in wanted if key in self._kept}
+        blank: list[torch.Tensor] = []
+        if _on_any_rank(bool(missing), visual):
+            encoded = _encode(missing or [_blank(visual)], vl_model, trained)
+            if missing:
+                found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
+            elif trained:
+                # Not one feature of the blank enters, but the backward goes as elsewhere.
+                blank = [encoded[0][:0]]
+        if not trained:
+            self._keep(found)
+        features = [found[picture.key] for picture in pictures] + blank
+        return features or None
+
+    def _keep(self, found: dict[bytes, torch.Tensor]) -> None:
+        for key, features in found.items():
+            self._kept[key] = features
+            self._kept.move_to_end(key)
+        while len(self._kept) > self._max_kept:
+            self._kept.popitem(last=False)
+
+
+def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[torch.Tensor]:
+    device = vl_model.device
+    pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
+    grid = torch.cat([picture.grid for picture in pictures]).to(device)
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
+    # Copies: a part of one call's result would keep the whole of it alive.
+    return [part if trained else part.clone() for part in encoded.pooler_output]
+
+
+def _blank(visual: Any) -> Picture:
+    """The smallest picture there is, all zeros."""
+    side, embed = visual.spatial_merge_size, visual.patch_embed
+    num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+    grid = torch.tensor([[1, side, side]])
+    return Picture(b"", torch.zeros(side * side, num_values), grid)
+
+
+def _on_any_rank(here: bool, visual: Any) -> bool:
+    """Whether it is so on this rank or, where the tower's weights are sharded, on any."""
+    if not any(hasattr(parameter, "ds_id") for parameter in visual.parameters()):
+        return here
+    seen = torch.tensor(int(here), device=next(visual.parameters()).device)
+    torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX)
+    return bool(seen)

@@ -1,0 +1,70 @@
+"""What the packed forward must equal: one row at a time through transformers' own model.
+
+What: log-probs, hidden states and gradients of each (prompt, completion) alone, with the stock
+attention, positions, vision tower and a plain float64 softmax; nothing of `rl/policies` computes
+here. What not: speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl.types import Prompt
+
+
+class StockAttention:
+    """While open, the policy's own transformers model (adapters included) attends as stock ones."""
+
+    def __init__(self, language_model: Any) -> None:
+        self._config = language_model.config
+        self._ours = self._config._attn_implementation
+
+    def __enter__(self) -> None:
+        self._config._attn_implementation = "sdpa"
+
+    def __exit__(self, *_: object) -> None:
+        self._config._attn_implementation = self._ours
+
+
+def qwen_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
+    """[P + T, D] of a `Qwen2_5_VLForConditionalGeneration`."""
+    ids = torch.tensor([[*prompt.token_ids, *token_ids]])
+    with StockAttention(model.model.language_model):
+        out = model.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == model.config.image_token_id).long(),
+            use_cache=False,
+            **prompt.model_inputs,
+        )
+    states: torch.Tensor = out.last_hidden_state[0]
+    return states
+
+
+def emu3_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
+    """[P + T, D] of an `Emu3ForCausalLM`."""
+    with StockAttention(model.model):
+        out = model.model(torch.tensor([[*prompt.token_ids, *token_ids]]), use_cache=False)
+    states: torch.Tensor = out.last_hidden_state[0]
+    return states
+
+
+def logprobs(
+    states: torch.Tensor,
+    head: torch.Tensor,
+    token_ids: Sequence[int],
+    temperature: float,
+    allowed_T: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """[T] float64 nats; `allowed_T[t]` are the ids among which token t was drawn, one id alone
+    being no choice at all."""
+    num_tokens = len(token_ids)
+    logits = states[-num_tokens - 1 : -1].double() @ head.double().T / temperature
+    rows = []
+    for row, token, allowed in zip(logits[-num_tokens:], token_ids, allowed_T, strict=True):
+        among = torch.tensor(list(allowed))
+        rows.append(row[token] - row[among].logsumexp(0))
+    return torch.stack(rows) if rows else states.new_zeros(0)
