@@ -54,7 +54,8 @@ class Backend(Protocol):
     in_step: bool
     """Ranks must run the same number of forwards and backwards, in the same order."""
     keeps_graphs: bool
-    """Several forwards may come before their backwards, which may come in any order."""
+    """Several forwards may come before their backwards, which may come in any order; each rank may
+    decide for itself which."""
 
     def forward(self, batch: TokenBatch) -> TokenOutputs: ...
 

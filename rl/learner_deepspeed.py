@@ -85,14 +85,15 @@ def deepspeed_config(
 class DeepSpeedBackend:
     """One `deepspeed` engine around the policy's module."""
 
-    keeps_graphs = True
-
     def __init__(self, module: torch.nn.Module, config: OptimizerConfig, dist: Dist) -> None:
         deepspeed = _import_deepspeed(dist)
         self._dist = dist
         self._stage = config.zero_stage
         # Stage 2 reduces in every backward, stage 3 gathers in every forward besides.
         self.in_step = dist.world_size > 1 and self._stage >= 2
+        # Stage 3 could, if ranks agreed on which: a forward that one saves is one that others wait
+        # for.
+        self.keeps_graphs = self._stage < 3
         self._max_grad_norm = config.max_grad_norm
         self._parameters = trainable_parameters(module)
         parameters = list(self._parameters.values())

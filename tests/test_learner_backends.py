@@ -145,7 +145,7 @@ def test_plain_torch_steps_as_written_by_hand() -> None:
 def test_graphs_are_kept_and_the_gradient_is_scaled(stage: int, recomputes: bool) -> None:
     """All forwards first, one without a graph among them, then the backwards from the last."""
     backend = make_backend(stage, recomputes=recomputes)
-    assert backend.keeps_graphs and not backend.in_step
+    assert backend.keeps_graphs == (stage < 3) and not backend.in_step
     expected, expected_norms = plain(STEPS)
     norms = []
     for seeds in STEPS:
