@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import re
 
 import pytest
 from PIL import Image, PngImagePlugin
 
-from rl.system import console
+from rl.system import console, work
 from rl.system.console import Console, PhaseTimer, duration
 from rl.system.images import downscale, png_bytes
 from rl.system.metric_names import METRICS, check_known, doc_of, markdown_table
+from rl.system.work import Ceilings, Work
 
 
 @pytest.fixture
@@ -20,6 +20,10 @@ def clock(monkeypatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
     return now
+
+
+def seconds_of(timer: PhaseTimer) -> dict[str, float]:
+    return {name: spent.seconds for name, spent in timer.total.items()}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_phases_print_add_up_and_start_over_with_each_lap(clock):
     with timer.phase("learn"):
         clock[0] += 4.0
     assert timer.lap() == {"time/learn_s": 4.0, "time/iteration_s": 4.0}
-    assert timer.total_s == {"render": 5.0, "learn": 4.0} and timer.wall_s == 10.0
+    assert seconds_of(timer) == {"render": 5.0, "learn": 4.0} and timer.wall_s == 10.0
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert lines == [
         ["render", "2.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
@@ -67,7 +71,7 @@ def test_a_phase_that_raises_is_timed_and_the_next_can_start(clock):
         raise OSError("judge")
     with timer.phase("learn"):
         pass
-    assert timer.total_s == {"judge": 2.0, "learn": 0.0}
+    assert seconds_of(timer) == {"judge": 2.0, "learn": 0.0}
 
 
 def test_a_phase_inside_another_pauses_it_and_is_one_line_however_often_it_ran(clock):
@@ -82,7 +86,7 @@ def test_a_phase_inside_another_pauses_it_and_is_one_line_however_often_it_ran(c
             clock[0] += 2.0
         render.note("2 pictures")
         assert stream.getvalue() == ""
-    assert timer.total_s == {"render": 5.0, "condition": 1.0} and timer.wall_s == 6.0
+    assert seconds_of(timer) == {"render": 5.0, "condition": 1.0} and timer.wall_s == 6.0
     assert [line.split() for line in stream.getvalue().splitlines()] == [
         ["render", "5.0", "s", "2", "pictures"],
         ["condition", "1.0", "s", "2", "groups"],
@@ -96,7 +100,7 @@ def test_an_inner_phase_that_raises_leaves_the_outer_one_under_way(clock):
             clock[0] += 1.0
             raise OSError("disk")
         clock[0] += 2.0
-    assert timer.total_s == {"render": 2.0, "condition": 1.0}
+    assert seconds_of(timer) == {"render": 2.0, "condition": 1.0}
 
 
 def test_on_a_terminal_the_live_line_names_the_innermost_phase(clock):
@@ -120,7 +124,7 @@ def test_a_silent_timer_may_run_inside_a_phase(clock):
     timer = PhaseTimer(Console(True, stream))
     with timer.phase("evaluate"), timer.silent().phase("render"):
         clock[0] += 1.0
-    assert timer.total_s == {"evaluate": 1.0}
+    assert seconds_of(timer) == {"evaluate": 1.0}
     assert "render" not in stream.getvalue()
 
 
@@ -143,21 +147,52 @@ def test_the_summary_line_says_how_it_goes_and_when_it_ends():
     assert second == "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  15.0 s/it  ETA 24 min 45 s"
 
 
-def test_the_closing_table_accounts_for_every_second(clock):
+def test_work_is_booked_like_time_and_has_a_floor(clock):
+    timer = PhaseTimer(ceilings=Ceilings(flops_per_s=1e12, bytes_per_s=1e9))
+    work.add(Work(flops=7e12))  # before any phase: nobody's
+    with timer.phase("render"):
+        work.add(Work(flops=1e12))
+        with timer.phase("condition"):
+            work.add(Work(flops=1e11, bytes_moved=5e8))
+            clock[0] += 1.0
+        work.add(Work(flops=2e12))
+        clock[0] += 9.0
+    with timer.phase("judge_wait"):
+        clock[0] += 2.0
+    metrics = timer.lap()
+    check_known(metrics)
+    assert metrics == {
+        "time/render_s": 9.0,
+        "work/render_tflop": 3.0,
+        "work/render_floor_share": pytest.approx(3 / 9),
+        "time/condition_s": 1.0,
+        "work/condition_tflop": 0.1,
+        "work/condition_floor_share": 0.5,  # moving its bytes takes longer than computing
+        "time/judge_wait_s": 2.0,
+        "time/iteration_s": 12.0,
+        "work/iteration_tflop": pytest.approx(3.1),
+        "work/iteration_floor_share": pytest.approx(3.5 / 12),
+    }
+
+
+def test_the_closing_table_accounts_for_every_second_and_operation(clock):
     stream = io.StringIO()
-    timer = PhaseTimer()
-    for name, seconds in (("learn", 3.0), ("render", 6.0)):
+    timer = PhaseTimer(ceilings=Ceilings(flops_per_s=1e12, bytes_per_s=2e9))
+    for name, seconds, tflop in (("learn", 3.0, 0.6), ("render", 6.0, 1.5), ("judge_wait", 0.5, 0)):
         with timer.phase(name):
+            work.add(Work(flops=tflop * 1e12))
             clock[0] += seconds
-    clock[0] += 1.0
+    clock[0] += 0.5
     Console(True, stream).where_time_went(timer)
-    rows = re.findall(r"│ (\S+) +│ ([\d.]+) s +│ ([\d.]+)% +│", stream.getvalue())
-    assert rows == [
-        ("render", "6.0", "60.0"),
-        ("learn", "3.0", "30.0"),
-        ("(other)", "1.0", "10.0"),
-        ("wall", "10.0", "100.0"),
+    rows = [line.strip("│").split("│") for line in stream.getvalue().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["render", "6.0 s", "60.0%", "1.5", "1.5 s", "25.0%"],
+        ["learn", "3.0 s", "30.0%", "0.6", "0.6 s", "20.0%"],
+        ["judge_wait", "0.5 s", "5.0%", "", "", ""],
+        ["(other)", "0.5 s", "5.0%", "", "", ""],
+        ["wall", "10.0 s", "100.0%", "2.1", "2.1 s", "21.0%"],
     ]
+    assert "1 TFLOP/s and 2 GB/s" in stream.getvalue().splitlines()[-1]
 
 
 def test_other_ranks_are_mute():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 from tiny_run import episode, run_config
 
 from rl.system import tracking
+from rl.system.console import PhaseTimer
 from rl.system.dist import Dist
 from rl.system.record import RunRecord
 from rl.system.tracking import Tracker, page_id
@@ -55,9 +57,18 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
     assert page.mode == "offline"
     page.log(1, {"reward/mean": 0.25})
     page.log_episodes(1, [[episode(failure="401: hunter2-hunter2")]], [[1.5]])
+    timer = PhaseTimer()
+    with timer.phase("render"):
+        pass
+    page.log_where_time_went(timer)
     page.close()
     assert b"reward/mean" in page_of(tmp_path) and b"iteration" in page_of(tmp_path)
-    (table,) = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/*.json")
+    media = "wandb/offline-run-*/files/media/table"
+    (closing,) = (tmp_path / "run").glob(f"{media}/where_time_went_*.json")
+    assert [row[0] for row in json.loads(closing.read_text())["data"]] == [
+        "render", "(other)", "wall"
+    ]  # fmt: skip
+    (table,) = (tmp_path / "run").glob(f"{media}/episodes_*.json")
     columns = ["source", "target", "rendered", "instruction", "completion", "status", "failure"]
     columns += ["reward", "judge", "judge/edit_success", "advantage"]
     assert table.read_text().count('"make it red"') == 1

@@ -1,8 +1,8 @@
 """What one sees while a run goes: a line per phase, a summary line per iteration, where time went.
 
-What: `Console` (rank 0 prints, the others are mute), `PhaseTimer` (seconds per phase, every rank)
-and `warn`. What not: records and wandb. With a terminal the phase under way is shown live; in a log
-file every line is plain text.
+What: `Console` (rank 0 prints, the others are mute), `PhaseTimer` (seconds and work per phase,
+every rank) and `warn`. What not: records and wandb, who counts the work (`work.py`). With a
+terminal the phase under way is shown live; in a log file every line is plain text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -20,11 +20,15 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
+from rl.system import work
+from rl.system.work import Ceilings
+
 SUMMARY = {
     "reward/mean": "reward",
     "eval/reward": "held-out",
     "kl/reference_k3": "kl",
     "optimizer/grad_norm": "grad",
+    "memory/peak_gb": "peak GB",
 }
 """Metrics of the summary line and what they are called there; absent ones are left out."""
 _ETA_WINDOW = 20
@@ -81,14 +85,54 @@ class Console:
         self._rich.print("  ".join(parts), markup=False, style="bold")
 
     def where_time_went(self, timer: PhaseTimer) -> None:
-        """The closing table: every phase's seconds and share of the wall time, largest first."""
-        wall_s = max(timer.wall_s, 1e-9)
-        other_s = max(0.0, wall_s - sum(timer.total_s.values()))
-        table = Table("phase", "time", "share", title="where did the time go")
-        rows = [*sorted(timer.total_s.items(), key=lambda row: -row[1]), ("(other)", other_s)]
-        for name, seconds in [*rows, ("wall", wall_s)]:
-            table.add_row(name, duration(seconds), f"{seconds / wall_s:.1%}")
+        """The closing table: every phase's time and work on this rank, the longest first."""
+        table = Table(*CLOSING_COLUMNS, title="where did the time go (rank 0)")
+        for name, seconds, share, tflop, floor_s, floor_share in timer.closing_rows():
+            table.add_row(
+                name,
+                duration(seconds),
+                f"{share:.1%}",
+                "" if tflop is None else f"{tflop:.3g}",
+                "" if floor_s is None else f"{floor_s:.3g} s",
+                "" if floor_share is None else f"{floor_share:.1%}",
+            )
         self._rich.print(table)
+        if timer.ceilings is not None:
+            self.say(
+                "floor: the same work at the rates that this device showed before the run, "
+                f"{timer.ceilings.flops_per_s / 1e12:.3g} TFLOP/s and "
+                f"{timer.ceilings.bytes_per_s / 1e9:.3g} GB/s"
+            )
+
+
+CLOSING_COLUMNS = ("phase", "time_s", "share", "tflop", "floor_s", "floor_share")
+ClosingRow = tuple[str, float, float, float | None, float | None, float | None]
+"""None where a phase ran no model that is counted."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a phase took."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    floor_s: float = 0.0
+    """Seconds that its work takes at best; 0 where the device's ceilings are not known."""
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.seconds + other.seconds, self.flops + other.flops, self.floor_s + other.floor_s
+        )
+
+    @property
+    def tflop(self) -> float | None:
+        """None: nothing was counted."""
+        return self.flops / 1e12 or None
+
+    @property
+    def floor_share(self) -> float | None:
+        """Floor over time, 1 at best; None: there is no floor."""
+        return self.floor_s / self.seconds if self.floor_s else None
 
 
 @dataclass
@@ -112,22 +156,25 @@ class Phase:
 
 
 class PhaseTimer:
-    """Wall seconds per phase, of this iteration and of the whole run, on this rank.
+    """Wall seconds and work per phase, of this iteration and of the whole run, on this rank.
 
     A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
     time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
     often. Code that has phases of its own and shall count as one runs with `silent()`.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        """`console`: where lines go; None: nowhere."""
+    def __init__(self, console: Console | None = None, ceilings: Ceilings | None = None) -> None:
+        """`console`: where lines go; None: nowhere. `ceilings`: of the device that does the work;
+        None: no floors are told."""
         self._console = console
+        self.ceilings = ceilings
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
-        self._this_iteration_s: dict[str, float] = {}
-        self._unprinted_s: dict[str, float] = {}
+        self._settled_work = work.done()
+        self._this_iteration: dict[str, Spent] = {}
+        self._unprinted: dict[str, Spent] = {}
         self._notes: dict[str, str] = {}
         self._under_way: list[Phase] = []
-        self.total_s: dict[str, float] = {}
+        self.total: dict[str, Spent] = {}
         """Since the start, by phase."""
 
     @property
@@ -152,11 +199,11 @@ class PhaseTimer:
                 if self._under_way:
                     self._under_way[-1].show()
                 else:
-                    unprinted_s, self._unprinted_s = self._unprinted_s, {}
+                    unprinted, self._unprinted = self._unprinted, {}
                     notes, self._notes = self._notes, {}
         if self._console is not None and not self._under_way:
-            for ended, seconds in unprinted_s.items():
-                self._console.phase(ended, seconds, notes[ended])
+            for ended, spent in unprinted.items():
+                self._console.phase(ended, spent.seconds, notes[ended])
 
     @contextmanager
     def _live_line(self, name: str) -> Iterator[Status | None]:
@@ -169,22 +216,55 @@ class PhaseTimer:
             yield status
 
     def _settle(self) -> None:
-        """Book the seconds since the last settling on the innermost phase under way."""
-        now_s = time.perf_counter()
+        """Book what was spent since the last settling on the innermost phase under way."""
+        now_s, now_work = time.perf_counter(), work.done()
         if self._under_way:
             name = self._under_way[-1].name
-            for totals_s in (self._this_iteration_s, self._unprinted_s, self.total_s):
-                totals_s[name] = totals_s.get(name, 0.0) + now_s - self._settled_s
-        self._settled_s = now_s
+            piece = now_work - self._settled_work
+            floor_s = self.ceilings.floor_s(piece) if self.ceilings else 0.0
+            spent = Spent(now_s - self._settled_s, piece.flops, floor_s)
+            for totals in (self._this_iteration, self._unprinted, self.total):
+                totals[name] = totals.get(name, Spent()) + spent
+        self._settled_s, self._settled_work = now_s, now_work
 
     def silent(self) -> PhaseTimer:
         """A timer for code that runs inside a phase: it prints nothing and counts nowhere."""
         return PhaseTimer()
 
     def lap(self) -> dict[str, float]:
-        """`time/<phase>_s` and `time/iteration_s` since the last lap; starts the next one."""
+        """`time/<phase>_s`, `work/<phase>_tflop` and `work/<phase>_floor_share` since the last lap,
+        and the same of the whole `iteration`; starts the next one."""
         now_s = time.perf_counter()
-        metrics = {f"time/{name}_s": seconds for name, seconds in self._this_iteration_s.items()}
-        metrics["time/iteration_s"] = now_s - self._lap_s
-        self._this_iteration_s, self._lap_s = {}, now_s
+        whole = replace(_sum(self._this_iteration), seconds=now_s - self._lap_s)
+        metrics: dict[str, float] = {}
+        for name, spent in [*self._this_iteration.items(), ("iteration", whole)]:
+            metrics[f"time/{name}_s"] = spent.seconds
+            if spent.tflop is not None:
+                metrics[f"work/{name}_tflop"] = spent.tflop
+            if spent.floor_share is not None:
+                metrics[f"work/{name}_floor_share"] = spent.floor_share
+        self._this_iteration, self._lap_s = {}, now_s
         return metrics
+
+    def closing_rows(self) -> list[ClosingRow]:
+        """`CLOSING_COLUMNS` of every phase of the run, the longest first, and of their sum."""
+        wall_s = max(self.wall_s, 1e-9)
+        phases = _sum(self.total)
+        rows = sorted(self.total.items(), key=lambda item: -item[1].seconds)
+        rows.append(("(other)", Spent(max(0.0, wall_s - phases.seconds))))
+        rows.append(("wall", replace(phases, seconds=wall_s)))
+        return [
+            (
+                name,
+                spent.seconds,
+                spent.seconds / wall_s,
+                spent.tflop,
+                spent.floor_s or None,
+                spent.floor_share,
+            )
+            for name, spent in rows
+        ]
+
+
+def _sum(phases: Mapping[str, Spent]) -> Spent:
+    return sum(phases.values(), Spent())

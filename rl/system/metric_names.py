@@ -122,8 +122,26 @@ METRICS: dict[str, MetricDoc] = {
         "nats", "mean |log pi_sampler - log pi_trainer| on the probe prompt after the weight sync"
     ),
     # Time: wall time on rank 0
-    "time/<phase>_s": MetricDoc("s", "wall time of one phase of the iteration, rank 0"),
+    "time/<phase>_s": MetricDoc(
+        "s", "wall time of one phase of the iteration, without phases inside it, rank 0"
+    ),
     "time/iteration_s": MetricDoc("s", "wall time of the whole iteration, rank 0"),
+    # Work: what rank 0 computed in that time
+    "work/<phase>_tflop": MetricDoc(
+        "1e12 operations", "matrix products and convolutions of one phase, rank 0"
+    ),
+    "work/<phase>_floor_share": MetricDoc(
+        "0..1", "least time that work takes at this device's measured rates / the phase's time"
+    ),
+    "work/iteration_tflop": MetricDoc("1e12 operations", "the same of the whole iteration"),
+    "work/iteration_floor_share": MetricDoc(
+        "0..1", "sum of the phases' floors / time/iteration_s: how busy the device was kept"
+    ),
+    "memory/peak_gb": MetricDoc(
+        "GB",
+        "most memory of any rank's process: on a GPU what torch held in this iteration, on a CPU "
+        "what was resident since the process began",
+    ),
 }
 
 

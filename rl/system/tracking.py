@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from rl.config import RunConfig
-from rl.system.console import warn
+from rl.system.console import CLOSING_COLUMNS, ClosingRow, PhaseTimer, warn
 from rl.system.dist import Dist
 from rl.system.files import write_atomically
 from rl.system.images import downscale
@@ -98,6 +98,11 @@ class Tracker:
         if pairs:
             self._guarded("episode table", lambda: self._log_table(iteration, pairs))
 
+    def log_where_time_went(self, timer: PhaseTimer) -> None:
+        """The closing table of this process, as the console prints it."""
+        if self._run is not None:
+            self._guarded("closing table", lambda: self._log_closing(timer.closing_rows()))
+
     def close(self, failed: bool = False) -> None:
         """Finish the page, waiting at most a minute for what is not uploaded yet."""
         if self._run is None:
@@ -163,6 +168,12 @@ class Tracker:
             for episode, advantage in pairs
         ]
         self._run.log({"episodes": wandb.Table(columns, rows), "iteration": iteration})
+
+    def _log_closing(self, rows: Sequence[ClosingRow]) -> None:
+        import wandb
+
+        table = wandb.Table(list(CLOSING_COLUMNS), [list(row) for row in rows])
+        self._run.log({"where_time_went": table})
 
     def _guarded(self, what: str, call: Callable[[], object]) -> bool:
         """Run `call`; a failure turns the page off and is one line. True when it went well."""

@@ -1,0 +1,147 @@
+"""What was computed, and what this device could at best have done in the time.
+
+What: a counter of operations and bytes that only grows, read like a clock (`done`); `watch`, which
+counts a frozen model's forwards by their shapes; the device's measured ceilings, hence floors; peak
+memory. What not: which phase it belongs to (`console.PhaseTimer` reads the counter where it reads
+the clock), formulas (`flops.py`). Called by whatever runs a model.
+
+Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_MATMUL_SIDES = (256, 512, 1024, 2048, 4096, 8192)
+_LONG_ENOUGH_S = 0.01
+"""A product that takes this long shows the device's rate; smaller ones show the call's cost."""
+_MEASURED_S = 0.05
+_COPIED_BYTES = {"cuda": 2**29, "cpu": 2**26}
+"""Far beyond any cache."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """An amount of computation."""
+
+    flops: float = 0.0
+    """Operations of matrix products and convolutions; a multiply-add is two."""
+    bytes_moved: float = 0.0
+    """Between memory and the device, where that may be what limits: weights, mostly."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes_moved + other.bytes_moved)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.flops - other.flops, self.bytes_moved - other.bytes_moved)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The best that one device was seen to do."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def floor_s(self, work: Work) -> float:
+        """Seconds below which this device cannot do it, computing and moving at the same time."""
+        return max(work.flops / self.flops_per_s, work.bytes_moved / self.bytes_per_s)
+
+
+_done = Work()
+_lock = threading.Lock()
+
+
+def add(work: Work) -> None:
+    """Count what was just started, on any thread."""
+    global _done
+    with _lock:
+        _done += work
+
+
+def done() -> Work:
+    """Everything counted in this process so far."""
+    return _done
+
+
+def add_passes(output: torch.Tensor, forward_flops: float, backward_flops: float) -> None:
+    """Count the forward that gave `output`, and its backward if a gradient ever arrives there."""
+    add(Work(forward_flops))
+    if output.requires_grad:
+        output.register_hook(lambda gradient: add(Work(backward_flops)))
+
+
+def watch(model: torch.nn.Module, key: Callable[..., Hashable] | None = None) -> None:
+    """Count every forward of a frozen model from now on, weights read included.
+
+    The operations of the first forward with each `key` are counted one by one and remembered; later
+    ones with the same key cost microseconds. A watched model inside a watched one counts with it.
+
+    Args:
+        model: never copied or moved to other shapes by this; its backward is not counted.
+        key: what the cost depends on, from the forward's arguments; default: the shapes of all
+            tensors and the integers among them.
+    """
+    from rl.system.flop_count import Watch
+
+    observer = Watch(key)
+    model.register_forward_pre_hook(observer.before, with_kwargs=True)
+    model.register_forward_hook(observer.after, with_kwargs=True, always_call=True)
+
+
+def measure_ceilings(device: str, dtype: str) -> Ceilings:
+    """The rate of a matrix product in `dtype` ('bfloat16', ...) and of a copy, bytes read plus
+    written: about a fifth of a second. Random numbers, since zeros multiply faster on a GPU."""
+    import torch
+
+    wanted = getattr(torch, dtype)
+    for side in _MATMUL_SIDES:
+        matrix = torch.randn(side, side, device=device).to(wanted)
+        product_s = _best_s(device, partial(torch.mm, matrix, matrix))
+        if product_s > _LONG_ENOUGH_S:
+            break
+    num_bytes = _COPIED_BYTES.get(torch.device(device).type, _COPIED_BYTES["cpu"])
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    copy_s = _best_s(device, partial(target.copy_, source))
+    return Ceilings(2 * side**3 / product_s, 2 * num_bytes / copy_s)
+
+
+def take_peak_memory_gb(device: str) -> float:
+    """Most memory this process held, GB (1e9 bytes): on a CUDA device what torch allocated since
+    the last call, elsewhere what lay in main memory since the process began."""
+    if device.startswith("cuda"):
+        import torch
+
+        peak_gb = torch.cuda.max_memory_allocated(device) / 1e9
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak_gb
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9
+
+
+def _best_s(device: str, call: Callable[[], object]) -> float:
+    """Shortest of as many calls as fit into `_MEASURED_S`, one at least; the first warms up."""
+    import torch
+
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    call()
+    best_s, spent_s = float("inf"), 0.0
+    while spent_s < _MEASURED_S:
+        synchronize()
+        start_s = time.perf_counter()
+        call()
+        synchronize()
+        seconds = time.perf_counter() - start_s
+        best_s, spent_s = min(best_s, seconds), spent_s + seconds
+    return best_s
