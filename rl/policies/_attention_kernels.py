@@ -212,7 +212,8 @@ def _plain_backward(
     return of_query.to(q.dtype), of_key.to(k.dtype), of_value.to(v.dtype)
 
 
-# On CUDA: all runs in one call.
+# On CUDA: all runs in one call. PyTorch has no public backward that takes `out` and `lse` from
+# elsewhere, so these are the operators beneath its public function.
 
 
 @lru_cache(maxsize=16)
@@ -224,7 +225,9 @@ def _cumulative(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def _varlen_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs
 ) -> Attended:
-    out, lse, _ = torch.ops.torch_attn._varlen_attn(
+    from torch.nn.attention import varlen
+
+    out, lse, _ = varlen._varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -247,9 +250,11 @@ def _varlen_backward(
     lse: torch.Tensor,
     runs: Runs,
 ) -> Tensors:
+    from torch.nn.attention import varlen
+
     # Dropout's random state: read by nobody, since there is none.
     no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    result: Tensors = torch.ops.torch_attn._varlen_attn_backward(
+    result: Tensors = varlen._varlen_attn_backward(
         grad_out.contiguous(),
         query.contiguous(),
         key.contiguous(),
