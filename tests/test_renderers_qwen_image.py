@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ import torch
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_edit_plus
+from PIL import Image
 from tiny_editor import (
     SMALL_AREA_PX,
     TINY,
+    StockParts,
     assert_same_picture,
     make_job,
     make_picture,
@@ -24,13 +28,23 @@ from tiny_editor import (
 
 from rl.renderers import _qwen_image_loop as loop
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
+from rl.renderers._qwen_image_parts import EditorParts
 from rl.renderers._scheduling import SchedulerOverrides, override_scheduler
 from rl.types import RenderJob
 
+ROUNDING = 2e-6
+"""Of a picture's 0..1 range in float32. Ours adds up in another order than stock: 2-D convolutions,
+modulation of a whole schedule at once, no padded words, a last block for the picture alone."""
+
 
 @pytest.fixture(scope="module")
-def parts() -> loop.EditorParts:
-    return tiny_editor.make_parts()
+def stock() -> StockParts:
+    return tiny_editor.make_stock()
+
+
+@pytest.fixture(scope="module")
+def parts(stock: StockParts) -> EditorParts:
+    return stock.ours()
 
 
 @pytest.fixture
@@ -46,7 +60,7 @@ def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def render_stock(
-    parts: loop.EditorParts,
+    stock: StockParts,
     jobs: Sequence[RenderJob],
     pipeline_class: type = QwenImageEditPipeline,
     **arguments: object,
@@ -56,7 +70,7 @@ def render_stock(
     if arguments.get("true_cfg_scale", 1.0) > 1:
         negatives = tiny_editor.pad_states([job.payload.negative_embeds for job in jobs])
         arguments["negative_prompt_embeds"], arguments["negative_prompt_embeds_mask"] = negatives
-    pipeline = tiny_editor.stock_pipeline(parts, pipeline_class)
+    pipeline = tiny_editor.stock_pipeline(stock, pipeline_class)
     return pipeline(
         image=[job.sample.source for job in jobs],
         prompt_embeds=embeds,
@@ -70,31 +84,31 @@ def render_stock(
 @pytest.mark.usefixtures("small_stock")
 @pytest.mark.parametrize("num_jobs", [1, 3])
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_loop_equals_the_stock_pipeline_bit_for_bit(
-    parts: loop.EditorParts, num_jobs: int, scale: float
+def test_loop_equals_the_stock_pipeline(
+    stock: StockParts, parts: EditorParts, num_jobs: int, scale: float
 ) -> None:
     """The source is 96x32 to the VAE and 64x48 in the picture, so that no two sides agree."""
     jobs = three_jobs(width=128)[:num_jobs]
     renderer = make_renderer(
         parts, true_cfg_scale=scale, cfg_in_one_forward=False, height_px=48, width_px=64
     )
-    expected = render_stock(parts, jobs, true_cfg_scale=scale, height=48, width=64)
+    expected = render_stock(stock, jobs, true_cfg_scale=scale, height=48, width=64)
     assert expected.shape == (num_jobs, 3, 48, 64)
-    assert torch.equal(render_floats(renderer, jobs), expected)
+    assert (render_floats(renderer, jobs) - expected).abs().max() <= ROUNDING
 
 
 @pytest.mark.usefixtures("small_stock")
-def test_guidance_in_one_forward_equals_two(parts: loop.EditorParts) -> None:
+def test_guidance_in_one_forward_equals_two(stock: StockParts, parts: EditorParts) -> None:
     jobs = three_jobs()
-    expected = render_stock(parts, jobs, true_cfg_scale=4.0)
+    expected = render_stock(stock, jobs, true_cfg_scale=4.0)
     ours = render_floats(make_renderer(parts, true_cfg_scale=4.0), jobs)
-    assert (ours - expected).abs().max() <= 2e-6
+    assert (ours - expected).abs().max() <= ROUNDING
     unguided = render_floats(make_renderer(parts), jobs)
     assert (unguided - expected).abs().max() > 1e-2
 
 
 @pytest.mark.slow
-def test_stock_settings_are_the_defaults(parts: loop.EditorParts) -> None:
+def test_stock_settings_are_the_defaults(stock: StockParts, parts: EditorParts) -> None:
     """The true 1024^2 condition of a 3:2 source, its pixels and the config's own defaults."""
     job = make_job(make_picture(3, 96, 64), 9, noise_seed=3, negative_length=4)
     config = qwen_image_edit.Config(
@@ -107,61 +121,74 @@ def test_stock_settings_are_the_defaults(parts: loop.EditorParts) -> None:
     )
     ((_, picture),) = loop.QwenImageRenderer(config, parts).render([job])
     expected = render_stock(
-        parts, [job], true_cfg_scale=4.0, num_inference_steps=2, height=32, width=64
+        stock, [job], true_cfg_scale=4.0, num_inference_steps=2, height=32, width=64
     )
     expected_picture = (expected[0].permute(1, 2, 0).numpy() * 255).round().astype("uint8")
-    assert np.array_equal(np.asarray(picture), expected_picture)
+    assert_same_picture(picture, Image.fromarray(expected_picture))
 
 
 @pytest.mark.usefixtures("small_stock")
 @pytest.mark.parametrize("zero_cond_t", [False, True])
 def test_plus_equals_its_stock_pipeline(zero_cond_t: bool) -> None:
-    parts = tiny_editor.make_parts(zero_cond_t)
+    stock = tiny_editor.make_stock(zero_cond_t)
+    parts = stock.ours()
     jobs = three_jobs(width=128)
     config = qwen_image_edit_plus.Config(**TINY | {"type": "qwen_image_edit_plus"})
     ours = render_floats(loop.QwenImageRenderer(config, parts), jobs)
-    one_by_one = [render_stock(parts, [job], QwenImageEditPlusPipeline) for job in jobs]
-    alone = render_floats(loop.QwenImageRenderer(config, parts), jobs[:1])
-    assert torch.equal(alone, one_by_one[0])
-    assert (ours - torch.cat(one_by_one)).abs().max() <= 2e-6
+    one_by_one = [render_stock(stock, [job], QwenImageEditPlusPipeline) for job in jobs]
+    assert (ours - torch.cat(one_by_one)).abs().max() <= ROUNDING
 
 
 @pytest.mark.usefixtures("small_stock")
-def test_bfloat16_equals_stock_given_the_same_noise(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    folder = tmp_path_factory.mktemp("editor")
-    tiny_editor.save_editor(tiny_editor.make_parts(), folder)
-    config = qwen_image_edit.Config(**TINY | {"model_path": str(folder), "dtype": "bfloat16"})
+def test_bfloat16_is_as_near_to_float32_as_stock(tmp_path: Path, stock: StockParts) -> None:
+    """Rounding to 8 bits after every operation moves a pixel here or there by 0.07, in stock as in
+    ours; so the two are held against the float32 render of the same weights, noise and words."""
+    half = StockParts(
+        copy.deepcopy(stock.transformer).bfloat16(),
+        copy.deepcopy(stock.vae).bfloat16(),
+        stock.scheduler,
+    )
+    tiny_editor.save_editor(half, tmp_path)
+    config = qwen_image_edit.Config(**TINY | {"model_path": str(tmp_path), "dtype": "bfloat16"})
     renderer = qwen_image_edit.build(config, device="cpu")
-    assert renderer.parts.transformer.dtype == renderer.parts.vae.dtype == torch.bfloat16
+    dtypes = {tensor.dtype for tensor in renderer.parts.vae.state_dict().values()}
+    assert dtypes | {renderer.parts.transformer.dtype} == {torch.bfloat16}
+
     (job,) = three_jobs()[:1]
-    pipeline = tiny_editor.stock_pipeline(renderer.parts)
-    expected = pipeline(
-        image=job.sample.source,
-        prompt_embeds=job.payload.embeds[None].bfloat16(),
-        # Stock would draw the noise in bfloat16; ours is the float32 one, rounded.
-        latents=loop.make_noise(job.noise_seed, 4, 4, 4).bfloat16(),
-        num_inference_steps=4,
-        true_cfg_scale=1.0,
-        output_type="pt",
-    ).images
-    assert torch.equal(render_floats(renderer, [job]), expected)
+    noise = loop.make_noise(job.noise_seed, 4, 4, 4).bfloat16()
+
+    def stock_picture(parts: StockParts, dtype: torch.dtype) -> torch.Tensor:
+        pipeline = tiny_editor.stock_pipeline(parts)
+        return pipeline(
+            image=job.sample.source,
+            prompt_embeds=job.payload.embeds[None].bfloat16().to(dtype),
+            # Stock would draw the noise in bfloat16; ours is the float32 one, rounded.
+            latents=noise.to(dtype),
+            num_inference_steps=4,
+            true_cfg_scale=1.0,
+            output_type="pt",
+        ).images.float()
+
+    theirs = stock_picture(half, torch.bfloat16)
+    half.transformer.float()
+    half.vae.float()
+    exact = stock_picture(half, torch.float32)
+    ours = render_floats(renderer, [job]).float()
+    stock_error, our_error = ((p - exact).abs().mean() for p in (theirs, ours))
+    assert 0 < our_error <= 1.1 * stock_error < 0.006
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_a_picture_does_not_depend_on_its_batch_mates(
-    parts: loop.EditorParts, scale: float
-) -> None:
+def test_a_picture_does_not_depend_on_its_batch_mates(parts: EditorParts, scale: float) -> None:
     jobs = three_jobs()
     renderer = make_renderer(parts, true_cfg_scale=scale)
     together = render_floats(renderer, jobs)
     alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
-    assert (together - alone).abs().max() <= 2e-6
+    assert (together - alone).abs().max() <= ROUNDING
     assert torch.equal(render_floats(renderer, jobs), together)
 
 
-def test_the_words_and_the_noise_both_show(parts: loop.EditorParts) -> None:
+def test_the_words_and_the_noise_both_show(parts: EditorParts) -> None:
     source = make_picture(0)
     renderer = make_renderer(parts)
     words = [make_job(source, 9, noise_seed=5, states_seed=seed) for seed in (0, 1)]
@@ -171,7 +198,7 @@ def test_the_words_and_the_noise_both_show(parts: loop.EditorParts) -> None:
         assert (first - second).abs().max() > 1e-2
 
 
-def test_equal_seeds_give_equal_noise_in_any_batch(parts: loop.EditorParts) -> None:
+def test_equal_seeds_give_equal_noise_in_any_batch(parts: EditorParts) -> None:
     """Same words and seed: the same picture, wherever it lies in the call."""
     source = make_picture(0)
     twins = make_job(source, 9, noise_seed=2**63 - 1)
@@ -183,32 +210,7 @@ def test_equal_seeds_give_equal_noise_in_any_batch(parts: loop.EditorParts) -> N
         assert_same_picture(picture, first[0])
 
 
-def test_junk_in_padded_slots_has_no_effect(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = three_jobs()
-    renderer = make_renderer(parts)
-    clean = render_floats(renderer, jobs)
-    pad_right = loop.pad_right
-
-    def pad_with_junk(embeds_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        padded, mask = pad_right(embeds_B)
-        assert mask is not None
-        return torch.where(mask[..., None], padded, torch.full_like(padded, 37.0)), mask
-
-    monkeypatch.setattr(loop, "pad_right", pad_with_junk)
-    assert torch.equal(render_floats(renderer, jobs), clean)
-
-
-def test_padding_is_on_the_right_and_unmasked_where_there_is_none() -> None:
-    short, long = torch.ones(2, 3), torch.ones(4, 3)
-    padded, mask = loop.pad_right([short, long])
-    assert padded[0].sum(dim=1).tolist() == [3, 3, 0, 0]
-    assert mask.tolist() == [[True, True, False, False], [True] * 4]
-    assert loop.pad_right([long, long])[1] is None
-
-
-def test_transparent_and_grey_sources_are_read_as_rgb(parts: loop.EditorParts) -> None:
+def test_transparent_and_grey_sources_are_read_as_rgb(parts: EditorParts) -> None:
     grey = make_picture(0).convert("L")
     renderer = make_renderer(parts, num_steps=2)
     jobs = [make_job(grey.convert(mode), 9, noise_seed=0) for mode in ("L", "RGBA", "RGB")]
@@ -225,7 +227,7 @@ def test_guidance_by_hand() -> None:
     torch.testing.assert_close(loop.guide(positive, negative, 3.0), expected)
 
 
-def test_the_schedule_of_eight_steps_at_1024(parts: loop.EditorParts) -> None:
+def test_the_schedule_of_eight_steps_at_1024(parts: EditorParts) -> None:
     """As tabulated from the stock pipeline; 4096 picture tokens give mu = 0.693."""
     scheduler = override_scheduler(parts.scheduler, SchedulerOverrides())
     loop.set_timesteps(scheduler, 8, 4096, "cpu")
@@ -233,7 +235,7 @@ def test_the_schedule_of_eight_steps_at_1024(parts: loop.EditorParts) -> None:
     np.testing.assert_allclose(scheduler.sigmas.numpy(), expected, atol=6e-4)
 
 
-def test_scheduler_overrides_replace_the_checkpoint_keys(parts: loop.EditorParts) -> None:
+def test_scheduler_overrides_replace_the_checkpoint_keys(parts: EditorParts) -> None:
     lightning = SchedulerOverrides(base_shift=np.log(3), max_shift=np.log(3), shift_terminal=None)
     scheduler = override_scheduler(parts.scheduler, lightning)
     loop.set_timesteps(scheduler, 4, 4096, "cpu")
@@ -242,7 +244,7 @@ def test_scheduler_overrides_replace_the_checkpoint_keys(parts: loop.EditorParts
     assert parts.scheduler.config.shift_terminal == 0.02
 
 
-def test_rendering_leaves_no_state_behind(parts: loop.EditorParts) -> None:
+def test_rendering_leaves_no_state_behind(parts: EditorParts) -> None:
     untouched = parts.scheduler.sigmas.clone()
     renderer = make_renderer(parts)
     jobs = three_jobs()

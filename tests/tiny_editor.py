@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from PIL import Image
 
 from rl.renderers import qwen_image_edit
-from rl.renderers._qwen_image_loop import EditorParts, QwenImageRenderer
+from rl.renderers._qwen_image_loop import QwenImageRenderer
+from rl.renderers._qwen_image_parts import EditorParts
+from rl.renderers._qwen_vae2d import FrameVae
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import HiddenStates, RenderJob, Sample
 
@@ -48,7 +52,25 @@ TINY = {
 }
 
 
+@dataclass(frozen=True)
+class StockParts:
+    """diffusers' own modules, as the stock pipelines take them."""
+
+    transformer: Any
+    vae: Any
+    scheduler: Any
+
+    def ours(self) -> EditorParts:
+        """The same weights, laid out for our loop; the stock modules stay as they are."""
+        vae = FrameVae(copy.deepcopy(self.vae))
+        return EditorParts(copy.deepcopy(self.transformer), vae, self.scheduler)
+
+
 def make_parts(zero_cond_t: bool = False) -> EditorParts:
+    return make_stock(zero_cond_t).ours()
+
+
+def make_stock(zero_cond_t: bool = False) -> StockParts:
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
@@ -75,17 +97,17 @@ def make_parts(zero_cond_t: bool = False) -> EditorParts:
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.15)
     scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG)
-    return EditorParts(transformer=transformer, vae=vae, scheduler=scheduler)
+    return StockParts(transformer, vae, scheduler)
 
 
-def save_editor(parts: EditorParts, folder: Path) -> None:
+def save_editor(parts: StockParts, folder: Path) -> None:
     """As the released checkpoints lie on disk."""
     parts.transformer.save_pretrained(folder / "transformer")
     parts.vae.save_pretrained(folder / "vae")
     parts.scheduler.save_pretrained(folder / "scheduler")
 
 
-def stock_pipeline(parts: EditorParts, pipeline_class: type = QwenImageEditPipeline) -> Any:
+def stock_pipeline(parts: StockParts, pipeline_class: type = QwenImageEditPipeline) -> Any:
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config)
     pipeline = pipeline_class(
         scheduler=scheduler,

@@ -33,7 +33,7 @@ def save_models(folder: Path) -> dict[str, str]:
     tiny_qwen.save_policy_folder(folder / "policy")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_editor, "STATE_DIM", STATE_DIM)
-        tiny_editor.save_editor(tiny_editor.make_parts(), folder / "editor")
+        tiny_editor.save_editor(tiny_editor.make_stock(), folder / "editor")
     return {"policy": str(folder / "policy"), "editor": str(folder / "editor")}
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rl.renderers._checkpoint_folder import count_parameters, path_problems
+from rl.renderers._checkpoint_folder import path_problems
 from rl.renderers._scheduling import SchedulerOverrides
 from rl.system.placement import PlacedSection, resolve_device
+from rl.system.weight_files import num_parameters
 from rl.types import ActionKind, PromptTemplate
 
 if TYPE_CHECKING:
@@ -49,8 +50,11 @@ CHECKPOINT_FILES = (
 )
 """What a local checkpoint must hold, beside the weights."""
 
+MODULATIONS = frozenset({"img_mod", "txt_mod"})
+"""Layers of each transformer block that read the timestep alone: they stay in host memory."""
+
 HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
-    hub_id: {"transformer": 20.43e9, "vae": 0.127e9}
+    hub_id: {"transformer": 13.63e9, "vae": 0.127e9}
     for hub_id in (
         "Qwen/Qwen-Image-Edit",
         "Qwen/Qwen-Image-Edit-2509",
@@ -166,13 +170,19 @@ def validate(config: QwenImageConfig) -> list[str]:
 
 
 def parameter_counts(config: QwenImageConfig) -> dict[str, float]:
-    """Parameters per resident part, for a memory plan: {'transformer': ..., 'vae': ...}.
+    """Parameters per part on the device, for a memory plan: {'transformer': ..., 'vae': ...}.
 
-    Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+    The transformer without its modulation (6.80 of 20.43 B); the VAE as the checkpoint has it, of
+    which a third stays. Known hub ids by table, a local folder by its safetensors headers; {} for
+    an unknown hub id.
     """
-    if Path(config.model_path).is_dir():
-        return count_parameters(config.model_path, ("transformer", "vae"))
-    return dict(HUB_PARAMETERS.get(config.model_path, {}))
+    folder = Path(config.model_path)
+    if not folder.is_dir():
+        return dict(HUB_PARAMETERS.get(config.model_path, {}))
+    return {
+        part: num_parameters(folder / part, lambda name: not MODULATIONS & set(name.split(".")))
+        for part in ("transformer", "vae")
+    }
 
 
 def activation_counts(config: QwenImageConfig) -> dict[str, float]:
@@ -191,7 +201,8 @@ def activation_counts(config: QwenImageConfig) -> dict[str, float]:
 
 def build(config: QwenImageConfig, device: str) -> QwenImageRenderer:
     """Load the editor onto `config.device`, or onto `device` (the rank's) when that is 'auto'."""
-    from rl.renderers._qwen_image_loop import QwenImageRenderer, load_parts
+    from rl.renderers._qwen_image_loop import QwenImageRenderer
+    from rl.renderers._qwen_image_parts import load_parts
 
     place = resolve_device(config.device, device)
     return QwenImageRenderer(config, load_parts(config, place))

@@ -1,21 +1,20 @@
 """The Qwen-Image-Edit render loop: hidden states and source pictures in, edited pictures out.
 
-What: loads transformer, VAE and scheduler (no text encoder) and denoises in batches; at stock
-settings it equals `QwenImageEditPipeline` bit for bit. What not: the pipelines' `__call__` and
+What: batches by size, sources encoded once, the denoising steps, guidance; at stock settings it
+equals `QwenImageEditPipeline` up to float rounding. What not: the pipelines' `__call__` and
 `encode_prompt` are never used: the first resizes every source to 1024^2 and squashes mixed aspects,
 the second drops M-RoPE. Imports torch, so the plugs import this inside `build`.
 
-Determinism: a picture depends on its job alone. Batch mates and padding move it by float rounding
-only: <= 2e-6 of the 0..1 range in float32. In bfloat16 that is up to 2e-2 (5/255, tiny size), so
-there a picture repeats exactly only in the same batch.
+Determinism: a picture depends on its job alone. Batch mates move it by float rounding only: <= 2e-6
+of the 0..1 range in float32. In bfloat16 that is up to 2e-2 (5/255, tiny size), so there a picture
+repeats exactly only in the same batch.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +22,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.renderers._batches import render_or_halve
-from rl.renderers._decoding import decode_in_slices, to_pictures
+from rl.renderers._batches import render_in_batches
+from rl.renderers._decoding import decode_in_slices, in_slices, to_pictures
+from rl.renderers._qwen_denoiser import Conditioning, Denoiser
 from rl.renderers._qwen_image import PATCH_PX, QwenImageConfig, fit_area, output_size
-from rl.renderers._scheduling import override_scheduler, resolution_shift
-from rl.system.wheels import mend_mismatched_wheels
+from rl.renderers._qwen_image_parts import EditorParts
+from rl.renderers._qwen_modulation import ModulationTables, StepModulation
+from rl.renderers._scheduling import resolution_shift
 from rl.types import HiddenStates, RenderFailure, RenderJob, Sample
 
 NUM_KEPT_SOURCES = 64
@@ -41,18 +42,6 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class EditorParts:
-    """The frozen modules, in evaluation mode, on one device and in one dtype."""
-
-    transformer: Any
-    """QwenImageTransformer2DModel."""
-    vae: Any
-    """AutoencoderKLQwenImage."""
-    scheduler: Any
-    """FlowMatchEulerDiscreteScheduler; stateful, so every batch runs on a copy."""
-
-
-@dataclass(frozen=True)
 class Bucket:
     """What jobs must agree on to share a batch."""
 
@@ -62,60 +51,18 @@ class Bucket:
     """Of the source as the VAE sees it."""
 
 
-def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
-    """Load transformer, VAE and scheduler from a hub id or folder; fuse the adapter, if any."""
-    mend_mismatched_wheels()
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImageTransformer2DModel,
-    )
-
-    origin = {
-        "pretrained_model_name_or_path": config.model_path,
-        "revision": config.revision,
-    }
-    weights = {
-        "torch_dtype": getattr(torch, config.dtype),
-        "use_safetensors": True,
-        # Straight to the device: eight ranks would otherwise hold eight copies in host memory.
-        "device_map": {"": device},
-    }
-    transformer = QwenImageTransformer2DModel.from_pretrained(
-        subfolder="transformer", **origin, **weights
-    )
-    vae = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", **origin, **weights)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
-    if config.lora_path:
-        _fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
-    return EditorParts(
-        transformer=transformer.eval().requires_grad_(False),
-        vae=vae.eval().requires_grad_(False),
-        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
-    )
-
-
-def _fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
-    from diffusers.loaders import QwenImageLoraLoaderMixin
-
-    # The metadata holds alpha; without it peft assumes alpha = rank and the strength is wrong.
-    state_dict, metadata = QwenImageLoraLoaderMixin.lora_state_dict(
-        lora_path, weight_name=weight_name, use_safetensors=True, return_lora_metadata=True
-    )
-    QwenImageLoraLoaderMixin.load_lora_into_transformer(state_dict, transformer, metadata=metadata)
-    transformer.fuse_lora()
-    transformer.unload_lora()
-
-
 class QwenImageRenderer:
     """The renderer of the Qwen-Image-Edit plugs; see `rl.contracts.Renderer`."""
 
     def __init__(self, config: QwenImageConfig, parts: EditorParts) -> None:
         from diffusers.image_processor import VaeImageProcessor
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
 
         self.config = config
         self.parts = parts
         self.state_dim = parts.transformer.config.joint_attention_dim
+        self._denoiser = Denoiser(parts.transformer, dispatch_attention_fn)
+        self._modulation = ModulationTables(parts.transformer)
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
         self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
         self._source_latents = OrderedDict()
@@ -129,41 +76,32 @@ class QwenImageRenderer:
         return {}
 
     def render(
-        self, jobs: Sequence[RenderJob]
+        self, jobs: Iterable[RenderJob]
     ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
-        """Yield `(index into jobs, picture or failure)`, batch by batch.
+        """Yield `(number of the job, picture or failure)`, batch by batch, as batches fill.
 
         Pictures are RGB. A failing batch fails its own jobs only; one that does not fit in memory
         is halved until it does. Raises ValueError when guidance is on and a payload has no
         negative states: that is a policy that does not fit this renderer, not a bad sample.
         """
-        buckets: dict[Bucket, list[int]] = {}
-        for index, job in enumerate(jobs):
-            if job.sample.source is None:
-                yield index, RenderFailure("no_source: an editor needs a source picture")
-                continue
-            bucket = self.bucket_of(job.sample.source)
-            failure = self._refuse(job.payload, bucket)
-            if failure is None:
-                buckets.setdefault(bucket, []).append(index)
-            else:
-                yield index, failure
-        for bucket, members in buckets.items():
-            for start in range(0, len(members), self.config.batch_size):
-                indices = members[start : start + self.config.batch_size]
-                render = functools.partial(self._render_batch, bucket=bucket)
-                outcomes = render_or_halve(render, [jobs[i] for i in indices])
-                yield from zip(indices, outcomes, strict=True)
+        return render_in_batches(
+            jobs, self._place, lambda _: self.config.batch_size, self._render_batch
+        )
 
-    def _refuse(self, payload: HiddenStates, bucket: Bucket) -> RenderFailure | None:
+    def _place(self, job: RenderJob) -> Bucket | RenderFailure:
+        """Where a job waits for its batch, or why it never will."""
+        payload: HiddenStates = job.payload
+        if job.sample.source is None:
+            return RenderFailure("no_source: an editor needs a source picture")
         if self.config.true_cfg_scale > 1 and payload.negative_embeds is None:
             raise ValueError(
                 "true_cfg_scale > 1 needs negative_embeds from the policy; set true_cfg_scale: 1 "
                 "or use a policy that encodes the renderer's negative prompt"
             )
+        bucket = self.bucket_of(job.sample.source)
         room = NUM_ROTARY_ROWS - max(*bucket.output, *bucket.condition) // (2 * PATCH_PX)
         if len(payload.embeds) <= room:
-            return None
+            return bucket
         reason = f"too_long: {len(payload.embeds)} conditioning tokens, room for {room}"
         return RenderFailure(reason, blame="policy")
 
@@ -181,103 +119,83 @@ class QwenImageRenderer:
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
-        """Render jobs of one bucket: [B, 3, H, W], the renderer's dtype, nominally -1..1."""
+        """Render jobs of one bucket: [B, 3, H, W], the renderer's dtype, -1..1."""
         transformer = self.parts.transformer
         width, height = (side // PATCH_PX for side in bucket.output)
-        condition_width, condition_height = (side // PATCH_PX for side in bucket.condition)
         noise = [
             make_noise(job.noise_seed, transformer.config.in_channels // 4, height, width)
             for job in jobs
         ]
         latents = torch.cat(noise).to(transformer.device, transformer.dtype)
-        pictures = [job.sample.source for job in jobs if job.sample.source is not None]
-        assert len(pictures) == len(jobs), "`render` gives no bucket to a job without a source"
-        sources = torch.cat([self._encode_source(picture, bucket) for picture in pictures])
-        shapes = [(1, height, width), (1, condition_height, condition_width)]
-        conditionings = self._conditionings([job.payload for job in jobs])
+        conditionings = self._conditionings(jobs, bucket)
         scheduler = copy.deepcopy(self.parts.scheduler)
         set_timesteps(scheduler, self.config.num_steps, latents.shape[1], transformer.device)
-        for timestep in scheduler.timesteps:
-            velocity = self._predict(latents, sources, conditionings, timestep, shapes)
+        table = self._modulation.of_schedule(scheduler.timesteps)
+        for timestep, modulation in zip(scheduler.timesteps, table, strict=True):
+            velocity = self._predict(latents, conditionings, modulation.to(transformer.device))
             latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
-        return self._decode(unpack(latents, height, width))
+        return decode_in_slices(unpack(latents, height, width), self.parts.vae.decode)
 
     def _predict(
         self,
         latents: torch.Tensor,
-        sources: torch.Tensor,
-        conditionings: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-        timestep: torch.Tensor,
-        shapes: list[tuple[int, int, int]],
+        conditionings: Sequence[Conditioning],
+        modulation: StepModulation,
     ) -> torch.Tensor:
-        """Velocity [B, tokens, channels]; `conditionings` holds positive (and negative) states,
-        or both stacked over the batch."""
-        outputs = []
-        for embeds, mask in conditionings:
-            repeats = len(embeds) // len(latents)
-            rows = torch.cat([latents, sources], dim=1).repeat(repeats, 1, 1)
-            output = self.parts.transformer(
-                hidden_states=rows,
-                # Stock rounds the timestep to the latents' dtype before dividing.
-                timestep=timestep.expand(len(rows)).to(latents.dtype) / 1000,
-                encoder_hidden_states=embeds,
-                encoder_hidden_states_mask=mask,
-                img_shapes=[shapes] * len(rows),
-                return_dict=False,
-            )[0]
-            outputs.extend(output[:, : latents.shape[1]].chunk(repeats))
+        """Velocity [B, tokens, channels], guided if there are negative rows."""
+        outputs: list[torch.Tensor] = []
+        for given in conditionings:
+            repeats = len(given.num_words) // len(latents)
+            rows = latents.repeat(repeats, 1, 1)
+            outputs.extend(self._denoiser.velocity(rows, given, modulation).chunk(repeats))
         if len(outputs) == 1:
             return outputs[0]
         positive, negative = outputs
         return guide(positive, negative, self.config.true_cfg_scale)
 
-    def _conditionings(
-        self, payloads_B: Sequence[HiddenStates]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """(states, mask) per forward of a step: one of B rows, one of 2B, or two of B."""
-        rows = [[payload.embeds for payload in payloads_B]]
+    def _conditionings(self, jobs: Sequence[RenderJob], bucket: Bucket) -> list[Conditioning]:
+        """One per forward of a step: of B rows, of 2B (positive, then negative), or two of B."""
+        payloads: list[HiddenStates] = [job.payload for job in jobs]
+        forwards = [[payload.embeds for payload in payloads]]
         if self.config.true_cfg_scale > 1:
-            negatives = [payload.negative_embeds for payload in payloads_B]
-            rows.append([states for states in negatives if states is not None])
-            assert len(rows[1]) == len(rows[0]), "`_refuse` lets no payload without them pass"
+            negatives = [payload.negative_embeds for payload in payloads]
+            forwards.append([states for states in negatives if states is not None])
+            assert len(forwards[1]) == len(jobs), "`_place` lets no payload without them pass"
             if self.config.cfg_in_one_forward:
-                rows = [rows[0] + rows[1]]
-        like = self.parts.transformer
-        return [pad_right([e.to(like.device, like.dtype) for e in embeds]) for embeds in rows]
+                forwards = [forwards[0] + forwards[1]]
+        pictures = [job.sample.source for job in jobs if job.sample.source is not None]
+        assert len(pictures) == len(jobs), "`_place` gives no bucket to a job without a source"
+        sources = self._encode_sources(pictures, bucket.condition)
+        shapes = [
+            (1, height // PATCH_PX, width // PATCH_PX)
+            for width, height in (bucket.output, bucket.condition)
+        ]
+        return [
+            self._denoiser.prepare(rows, sources.repeat(len(rows) // len(jobs), 1, 1), shapes)
+            for rows in forwards
+        ]
 
-    def _encode_source(self, source: Image.Image, bucket: Bucket) -> torch.Tensor:
-        """Packed VAE latents [1, tokens, channels] of a source, encoded once per picture object."""
-        key = (id(source), bucket.condition)
-        if key in self._source_latents:
-            self._source_latents.move_to_end(key)
-            return self._source_latents[key][1]
-        vae = self.parts.vae
-        width, height = bucket.condition
-        pixels = self._pixels.preprocess(source.convert("RGB"), height, width)
-        encoded = vae.encode(pixels.unsqueeze(2).to(vae.device, vae.dtype)).latent_dist.mode()
-        mean, std = self._latent_statistics(encoded)
-        packed = pack((encoded - mean) / std)
-        # The picture is kept beside its latents: a freed one's id could come back as another's.
-        self._source_latents[key] = (source, packed)
-        if len(self._source_latents) > NUM_KEPT_SOURCES:
-            self._source_latents.popitem(last=False)
-        return packed
-
-    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
-        vae = self.parts.vae
-        latents = latents.to(vae.dtype)
-        mean, std = self._latent_statistics(latents)
-        # Dividing by the reciprocal rounds as stock does; multiplying by std would not.
-        latents = latents / (1.0 / std) + mean
-        return decode_in_slices(latents, lambda z: vae.decode(z, return_dict=False)[0][:, :, 0])
-
-    def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        config = self.parts.vae.config
-        mean, std = (
-            torch.tensor(s).view(1, -1, 1, 1, 1).to(like)
-            for s in (config.latents_mean, config.latents_std)
-        )
-        return mean, std
+    def _encode_sources(self, pictures_B: Sequence[Image.Image], size: Size) -> torch.Tensor:
+        """Packed VAE latents [B, tokens, channels], each picture object encoded once; the new ones
+        of a batch together."""
+        kept = self._source_latents
+        new = list({id(p): p for p in pictures_B if (id(p), size) not in kept}.values())
+        if new:
+            width, height = size
+            rgb = [picture.convert("RGB") for picture in new]
+            pixels = self._pixels.preprocess(rgb, height, width)
+            latents = pack(in_slices(pixels, self.parts.vae.encode, width * height))
+            # Pictures are kept beside their latents: a freed one's id could be another's later.
+            kept.update(
+                ((id(picture), size), (picture, row))
+                for picture, row in zip(new, latents.split(1), strict=True)
+            )
+        for picture in pictures_B:
+            kept.move_to_end((id(picture), size))
+        sources = torch.cat([kept[id(picture), size][1] for picture in pictures_B])
+        while len(kept) > NUM_KEPT_SOURCES:
+            kept.popitem(last=False)
+        return sources
 
 
 def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:
@@ -286,33 +204,22 @@ def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.T
     Drawn alike whatever the device, the dtype and the batch; sizes are in 16 px patches.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    shape = (1, num_channels, 1, 2 * height, 2 * width)
+    shape = (1, num_channels, 2 * height, 2 * width)
     return pack(torch.randn(shape, generator=generator, dtype=torch.float32))
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
-    """[B, C, 1, 2h, 2w] -> [B, h * w, 4C]: 2x2 latents become one token."""
-    batch, channels, _, height, width = latents.shape
+    """[B, C, 2h, 2w] -> [B, h * w, 4C]: 2x2 latents become one token."""
+    batch, channels, height, width = latents.shape
     latents = latents.view(batch, channels, height // 2, 2, width // 2, 2)
     return latents.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * 4)
 
 
 def unpack(latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """[B, height * width, 4C] -> [B, C, 1, 2 * height, 2 * width]."""
+    """[B, height * width, 4C] -> [B, C, 2 * height, 2 * width]."""
     batch, _, channels = latents.shape
     latents = latents.view(batch, height, width, channels // 4, 2, 2)
-    return latents.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, 1, 2 * height, 2 * width)
-
-
-def pad_right(embeds_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows [L_b, D] -> zero-padded [B, L, D] and mask [B, L] bool, None where nothing is padded.
-
-    On the right: text rotary positions count from the left edge, padding included.
-    """
-    lengths = torch.tensor([len(embeds) for embeds in embeds_B])
-    padded = torch.nn.utils.rnn.pad_sequence(list(embeds_B), batch_first=True)
-    mask = torch.arange(padded.shape[1]) < lengths[:, None]
-    return padded, None if mask.all() else mask.to(padded.device)
+    return latents.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, 2 * height, 2 * width)
 
 
 def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
