@@ -143,11 +143,11 @@ def test_a_kept_forward_counts_its_backward_when_it_comes():
     weight = torch.ones(3, requires_grad=True)
     output = weight * 2
     before = work.done()
-    work.add_passes(output, forward_flops=10, backward_flops=100)
+    work.add_passes(output, forward=Work(10), backward=Work(100))
     assert work.done() - before == Work(10)
     output.sum().backward()
     assert work.done() - before == Work(110)
-    work.add_passes(output.detach(), forward_flops=1, backward_flops=1000)
+    work.add_passes(output.detach(), forward=Work(1), backward=Work(1000))
     assert work.done() - before == Work(111)
 
 

@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 from rl.policies._attention_kernels import Kernel
+from rl.policies._cost import count_row, count_step
 from rl.policies._logprobs import completion_outputs, sliced_logprobs, token_logprobs
 from rl.policies._packing import Packing
+from rl.system.flops import LanguageModel
 from rl.types import TokenBatch, TokenOutputs
 
 
@@ -45,6 +47,7 @@ class Emu3Module(nn.Module):
         banned_token_ids: tuple[int, ...],
         slice_bounds: tuple[int, ...] | None,
         kernel: Kernel,
+        sizes: LanguageModel,
     ) -> None:
         """`slice_bounds`: of the vocabulary's slices, in which tokens have their own softmax; None:
         one softmax over all ids but the banned ones."""
@@ -55,6 +58,7 @@ class Emu3Module(nn.Module):
         self.banned_token_ids = banned_token_ids
         self.slice_bounds = slice_bounds
         self._kernel = kernel
+        self.sizes = sizes
 
     @property
     def causal_lm(self) -> Any:
@@ -70,12 +74,14 @@ class Emu3Module(nn.Module):
 
     def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
         """transformers' own outputs of the packed row."""
-        return self.causal_lm.model(
+        outputs = self.causal_lm.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.model_inputs["position_ids"][None],
             packing=Packing(batch.groups, self._kernel),
             use_cache=use_cache,
         )
+        count_row(self.sizes, batch.groups, outputs.last_hidden_state)
+        return outputs
 
     def _logprobs(
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
@@ -114,5 +120,7 @@ class Decoder:
         else:
             ids = torch.tensor(token_ids_G, device=self._batch.input_ids.device)[:, None]
             out = model.model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+            num_keys = self._cache.get_seq_length()
+            count_step(self._module.sizes, out.last_hidden_state, num_keys)
         logits: torch.Tensor = model.lm_head(out.last_hidden_state[:, -1]).float()
         return logits.expand(self._num_rows, -1)

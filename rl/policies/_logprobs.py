@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl.policies._cost import count_head
 from rl.policies._packing import completion_tokens
 from rl.types import TokenBatch, TokenOutputs
 
@@ -91,7 +92,9 @@ def token_logprobs(
     from torch.utils.checkpoint import checkpoint
 
     def project(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(hidden).float() / temperature
+        projected = head(hidden)
+        count_head(projected, hidden, head)
+        logits = projected.float() / temperature
         logits = logits.index_fill(-1, banned_ids, float("-inf"))
         logprobs = logits.log_softmax(-1)
         entropy = torch.special.entr(logprobs.detach().exp()).sum(-1)

@@ -15,9 +15,12 @@ import torch
 from torch import nn
 
 from rl.policies._attention_kernels import Kernel
+from rl.policies._cost import count_row, count_step
 from rl.policies._logprobs import completion_outputs, token_logprobs
 from rl.policies._packing import Packing
 from rl.policies._qwen_pictures import PictureFeatures
+from rl.system import work
+from rl.system.flops import LanguageModel
 from rl.types import TokenBatch, TokenOutputs
 
 
@@ -32,6 +35,7 @@ class QwenModule(nn.Module):
         banned_token_ids: tuple[int, ...],
         kernel: Kernel,
         max_kept_pictures: int,
+        sizes: LanguageModel,
     ) -> None:
         super().__init__()
         self.model = model
@@ -40,6 +44,8 @@ class QwenModule(nn.Module):
         self.banned_token_ids = banned_token_ids
         self._kernel = kernel
         self._features = PictureFeatures(max_kept_pictures)
+        self.sizes = sizes
+        work.watch(self.vl_model.model.visual, key=_grid_of)
 
     @property
     def vl_model(self) -> Any:
@@ -57,13 +63,15 @@ class QwenModule(nn.Module):
         features = self._features.of(batch.model_inputs["pictures"], self.vl_model)
         if features is not None:
             encoded["mm_encoder_outputs"] = {"image": _as_encoded(features)}
-        return self.vl_model.model(
+        outputs = self.vl_model.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.model_inputs["position_ids"][:, None],
             packing=Packing(batch.groups, self._kernel),
             use_cache=use_cache,
             **encoded,
         )
+        count_row(self.sizes, batch.groups, outputs.last_hidden_state)
+        return outputs
 
     def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
         """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on
@@ -82,6 +90,11 @@ class QwenModule(nn.Module):
         banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
         head = self.vl_model.lm_head
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
+
+
+def _grid_of(pixel_values: torch.Tensor, grid_thw: torch.Tensor, **_: Any) -> tuple[int, ...]:
+    """What encoding pictures costs: how many pixels, and which of them see each other."""
+    return tuple(grid_thw.flatten().tolist())
 
 
 def _as_encoded(features: list[torch.Tensor]) -> Any:
@@ -121,5 +134,7 @@ class Decoder:
             out = model.model(
                 input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True
             )
+            num_keys = self._cache.get_seq_length()
+            count_step(self._module.sizes, out.last_hidden_state, num_keys)
         logits: torch.Tensor = model.lm_head(out.last_hidden_state[:, -1]).float()
         return logits.expand(self._num_rows, -1)

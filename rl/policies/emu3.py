@@ -23,6 +23,7 @@ from rl.policies._emu3_prompts import Emu3Prompts
 from rl.policies._lora import LoraSection
 from rl.policies._policy import TrainedPolicy
 from rl.policies._schedule import TokenSchedule
+from rl.system.flops import LanguageModel
 from rl.types import (
     Action,
     ActionKind,
@@ -153,8 +154,15 @@ class Emu3Policy(TrainedPolicy):
         model = self._on_device(loading.adapt(model, config), gradient_checkpointing)
         bounds = (0, picture.visual_start, picture.visual_end) if config.constrained else None
         adapted = config.lora is not None
-        kernel = self._kernel()
-        self.module = Emu3Module(model, adapted, temperature, self.banned_token_ids, bounds, kernel)
+        self.module = Emu3Module(
+            model,
+            adapted,
+            temperature,
+            self.banned_token_ids,
+            bounds,
+            self._kernel(),
+            LanguageModel.of(model.config, config.lora, gradient_checkpointing),
+        )
         self._weights = TrainedWeights(
             self.module,
             adapted,

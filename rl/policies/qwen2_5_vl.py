@@ -24,6 +24,7 @@ from rl.policies._packing import completion_spans
 from rl.policies._policy import TrainedPolicy
 from rl.policies._qwen_loading import validate as validate
 from rl.policies._qwen_prompts import QwenPrompts
+from rl.system.flops import LanguageModel
 from rl.types import (
     Action,
     ActionKind,
@@ -179,6 +180,7 @@ class Qwen25VLPolicy(TrainedPolicy):
             self.banned_token_ids,
             self._kernel(),
             config.max_kept_pictures,
+            LanguageModel.of(text_config, config.lora, gradient_checkpointing),
         )
         self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         tied = model_config.tie_word_embeddings

@@ -74,11 +74,11 @@ def done() -> Work:
     return _done
 
 
-def add_passes(output: torch.Tensor, forward_flops: float, backward_flops: float) -> None:
+def add_passes(output: torch.Tensor, forward: Work, backward: Work) -> None:
     """Count the forward that gave `output`, and its backward if a gradient ever arrives there."""
-    add(Work(forward_flops))
+    add(forward)
     if output.requires_grad:
-        output.register_hook(lambda gradient: add(Work(backward_flops)))
+        output.register_hook(lambda gradient: add(backward))
 
 
 def watch(model: torch.nn.Module, key: Callable[..., Hashable] | None = None) -> None:
