@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -34,6 +35,19 @@ class FrameConv(nn.Conv2d):
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         return super().forward(frames.squeeze(2)).unsqueeze(2)
+
+
+class FrameNorm(nn.Module):
+    """A QwenImageRMS_norm whose scale is in its weight: two passes over the features less."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(norm.gamma * norm.scale, requires_grad=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        # In float32, as stock; `float` is free where they are.
+        normalized = F.normalize(features.float(), dim=1).to(features.dtype)
+        return normalized * self.weight
 
 
 class FrameVae(nn.Module):
@@ -72,16 +86,19 @@ class FrameVae(nn.Module):
 
 
 def _flatten(module: nn.Module) -> None:
-    """Replace every 3-D convolution below `module`; drop those in time, which one frame skips."""
+    """Replace all convolutions in 3-D and norms below `module`; drop what one frame skips."""
     # Here, not above: diffusers imports only once `load_parts` has mended what it imports itself.
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
         QwenImageCausalConv3d,
         QwenImageResample,
+        QwenImageRMS_norm,
     )
 
     for name, child in module.named_children():
         if isinstance(child, QwenImageCausalConv3d):
             setattr(module, name, FrameConv(child))
+        elif isinstance(child, QwenImageRMS_norm):
+            setattr(module, name, FrameNorm(child))
         else:
             _flatten(child)
     if isinstance(module, QwenImageResample) and module.mode.endswith("3d"):
