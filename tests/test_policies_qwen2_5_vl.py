@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import padded_reference
 import pytest
 import tiny_qwen
 import torch
 from safetensors.torch import load_file
+from tiny_act import act, act_group
 
 from rl.policies import qwen2_5_vl
-from rl.types import Completion, HiddenStates
+from rl.types import HiddenStates
 
 TEMPERATURE = 0.7
 WORDS_G = ["make the square green", "blue", "turn it to the sky and add a circle"]
@@ -116,7 +118,7 @@ def test_conditioning_is_the_pipelines_own_given_the_token_types(policy, stock_e
     )
     for i, prompt in enumerate(prompts):
         expected = embeds[i] if mask is None else embeds[i][mask[i].bool()]
-        [action] = policy.act(prompt, [policy.encode_completion("blue")])
+        [action] = act_group(policy, prompt, [policy.encode_completion("blue")])
         kept = len(prompt.token_ids) - 64
         assert expected.shape == (kept, 64)
         assert (action.payload.embeds[:kept] - expected).abs().max() < 1e-5
@@ -125,36 +127,11 @@ def test_conditioning_is_the_pipelines_own_given_the_token_types(policy, stock_e
         )
 
 
-def test_a_batch_equals_one_by_one(policy, group):
-    """To 2e-6 of the largest value: float32 sums in another order."""
-    prompt, completions_G = group
-    together = policy.act(prompt, completions_G)
-    for completion, action in zip(completions_G, together, strict=True):
-        [alone] = policy.act(prompt, [completion])
-        for ours, theirs in (
-            (action.payload.embeds, alone.payload.embeds),
-            (action.logprobs, alone.logprobs),
-        ):
-            assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
-
-
-def test_pictures_of_different_samples_stay_with_their_rows(policy, group):
-    """Rows of two prompts, interleaved: each equals its own forward."""
-    other = policy.build_prompt(tiny_qwen.sample(5, width=64, height=96))
-    ids = policy.encode_completion("blue").token_ids
-    mixed = [(other, ids), *rows(group), (other, ids[:2])]
-    with torch.no_grad():
-        together = policy.module(policy.collate(mixed))
-        for b, row in enumerate(mixed):
-            alone = policy.module(policy.collate([row]))
-            num_tokens = len(row[1])
-            assert (together.logprobs[b, :num_tokens] - alone.logprobs[0]).abs().max() < 1e-5
-            assert not together.logprobs[b, num_tokens:].any()
-
-
 def test_the_stop_token_is_conditioned_on_and_embeds_are_detached(policy, group):
     prompt, completions_G = group
-    for completion, action in zip(completions_G, policy.act(prompt, completions_G), strict=True):
+    for completion, action in zip(
+        completions_G, act_group(policy, prompt, completions_G), strict=True
+    ):
         kept = len(prompt.token_ids) - prompt.num_dropped_tokens
         assert action.payload.embeds.shape == (kept + len(completion.token_ids), 64)
         assert not action.payload.embeds.requires_grad
@@ -164,94 +141,81 @@ def test_base_conditioning_ignores_the_adapter_and_negatives_always_do(folder, g
     prompt, completions_G = group
     moved = make(folder, negative=" ", conditioning="base")
     untrained = make(folder, negative=" ")
-    [before] = untrained.act(prompt, completions_G[:1])
+    [before] = act_group(untrained, prompt, completions_G[:1])
     move(moved)
-    [base] = moved.act(prompt, completions_G[:1])
+    [base] = act_group(moved, prompt, completions_G[:1])
     assert torch.equal(base.payload.embeds, before.payload.embeds)
     assert torch.equal(base.payload.negative_embeds, before.payload.negative_embeds)
     assert base.logprobs is None
 
     trained = make(folder, negative=" ")
     move(trained)
-    [drifted] = trained.act(prompt, completions_G[:1])
+    [drifted] = act_group(trained, prompt, completions_G[:1])
     assert (drifted.payload.embeds - before.payload.embeds).abs().max() > 1e-2
     assert torch.equal(drifted.payload.negative_embeds, before.payload.negative_embeds)
 
 
-def test_negatives_are_encoded_once_a_picture(policy, group):
-    prompt, completions_G = group
-    first = policy.act(prompt, completions_G[:1])[0].payload.negative_embeds
-    again = policy.act(prompt, completions_G[1:2])[0].payload.negative_embeds
-    assert again is first
-    negative = policy.prompts.prompt(prompt.sample, " ")
-    assert first.shape[0] == len(negative.token_ids) - 64
+def test_all_new_negatives_come_of_one_forward_and_none_of_a_second(folder, group):
+    """Two pictures, one of them under two instructions; nothing of the other's row leaks in."""
+    policy = make(folder, negative=" ")
+    samples = [tiny_qwen.sample(0), tiny_qwen.sample(1, width=96), tiny_qwen.sample(0, "blue")]
+    prompts = [policy.build_prompt(sample) for sample in samples]
+    rows = [(prompt, policy.encode_completion("blue").token_ids) for prompt in prompts]
+    forwards = []
+    policy.module.register_forward_hook(lambda _module, args, _out: forwards.append(args[0].groups))
+    first = [action.payload.negative_embeds for action in act(policy, rows)]
+    assert [len(groups) for groups in forwards] == [3, 2]
+    assert first[2] is first[0]
+    again = [action.payload.negative_embeds for action in act(policy, rows[::-1])]
+    assert len(forwards) == 3 and all(a is b for a, b in zip(again[::-1], first, strict=True))
+    for prompt, states in zip(prompts, first, strict=True):
+        negative = policy.prompts.prompt(prompt.sample, " ")
+        expected = padded_reference.qwen_states(policy.module.vl_model, negative, ())
+        assert (states - expected[64:]).abs().max() <= 2e-6 * expected.abs().max()
+
+
+def test_the_tower_runs_once_a_picture_and_the_processor_never_twice(folder, monkeypatch):
+    """Rollout, reference, training and negative prompt of four prompts, two of them of one
+    picture; then more pictures than are kept."""
+    policy = make(folder, negative=" ", max_kept_pictures=3)
+    encoded, processed = [], []
+    visual = policy.module.vl_model.model.visual
+    visual.register_forward_hook(lambda _module, _args, out: encoded.append(len(out[0])))
+    processor = type(policy.prompts.image_processor)
+    preprocess = processor.preprocess
+    monkeypatch.setattr(
+        processor, "preprocess", lambda *a, **k: (processed.append(1), preprocess(*a, **k))[1]
+    )
+    samples = [tiny_qwen.sample(i, width=64 + 32 * i) for i in range(3)]
+    prompts = [policy.build_prompt(s) for s in (*samples, tiny_qwen.sample(0, "blue"))]
+    rows = [(prompt, policy.encode_completion(words).token_ids) for prompt in prompts
+            for words in WORDS_G]  # fmt: skip
+    for _ in range(2):
+        for part in (rows[:6], rows[6:]):
+            act(policy, part)
+            with policy.reference(), torch.no_grad():
+                policy.module(policy.collate(part))
+            policy.module(policy.collate(part)).logprobs.sum().backward()
+    assert len(encoded) == 2, "two micro-batches, each with new pictures, each in one call"
+    assert len(processed) == len(prompts), "one picture under two instructions is two samples"
+    act(policy, [(policy.build_prompt(tiny_qwen.sample(9)), ())])
+    assert len(encoded) == 3
+    act(policy, rows)
+    assert len(encoded) == 4, "the oldest went"
 
 
 # Log-probs
-
-
-def left_padded_logprobs(policy, group) -> tuple[torch.Tensor, list[int]]:
-    """transformers' own forward over left-padded rows, full logits, plain log_softmax."""
-    prompt, completions_G = group
-    model = policy.module.vl_model
-    lengths = [len(completion.token_ids) for completion in completions_G]
-    width = len(prompt.token_ids) + max(lengths)
-    ids = torch.full((len(lengths), width), 0)
-    mask = torch.zeros_like(ids)
-    for b, completion in enumerate(completions_G):
-        row = torch.tensor([*prompt.token_ids, *completion.token_ids])
-        ids[b, -len(row) :], mask[b, -len(row) :] = row, 1
-    pixels, grid = prompt.model_inputs["pixel_values"], prompt.model_inputs["image_grid_thw"]
-    logits = model(
-        input_ids=ids,
-        attention_mask=mask,
-        pixel_values=pixels.repeat(len(lengths), 1),
-        image_grid_thw=grid.repeat(len(lengths), 1),
-        mm_token_type_ids=(ids == model.config.image_token_id).long(),
-        logits_to_keep=max(lengths) + 1,
-    ).logits.float()
-    logits[..., list(policy.banned_token_ids)] = float("-inf")
-    logprobs = (logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    return logprobs.gather(-1, ids[:, -max(lengths) :, None])[..., 0], lengths
-
-
-def test_logprobs_and_gradients_equal_a_left_padded_full_vocabulary_forward(policy, group):
-    expected, lengths = left_padded_logprobs(policy, group)
-    outputs = policy.module(policy.collate(rows(group)))
-    weights = torch.linspace(-1, 1, sum(lengths))
-    ours = torch.cat([outputs.logprobs[b, :n] for b, n in enumerate(lengths)])
-    theirs = torch.cat([expected[b, -n:] for b, n in enumerate(lengths)])
-    assert (ours - theirs).abs().max() < 1e-5
-    assert ours.dtype == torch.float32
-
-    parameters = list(trainable(policy).values())
-    ours_grad = torch.autograd.grad((ours * weights).sum(), parameters)
-    theirs_grad = torch.autograd.grad((theirs * weights).sum(), parameters)
-    scale = max(grad.abs().max() for grad in theirs_grad)
-    for a, b in zip(ours_grad, theirs_grad, strict=True):
-        assert (a - b).abs().max() < 1e-5 * scale
 
 
 def test_act_gives_the_training_forwards_logprobs(policy, group):
     prompt, completions_G = group
     with torch.no_grad():
         outputs = policy.module(policy.collate(rows(group)))
-    for b, action in enumerate(policy.act(prompt, completions_G)):
+    for b, action in enumerate(act_group(policy, prompt, completions_G)):
+        assert not action.logprobs.requires_grad
         torch.testing.assert_close(
             action.logprobs, outputs.logprobs[b, : len(action.logprobs)], atol=1e-5, rtol=0
         )
-
-
-def test_gradient_checkpointing_changes_no_gradient(folder, group):
-    gradients = []
-    for checkpointing in (False, True):
-        policy = make(folder, checkpointing=checkpointing)
-        move(policy)
-        policy.module.train()
-        policy.module(policy.collate(rows(group))).logprobs.sum().backward()
-        gradients.append([p.grad for p in trainable(policy).values()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_only_the_language_models_attention_is_trained(policy):
@@ -263,22 +227,14 @@ def test_only_the_language_models_attention_is_trained(policy):
     assert not any("visual" in name for name in trainable(adapted))
 
 
-def test_an_empty_completion_has_no_logprobs(policy, group):
-    prompt, completions_G = group
-    batch = policy.collate([(prompt, ()), (prompt, completions_G[0].token_ids)])
-    outputs = policy.module(batch)
-    assert not outputs.logprobs[0].any() and outputs.logprobs[1].any()
-    assert policy.module(policy.collate([(prompt, ())])).logprobs.shape == (1, 0)
-
-
 # What a completion means
 
 
 def test_text_actions_carry_the_words_and_run_no_forward(folder, group, monkeypatch):
     policy = make(folder, kind="text")
     monkeypatch.setattr(policy.module, "forward", None)
-    prompt, completions_G = group
-    for action, words in zip(policy.act(prompt, completions_G), WORDS_G, strict=True):
+    assert not policy.reads_states
+    for action, words in zip(policy.act(rows(group), None, None), WORDS_G, strict=True):
         assert action.text == action.payload == words
         assert action.failure is None
 
@@ -289,8 +245,7 @@ def test_completions_without_words_fail_alone(folder, group, kind):
     stop = policy.stop_token_ids[0]
     spaces = policy.encode_completion("  \n").token_ids
     ids_G = [(stop,), spaces, group[1][0].token_ids]
-    completions_G = [Completion(ids, (0.0,) * len(ids), "stop") for ids in ids_G]
-    empty, blank, fine = policy.act(group[0], completions_G)
+    empty, blank, fine = act(policy, [(group[0], ids) for ids in ids_G])
     assert empty.payload is None and "no words" in empty.failure
     assert blank.payload is None and "no words" in blank.failure
     assert fine.failure is None and fine.text == WORDS_G[0]

@@ -1,0 +1,24 @@
+"""Completions to actions as the rollout asks a policy for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl.types import Action, Completion, Prompt, Row
+
+
+def act(policy: Any, rows: Sequence[Row]) -> list[Action]:
+    """Of one micro-batch; its forward first, where the policy wants one."""
+    if not policy.reads_states:
+        return policy.act(rows, None, None)
+    batch = policy.collate(rows)
+    with torch.no_grad():
+        return policy.act(rows, batch, policy.module(batch))
+
+
+def act_group(policy: Any, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
+    """Of one prompt's completions."""
+    return act(policy, [(prompt, completion.token_ids) for completion in completions_G])
