@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 
 from rl.policies._lora import LoraSection
+from rl.policies._policy import _recompute
 from rl.system import work
 from rl.system.flop_count import FlopCount
 from rl.system.flops import LanguageModel, prefix_tree_pairs, sampling_work
@@ -156,7 +157,7 @@ def tokenizer():
     return tiny_qwen.make_tokenizer()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "mlp"])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj",), EVERY_MATRIX, None])
 def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets, recompute):
     model = tiny_qwen.make_model(tokenizer)
@@ -166,7 +167,10 @@ def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets, recompu
     if lora is not None:
         names = rf".*language_model\..*\.({'|'.join(targets)})"
         get_peft_model(model, LoraConfig(r=4, target_modules=names))
-    if recompute:
+    if recompute == "mlp":
+        for layer in backbone.language_model.layers:
+            _recompute(layer.mlp)
+    elif recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backbone.train()
     ids = torch.arange(24)[None] + 10
