@@ -12,6 +12,7 @@ import pytest
 import tiny_emu3
 import torch
 from safetensors.torch import load_file
+from tiny_act import act, act_group
 
 from rl.engines.transformers import TransformersEngine
 from rl.policies import emu3
@@ -132,7 +133,7 @@ def test_forced_tokens_are_exactly_zero_and_still_attended_to(policy):
     assert not outputs.logprobs[forced].any() and not outputs.entropy[forced].any()
     assert (outputs.logprobs[~forced] < 0).all()
     row_end = ids.index(policy.image_vocabulary.end_of_row)
-    batch.input_ids[0, len(prompt.token_ids) + row_end] = 5
+    batch.input_ids[len(prompt.token_ids) + row_end] = 5
     changed = policy.module(batch).logprobs
     assert torch.equal(changed[0, : row_end + 1], outputs.logprobs[0, : row_end + 1])
     assert (changed - outputs.logprobs)[0, row_end + 1 :].abs().max() > 0.01
@@ -159,15 +160,6 @@ def test_free_sampling_has_one_softmax_and_forces_nothing(folder):
     assert (outputs.logprobs[0] - expected).abs().max() < NEAR
 
 
-def test_rows_do_not_depend_on_their_batch(policy):
-    rows = rows_of(policy)
-    together = forward(policy, rows)
-    for b, row in enumerate(rows):
-        alone = forward(policy, [row])
-        length = len(row[1])
-        assert (together.logprobs[b, :length] - alone.logprobs[0]).abs().max() < NEAR
-
-
 def test_training_mode_is_the_policy_that_sampled(policy):
     """The published configs ask for a dropout of 0.1, in attention and after every layer."""
     rows = rows_of(policy)
@@ -189,7 +181,7 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     prompt = policy.build_prompt(tiny_emu3.sample(3, height=3, width=2))
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=40, num_completions=6)
     [group] = TransformersEngine(policy).generate([prompt], params, [0])
-    actions = policy.act(prompt, group)
+    actions = act_group(policy, prompt, group)
     assert sum(action.failure is None for action in actions) >= 3
     outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
     for b, completion in enumerate(group):
@@ -252,7 +244,7 @@ def test_loss_masks_follow_the_cycle_and_attention_does_not(folder, policy):
     assert masks == [words, visual, visual, words]
     assert all(policy.loss_mask(completion, 7))
     ours, theirs = cycling.collate([(prompt, ids)]), policy.collate([(prompt, ids)])
-    assert ours.attention_mask.all() and torch.equal(ours.attention_mask, theirs.attention_mask)
+    assert torch.equal(ours.input_ids, theirs.input_ids) and ours.groups == theirs.groups
     assert torch.equal(forward(cycling, [(prompt, ids)]).logprobs, policy.module(theirs).logprobs)
 
 
@@ -260,8 +252,8 @@ def test_a_group_becomes_codes(policy):
     sample = tiny_emu3.sample(2)
     prompt = policy.build_prompt(sample)
     whole = policy.prompts.picture_completion(sample.target_codes)
-    group = [Completion(ids, (0.0,) * len(ids), "length") for ids in (whole, whole[:-8], whole[:2])]
-    painted, cut, wordy = policy.act(prompt, group)
+    rows = [(prompt, ids) for ids in (whole, whole[:-8], whole[:2])]
+    painted, cut, wordy = act(policy, rows)
     assert np.array_equal(painted.payload, sample.target_codes) and painted.failure is None
     assert painted.logprobs is None, "no forward was made"
     assert cut.payload is None and cut.failure.startswith("cut off")

@@ -10,7 +10,7 @@ import tiny_emu3
 from rl.algorithm.image_grammar import forced_tokens
 from rl.policies import _emu3_loading, _emu3_tokens, emu3
 from rl.policies._emu3_prompts import Emu3Prompts
-from rl.types import Completion, Sample
+from rl.types import Sample
 
 EOL, EOF, BOS, EOS = "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"
 IMAGE, START, END = "<|image token|>", "<|image start|>", "<|image end|>"
@@ -129,11 +129,11 @@ def test_a_written_picture_obeys_the_grammar(tokenizer):
     ]
 
 
-def read(tokenizer, text: str, finish="stop", constrained=True):
+def read(tokenizer, text: str, constrained=True):
     prompts = make(tokenizer, prefill=START, constrained=constrained)
     prompt = prompts.prompt(Sample("s", "blue", source_codes=CODES))
     ids = tuple(tokenizer(text, add_special_tokens=False).input_ids)
-    return prompts.action(prompt, Completion(ids, (0.0,) * len(ids), finish))
+    return prompts.action(prompt, ids)
 
 
 def test_codes_come_back(tokenizer):
@@ -152,30 +152,30 @@ ROW = visual(1) + visual(2) + visual(3)
 
 
 @pytest.mark.parametrize(
-    ("text", "finish", "failure"),
+    ("text", "failure"),
     [
-        ("", "stop", "empty"),
-        (EOS, "stop", "empty"),
-        ("only words" + EOS, "stop", "no image token"),
-        (IMAGE + ROW + EOL + visual(1) + visual(2) + EOL + EOF + END + EOS, "stop", "ragged"),
-        (IMAGE + ROW + EOL + EOF + END + EOS, "stop", "rows: 1 of them, the source has 2"),
-        (IMAGE + (ROW + EOL) * 3 + EOF + END + EOS, "stop", "rows: 3"),
-        (IMAGE + (ROW + visual(1) + EOL) * 2 + EOF + END + EOS, "stop", "columns: 4"),
-        (IMAGE + EOF + END + EOS, "stop", "rows: 0"),
-        (IMAGE + ROW + "blue" + EOL + ROW + EOL + EOF + END, "stop", "strangers: "),
-        (IMAGE, "length", "cut off: the completion ends in row 1 of 2"),
-        (IMAGE + ROW + EOL + visual(1), "length", "cut off: the completion ends in row 2 of 2"),
+        ("", "empty"),
+        (EOS, "empty"),
+        ("only words" + EOS, "no image token"),
+        (IMAGE + ROW + EOL + visual(1) + visual(2) + EOL + EOF + END + EOS, "ragged"),
+        (IMAGE + ROW + EOL + EOF + END + EOS, "rows: 1 of them, the source has 2"),
+        (IMAGE + (ROW + EOL) * 3 + EOF + END + EOS, "rows: 3"),
+        (IMAGE + (ROW + visual(1) + EOL) * 2 + EOF + END + EOS, "columns: 4"),
+        (IMAGE + EOF + END + EOS, "rows: 0"),
+        (IMAGE + ROW + "blue" + EOL + ROW + EOL + EOF + END, "strangers: "),
+        (IMAGE, "cut off: the completion ends in row 1 of 2"),
+        (IMAGE + ROW + EOL + visual(1), "cut off: the completion ends in row 2 of 2"),
     ],
 )
-def test_what_is_no_picture_says_why(tokenizer, text, finish, failure):
-    action = read(tokenizer, text, finish, constrained=False)
+def test_what_is_no_picture_says_why(tokenizer, text, failure):
+    action = read(tokenizer, text, constrained=False)
     assert action.payload is None
     assert action.failure.startswith(failure), action.failure
 
 
 @pytest.mark.parametrize("tail", ["", EOL, EOL + EOF, EOL + EOF + END])
 def test_a_whole_picture_cut_off_after_its_last_code_is_one(tokenizer, tail):
-    action = read(tokenizer, IMAGE + (ROW + EOL) + ROW + tail, "length")
+    action = read(tokenizer, IMAGE + (ROW + EOL) + ROW + tail)
     assert action.failure is None and action.payload.shape == (2, 3)
 
 

@@ -6,6 +6,7 @@ import pytest
 import tiny_emu3
 import torch
 from test_policies_emu3 import NEAR, TEMPERATURE, forward, make, move, trainable
+from tiny_act import act_group
 
 from rl.engines import vllm as vllm_engine
 from rl.system.dist import Dist
@@ -28,7 +29,7 @@ def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
     finally:
         engine.close()
     for prompt, group in zip(prompts, groups, strict=True):
-        actions = policy.act(prompt, group)
+        actions = act_group(policy, prompt, group)
         painted = [action.payload for action in actions if action.failure is None]
         assert painted and all(codes.shape == prompt.grid for codes in painted)
         outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
