@@ -82,32 +82,28 @@ def test_backwards_are_counted_too():
     assert count.flops == pytest.approx((4 + 10) * 2 * pairs * 16)
 
 
-def test_a_watched_model_is_counted_once_per_shape_and_remembered(monkeypatch):
+def test_a_forward_is_counted_once_per_size_and_remembered(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4))
-    work.watch(model)
-    work.watch(model[0])
     num_counts = []
     start = FlopCount.__init__
     monkeypatch.setattr(FlopCount, "__init__", lambda self: num_counts.append(1) or start(self))
     flops_per_row, weights = 2 * (16 * 8 + 8 * 4), 4 * (16 * 8 + 8 + 8 * 4 + 4)
     for num_rows, counted_so_far in ((5, 1), (5, 1), (3, 2)):
         before = work.done()
-        model(torch.randn(num_rows, 16))
+        with work.counted(model, num_rows):
+            model(torch.randn(num_rows, 16))
         assert work.done() - before == Work(num_rows * flops_per_row, weights)
         assert len(num_counts) == counted_so_far
-    before = work.done()
-    model[0](torch.randn(2, 16))
-    assert work.done() - before == Work(2 * 2 * 16 * 8, 4 * (16 * 8 + 8))
 
 
 def test_a_forward_that_raises_counts_nothing_and_leaves_the_next_one_whole():
     model = torch.nn.Linear(16, 8)
-    work.watch(model)
     before = work.done()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError), work.counted(model, 2):
         model(torch.randn(2, 3))
     assert work.done() == before
-    model(torch.randn(2, 16))
+    with work.counted(model, 2):
+        model(torch.randn(2, 16))
     assert (work.done() - before).flops == 2 * 2 * 16 * 8
 
 
@@ -122,7 +118,7 @@ class Block(torch.nn.Module):
         return self.linear(values)
 
 
-def test_watching_does_not_keep_a_model_from_being_compiled(monkeypatch):
+def test_counting_does_not_keep_a_model_from_being_compiled(monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     compiled = []
 
@@ -132,10 +128,10 @@ def test_watching_does_not_keep_a_model_from_being_compiled(monkeypatch):
 
     model = torch.nn.Sequential(Block())
     model[0].compile(backend=backend)
-    work.watch(model)
     for num_compiled in (0, 1, 1):
         before = work.done()
-        model(torch.randn(2, 16))
+        with work.counted(model, 2):
+            model(torch.randn(2, 16))
         assert (work.done() - before).flops == 2 * 2 * 16 * 16
         assert len(compiled) == num_compiled
 

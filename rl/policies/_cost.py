@@ -1,8 +1,8 @@
 """Counting what a policy's module computes, at the places where it does.
 
 What: one call each for a packed row, a decoding step and the head. What not: the formulas
-(`rl/system/flops.py`), the vision tower, which is watched (`rl/system/work.py`). Called by the
-modules' parts.
+(`rl/system/flops.py`), the vision tower, which is counted by size (`_qwen_pictures.py`). Called by
+the modules' parts.
 
 A forward is counted when it runs, its backward when a gradient arrives: a forward kept from the
 rollout has its backward counted in the learner's phase, and one whose gradient nobody asks for

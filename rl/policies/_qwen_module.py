@@ -19,7 +19,6 @@ from rl.policies._cost import count_row, count_step
 from rl.policies._logprobs import completion_outputs, token_logprobs
 from rl.policies._packing import Packing
 from rl.policies._qwen_pictures import PictureFeatures
-from rl.system import work
 from rl.system.flops import LanguageModel
 from rl.types import TokenBatch, TokenOutputs
 
@@ -45,7 +44,6 @@ class QwenModule(nn.Module):
         self._kernel = kernel
         self._features = PictureFeatures(max_kept_pictures)
         self.sizes = sizes
-        work.watch(self.vl_model.model.visual, key=_grid_of)
 
     @property
     def vl_model(self) -> Any:
@@ -90,11 +88,6 @@ class QwenModule(nn.Module):
         banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
         head = self.vl_model.lm_head
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
-
-
-def _grid_of(pixel_values: torch.Tensor, grid_thw: torch.Tensor, **_: Any) -> tuple[int, ...]:
-    """What encoding pictures costs: how many pixels, and which of them see each other."""
-    return tuple(grid_thw.flatten().tolist())
 
 
 def _as_encoded(features: list[torch.Tensor]) -> Any:

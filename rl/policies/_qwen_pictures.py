@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from rl.system import work
+
 
 @dataclass(frozen=True, eq=False)
 class Picture:
@@ -73,7 +75,11 @@ def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[t
     device = vl_model.device
     pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
     grid = torch.cat([picture.grid for picture in pictures]).to(device)
-    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+    sizes = [tuple(picture.grid.flatten().tolist()) for picture in pictures]
+    with (
+        torch.set_grad_enabled(trained and torch.is_grad_enabled()),
+        work.counted(vl_model.model.visual, *sizes),
+    ):
         encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
     # Copies: a part of one call's result would keep the whole of it alive.
     return [part if trained else part.clone() for part in encoded.pooler_output]

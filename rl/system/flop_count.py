@@ -1,9 +1,8 @@
 """Counting the operations that really run, one by one.
 
 What: `FlopCount`, a mode under which every matrix product, convolution and attention call adds what
-it computes, and `Watch`, which puts a frozen model's forward under it once per shape. What not: a
-language model's passes, whose shapes never repeat (`flops.py`). Called by `work.watch`, tests and
-benchmarks.
+it computes. What not: a language model's passes, whose shapes never repeat (`flops.py`). Called by
+`work.counted`, tests and benchmarks.
 
 Torch's own counter (`torch.utils.flop_counter`) gives the formulas. It does not know the CPU's
 attention kernel, which would count as nothing, and takes causal attention for the full square,
@@ -12,21 +11,16 @@ though every kernel leaves out the blocks above the diagonal.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
-
-from rl.system.work import Work, add
 
 aten = torch.ops.aten
 
@@ -90,62 +84,3 @@ def _causal_share(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     square = min(num_queries, num_keys)
     pairs = square * (square + 1) / 2 + max(0, num_queries - num_keys) * num_keys
     return float(pairs / (num_queries * num_keys))
-
-
-class Watch:
-    """The two hooks of one watched model, which runs on one thread at a time."""
-
-    def __init__(self, key: Callable[..., Hashable] | None) -> None:
-        """See `work.watch`."""
-        self._key_of = key or _shapes
-        self._known: dict[Hashable, Work] = {}
-        self._key: Hashable = None
-        self._counting: tuple[ExitStack, FlopCount] | None = None
-
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: start counting, if it is not known what this forward costs."""
-        _thread.depth += 1
-        if _thread.depth > 1:
-            return
-        self._key = self._key_of(*args, **kwargs)
-        if self._key not in self._known:
-            stack = ExitStack()
-            # Compiled code that meets a mode is never compiled again.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._counting = stack, stack.enter_context(FlopCount())
-
-    def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook, also of one that raised: its `output` is None, and it counts nothing."""
-        _thread.depth -= 1
-        if _thread.depth > 0:
-            return
-        if self._counting is not None:
-            stack, count = self._counting
-            self._counting = None
-            stack.close()
-            if output is not None:
-                self._known[self._key] = Work(count.flops, _weight_bytes(model))
-        if output is not None:
-            add(self._known[self._key])
-
-
-class _Thread(threading.local):
-    depth = 0
-    """Watched forwards under way, one inside the other."""
-
-
-_thread = _Thread()
-
-
-def _shapes(*args: Any, **kwargs: Any) -> Hashable:
-    """What a frozen model's cost depends on, unless it says otherwise."""
-    return tuple(
-        tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, torch.Tensor | int)
-    )
-
-
-def _weight_bytes(model: torch.nn.Module) -> int:
-    """Whole, whatever part of them this rank holds."""
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())

@@ -2,7 +2,7 @@
 
 What: `LanguageModel` (Qwen2.5, Emu3: gated MLPs, grouped keys and values), the operations of its
 forward, backward and head, and the work of sampling from it. What not: counting what really ran
-(`flop_count.py`), frozen generators and vision towers, which are counted by shape (`work.watch`).
+(`flop_count.py`), frozen generators and vision towers, which are counted by size (`work.counted`).
 Called by the policies' modules and the engines.
 
 A multiply-add is two operations. A pair is one query that attends to one key. Norms, activations

@@ -1,9 +1,9 @@
 """What was computed, and what this device could at best have done in the time.
 
-What: a counter of operations and bytes that only grows, read like a clock (`done`); `watch`, which
-counts a frozen model's forwards by their shapes; the device's measured ceilings, hence floors; peak
-memory. What not: which phase it belongs to (`console.PhaseTimer` reads the counter where it reads
-the clock), formulas (`flops.py`). Called by whatever runs a model.
+What: a counter of operations and bytes that only grows, read like a clock (`done`); `counted`, for
+the forwards of frozen models; the device's measured ceilings, hence floors; peak memory. What not:
+which phase it belongs to (`console.PhaseTimer` reads the counter where it reads the clock),
+formulas (`flops.py`). Called by whatever runs a model.
 
 Importing this needs no torch.
 """
@@ -14,10 +14,12 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +62,8 @@ class Ceilings:
 
 _done = Work()
 _lock = threading.Lock()
+_counted: WeakKeyDictionary[torch.nn.Module, dict[tuple[Hashable, ...], Work]]
+_counted = WeakKeyDictionary()
 
 
 def add(work: Work) -> None:
@@ -81,22 +85,35 @@ def add_passes(output: torch.Tensor, forward: Work, backward: Work) -> None:
         output.register_hook(lambda gradient: add(backward))
 
 
-def watch(model: torch.nn.Module, key: Callable[..., Hashable] | None = None) -> None:
-    """Count every forward of a frozen model from now on, weights read included.
+@contextmanager
+def counted(model: torch.nn.Module, *sizes: Hashable) -> Iterator[None]:
+    """Count a frozen model's forward inside, its weights read once.
 
-    The operations of the first forward with each `key` are counted one by one and remembered; later
-    ones with the same key cost microseconds. A watched model inside a watched one counts with it.
+    The first forward of each `sizes` is counted operation by operation and remembered; later ones
+    cost microseconds. One that raises counts nothing.
 
     Args:
-        model: never copied or moved to other shapes by this; its backward is not counted.
-        key: what the cost depends on, from the forward's arguments; default: the shapes of all
-            tensors and the integers among them.
+        model: whose forward it is; what is remembered goes with it.
+        sizes: all that the cost depends on, e.g. the shape of the input.
     """
-    from rl.system.flop_count import Watch
+    known = _counted.setdefault(model, {})
+    if sizes in known:
+        yield
+    else:
+        import torch
 
-    observer = Watch(key)
-    model.register_forward_pre_hook(observer.before, with_kwargs=True)
-    model.register_forward_hook(observer.after, with_kwargs=True, always_call=True)
+        from rl.system.flop_count import FlopCount
+
+        # Compiled code that meets a mode is never compiled again.
+        with torch.compiler.set_stance("force_eager"), FlopCount() as count:
+            yield
+        known[sizes] = Work(count.flops, _weight_bytes(model))
+    add(known[sizes])
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Whole, whatever part of them this rank holds."""
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:
