@@ -243,7 +243,7 @@ def policy_section(
         section = {**section, "model_path": "", **(_trained_section(run) if run else {})}
         section.update(_weights(folder, section))
     # Where the run trained is not where the model is used: other devices, other kernels.
-    section.update(device="auto", attn_implementation="sdpa")
+    section.update(device="auto", attn_implementation="auto")
     if model_path is not None:
         if adapter_path is not None and section["lora"] is None:
             raise ValueError(

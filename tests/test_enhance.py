@@ -11,6 +11,7 @@ import pytest
 import tiny_policy
 import tiny_qwen
 import torch
+from tiny_act import act_group
 
 from rl import build, enhance, fit
 from rl.config import load_config
@@ -117,7 +118,8 @@ def by_engine(policy: Any, temperature: float, seed: int = 0) -> list[str]:
     seeds = [derive_seed(seed, "enhance", prompt) for prompt in PROMPTS]
     groups = TransformersEngine(policy).generate(prompts, params, seeds)
     return [
-        policy.act(prompt, group)[0].text for prompt, group in zip(prompts, groups, strict=True)
+        act_group(policy, prompt, group)[0].text
+        for prompt, group in zip(prompts, groups, strict=True)
     ]
 
 
@@ -226,7 +228,7 @@ def test_another_base_and_place_leave_the_runs_own_behind(
         **run_section(model),
         "lora": tiny_policy.LORA,
         "revision": "a-commit-of-it",
-        "attn_implementation": "flash_attention_2",
+        "attn_implementation": "varlen",
     }
     write_run(tmp_path, section, {"type": "sd3", "num_steps": 4})
     folder = model_folder(tmp_path)
@@ -237,7 +239,7 @@ def test_another_base_and_place_leave_the_runs_own_behind(
     other = policy_section("other/base", folder, None)
     assert other["model_path"] == "other/base" and "revision" not in other
     assert other["system_prompt"] == RUN_SYSTEM_PROMPT
-    assert other["attn_implementation"] == "sdpa"
+    assert other["attn_implementation"] == "auto"
 
 
 def test_a_whole_model_needs_no_base(model: str, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) 
 def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
     section = {**SECTION, "image_max_pixels": 48 * 48}
     policy = make_policy(section)
-    elsewhere = {**section, "attn_implementation": "flash_attention_2"}  # not installed here
+    elsewhere = {**section, "attn_implementation": "varlen"}  # which runs on a GPU alone
     export_adapter.main([str(checkpoint(tmp_path, policy, elsewhere)), str(tmp_path / "merged")])
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
