@@ -17,6 +17,10 @@
   // prompts_per_iteration: (required)
   // G, completions per prompt (a group).
   // generations_per_prompt: (required)
+  // Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: while the judge reads one
+  // iteration's pictures the next is sampled and rendered, and the ratio corrects for the one update
+  // between (an approximation); hides any judge latency below an iteration's time.
+  max_staleness: 0,
   // Pictures rendered per completion (different noise); their rewards are averaged.
   images_per_completion: 1,
   // Also render and grade the user's own words under the same noise, one picture per prompt, so
@@ -106,7 +110,9 @@
   optimizer: {
     // torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO.
     backend: 'deepspeed',
-    // DeepSpeed ZeRO stage; ignored by backend torch.
+    // DeepSpeed ZeRO stage; ignored by backend torch. 1 for adapters: one reduction a step, and no
+    // rank waits for another before it. 2 for full fine-tuning in bfloat16: it shards gradients, and
+    // reduces them in every backward. 3 shards the weights as well, and gathers them in every layer.
     zero_stage: 2,
     // Peak AdamW learning rate.
     learning_rate: 1e-5,
@@ -122,11 +128,18 @@
     weight_decay: 0.0,
     // Global gradient-norm clip.
     max_grad_norm: 1.0,
-    // Completions per forward/backward on one rank.
-    micro_batch_size: 8,
+    // Tokens of one forward/backward on one rank: whole groups, each prompt counted once. A group
+    // that is longer is cut between completions, its prompt once per piece.
+    max_tokens_per_micro_batch: 8192,
+    // Tokens whose rollout forward is kept for the backward, so that the learner runs no second one
+    // (exact; used where it is: first update, no dropout, not ZeRO-3, max_staleness 0). null = all
+    // of the iteration's, 0 = none; less memory.
+    max_kept_tokens: null,
     // Optimiser steps per batch of rollouts; the batch is split into that many parts by group.
     updates_per_iteration: 1,
-    // Recompute activations in the backward: less memory, about a third more compute.
+    // Recompute activations in the backward. true: whole layers, about a third more compute for the
+    // least memory; 'mlp': only the MLPs' insides, a quarter of the memory of false for a sixth more
+    // compute.
     gradient_checkpointing: false,
   },
 

@@ -59,7 +59,7 @@
   optimizer+: {
     backend: if $.world_size == 1 then 'torch' else 'deepspeed',
     learning_rate: 1e-5,
-    micro_batch_size: 8,
+    max_tokens_per_micro_batch: 8192,
     gradient_checkpointing: true,
   },
   evaluation+: { every_n_iterations: 25, num_samples: 64 },

@@ -61,7 +61,7 @@ local complex_edit(rows) = {
     backend: 'deepspeed',
     zero_stage: 2,
     learning_rate: 1e-5,
-    micro_batch_size: 8,
+    max_tokens_per_micro_batch: 8192,  // two groups of 1543 + 8 x 256
     gradient_checkpointing: true,
   },
   evaluation+: { every_n_iterations: 25, num_samples: 32 },

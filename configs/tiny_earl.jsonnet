@@ -49,7 +49,7 @@
     warmup_iterations: 4,
     betas: [0.9, 0.99],
     max_grad_norm: 1.0,
-    micro_batch_size: 96,
+    max_tokens_per_micro_batch: 2048,
   },
   // Sampled, not greedy: where two pictures are about equally likely, the likeliest flips by chance.
   evaluation+: { every_n_iterations: 10, num_samples: 96, temperature: 1.0 },

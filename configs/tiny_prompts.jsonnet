@@ -56,7 +56,7 @@
     warmup_iterations: 4,
     betas: [0.9, 0.99],
     max_grad_norm: 0.1,
-    micro_batch_size: 96,
+    max_tokens_per_micro_batch: 2048,
   },
   evaluation+: { every_n_iterations: 15, num_samples: 72 },
   checkpoint+: { save_every_n_iterations: 30 },

@@ -49,7 +49,7 @@ local open_r1(rows) = {
     backend: 'deepspeed',
     zero_stage: 3,
     learning_rate: 1e-5,
-    micro_batch_size: 4,
+    max_tokens_per_micro_batch: 12288,  // one group: 2048 + 8 x 1024 at the most
     gradient_checkpointing: true,
   },
   evaluation+: { every_n_iterations: 50, num_samples: 100 },

@@ -2,27 +2,22 @@
 
 What: `problems` (everything wrong, asked quietly before every launch) and `report` (the same aloud,
 with the batch arithmetic, the memory plan and what the judge will be asked). What not: the rules
-themselves (`build.py`, `validation.py`). No torch, no vLLM, no GPU: seconds on a laptop.
+themselves (`build.py`, `validation.py`) and sizes (`footprint.py`). No torch, no vLLM, no GPU:
+seconds on a laptop.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-from rl import build, fit
+from rl import build, fit, footprint
 from rl.config import ConfigError, RunConfig, listed
 from rl.system import memory_plan, placement
 from rl.system.checkpoint import problem_of
-from rl.system.memory_plan import PHASES, FrozenModel, LanguageModel, Plan, Sizes
+from rl.system.memory_plan import PHASES, Plan
 from rl.system.resume import check_resume
 from rl.system.scrub import scrubbed
-from rl.system.weight_files import num_parameters
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -65,13 +60,9 @@ def _print_problems(found: list[str]) -> int:
 def _plug_lines(resolved: build.Resolved) -> list[str]:
     plugs = [resolved.policy, resolved.engine, resolved.renderer]
     plugs += [*resolved.rewards.values(), *resolved.train, *resolved.validation]
-    return [f"{plug.key:<20} {plug.name:<22} {_origin(plug.config)}".rstrip() for plug in plugs]
-
-
-def _origin(config: Any) -> str:
-    """The model or data a plug reads, where its section names one."""
-    names = ("init_text_encoder_from", "model_path", "path")
-    return next((value for name in names if (value := getattr(config, name, ""))), "")
+    return [
+        f"{plug.key:<20} {plug.name:<22} {footprint.origin(plug.config)}".rstrip() for plug in plugs
+    ]
 
 
 def _batch_lines(resolved: build.Resolved) -> list[str]:
@@ -86,17 +77,20 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
     def row(name: str, count: float) -> str:
         return f"{name:<20} {count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
 
-    optimizer = config.optimizer
+    optimizer, group = config.optimizer, footprint.group_tokens(resolved)
     per_update = completions / ranks / optimizer.updates_per_iteration
-    micro_batches = math.ceil(per_update / optimizer.micro_batch_size)
+    kept, why = footprint.kept_tokens(resolved)
     return [
         row("prompts", prompts),
         row("completions", completions),
         row("pictures", pictures),
         row("judge questions", questions),
         f"{'optimiser steps':<20} {optimizer.updates_per_iteration:>8} an iteration, each of "
-        f"{per_update:g} completions a rank in {micro_batches} micro-batches of up to "
-        f"{optimizer.micro_batch_size}",
+        f"{per_update:g} completions a rank",
+        f"{'forwards':<20} in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group "
+        f"is {group} at the most",
+        f"{'kept for backward':<20} {kept} tokens on each rank, "
+        + (f"not all ({why})" if why else "all there can be"),
         f"{'whole run':<20} {_length(resolved)}",
     ]
 
@@ -156,19 +150,20 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
 
 
 def _memory_lines(resolved: build.Resolved, gpu_gb: float) -> list[str]:
-    sizes = _sizes(resolved)
-    if sizes is None:
+    planned = footprint.footprint(resolved, gpu_gb)
+    if planned is None:
         return [
-            f"unknown: {_origin(resolved.policy.config)} is neither a local folder nor one of "
-            f"{', '.join(memory_plan.KNOWN)}"
+            f"unknown: {footprint.origin(resolved.policy.config)} is neither a local folder nor "
+            f"one of {', '.join(memory_plan.KNOWN)}"
         ]
-    planned = memory_plan.plan(sizes, gpu_gb)
     lines = [f"{'GB':<28}" + "".join(f"{phase:>10}" for phase in PHASES)]
     for row in planned.rows:
         cells = (f"{row.gb:>10.2f}" if phase in row.phases else f"{'':>10}" for phase in PHASES)
         lines.append(f"{row.part:<28}" + "".join(cells))
     totals = "".join(f"{planned.total_gb(phase):>10.2f}" for phase in PHASES)
     lines += [f"{'sum':<28}{totals}", *(f"assumed: {text}" for text in planned.assumptions)]
+    if planned.engine is not None:
+        lines.append(memory_plan.residency_line(planned, gpu_gb))
     return [*lines, _verdict(planned, gpu_gb)]
 
 
@@ -176,77 +171,12 @@ def _verdict(planned: Plan, gpu_gb: float) -> str:
     free_gb = gpu_gb - planned.peak_gb
     if free_gb < 0:
         return (
-            f"DOES NOT FIT by {-free_gb:.1f} GB; what helps: a smaller renderer.batch_size, "
-            "optimizer.micro_batch_size or engine.gpu_memory_utilization, "
-            "optimizer.gradient_checkpointing, renderer.device on another GPU"
+            f"DOES NOT FIT by {-free_gb:.1f} GB; what helps: optimizer.gradient_checkpointing, a "
+            "smaller optimizer.max_kept_tokens, optimizer.max_tokens_per_micro_batch, "
+            "renderer.batch_size or engine.gpu_memory_utilization, renderer.device on another GPU"
         )
     tight = ", which is tight (a tenth should stay free)" if free_gb < gpu_gb / 10 else ""
     return f"fits with {free_gb:.1f} GB to spare{tight}"
-
-
-def _sizes(resolved: build.Resolved) -> Sizes | None:
-    """What the plan needs to know. Keys that only some plugs have are read where they are there."""
-    config, optimizer = resolved.config, resolved.config.optimizer
-    policy, engine = resolved.policy.config, resolved.engine.config
-    model = _language_model(_origin(policy)) or _language_model(getattr(policy, "model_path", ""))
-    if model is None:
-        return None
-    lora = getattr(policy, "lora", None)
-    return Sizes(
-        model=model,
-        bytes_per_weight=BYTES[getattr(policy, "dtype", "bfloat16")],
-        lora_rank=lora.r if lora else None,
-        lora_modules=lora.target_modules if lora else (),
-        zero_stage=optimizer.zero_stage if optimizer.backend == "deepspeed" else 0,
-        world_size=config.world_size,
-        micro_batch_size=optimizer.micro_batch_size,
-        prompt_tokens=getattr(policy, "max_prompt_tokens", 2048),
-        completion_tokens=config.sampling.max_completion_tokens,
-        checkpointing=optimizer.gradient_checkpointing,
-        engine_share=getattr(engine, "gpu_memory_utilization", None),
-        engine_sleeps=getattr(engine, "sleep_level", 0) > 0,
-        max_num_seqs=getattr(engine, "max_num_seqs", 1),
-        reads_reference=lora is None and config.algorithm.kl_coeff > 0,
-        frozen=[
-            _frozen(plug, getattr(policy, "device", "auto"))
-            for plug in (resolved.renderer, *resolved.rewards.values())
-        ],
-    )
-
-
-def _frozen(plug: build.Plug, own_device: str) -> FrozenModel:
-    """A plug that runs a model of its own says how large it is; one that runs none says nothing."""
-    counts: list[dict[str, float]] = [
-        getattr(plug.module, name, lambda config: {})(plug.config)
-        for name in ("parameter_counts", "activation_counts")
-    ]
-    device = getattr(plug.config, "device", "auto")
-    return FrozenModel(
-        name=plug.key,
-        device="auto" if device == own_device else device,
-        bytes_per_value=BYTES[getattr(plug.config, "dtype", "bfloat16")],
-        weights=counts[0],
-        activations=counts[1],
-    )
-
-
-def _language_model(path: str) -> LanguageModel | None:
-    """Shape by hub id, or from a local folder's config.json and safetensors headers."""
-    file = Path(path) / "config.json"
-    if not path or not file.is_file():
-        return memory_plan.KNOWN.get(path)
-    values = json.loads(file.read_text(encoding="utf-8"))
-    text = values.get("text_config", values)
-    heads = text["num_attention_heads"]
-    return LanguageModel(
-        layers=text["num_hidden_layers"],
-        hidden=text["hidden_size"],
-        ffn=text["intermediate_size"],
-        heads=heads,
-        kv_heads=text.get("num_key_value_heads", heads),
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        params=num_parameters(path),
-    )
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

@@ -5,8 +5,10 @@ its code reads) to `RunConfig`'s keys, with what EARL's code had fixed. Keys of 
 stand beside them and win. What not: checking values, which the schema does. Called by `config.py`.
 
 Where the meaning is not EARL's: `coefficients` are exact shares of an endless mixture, not copies
-and fixed subsets; the context's length cuts `max_response_tokens` when both do not fit; rewards run
-from 0 to 1 here, from 0 to 10 there (the advantages are equal).
+and fixed subsets; the context's length cuts `max_response_tokens` when both do not fit; a
+`per_device_batch_size` of n is room for the tokens of n completions with a prompt each, and holds
+more of them, since a group's prompt is there once; rewards run from 0 to 1 here, from 0 to 10 there
+(the advantages are equal).
 """
 
 from __future__ import annotations
@@ -57,7 +59,6 @@ MOVED: Mapping[str, str] = {
     "vision_only_steps": "policy.vision_only_steps",
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
     "learning_rate": "optimizer.learning_rate",
-    "per_device_batch_size": "optimizer.micro_batch_size",
     "kl_coeff": "algorithm.kl_coeff",
     "generations_per_sample": "generations_per_prompt",
     "temperature": "sampling.temperature",
@@ -79,9 +80,10 @@ KEPT = frozenset({"run_name", "base_exp_dir", "num_iterations"})
 MEANT = frozenset(
     {
         "train_paths_file", "coefficients", "val_paths_file", "val_coefficients",
-        "episodes_per_iteration", "max_response_tokens", "model_context_size", "max_prompt_len",
-        "max_completion_len", "emu3_use_logit_processor", "separate_language_and_vision_vocabs",
-        "reward_compute_viescore", "reward_compute_ground_score", "reward_final_reward",
+        "episodes_per_iteration", "per_device_batch_size", "max_response_tokens",
+        "model_context_size", "max_prompt_len", "max_completion_len", "emu3_use_logit_processor",
+        "separate_language_and_vision_vocabs", "reward_compute_viescore",
+        "reward_compute_ground_score", "reward_final_reward",
     }
 )  # fmt: skip
 """Fields that become something else, below."""
@@ -97,7 +99,10 @@ FINAL_REWARDS: Mapping[str, Fields] = {
 
 
 LISTS = ("train_paths_file", "coefficients", "val_paths_file", "val_coefficients")
-NUMBERS = ("model_context_size", "max_response_tokens", "max_prompt_len", "max_completion_len")
+NUMBERS = (
+    "model_context_size", "max_response_tokens", "max_prompt_len", "max_completion_len",
+    "per_device_batch_size",
+)  # fmt: skip
 
 
 def is_flat(values: Mapping[str, Any]) -> bool:
@@ -188,6 +193,9 @@ def _lengths(fields: Fields, run: Fields) -> list[str]:
     _put(run, "policy.max_prompt_tokens", prompt)
     _put(run, "sampling.max_completion_tokens", longest)
     _put(run, "engine.max_model_len", context)
+    at_once = fields.get("per_device_batch_size")
+    if at_once is not None:
+        _put(run, "optimizer.max_tokens_per_micro_batch", at_once * (prompt + longest))
     return []
 
 

@@ -137,6 +137,11 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             f"algorithm.clip_high: {algorithm.clip_high} is not above clip_low, so that 'dapo' is "
             "'grpo'; use 0.28, or loss 'grpo'"
         )
+    if resolved.config.max_staleness and optimizer.updates_per_iteration > 1:
+        yield (
+            "max_staleness: 1 is one update behind, and optimizer.updates_per_iteration "
+            f"{optimizer.updates_per_iteration} makes it more; use 1 update, or max_staleness 0"
+        )
     shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
     if shards and getattr(resolved.engine.module, "SAMPLES_WITH_TRAINER", False):
         yield (

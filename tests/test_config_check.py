@@ -27,6 +27,11 @@ def test_a_right_config_has_no_problems(tmp_path: Path) -> None:
 
 
 RIGHT = {"type": "viescore"}
+DROPS_OUT = {
+    "type": "qwen2_5_vl",
+    "model_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "lora": {"dropout": 0.1},
+}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (  # a plug's own typo
         {"engine": {"type": "vllm", "max_model_length": 64}},
@@ -94,6 +99,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"optimizer": {"updates_per_iteration": 5}},
         "optimizer.updates_per_iteration: 5 updates, but each rank has only 4 groups",
     ),
+    (
+        {"max_staleness": 1, "optimizer": {"updates_per_iteration": 2}},
+        "max_staleness: 1 is one update behind, and optimizer.updates_per_iteration 2 makes it",
+    ),
     ({"optimizer": {"warmup_iterations": 3}}, "optimizer.warmup_iterations: 3 covers all 3"),
     (
         {"engine": {"type": "vllm", "max_model_len": 2048}},
@@ -149,6 +158,8 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], mes
         {"algorithm": {"kl_coeff": 0, "kl_estimator": "k1"}},
         {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 2}},
         {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},
+        {"max_staleness": 1},
+        {"optimizer": {"updates_per_iteration": 2}},
         {
             "engine": {"type": "transformers"},
             "optimizer": {"backend": "torch", "zero_stage": 3},
@@ -291,7 +302,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             world_size=2,
             generations_per_prompt=8,
             rewards={"vie": RIGHT, "other": {"type": "edit_quality", "n_evals": 3}},
-            optimizer={"micro_batch_size": 5, "updates_per_iteration": 2},
+            optimizer={"max_tokens_per_micro_batch": 5000, "updates_per_iteration": 2},
         ),
     )
     with pytest.raises(SystemExit) as caught:
@@ -302,8 +313,9 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "prompts 4 an iteration 2 on each of 2 ranks",
         "completions 32 an iteration 16 on each of 2 ranks",
         "judge questions 160 an iteration 80 on each of 2 ranks",  # 32 x (2 + 3)
-        "optimiser steps 2 an iteration, each of 8 completions a rank in 2 micro-batches of up "
-        "to 5",
+        "optimiser steps 2 an iteration, each of 8 completions a rank",
+        "forwards in rows of up to 5000 tokens; a group is 4096 at the most",  # 2048 + 8 x 256
+        "kept for backward 4096 tokens on each rank, not all (optimizer.updates_per_iteration)",
         "whole run 3 iterations of 4 prompts = 6 epochs of 2 samples",
         "160 questions an iteration: 9600 an hour at one iteration a minute; up to 20 in flight, "
         "6 tries each",
@@ -311,6 +323,32 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "nothing is wrong",
     ):
         assert expected in lines, expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "words"),
+    [
+        ({}, 4 * 2560, "all there can be"),
+        ({"optimizer": {"max_kept_tokens": 3000}}, 3000, "not all (optimizer.max_kept_tokens)"),
+        ({"optimizer": {"max_kept_tokens": 99999}}, 4 * 2560, "all there can be"),
+        ({"max_staleness": 1}, 0, "not all (max_staleness 1)"),
+        ({"optimizer": {"zero_stage": 3}}, 0, "not all (optimizer.zero_stage 3)"),
+        ({"policy": DROPS_OUT}, 0, "not all (policy.lora.dropout)"),
+    ],
+)
+def test_what_is_kept_for_the_backward(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    tokens: int,
+    words: str,
+) -> None:
+    """4 groups of 2048 + 2 x 256 tokens."""
+    check.report(config_of(tmp_path, **changes), gpu_gb=141)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"kept for backward {tokens} tokens on each rank, {words}" in lines
+    forwarded_again = any(line.startswith("activations, one forward") for line in lines)
+    assert forwarded_again == (words != "all there can be")
 
 
 def test_a_wrong_config_is_reported_and_starts_nothing(

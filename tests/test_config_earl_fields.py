@@ -100,7 +100,8 @@ def test_the_documented_block(tmp_path: Path) -> None:
     assert resolved.engine.config.max_model_len == 4096
     assert resolved.engine.config.gpu_memory_utilization == 0.3
     assert (config.optimizer.learning_rate, config.algorithm.kl_coeff) == (3e-6, 3e-4)
-    assert (config.optimizer.micro_batch_size, config.optimizer.zero_stage) == (8, 2)
+    assert config.optimizer.max_tokens_per_micro_batch == 8 * 4096
+    assert config.optimizer.zero_stage == 2
     assert set(config.rewards) == {"viescore"}
     assert config.final_reward.weights == {"viescore": 1}
     assert config.judge.api_base == "http://judge:4877"
@@ -152,6 +153,7 @@ def test_fields_with_a_meaning_of_their_own(tmp_path: Path) -> None:
 def test_a_short_context_cuts_the_response(tmp_path: Path) -> None:
     config = load(tmp_path, flat(model_context_size=3000))
     assert config.sampling.max_completion_tokens == 3000 - 1280
+    assert config.optimizer.max_tokens_per_micro_batch == 8 * 3000
 
 
 def test_a_run_without_a_name_is_called_as_its_file(tmp_path: Path) -> None:
@@ -183,6 +185,7 @@ def test_own_keys_and_overrides_stand_beside_the_fields(tmp_path: Path) -> None:
             {"model_context_size": "4096"},
             "model_context_size: '4096' given, must be a whole number",
         ),
+        ({"per_device_batch_size": "8"}, "per_device_batch_size: '8' given, must be a whole"),
         ({"coefficients": 0.5}, "coefficients: 0.5 given, must be a list"),
         ({"train_paths_file": "a.json"}, "train_paths_file: 'a.json' given, must be a list"),
         ({"reward_final_reward": ["viescore"]}, "must be one of viescore, ground_score, sqrt"),
@@ -198,7 +201,7 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: st
 def as_flat(name: str) -> str:
     """The flat file that EARL's user would have written for one of the ten."""
     ours = load_config(ROOT / "configs" / f"{name}.jsonnet", (), ENV)
-    policy = ours.policy
+    policy, context = ours.policy, ours.engine["max_model_len"]
     changes = {
         "train_paths_file": [source["path"] for source in ours.data.train],
         "coefficients": [source["coefficient"] for source in ours.data.train],
@@ -206,8 +209,8 @@ def as_flat(name: str) -> str:
         "tokenizer_path": policy["tokenizer_path"],
         "assistant_prefill": policy["assistant_prefill"],
         "num_iterations": ours.num_iterations,
-        "per_device_batch_size": ours.optimizer.micro_batch_size,
-        "model_context_size": ours.engine["max_model_len"],
+        "per_device_batch_size": ours.optimizer.max_tokens_per_micro_batch // context,
+        "model_context_size": context,
         "random_seed": 42,
         "world_size": 4,
     }

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import tiny_qwen
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from rl.policies import qwen2_5_vl
 from rl.system.memory_plan import (
     CONTEXT_GB,
     KNOWN,
     LOGITS_GB,
+    PHASES,
+    Checkpointing,
     FrozenModel,
     LanguageModel,
     Plan,
     Sizes,
     plan,
+    residency,
+    residency_line,
 )
 
 MODEL = LanguageModel(layers=2, hidden=10, ffn=40, heads=5, kv_heads=1, head_dim=2, params=3e9)
@@ -26,12 +40,15 @@ SIZES = Sizes(
     lora_modules=("q_proj", "v_proj"),
     zero_stage=0,
     world_size=4,
-    micro_batch_size=3,
+    forward_tokens=200,
+    kept_tokens=700,
+    all_kept=True,
     prompt_tokens=70,
     completion_tokens=30,
+    num_completions=3,
     checkpointing=False,
     engine_share=0.5,
-    engine_sleeps=True,
+    engine_residency="sleep",
     max_num_seqs=8,
     reads_reference=False,
     frozen=(EDITOR,),
@@ -51,25 +68,148 @@ def test_lora_parameters() -> None:
 
 
 def test_activations() -> None:
-    # A layer keeps 5 x 10 + 2 x 2 + 3 x 40 = 174 values a token; 2 layers, 7 tokens.
-    assert MODEL.activation_values(7, checkpointing=False) == 2 * 7 * 174
-    # Checkpointed: 2 layer inputs of 10 a token, and the one layer in work.
-    assert MODEL.activation_values(7, checkpointing=True) == 2 * 7 * 10 + 7 * 174
+    # A bfloat16 layer: norms 2 x 10 x 4; q, k, v and result (2 x 10 + 2 x 2) x 2; two float32
+    # inputs of adapters 2 x 10 x 4 = 208. Its MLP: 3 x 40 x 2 = 240. Two layers.
+    adapted = ("q_proj", "v_proj")
+    assert MODEL.kept_bytes(adapted, 2, False) == 2 * (208 + 240)
+    assert MODEL.kept_bytes(adapted, 2, "mlp") == 2 * (208 + 10 * 2)
+    assert MODEL.kept_bytes(adapted, 2, True) == 2 * 10 * 2
+    # One layer at work: the gradients of its MLP's inside, and what is recomputed.
+    assert MODEL.working_bytes(adapted, 2, False) == 240
+    assert MODEL.working_bytes(adapted, 2, "mlp") == 240 + 240
+    assert MODEL.working_bytes(adapted, 2, True) == 208 + 240 + 240
+    # All weights trained: 128 without adapters + 3 x 10 x 2; the MLP's input and product besides.
+    assert MODEL.kept_bytes(None, 2, False) == 2 * (128 + 60 + 240 + 20 + 80)
+    assert MODEL.kept_bytes(None, 2, "mlp") == 2 * (128 + 60 + 20)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that outlives the operations that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        result = operation(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in inputs:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def total(self) -> int:
+        gc.collect()
+        return sum(size for made, size in self._made.values() if not made.expired())
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+@contextmanager
+def one_layer_less(policy: Any) -> Iterator[None]:
+    """What is gone with it is a layer's share, and nothing of what surrounds the layers."""
+    decoder = policy.module.vl_model.model.language_model
+    layers, depth = decoder.layers, decoder.config.num_hidden_layers
+    decoder.layers, decoder.config.num_hidden_layers = layers[:-1], depth - 1
+    yield
+    decoder.layers, decoder.config.num_hidden_layers = layers, depth
+
+
+@pytest.mark.parametrize(
+    ("adapted", "checkpointing"),
+    [
+        (None, False),
+        (None, "mlp"),
+        (("q_proj", "o_proj"), "mlp"),
+        (("k_proj", "up_proj"), False),
+        (("q_proj",), True),
+    ],
+)
+def test_what_a_real_forward_keeps(
+    folder: str, adapted: tuple[str, ...] | None, checkpointing: Checkpointing
+) -> None:
+    """A bfloat16 policy's own packed forward, its graph alive: the plan counts what is there."""
+    lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
+    section = {"type": "", "model_path": folder, "dtype": "bfloat16", "device": "cpu", "lora": lora}
+    policy = qwen2_5_vl.build(
+        qwen2_5_vl.Config.model_validate(section),
+        tiny_qwen.TEMPLATE,
+        kind="text",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=12,
+        gradient_checkpointing=checkpointing,
+        device="cpu",
+    )
+    policy.module.train()
+    prompt = policy.build_prompt(tiny_qwen.sample(0))
+    batch = policy.collate([(prompt, list(range(10, 40)))] * 2)
+    with torch.no_grad():
+        policy.module(batch)  # the picture's features stay from here on
+
+    def kept() -> int:
+        with LiveBytes() as live:
+            outputs = policy.module(batch)
+        assert outputs.logprobs.requires_grad
+        return live.total()
+
+    whole = kept()
+    with one_layer_less(policy):
+        per_token = (whole - kept()) / len(batch.input_ids)
+    tiny = LanguageModel(layers=1, hidden=64, ffn=128, heads=2, kv_heads=1, head_dim=32, params=0)
+    # Left out of the plan: log-sum-exps, a norm's root, an adapter's inner values.
+    assert per_token == pytest.approx(tiny.kept_bytes(adapted, 2, checkpointing), rel=0.05)
 
 
 def test_phases() -> None:
     planned = plan(SIZES, gpu_gb=100)
     lora = 256
     resident = CONTEXT_GB + 3 * 2 + lora * 12e-9 + 20 * 2
+    # From the first conditioning on: all of an iteration's graphs, one forward's working memory.
+    forwards = 700 * 896e-9 + 200 * 240e-9 + LOGITS_GB + lora * 4e-9
     assert planned.total_gb("generate") == pytest.approx(resident + 50)
-    assert planned.total_gb("render") == pytest.approx(resident + 2)
-    activations = 3 * 100 * 2 * 174 * 2e-9
-    assert planned.total_gb("learn") == pytest.approx(
-        resident + lora * 4e-9 + activations + LOGITS_GB
-    )
+    assert planned.total_gb("render") == pytest.approx(resident + 2 + forwards)
+    assert planned.total_gb("learn") == pytest.approx(resident + forwards)
     assert planned.peak_gb == planned.total_gb("generate")
-    awake = plan(replace(SIZES, engine_sleeps=False), gpu_gb=100)
-    assert awake.total_gb("learn") == pytest.approx(planned.total_gb("learn") + 50)
+    # What is not kept is forwarded again, one row at a time.
+    some = plan(replace(SIZES, kept_tokens=0, all_kept=False), gpu_gb=100)
+    assert planned.total_gb("render") - some.total_gb("render") == pytest.approx(700 * 896e-9)
+    assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 896e-9)
+
+
+def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
+    """Half of the GPU is the engine's; renderer and learner want about 51 GB besides."""
+    others = plan(SIZES, gpu_gb=1000).total_gb("render")
+    assert 50 < others < 52
+    auto = replace(SIZES, engine_residency="auto")
+    for gpu_gb, expected in ((130, "resident"), (124, "sleep")):
+        planned = plan(auto, gpu_gb)
+        together = others + gpu_gb / 2
+        assert (
+            residency(planned, gpu_gb)
+            == expected
+            == ("resident" if together <= 0.9 * gpu_gb else "sleep")
+        )
+        assert planned.engine is not None
+        assert (planned.engine.phases == PHASES) == (expected == "resident")
+        assert f"{together:.1f} GB of {gpu_gb}" in residency_line(planned, gpu_gb)
+        # Stated in the config, it is done, and residency still says what there is room for.
+        for stated in ("resident", "sleep"):
+            as_stated = plan(replace(auto, engine_residency=stated), gpu_gb)
+            assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
+            assert residency(as_stated, gpu_gb) == expected
+    alone = plan(replace(SIZES, engine_share=None), gpu_gb=100)
+    assert alone.engine is None and residency(alone, 100) == "resident"
 
 
 def test_zero_stages_under_full_fine_tuning() -> None:

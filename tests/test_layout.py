@@ -30,7 +30,7 @@ FLOORS = [
     {"algorithm", "system", "tiny_world"},
     set(build.ROOMS),
     {"build", "learner", "rollout", "sampler", "summary", "sync"},
-    {"enhance", "evaluate", "fit"},
+    {"enhance", "evaluate", "fit", "footprint"},
     {"check"},
     {"run"},
     {"opening"},

@@ -21,6 +21,7 @@ def resolved(**changes: Any) -> dict[str, Any]:
         ({"seed": 4}, "seed: 3 -> 4"),
         ({"prompts_per_iteration": 8}, "prompts_per_iteration: 2 -> 8"),
         ({"generations_per_prompt": 8}, "generations_per_prompt: 2 -> 8"),
+        ({"max_staleness": 1}, "max_staleness: 0 -> 1"),
         (
             {"policy": {"type": "qwen2_5_vl", "model_path": "some/base", "lora": {"r": 16}}},
             "policy.lora.r: 8 -> 16",
@@ -95,7 +96,7 @@ def test_a_prompt_that_is_too_long_can_be_made_room_for():
 def test_what_changes_the_continuation_is_allowed_and_said():
     changed = resolved(
         world_size=4,
-        optimizer={"learning_rate": 1e-6, "zero_stage": 3, "micro_batch_size": 2},
+        optimizer={"learning_rate": 1e-6, "zero_stage": 3, "max_kept_tokens": 0},
         engine={"type": "transformers", "max_num_seqs": 64},
     )
     assert check_resume(resolved(), changed) == [
@@ -103,7 +104,7 @@ def test_what_changes_the_continuation_is_allowed_and_said():
         "engine.max_num_seqs: 4 -> 64",
         "optimizer.zero_stage: 2 -> 3",
         "optimizer.learning_rate: 1e-05 -> 1e-06",
-        "optimizer.micro_batch_size: 8 -> 2",
+        "optimizer.max_kept_tokens: None -> 0",
     ]
 
 

@@ -55,7 +55,8 @@
     zero_stage: 2,
     learning_rate: 3e-6,
     betas: [0.9, 0.999],
-    micro_batch_size: 8,
+    // EARL's 8 completions with a prompt each; two groups, whose prompts are there once.
+    max_tokens_per_micro_batch: 8 * $.engine.max_model_len,
     gradient_checkpointing: true,
   },
   evaluation+: { every_n_iterations: 100, temperature: 1.0, top_k: 2048 },

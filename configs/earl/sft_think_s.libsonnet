@@ -10,5 +10,5 @@
   },
   engine+: { max_model_len: 4096 },
   sampling+: { max_completion_tokens: 2048 },
-  optimizer+: { micro_batch_size: 4 },
+  optimizer+: { max_tokens_per_micro_batch: 4 * $.engine.max_model_len },
 }

@@ -1,8 +1,9 @@
 """How much GPU memory a run will want, from sizes alone.
 
-What: `plan`, plain arithmetic over numbers that the config check collects; every assumption is in
-the code below and in `Plan.assumptions`. What not: measuring, or reading models: fragmentation and
-other programs are not in it, so leave a tenth of the GPU free. Called by `check.py`.
+What: `plan`, plain arithmetic over numbers that `footprint.py` collects; every assumption is in the
+code below and in `Plan.assumptions`. `residency`: whether the sampler may stay where it is while
+others work. What not: measuring, or reading models: fragmentation and other programs are not in it,
+so a tenth of the GPU is left free. Called by `footprint.py`, `check.py` and `opening.py`.
 
 GB is 1e9 bytes throughout.
 """
@@ -10,7 +11,8 @@ GB is 1e9 bytes throughout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 CONTEXT_GB = 2.0
 """CUDA context, NCCL buffers and kernels' workspaces of one process."""
@@ -18,7 +20,14 @@ ENGINE_WORKSPACE_GB = 1.5
 """What vLLM keeps of its share for activations and CUDA graphs."""
 LOGITS_GB = 0.8
 """A chunk of 2**26 float32 logits, its softmax and its gradient."""
+FREE_SHARE = 0.1
+"""Of the GPU, left to what no plan knows."""
 PHASES = ("generate", "render", "reference", "learn")
+TRAINER = ("render", "reference", "learn")
+"""The policy's forwards begin with the first picture's."""
+
+Checkpointing = bool | Literal["mlp"]
+"""`optimizer.gradient_checkpointing`."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +62,46 @@ class LanguageModel:
         """Key-value cache of one token."""
         return self.layers * 2 * self.kv_heads * self.head_dim * bytes_per_value
 
-    def activation_values(self, num_tokens: int, checkpointing: bool) -> float:
-        """Values kept for the backward: per layer its input alone (checkpointing, plus the one
-        layer that is being recomputed) or everything that attention and the MLP need."""
-        mlp = 3 * self.ffn
-        layer = num_tokens * (5 * self.hidden + 2 * self.kv_heads * self.head_dim + mlp)
-        if checkpointing:
-            return self.layers * num_tokens * self.hidden + layer
-        return self.layers * layer
+    def kept_bytes(
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Checkpointing
+    ) -> int:
+        """Of one token, what a forward keeps for its backward, all layers.
+
+        `adapted`: the linear layers that LoRA trains; None: full fine-tuning.
+        """
+        around, inside = self._layer_bytes(adapted, bytes_per_value)
+        state = self.hidden * bytes_per_value
+        of_layer = {False: around + inside, "mlp": around + state, True: state}
+        return self.layers * of_layer[checkpointing]
+
+    def working_bytes(
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Checkpointing
+    ) -> int:
+        """Of one token, the layer in work: what is recomputed of it, and its MLP's gradients."""
+        around, inside = self._layer_bytes(adapted, bytes_per_value)
+        recomputed = {False: 0, "mlp": inside, True: around + inside}
+        return recomputed[checkpointing] + 3 * self.ffn * bytes_per_value
+
+    def _layer_bytes(self, adapted: Sequence[str] | None, bytes_per_value: int) -> tuple[int, int]:
+        """(around, inside the MLP): what a layer keeps of one token.
+
+        As transformers and PEFT write it (measured, see the test): norms keep their input in
+        float32; attention its queries, keys, values and result; the MLP gate, up and what they are
+        multiplied from; trained layers their input, which an adapter copies into float32.
+        """
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        around = 2 * self.hidden * 4 + (2 * wide + 2 * narrow) * bytes_per_value
+        inside = 3 * self.ffn * bytes_per_value
+        if adapted is None:
+            # Three states: what each norm's weight multiplies, and the input of q, k and v.
+            around += 3 * self.hidden * bytes_per_value
+            inside += (self.hidden + self.ffn) * bytes_per_value
+            return around, inside
+        widths = dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.hidden) | {"o_proj": wide}
+        around += sum(4 * width for name, width in widths.items() if name in adapted)
+        widths = {"gate_proj": self.hidden, "up_proj": self.hidden, "down_proj": self.ffn}
+        inside += sum(4 * width for name, width in widths.items() if name in adapted)
+        return around, inside
 
 
 _QWEN_7B = LanguageModel(28, 3584, 18944, 28, 4, 128, 8.29e9)
@@ -104,14 +145,21 @@ class Sizes:
     zero_stage: int
     """0 for backend torch, which shards nothing."""
     world_size: int
-    micro_batch_size: int
+    forward_tokens: int
+    """Of the longest packed row."""
+    kept_tokens: int
+    """Whose forwards are kept for the backward, at most."""
+    all_kept: bool
+    """So that the learner runs no forward of its own."""
     prompt_tokens: int
     completion_tokens: int
-    checkpointing: bool
+    num_completions: int
+    """Of one iteration on this rank."""
+    checkpointing: Checkpointing
     engine_share: float | None
     """Share of the GPU the engine claims while awake; None: it samples from the policy itself."""
-    engine_sleeps: bool
-    """Its memory is free for others while it sleeps."""
+    engine_residency: Literal["auto", "resident", "sleep"]
+    """Whether the engine keeps its memory while others work; auto: where the GPU holds it all."""
     max_num_seqs: int
     reads_reference: bool
     """Full fine-tuning with a KL term: the starting weights come to the GPU to be read."""
@@ -134,7 +182,10 @@ class Plan:
     """All occupants of one GPU, and the sum per phase."""
 
     rows: Sequence[Row]
+    """With the engine as it will be: there all the time, or while it samples."""
     assumptions: Sequence[str]
+    engine: Row | None = None
+    """Whose of the rows is the engine's own memory; None: it has none."""
 
     def total_gb(self, phase: str) -> float:
         """Sum of what is there in that phase."""
@@ -145,50 +196,103 @@ class Plan:
         """The largest of the phases."""
         return max(self.total_gb(phase) for phase in PHASES)
 
+    def with_engine(self, phases: Sequence[str]) -> Plan:
+        """As it would be if the engine's memory were taken in those phases."""
+        if self.engine is None:
+            return self
+        engine = replace(self.engine, phases=phases)
+        rows = [engine if row is self.engine else row for row in self.rows]
+        return replace(self, rows=rows, engine=engine)
+
+
+def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
+    """Whether the sampler may keep its memory while the others work: waking it costs seconds."""
+    fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
+    return "resident" if fits else "sleep"
+
+
+def residency_line(planned: Plan, gpu_gb: float) -> str:
+    """What `residency` finds, and why, in one line."""
+    everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
+    if residency(planned, gpu_gb) == "resident":
+        return f"the sampler may stay while others work: {everything}"
+    return f"the sampler has to sleep while others work: {everything}, and a tenth should stay free"
+
 
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     """Memory per GPU when one rank has it to itself, sampler, renderer and learner included."""
-    model, ranks, stage = sizes.model, sizes.world_size, sizes.zero_stage
-    weights_gb = model.params * sizes.bytes_per_weight / 1e9
-    full = sizes.lora_rank is None
-    trained = model.params if full else model.lora_params(sizes.lora_rank or 0, sizes.lora_modules)
+    weights_gb = sizes.model.params * sizes.bytes_per_weight / 1e9
+    frozen_rows, elsewhere = _frozen(sizes.frozen)
+    assumptions = [
+        f"one forward: up to {sizes.forward_tokens} tokens; kept until the rewards are there: "
+        f"{sizes.kept_tokens}",
+        f"{_trained(sizes) / 1e6:.1f} M trained parameters, float32 moments and gradients",
+        *elsewhere,
+    ]
+    rows = [
+        Row("CUDA context", CONTEXT_GB, PHASES),
+        *_state_rows(sizes, weights_gb),
+        *frozen_rows,
+        *_forward_rows(sizes),
+    ]
+    engine = None
+    if sizes.engine_share is None:
+        num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
+        cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
+        rows.append(Row("key-value cache", cache_gb, ("generate",)))
+    else:
+        claimed_gb = sizes.engine_share * gpu_gb
+        engine = Row(f"engine ({sizes.engine_share:.0%} of the GPU)", claimed_gb, ("generate",))
+        rows.append(engine)
+        assumptions.append(_engine_fit(sizes, claimed_gb - weights_gb - ENGINE_WORKSPACE_GB))
+    planned = Plan(rows, assumptions, engine)
+    chosen = sizes.engine_residency
+    if chosen == "auto":
+        chosen = residency(planned, gpu_gb)
+    return planned.with_engine(PHASES) if chosen == "resident" else planned
+
+
+def _trained(sizes: Sizes) -> float:
+    if sizes.lora_rank is None:
+        return sizes.model.params
+    return sizes.model.lora_params(sizes.lora_rank, sizes.lora_modules)
+
+
+def _state_rows(sizes: Sizes, weights_gb: float) -> list[Row]:
+    """Weights, what the optimiser holds beside them, gradients."""
+    ranks, stage = sizes.world_size, sizes.zero_stage
+    full, trained = sizes.lora_rank is None, _trained(sizes)
     # float32 moments, and a float32 master beside weights that are not float32 themselves.
     extra_master = full and sizes.bytes_per_weight != 4
     state_gb = trained * (12 if extra_master else 8) / 1e9 / (ranks if stage >= 1 else 1)
     gradient_gb = trained * 4 / 1e9 / (ranks if stage >= 2 else 1)
-    tokens = sizes.micro_batch_size * (sizes.prompt_tokens + sizes.completion_tokens)
-    activations = model.activation_values(tokens, sizes.checkpointing) * sizes.bytes_per_weight
-
     rows = [
-        Row("CUDA context", CONTEXT_GB, PHASES),
         Row("policy weights", weights_gb / (ranks if stage == 3 else 1), PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
+        # A finished group's backward runs while the judge reads the others.
+        Row("gradients", gradient_gb, TRAINER),
     ]
-    frozen_rows, elsewhere = _frozen(sizes.frozen)
-    rows += frozen_rows
-    assumptions = [
-        f"learner: {sizes.micro_batch_size} rows of {sizes.prompt_tokens} + "
-        f"{sizes.completion_tokens} tokens at once, activations "
-        + ("recomputed" if sizes.checkpointing else "kept"),
-        f"{trained / 1e6:.1f} M trained parameters, float32 moments and gradients",
-        *elsewhere,
-    ]
-    if sizes.engine_share is None:
-        cache = model.kv_bytes(sizes.bytes_per_weight) * tokens / 1e9
-        rows.append(Row("key-value cache", cache, ("generate",)))
-    else:
-        claimed = sizes.engine_share * gpu_gb
-        phases = ("generate",) if sizes.engine_sleeps else PHASES
-        rows.append(Row(f"engine ({sizes.engine_share:.0%} of the GPU)", claimed, phases))
-        assumptions.append(_engine_fit(sizes, claimed - weights_gb - ENGINE_WORKSPACE_GB))
     if sizes.reads_reference:
         rows.append(Row("reference weights", weights_gb, ("reference",)))
-    rows += [
-        Row("gradients", gradient_gb, ("learn",)),
-        Row("activations", activations / 1e9, ("learn",)),
-        Row("logits, one chunk", LOGITS_GB, ("reference", "learn")),
+    return rows
+
+
+def _forward_rows(sizes: Sizes) -> list[Row]:
+    """What the policy's forwards and backwards want besides."""
+    adapted = None if sizes.lora_rank is None else sizes.lora_modules
+    asked = (adapted, sizes.bytes_per_weight, sizes.checkpointing)
+    kept_gb, working_gb = (
+        of_one_token(*asked) / 1e9
+        for of_one_token in (sizes.model.kept_bytes, sizes.model.working_bytes)
+    )
+    rows = [
+        Row("activations, kept", sizes.kept_tokens * kept_gb, TRAINER),
+        Row("activations, working", sizes.forward_tokens * working_gb, TRAINER),
+        Row("logits, one chunk", LOGITS_GB, TRAINER),
     ]
-    return Plan(rows, assumptions)
+    if not sizes.all_kept:
+        rows.append(Row("activations, one forward", sizes.forward_tokens * kept_gb, ("learn",)))
+    return rows
 
 
 def _frozen(models: Sequence[FrozenModel]) -> tuple[list[Row], list[str]]:

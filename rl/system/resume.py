@@ -24,6 +24,7 @@ HARMLESS = (
 
 NOTED = (
     "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size",
+    "optimizer.max_tokens_per_micro_batch", "optimizer.max_kept_tokens",
     "policy.attn_implementation", "engine.*",  # same mathematics, other rounding
     "policy.max_prompt_tokens",  # likewise: the sample that is too long says to raise it
     "judge.guided_json",
