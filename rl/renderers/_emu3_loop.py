@@ -17,6 +17,7 @@ from PIL import Image
 
 from rl.renderers._batches import Outcome, render_in_batches
 from rl.renderers._emu3_codec import Emu3Codec
+from rl.system import work
 from rl.types import RenderFailure, RenderJob, Sample
 
 NUM_KEPT_PICTURES = 256
@@ -116,7 +117,8 @@ class Emu3VqRenderer:
 
     def _draw_batch(self, grids: Sequence[np.ndarray]) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))
-        pixels = self.codec.decode_tensor(codes)
+        with work.counted(self.codec.model, codes.shape):
+            pixels = self.codec.decode_tensor(codes)
         finite = torch.isfinite(pixels).flatten(1).all(dim=1).tolist()
         pictures = self.codec.to_pictures(torch.nan_to_num(pixels))
         return [

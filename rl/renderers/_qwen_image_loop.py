@@ -29,6 +29,7 @@ from rl.renderers._qwen_image import PATCH_PX, QwenImageConfig, fit_area, output
 from rl.renderers._qwen_image_parts import EditorParts
 from rl.renderers._qwen_modulation import ModulationTables, StepModulation
 from rl.renderers._scheduling import resolution_shift
+from rl.system import work
 from rl.types import HiddenStates, RenderFailure, RenderJob, Sample
 
 NUM_KEPT_SOURCES = 64
@@ -147,7 +148,10 @@ class QwenImageRenderer:
         for given in conditionings:
             repeats = len(given.num_words) // len(latents)
             rows = latents.repeat(repeats, 1, 1)
-            outputs.extend(self._denoiser.velocity(rows, given, modulation).chunk(repeats))
+            sizes = rows.shape, given.sources.shape, given.num_words
+            with work.counted(self.parts.transformer, *sizes):
+                velocity = self._denoiser.velocity(rows, given, modulation)
+            outputs.extend(velocity.chunk(repeats))
         if len(outputs) == 1:
             return outputs[0]
         positive, negative = outputs

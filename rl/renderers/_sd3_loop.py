@@ -23,6 +23,7 @@ from rl.renderers._batches import Outcome, render_in_batches
 from rl.renderers._decoding import decode_in_slices, to_pictures
 from rl.renderers._scheduling import override_scheduler, resolution_shift
 from rl.renderers._sd3_text import PromptEncoder, TextParts, TextStates
+from rl.system import work
 from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import RenderJob, Sample
@@ -224,13 +225,14 @@ class SD3Renderer:
         outputs: list[torch.Tensor] = []
         for embeds, pooled in conditionings:
             rows = latents.repeat(len(embeds) // len(latents), 1, 1, 1)
-            output = self.parts.transformer(
-                hidden_states=rows,
-                timestep=timestep.expand(len(rows)),
-                encoder_hidden_states=embeds,
-                pooled_projections=pooled,
-                return_dict=False,
-            )[0]
+            with work.counted(self.parts.transformer, rows.shape, embeds.shape):
+                output = self.parts.transformer(
+                    hidden_states=rows,
+                    timestep=timestep.expand(len(rows)),
+                    encoder_hidden_states=embeds,
+                    pooled_projections=pooled,
+                    return_dict=False,
+                )[0]
             outputs.extend(output.split(len(latents)))
         if len(outputs) == 1:
             return outputs[0]
@@ -240,7 +242,8 @@ class SD3Renderer:
     def _decode(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.parts.vae
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return vae.decode(latents, return_dict=False)[0]
+        with work.counted(vae.decoder, latents.shape):
+            return vae.decode(latents, return_dict=False)[0]
 
 
 def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from rl.system import work
 from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
 
@@ -87,7 +88,8 @@ class ClipModel:
         pixels = self._processor(images=rgb, return_tensors="pt")["pixel_values"]
         rows = torch.arange(self._num_rows).clamp(max=len(images) - 1)
         pixels = pixels[rows].to(self._model.device, self._model.dtype)
-        features = self._model.get_image_features(pixel_values=pixels).pooler_output
+        with work.counted(self._model.vision_model, pixels.shape):
+            features = self._model.get_image_features(pixel_values=pixels).pooler_output
         return normalize(features[: len(images)].float(), dim=-1)
 
     def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
@@ -97,5 +99,6 @@ class ClipModel:
         tokens = self._tokenizer(
             prompt, truncation=True, max_length=self._max_tokens, return_tensors="pt"
         ).to(self._model.device)
-        features = self._model.get_text_features(**tokens).pooler_output
+        with work.counted(self._model.text_model, tokens["input_ids"].shape):
+            features = self._model.get_text_features(**tokens).pooler_output
         return normalize(features.float(), dim=-1)[0], num_tokens > self._max_tokens

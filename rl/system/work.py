@@ -62,6 +62,7 @@ class Ceilings:
 
 _done = Work()
 _lock = threading.Lock()
+_counting = threading.Lock()
 _counted: WeakKeyDictionary[torch.nn.Module, dict[tuple[Hashable, ...], Work]]
 _counted = WeakKeyDictionary()
 
@@ -104,8 +105,9 @@ def counted(model: torch.nn.Module, *sizes: Hashable) -> Iterator[None]:
 
         from rl.system.flop_count import FlopCount
 
-        # Compiled code that meets a mode is never compiled again.
-        with torch.compiler.set_stance("force_eager"), FlopCount() as count:
+        # Compiled code that meets a mode is never compiled again; and the stance is the process's,
+        # so that two threads (a renderer, CLIP) must not set it at a time.
+        with _counting, torch.compiler.set_stance("force_eager"), FlopCount() as count:
             yield
         known[sizes] = Work(count.flops, _weight_bytes(model))
     add(known[sizes])
