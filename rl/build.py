@@ -241,9 +241,16 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
     return policy
 
 
-def build_engine(resolved: Resolved, policy: Policy, dist: Dist) -> Engine:
-    """Start the sampler on the policy's base weights."""
-    engine: Engine = resolved.engine.module.build(resolved.engine.config, policy, dist)
+def build_engine(resolved: Resolved, policy: Policy, dist: Dist, has_room: bool = True) -> Engine:
+    """Start the sampler on the policy's base weights. `has_room`: beside all others on the GPU."""
+    optimizer = resolved.config.optimizer
+    engine: Engine = resolved.engine.module.build(
+        resolved.engine.config,
+        policy,
+        dist,
+        has_room=has_room,
+        sharded=optimizer.backend == "deepspeed" and optimizer.zero_stage == 3,
+    )
     return engine
 
 

@@ -100,7 +100,7 @@ def test_logprobs_and_flags_of_mixed_grids(
             num_whole += completion.finish == "stop"
             num_cut += completion.finish == "length"
             if completion.finish == "stop":
-                [action] = policy.act(prompt, [completion])
+                [action] = policy.act([(prompt, completion.token_ids)], None, None)
                 assert action.payload.shape == prompt.grid
     assert num_whole >= 10
     drawn = {token for c in completions_PG[-1] for token in c.token_ids}
@@ -192,7 +192,7 @@ def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch)
         ]
         assert set(chosen) <= kept and vocabulary.image in chosen
         assert completion.finish == "stop"
-        [action] = policy.act(prompt, [completion])
+        [action] = policy.act([(prompt, completion.token_ids)], None, None)
         assert action.payload.shape == prompt.grid
 
 
@@ -223,13 +223,6 @@ def test_full_weights_arrive_after_every_update(vllm, policy, prompts_P):
         for name, parameter in trainable.items():
             parameter.copy_(before[name])
     vllm.load_weights(policy.export_weights(trainable, 3))
-
-
-def test_sleep_and_wake_change_nothing(vllm, prompts_P):
-    before = vllm.generate(prompts_P, params(), SEEDS)
-    vllm.sleep()
-    vllm.wake()
-    assert vllm.generate(prompts_P, params(), SEEDS) == before
 
 
 @pytest.mark.parametrize("grid", [[0, 2], [2], "2x2", [1.5, 2], [math.inf, 1]])

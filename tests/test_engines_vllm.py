@@ -9,6 +9,7 @@ import os
 import pytest
 import tiny_qwen
 import torch
+from tiny_engines import max_dlogp
 
 from rl.engines import transformers as transformers_engine
 from rl.engines import vllm as vllm_engine
@@ -91,15 +92,6 @@ def step(policy, prompts_P, completions_PG) -> None:
     optimizer.zero_grad()
 
 
-def max_dlogp(policy, prompts_P, completions_PG) -> float:
-    """Largest |sampler - trainer| over all tokens, nats."""
-    return max(
-        float((action.logprobs - torch.tensor(completion.logprobs)).abs().max())
-        for prompt, group in zip(prompts_P, completions_PG, strict=True)
-        for completion, action in zip(group, policy.act(prompt, group), strict=True)
-    )
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_the_trainers(synced, policy, prompts_P, temperature, monkeypatch):
     monkeypatch.setattr(policy.module, "temperature", temperature)
@@ -154,6 +146,57 @@ def test_a_single_changed_bit_in_the_slots_is_seen(synced, policy):
     assert synced.held_fingerprint() == fingerprint
     synced._llm.collective_rpc(flip)
     assert synced.held_fingerprint() != fingerprint
+
+
+def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_P):
+    """The prompt's keys and values are kept between calls, and dropped by a sync: a group that
+    reads the old ones is off by far more than rounding."""
+    step(policy, prompts_P, engine.generate(prompts_P, params(), [1, 2, 3]))
+    for drops, agrees in ((False, False), (True, True)):
+        if drops:
+            engine._drop_caches()
+        else:
+            engine.generate(prompts_P, params(), [1, 2, 3])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine, "_drop_caches", lambda: None)
+                engine.load_weights(export(policy))
+        completions_PG = engine.generate(prompts_P, params(), [1, 2, 3])
+        assert (max_dlogp(policy, prompts_P, completions_PG) <= MAX_DLOGP_NATS) == agrees
+
+
+def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P, monkeypatch):
+    """By the trainer's tower, whose features its own forward finds again: the engine has none."""
+    assert not any("visual" in name for name in engine_weights(synced))
+    encoded, read = [], []
+    tower = policy.module.vl_model.model.get_image_features
+    monkeypatch.setattr(
+        policy.module.vl_model.model,
+        "get_image_features",
+        lambda pixels, grid, **kw: encoded.append(len(grid)) or tower(pixels, grid, **kw),
+    )
+    scheduler = synced._llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def counting(*args):
+        plan = schedule(*args)
+        read.append(plan.total_num_scheduled_tokens)
+        return plan
+
+    monkeypatch.setattr(scheduler, "schedule", counting)
+    fresh_P = [policy.build_prompt(tiny_qwen.sample(100 + i, width=64 * (i + 1))) for i in range(3)]
+    completions_PG = synced.generate(fresh_P, params(), [7, 70, 700])
+    assert max_dlogp(policy, fresh_P, completions_PG) <= MAX_DLOGP_NATS
+    assert encoded == [3], "one call, three pictures, none of them again"
+    tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
+    assert all(0 < tail <= 32 for tail in tails)
+    assert read[0] == 64 + 4 * sum(tails), "blocks of 32 tokens that are alike are read once"
+
+
+def engine_weights(engine) -> list[str]:
+    [names] = engine._llm.collective_rpc(
+        lambda worker: [name for name, _ in worker.model_runner.get_model().named_parameters()]
+    )
+    return names
 
 
 def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy, prompts_P):
@@ -253,11 +296,28 @@ def test_text_only_prompts_are_sampled_too(synced, policy):
     assert max_dlogp(policy, [prompt], completions_PG) <= MAX_DLOGP_NATS
 
 
-def test_sleep_and_wake_change_nothing(synced, prompts_P):
-    before = synced.generate(prompts_P, params(), [1, 2, 3])
+def test_only_a_gpu_without_room_or_told_to_makes_the_engine_sleep():
+    rests = {
+        (residency, has_room): vllm_engine.sleeps_between(residency, has_room, "cuda:0")
+        for residency in ("auto", "resident", "sleep")
+        for has_room in (True, False)
+    }
+    assert [case for case, sleeps in rests.items() if sleeps] == [
+        ("auto", False), ("sleep", True), ("sleep", False)
+    ]  # fmt: skip
+    assert not vllm_engine.sleeps_between("sleep", False, "cpu")
+
+
+@pytest.mark.parametrize(("sleeps", "calls"), [(False, []), (True, [("sleep", 1), ("wake", None)])])
+def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypatch, sleeps, calls):
+    """vLLM's own sleep needs a GPU."""
+    found = []
+    monkeypatch.setattr(synced, "_sleeps", sleeps)
+    monkeypatch.setattr(synced._llm, "sleep", lambda level: found.append(("sleep", level)))
+    monkeypatch.setattr(synced._llm, "wake_up", lambda: found.append(("wake", None)))
     synced.sleep()
     synced.wake()
-    assert synced.generate(prompts_P, params(), [1, 2, 3]) == before
+    assert found == calls
 
 
 def test_more_prompts_than_one_step_holds(synced, policy, prompts_P):
@@ -274,7 +334,7 @@ def test_no_prompts_no_completions(synced):
     assert synced.generate([], params(), []) == []
 
 
-def test_a_saved_adapter_is_a_vllm_adapter(synced, policy, prompts_P, tmp_path):
+def test_a_saved_adapter_is_a_vllm_adapter(synced, policy, prompts_P, tmp_path, monkeypatch):
     """The same completions from the folder, through vLLM's own loader, as from the tensors."""
     from vllm.lora.request import LoRARequest
 
@@ -284,22 +344,9 @@ def test_a_saved_adapter_is_a_vllm_adapter(synced, policy, prompts_P, tmp_path):
         lambda worker: worker.model_runner.lora_manager.remove_all_adapters()
     )
     synced._drop_caches()
-    [output] = synced._llm.generate(
-        [vllm_engine._request(prompts_P[0])],
-        [synced._sampling(prompts_P[0], params(num_completions=1), 11)],
-        use_tqdm=False,
-        lora_request=LoRARequest("saved", 2, str(tmp_path)),
-    )
-    assert synced._completion(prompts_P[0], output.outputs[0]) == expected[0][0]
+    monkeypatch.setattr(synced, "_lora_request", lambda: LoRARequest("saved", 2, str(tmp_path)))
+    assert synced.generate(prompts_P[:1], params(num_completions=1), [11]) == expected
     synced._llm.llm_engine.remove_lora(2)
-
-
-def test_prompts_that_the_two_processors_read_differently_are_refused(synced, policy, prompts_P):
-    from dataclasses import replace
-
-    wrong = replace(prompts_P[0], token_ids=prompts_P[0].token_ids[:-1])
-    with pytest.raises(RuntimeError, match="sample 's0'"):
-        synced.generate([wrong], params(), [0])
 
 
 def test_full_weights_are_refused_by_an_adapter_engine(synced, policy):
@@ -320,7 +367,7 @@ def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, 
     def explode(*_args, **_kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(engine._llm, "generate", explode)
+    monkeypatch.setattr(engine, "_run", explode)
     monkeypatch.setattr(engine, "_failed", False)
     with pytest.raises(ZeroDivisionError):
         engine.generate(prompts_P, params(), [1, 2, 3])

@@ -6,6 +6,7 @@ Its own file: one engine is closed before another starts, in the same process.
 import pytest
 import tiny_qwen
 import torch
+from tiny_engines import max_dlogp
 
 from rl.engines import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
@@ -44,31 +45,25 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(policy):
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
-    engine = vllm_engine.build(config, policy, Dist())
+    engine = vllm_engine.build(config, policy, Dist(), sharded=True)
     yield engine
     engine.close()
 
 
 def test_full_weights_arrive_after_every_update(engine, policy):
-    """The tower is frozen and not sent; the tied head is sent, because vLLM keeps its own."""
+    """The tower is frozen and not sent; the tied head is sent, because vLLM keeps its own. As where
+    the trainer's weights are sharded, the engine looks at the pictures itself."""
     prompts_P = [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(2)]
     trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3)
 
-    def max_dlogp(completions_PG) -> float:
-        return max(
-            float((action.logprobs - torch.tensor(completion.logprobs)).abs().max())
-            for prompt, group in zip(prompts_P, completions_PG, strict=True)
-            for completion, action in zip(group, policy.act(prompt, group), strict=True)
-        )
-
     for iteration in range(3):
         completions_PG = engine.generate(prompts_P, PARAMS, [10 * iteration, 1000])
-        assert max_dlogp(completions_PG) <= 3e-5
+        assert max_dlogp(policy, prompts_P, completions_PG) <= 3e-5
         rows = [(prompts_P[0], completion.token_ids) for completion in completions_PG[0]]
         policy.module(policy.collate(rows)).logprobs.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert max_dlogp(completions_PG) > 1e-2, "the check can fail"
+        assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
         engine.load_weights(policy.export_weights(trainable, iteration))
         assert engine.held_fingerprint() is None

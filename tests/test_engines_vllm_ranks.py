@@ -11,6 +11,7 @@ def sample_train_and_sync(folder: str) -> dict[str, object]:
     """What one rank does in an iteration; the number of prompts differs between the ranks."""
     import tiny_qwen
     import torch
+    from tiny_engines import max_dlogp
 
     from rl.engines import vllm as vllm_engine
     from rl.policies import qwen2_5_vl
@@ -39,11 +40,7 @@ def sample_train_and_sync(folder: str) -> dict[str, object]:
     weights = policy.export_weights(trainable, 1)
     engine.load_weights(weights)
     completions_PG = engine.generate(prompts_P, params, list(range(0, 10 * len(prompts_P), 10)))
-    difference = max(
-        float((action.logprobs - torch.tensor(completion.logprobs)).abs().max())
-        for prompt, group in zip(prompts_P, completions_PG, strict=True)
-        for completion, action in zip(group, policy.act(prompt, group), strict=True)
-    )
+    difference = max_dlogp(policy, prompts_P, completions_PG)
     engine.close()
     total = dist.sum_(torch.tensor([1.0]))  # the trainer's group outlives the engine
     dist.close()
@@ -71,6 +68,7 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
     """One rank's prompts under an adapter, which arrives twice and is read back twice."""
     import tiny_image_writer as tiny
     import torch
+    from tiny_engines import max_dlogp
 
     from rl.engines import vllm as vllm_engine
     from rl.system.dist import Dist
@@ -93,17 +91,12 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
         held.append(engine.held_fingerprint() == weights.fingerprint)
         seeds = [100 * p + version for p in range(len(prompts_P))]
         completions_PG = engine.generate(prompts_P, params, seeds)
-        rows = [
-            (prompt, completion)
-            for prompt, group in zip(prompts_P, completions_PG, strict=True)
-            for completion in group
-        ]
-        batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
-        with torch.no_grad():
-            logprobs_BC = policy.module(batch).logprobs
-        for (_, completion), trained in zip(rows, logprobs_BC, strict=True):
-            sampled = torch.tensor(completion.logprobs)
-            differences.append(float((trained[: len(sampled)] - sampled).abs().max()))
+        differences.append(max_dlogp(policy, prompts_P, completions_PG))
+    rows = [
+        (prompt, completion)
+        for prompt, group in zip(prompts_P, completions_PG, strict=True)
+        for completion in group
+    ]
     right = [
         completion.forced
         == tiny.expected_forced(completion.token_ids, prompt.grid, policy.image_vocabulary)

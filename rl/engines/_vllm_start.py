@@ -68,6 +68,16 @@ def grammar_arguments(
     }
 
 
+def multiply_by_one_adapter() -> None:
+    """On a CPU: adapters through `OneAdapter` instead of vLLM's own way."""
+    from vllm.platforms import current_platform
+
+    from rl.engines._vllm_one_adapter import OneAdapter
+
+    name = f"{OneAdapter.__module__}.{OneAdapter.__name__}"
+    type(current_platform).get_punica_wrapper = classmethod(lambda _: name)
+
+
 @contextmanager
 def untouched_globals() -> Iterator[None]:
     """vLLM's start seeds every global generator and, on a CPU, makes `torch.set_num_threads` a

@@ -1,14 +1,14 @@
 """Weights into a running vLLM, and back out of it. Runs inside the engine's worker.
 
-What: put a LoRA into the worker's slots from tensors, hash what the slots really hold, and hash
+What: put a LoRA into the worker's slots from tensors, and compare what the slots really hold with
 what they ought to hold. What not: files (nothing is written), merging (an adapter stays an adapter;
 the base is never touched). Called by `vllm.py` through `collective_rpc`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter; there is no other."""
 
+Lora = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
+"""Layer name -> (A [r, in], B [out, r] times alpha / r), in the engine's dtype, on its device."""
+
 
 def put_lora(
     worker: Any, tensors: Mapping[str, torch.Tensor], lora_config: Mapping[str, Any]
-) -> str:
-    """Replace the adapter; returns the hash of what the worker must now hold (`held_lora`).
+) -> Lora:
+    """Replace the adapter; returns what the worker must now hold (`lora_difference`).
 
     `tensors` must be clones that nobody else uses: vLLM multiplies B by alpha / r in place.
     """
@@ -47,43 +50,51 @@ def put_lora(
             "of policy.lora.target_modules has a name it does not know"
         )
     expected = {
-        name: (lora.lora_a, lora.lora_b * lora.scaling) for name, lora in adapter.loras.items()
+        name: (lora.lora_a.clone(), lora.lora_b * lora.scaling)
+        for name, lora in adapter.loras.items()
     }
-    expected_hash = _hash(expected)
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
-    return expected_hash
+    return expected
 
 
-def held_lora(worker: Any) -> str:
-    """Hash of the adapter in the slots that the forward multiplies with."""
-    manager = worker.model_runner.lora_manager._adapter_manager
-    if ADAPTER_ID not in manager.lora_index_to_id:
-        return "no adapter"
-    slot = manager.lora_index_to_id.index(ADAPTER_ID)
-    held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for packed_name, layer in manager.modules.items():
-        if not hasattr(layer, "lora_a_stacked"):
-            continue
-        names = manager.packed_modules.get(packed_name, [packed_name])
-        for i, name in enumerate(names):
-            a, b = layer.lora_a_stacked[i][slot, 0], layer.lora_b_stacked[i][slot, 0]
-            if bool(a.any()):
-                held[name] = (a, b)
-    return _hash(held)
-
-
-def _hash(loras: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
-    """Over names and the bytes of A and B, without the slots' padding to the largest rank."""
+def lora_difference(worker: Any, expected: Lora) -> str:
+    """In what the slots that the forward multiplies with are not `expected`, bit for bit; '' if in
+    nothing. Compared where they lie: hashing an adapter would bring all of it to the host."""
     import torch
 
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(loras):
-        a, b = loras[name]
-        rank = int(a.any(dim=1).nonzero().max()) + 1 if bool(a.any()) else 0
-        for tensor in (a[:rank], b[:, :rank]):
-            whole = tensor.detach().cpu().contiguous()
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    held = _slots(worker)
+    if unknown := expected.keys() - held.keys():
+        return f"no layer {min(unknown)}"
+    wrong = []
+    for name, (slot_a, slot_b) in held.items():
+        a, b = expected.get(name, (slot_a[:0], slot_b[:, :0]))
+        rank = a.shape[0]
+        same = _bits_equal(slot_a[:rank], a) & _bits_equal(slot_b[:, :rank], b)
+        # Slots are as wide as the largest rank vLLM was told of; the rest must multiply to nothing.
+        wrong.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
+    found = list(compress(held, torch.stack(wrong).tolist()))
+    return f"other weights in {len(found)} layers, {found[0]} among them" if found else ""
+
+
+def _slots(worker: Any) -> Lora:
+    """Layer name -> its slot's (A [max_rank, in], B [out, max_rank])."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if ADAPTER_ID not in manager.lora_index_to_id:
+        return {}
+    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    return {
+        name: (layer.lora_a_stacked[i][slot, 0], layer.lora_b_stacked[i][slot, 0])
+        for packed_name, layer in manager.modules.items()
+        if hasattr(layer, "lora_a_stacked")
+        for i, name in enumerate(manager.packed_modules.get(packed_name, [packed_name]))
+    }
+
+
+def _bits_equal(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[] bool, on their device; -0.0 and 0.0 differ, a NaN equals itself."""
+    import torch
+
+    integers = {2: torch.int16, 4: torch.int32}[first.element_size()]
+    return (first.view(integers) == second.view(integers)).all()

@@ -33,8 +33,11 @@ class Config(Section):
     """'transformers'."""
 
 
-def build(config: Config, policy: Any, dist: Dist) -> TransformersEngine:
-    """`policy` brings `decoder(prompt, num_rows)`, its stop and banned ids, `image_vocabulary`."""
+def build(
+    config: Config, policy: Any, dist: Dist, *, has_room: bool = True, sharded: bool = False
+) -> TransformersEngine:
+    """`policy` brings `decoder(prompt, num_rows)`, its stop and banned ids, `image_vocabulary`. It
+    takes no room of its own, and is refused where the policy is `sharded` (see above)."""
     return TransformersEngine(policy)
 
 

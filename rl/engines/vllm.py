@@ -15,7 +15,7 @@ import atexit
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,6 +26,8 @@ from rl.system.wheels import mend_mismatched_wheels
 from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from rl.system.dist import Dist
 
 ENVIRONMENT = {
@@ -41,6 +43,11 @@ BANNED_BIAS = -1e9
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
+
+
+Residency = Literal["auto", "resident", "sleep"]
+FeaturesOf = Callable[[Sequence[Prompt]], "list[torch.Tensor | None]"]
+"""Prompts -> what their pictures look like to the language model, [N_img, D] each."""
 
 
 class Config(Section):
@@ -61,29 +68,64 @@ class Config(Section):
     """True skips compilation and CUDA graphs; a CPU is always eager."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the sampler's weights; auto = policy.dtype."""
-    sleep_level: Literal[0, 1] = 1
-    """0: keeps the device's memory while others work; 1: weights to host memory, cache freed (CUDA
-    only). vLLM's level 2, which throws the base away, is not offered: it corrupts VLMs."""
+    residency: Residency = "auto"
+    """Where the sampler is while others use the device (CUDA only). resident: it stays; sleep: its
+    weights go to host memory and its cache is freed, seconds an iteration for a large model; auto:
+    it stays where the memory plan has room. vLLM's deeper sleep, which throws the base away, is not
+    offered: it corrupts VLMs."""
     tensor_parallel_size: Literal[1] = 1
     """Every rank is a sampler of its own; more is not supported yet."""
 
 
-def build(config: Config, policy: Any, dist: Dist) -> VllmEngine:
+def build(
+    config: Config, policy: Any, dist: Dist, *, has_room: bool = True, sharded: bool = False
+) -> VllmEngine:
     """Start the engine on the policy's base weights; takes seconds, minutes for a large model.
+
+    `has_room`: it may stay on the device beside all others, under `residency: 'auto'`. `sharded`:
+    the policy's weights will be (ZeRO-3), so that no rank can run its vision tower alone.
 
     `policy` brings `sampler_folder()`, `dtype`, `lora_rank`, `adapts_vision_tower`,
     `image_pixel_bounds` (None: it reads ids only), `max_prompt_tokens`, `max_completion_tokens`,
-    `image_vocabulary`, and its stop and banned ids.
+    `image_vocabulary`, and its stop and banned ids; where it shows pictures,
+    `freezes_vision_tower` and `picture_features(prompts)`.
     """
-    return VllmEngine(config, policy, dist)
+    reads_features = (
+        policy.image_pixel_bounds is not None and policy.freezes_vision_tower and not sharded
+    )
+    return VllmEngine(
+        config,
+        policy,
+        dist,
+        sleeps=sleeps_between(config.residency, has_room, dist.device),
+        features_of=policy.picture_features if reads_features else None,
+    )
+
+
+def sleeps_between(residency: Residency, has_room: bool, device: str) -> bool:
+    """Whether the device is freed while others use it."""
+    wanted = residency == "sleep" or (residency == "auto" and not has_room)
+    return wanted and device.startswith("cuda")
 
 
 class VllmEngine:
     """See `rl.contracts.Engine`."""
 
-    def __init__(self, config: Config, policy: Any, dist: Dist) -> None:
+    def __init__(
+        self,
+        config: Config,
+        policy: Any,
+        dist: Dist,
+        *,
+        sleeps: bool,
+        features_of: FeaturesOf | None,
+    ) -> None:
+        """`sleeps`: `sleep` frees the device (CUDA only). `features_of`: the policy's vision tower,
+        in place of one of the engine's own; None: pictures are encoded here."""
         self._config = config
         self._dist = dist
+        self._sleeps = sleeps
+        self._features_of = features_of
         self._on_cuda = dist.device.startswith("cuda")
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
@@ -91,8 +133,12 @@ class VllmEngine:
         self._lora = policy.lora_rank is not None
         self._failed = False
         self._fingerprint: str | None = None
-        self._expected_hash = ""
+        self._expected: _vllm_weights.Lora = {}
+        self._num_requests = 0
         self._llm = self._start(policy)
+        model_config = self._llm.llm_engine.model_config
+        self._dtype = model_config.dtype
+        self._image_token_id = getattr(model_config.hf_config, "image_token_id", None)
 
     def _start(self, policy: Any) -> Any:
         for name, value in ENVIRONMENT.items():
@@ -115,6 +161,8 @@ class VllmEngine:
             from vllm import LLM
 
             _vllm_start.register_in_process(folder)
+            if self._lora and not self._on_cuda:
+                _vllm_start.multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
                 arguments |= _vllm_start.grammar_arguments(folder, arguments, self._vocabulary)
@@ -141,8 +189,16 @@ class VllmEngine:
             edges = dict(
                 zip(("shortest_edge", "longest_edge"), policy.image_pixel_bounds, strict=True)
             )
-            arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
-            arguments["mm_processor_kwargs"] = {"size": edges}
+            encodes = self._features_of is None
+            arguments |= {
+                # None and embeddings: vLLM then leaves the tower out (1.3 GB of a bfloat16 7B).
+                "limit_mm_per_prompt": {"image": int(encodes), "video": 0},
+                "enable_mm_embeds": not encodes,
+                "mm_processor_kwargs": {"size": edges},
+                # Pixels come as the policy's processor made them: nothing is left to do or keep.
+                "mm_device_do_normalize": False,
+                "mm_processor_cache_gb": 0,
+            }
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else 256)
         if cache_mb is not None:
             arguments["kv_cache_memory_bytes"] = cache_mb << 20
@@ -153,7 +209,7 @@ class VllmEngine:
             # A group shares whole cache blocks of its prompt only. The CPU's default of 128 tokens
             # is longer than a tiny prompt; 32 is the smallest that its attention takes.
             arguments["block_size"] = 32
-        if self._on_cuda and config.sleep_level == 1:
+        if self._sleeps:
             arguments["enable_sleep_mode"] = True
         if self._dist.world_size > 1:
             # Reads torchrun's LOCAL_RANK; the default executor would put every rank on device 0.
@@ -175,32 +231,52 @@ class VllmEngine:
         """
         if self._failed:
             raise RuntimeError("the vLLM engine failed before and cannot be used again")
-        if not prompts_P:
-            return []
-        requests = [_request(prompt) for prompt in prompts_P]
-        sampling = [
+        import torch
+
+        from rl.engines import _vllm_requests
+
+        features_P: Sequence[torch.Tensor | None] = [None] * len(prompts_P)
+        if self._features_of is not None:
+            features_P = self._features_of(prompts_P)
+        inputs_P = [
+            _vllm_requests.engine_input(prompt, features, self._image_token_id, self._dtype)
+            for prompt, features in zip(prompts_P, features_P, strict=True)
+        ]
+        sampling_P = [
             self._sampling(prompt, params, seed)
             for prompt, seed in zip(prompts_P, seeds_P, strict=True)
         ]
-        import torch
-
         try:
             # Seeded requests draw from generators of their own, and a sampling step from the
             # global one besides, whose draw nobody uses: the trainer must not notice.
             with torch.random.fork_rng([self._dist.device] if self._on_cuda else []):
-                outputs = self._llm.generate(
-                    requests, sampling, use_tqdm=False, lora_request=self._lora_request()
-                )
+                outputs_P = self._run(inputs_P, sampling_P)
         except BaseException:
             self._failed = True
             raise
         return [
             self._group(prompt, output, params)
-            for prompt, output in zip(prompts_P, outputs, strict=True)
+            for prompt, output in zip(prompts_P, outputs_P, strict=True)
         ]
 
+    def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
+        """A `RequestOutput` for each input."""
+        engine = self._llm.llm_engine
+        lora_request = self._lora_request()
+        names_P = []
+        for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
+            names_P.append(str(self._num_requests))
+            self._num_requests += 1
+            engine.add_request(names_P[-1], engine_input, sampling, lora_request=lora_request)
+        finished: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        return [finished[name] for name in names_P]
+
     def _sampling(self, prompt: Prompt, params: SamplingParams, seed: int) -> Any:
+        """A group is ONE request with `n` = G, whose member g vLLM draws from seed + g."""
         from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         grid = self._grid(prompt)
         return VllmSamplingParams(
@@ -211,34 +287,23 @@ class VllmEngine:
             top_k=params.top_k,
             max_tokens=params.max_tokens,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             ignore_eos=True,  # the policy's stop ids are the only ones
             stop_token_ids=self._stop_ids,
             logit_bias=self._bans,
             extra_args={_vllm_start.GRID: grid} if grid else None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _group(self, prompt: Prompt, output: Any, params: SamplingParams) -> list[Completion]:
-        if tuple(output.prompt_token_ids) != prompt.token_ids:
-            raise RuntimeError(
-                f"vLLM read the prompt of sample {prompt.sample.id!r} as "
-                f"{len(output.prompt_token_ids)} tokens, the trainer as {len(prompt.token_ids)}: "
-                "their image processors differ (preprocessor_config.json)"
-            )
-        completions_G = [self._completion(prompt, member) for member in output.outputs]
+        from rl.engines import _vllm_requests
+
+        completions_G = [
+            _vllm_requests.completion(member, self._stop_ids, self._grid(prompt), self._vocabulary)
+            for member in output.outputs
+        ]
         return completions_G * (params.num_completions // len(completions_G))
-
-    def _completion(self, prompt: Prompt, member: Any) -> Completion:
-        from rl.algorithm.image_grammar import forced_tokens
-
-        ids = tuple(member.token_ids)
-        logprobs = tuple(
-            position[token].logprob for position, token in zip(member.logprobs, ids, strict=True)
-        )
-        forced = None
-        if (grid := self._grid(prompt)) and self._vocabulary:
-            forced = forced_tokens(ids, grid, self._vocabulary)
-        return Completion(ids, logprobs, "stop" if ids[-1] in self._stop_ids else "length", forced)
 
     def _grid(self, prompt: Prompt) -> tuple[int, int] | None:
         """(h, w) to which its completions are held; None: they are free."""
@@ -253,14 +318,13 @@ class VllmEngine:
         return LoRARequest("policy", _vllm_weights.ADAPTER_ID, "in-memory")
 
     def sleep(self) -> None:
-        """Free the device (CUDA, sleep_level 1) and drop every cache that depends on weights."""
-        self._drop_caches()
-        if self._on_cuda and self._config.sleep_level == 1:
+        """Give the device to the others, where the engine does not stay on it."""
+        if self._sleeps:
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
         """Undo `sleep`; the weights are those from before it."""
-        if self._on_cuda and self._config.sleep_level == 1:
+        if self._sleeps:
             self._llm.wake_up()
 
     def load_weights(self, weights: PolicyWeights) -> None:
@@ -270,7 +334,7 @@ class VllmEngine:
             raise ValueError(f"this engine was started for another kind than {weights.kind!r}")
         if weights.kind == "lora":
             clones = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-            [self._expected_hash] = self._llm.collective_rpc(
+            [self._expected] = self._llm.collective_rpc(
                 _vllm_weights.put_lora, args=(clones, weights.lora_config)
             )
         else:
@@ -282,12 +346,14 @@ class VllmEngine:
 
     def held_fingerprint(self) -> str | None:
         """The loaded weights' fingerprint when the worker's LoRA slots hold them bit for bit (B
-        scaled, both in the engine's dtype), else the hash of what they hold. None before the first
-        load, and for full weights, which vLLM repacks beyond recognition."""
+        scaled, both in the engine's dtype), else what is wrong. None before the first load, and for
+        full weights, which vLLM repacks beyond recognition."""
         if self._fingerprint is None or not self._lora:
             return None
-        [held] = self._llm.collective_rpc(_vllm_weights.held_lora)
-        return self._fingerprint if held == self._expected_hash else held
+        [difference] = self._llm.collective_rpc(
+            _vllm_weights.lora_difference, args=(self._expected,)
+        )
+        return difference or self._fingerprint
 
     def close(self) -> None:
         """Stop the engine. With several ranks it stays until the process ends: stopping it would
@@ -300,14 +366,6 @@ class VllmEngine:
         del self._llm
 
     def _drop_caches(self) -> None:
+        """All that was computed from the weights before these."""
         self._llm.reset_prefix_cache()
-        self._llm.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
-
-
-def _request(prompt: Prompt) -> dict[str, Any]:
-    """ONE placeholder per picture: expanded ids would silently be expanded again."""
-    request: dict[str, Any] = {"prompt_token_ids": list(prompt.engine_token_ids)}
-    if prompt.images:
-        request["multi_modal_data"] = {"image": list(prompt.images)}
-    return request

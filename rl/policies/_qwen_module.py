@@ -9,6 +9,7 @@ model token by token. What not: prompts, parsing, the loss, which pictures are e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rl.policies._attention_kernels import Kernel
 from rl.policies._cost import count_row, count_step
 from rl.policies._logprobs import completion_outputs, token_logprobs
 from rl.policies._packing import Packing
-from rl.policies._qwen_pictures import PictureFeatures
+from rl.policies._qwen_pictures import Picture, PictureFeatures
 from rl.system.flops import LanguageModel
 from rl.types import TokenBatch, TokenOutputs
 
@@ -70,6 +71,12 @@ class QwenModule(nn.Module):
         )
         count_row(self.sizes, batch.groups, outputs.last_hidden_state)
         return outputs
+
+    @torch.no_grad()
+    def picture_features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
+        """Each picture's [N_img, D], those that the forwards read; not collective, hence not under
+        ZeRO-3."""
+        return self._features.of(pictures, self.vl_model) or []
 
     def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
         """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+    from rl.policies._qwen_pictures import Picture
+
     PositionsOf = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     """(ids [P], grids of its pictures [n, 3] or None) -> positions [3, P]."""
 
@@ -156,14 +158,25 @@ class QwenPrompts:
         [3, S]) and, in the order of the prompts that show one, their `pictures`."""
         import torch
 
-        from rl.policies._qwen_pictures import Picture
-
         ids, groups, prompts = pack(rows)
         prompt_positions = [
             positions_of(torch.tensor(prompt.token_ids), prompt.model_inputs.get("image_grid_thw"))
             for prompt in prompts
         ]
-        pictures = tuple(
+        return TokenBatch(
+            input_ids=torch.tensor(ids, device=device),
+            groups=groups,
+            model_inputs={
+                "position_ids": positions(groups, prompt_positions).to(device),
+                "pictures": tuple(self.pictures(prompts)),
+            },
+        )
+
+    def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
+        """Of the prompts that show one, in their order."""
+        from rl.policies._qwen_pictures import Picture
+
+        return [
             Picture(
                 self.picture_key(prompt),
                 prompt.model_inputs["pixel_values"],
@@ -171,15 +184,7 @@ class QwenPrompts:
             )
             for prompt in prompts
             if prompt.images
-        )
-        return TokenBatch(
-            input_ids=torch.tensor(ids, device=device),
-            groups=groups,
-            model_inputs={
-                "position_ids": positions(groups, prompt_positions).to(device),
-                "pictures": pictures,
-            },
-        )
+        ]
 
     def picture_key(self, prompt: Prompt) -> bytes:
         """By content: two sets of data may call different pictures by one id, and one picture may

@@ -206,6 +206,17 @@ class Qwen25VLPolicy(TrainedPolicy):
         """(smallest, largest) area of a prompt's picture, px; a sampler needs no room for more."""
         return self.prompts.picture_bounds
 
+    @property
+    def freezes_vision_tower(self) -> bool:
+        """Whether pictures mean the same throughout the run: a sampler may read their features."""
+        return self.config.freeze_vision_tower
+
+    def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
+        """[N_img, D] of each prompt's picture, None where it shows none: the very ones that the
+        forwards of these prompts read, so that a sampler needs no vision tower of its own."""
+        features = iter(self.module.picture_features(self.prompts.pictures(prompts_P)))
+        return [next(features) if prompt.images else None for prompt in prompts_P]
+
     def sampler_folder(self) -> str:
         """Folder or hub id from which an outside sampler loads these base weights, this tokenizer
         and this image processor; lives as long as the policy."""
