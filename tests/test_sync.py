@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from rl.sync import SyncError, sync
 from rl.types import Completion, PolicyWeights, Prompt, Sample, SamplingParams
@@ -20,7 +21,8 @@ class Trainer:
         self.fingerprint = fingerprint
 
     def export_weights(self) -> PolicyWeights:
-        return PolicyWeights("lora", {}, None, 1, self.fingerprint)
+        tensors = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
+        return PolicyWeights("lora", tensors, None, 1, self.fingerprint)
 
     def logprobs(self, rows: Sequence[Any]) -> list[list[float]]:
         return [[-1.0] * len(ids) for _, ids in rows]
@@ -31,6 +33,7 @@ class Sampler:
 
     def __init__(self, logprob: float = -1.0, deaf: bool = False, held: str | None = "old") -> None:
         self.logprob, self.deaf, self.held = logprob, deaf, held
+        self.num_probes = 0
 
     def load_weights(self, weights: PolicyWeights) -> None:
         if not self.deaf:
@@ -42,14 +45,24 @@ class Sampler:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]
     ) -> list[list[Completion]]:
+        self.num_probes += 1
         ids = tuple(range(params.max_tokens))
-        return [[Completion(ids, (self.logprob,) * len(ids), "length")]]
+        member = Completion(ids, (self.logprob,) * len(ids), "length")
+        return [[member] * params.num_completions]
 
 
 def test_delivered_weights_pass() -> None:
     report = sync(Sampler(-1.0004), Trainer("new"), PROBE, "float32", "old", 1.0)
     assert report.fingerprint == "new"
     assert report.mean_dlogp_nats == pytest.approx(4e-4)
+    assert report.num_bytes == 3 * 4 * 4 + 5 * 2
+
+
+def test_weights_that_no_step_has_changed_are_not_sent_again() -> None:
+    sampler = Sampler(deaf=True)
+    report = sync(sampler, Trainer("old"), PROBE, "float32", "old", 1.0)
+    assert (report.fingerprint, report.num_bytes, report.mean_dlogp_nats) == ("old", 0, None)
+    assert sampler.num_probes == 0
 
 
 def test_a_sync_that_changed_nothing_is_an_error() -> None:
