@@ -58,6 +58,7 @@
   algorithm+: { kl_coeff: 0.01 },  // CLIP can be flattered by odd words: stay near the language model
   optimizer+: {
     backend: if $.world_size == 1 then 'torch' else 'deepspeed',
+    zero_stage: 1,  // adapters: see base.libsonnet
     learning_rate: 1e-5,
     max_tokens_per_micro_batch: 8192,
     gradient_checkpointing: true,

@@ -38,6 +38,7 @@ FIXED: Fields = {
         "zero_stage": 2,
         "betas": [0.9, 0.999],
         "gradient_checkpointing": True,
+        "max_kept_tokens": 0,
     },
     "evaluation": {"every_n_iterations": 100, "temperature": 1.0, "top_k": 2048},
     "checkpoint": {"keep": "model"},

@@ -219,6 +219,9 @@ def test_zero_stages_under_full_fine_tuning() -> None:
     assert [gb(p, "policy weights") for p in by_stage] == pytest.approx([6, 6, 6, 1.5])
     assert [gb(p, "optimiser state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
     assert [gb(p, "gradients") for p in by_stage] == pytest.approx([12, 12, 3, 3])
+    # From stage 2 on ranks run their backwards together, after the last verdict.
+    early = [p.total_gb("render") - by_stage[0].total_gb("render") for p in by_stage[:3]]
+    assert early == pytest.approx([0, -27, -27 - 12])
     reference = plan(replace(full, reads_reference=True), gpu_gb=100)
     # Beside the trained weights, and gone before the first backward.
     assert reference.total_gb("learn") == by_stage[0].total_gb("learn")

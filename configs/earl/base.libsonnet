@@ -57,6 +57,7 @@
     betas: [0.9, 0.999],
     // EARL's 8 completions with a prompt each; two groups, whose prompts are there once.
     max_tokens_per_micro_batch: 8 * $.engine.max_model_len,
+    max_kept_tokens: 0,  // weights, moments and gradients leave no room on 80 GB
     gradient_checkpointing: true,
   },
   evaluation+: { every_n_iterations: 100, temperature: 1.0, top_k: 2048 },

@@ -77,10 +77,14 @@ class LanguageModel:
     def working_bytes(
         self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Checkpointing
     ) -> int:
-        """Of one token, the layer in work: what is recomputed of it, and its MLP's gradients."""
+        """Of one token, a layer's backward: what is recomputed, and its MLP's gradients."""
         around, inside = self._layer_bytes(adapted, bytes_per_value)
         recomputed = {False: 0, "mlp": inside, True: around + inside}
-        return recomputed[checkpointing] + 3 * self.ffn * bytes_per_value
+        return recomputed[checkpointing] + self.mlp_bytes(bytes_per_value)
+
+    def mlp_bytes(self, bytes_per_value: int) -> int:
+        """Of one token, gate, up and product: what a layer holds at most while it runs."""
+        return 3 * self.ffn * bytes_per_value
 
     def _layer_bytes(self, adapted: Sequence[str] | None, bytes_per_value: int) -> tuple[int, int]:
         """(around, inside the MLP): what a layer keeps of one token.
@@ -91,7 +95,7 @@ class LanguageModel:
         """
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         around = 2 * self.hidden * 4 + (2 * wide + 2 * narrow) * bytes_per_value
-        inside = 3 * self.ffn * bytes_per_value
+        inside = self.mlp_bytes(bytes_per_value)
         if adapted is None:
             # Three states: what each norm's weight multiplies, and the input of q, k and v.
             around += 3 * self.hidden * bytes_per_value
@@ -269,8 +273,8 @@ def _state_rows(sizes: Sizes, weights_gb: float) -> list[Row]:
     rows = [
         Row("policy weights", weights_gb / (ranks if stage == 3 else 1), PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
-        # A finished group's backward runs while the judge reads the others.
-        Row("gradients", gradient_gb, TRAINER),
+        # Where no rank waits for another, backwards run while the judge still reads.
+        Row("gradients", gradient_gb, TRAINER if ranks == 1 or stage < 2 else ("learn",)),
     ]
     if sizes.reads_reference:
         rows.append(Row("reference weights", weights_gb, ("reference",)))
@@ -279,15 +283,15 @@ def _state_rows(sizes: Sizes, weights_gb: float) -> list[Row]:
 
 def _forward_rows(sizes: Sizes) -> list[Row]:
     """What the policy's forwards and backwards want besides."""
+    model, per_value = sizes.model, sizes.bytes_per_weight
     adapted = None if sizes.lora_rank is None else sizes.lora_modules
-    asked = (adapted, sizes.bytes_per_weight, sizes.checkpointing)
-    kept_gb, working_gb = (
-        of_one_token(*asked) / 1e9
-        for of_one_token in (sizes.model.kept_bytes, sizes.model.working_bytes)
-    )
+    kept_gb = model.kept_bytes(adapted, per_value, sizes.checkpointing) / 1e9
+    forward_gb = model.mlp_bytes(per_value) / 1e9
+    backward_gb = model.working_bytes(adapted, per_value, sizes.checkpointing) / 1e9
     rows = [
         Row("activations, kept", sizes.kept_tokens * kept_gb, TRAINER),
-        Row("activations, working", sizes.forward_tokens * working_gb, TRAINER),
+        Row("a forward, working", sizes.forward_tokens * forward_gb, ("render", "reference")),
+        Row("a backward, working", sizes.forward_tokens * backward_gb, ("learn",)),
         Row("logits, one chunk", LOGITS_GB, TRAINER),
     ]
     if not sizes.all_kept:
