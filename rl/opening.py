@@ -19,7 +19,7 @@ from rl.learner import Learner
 from rl.rollout import Crew
 from rl.run import Run
 from rl.sampler import PromptSampler, first_samples, usable
-from rl.system import placement
+from rl.system import placement, work
 from rl.system.background import BackgroundLoop
 from rl.system.checkpoint import Checkpoints
 from rl.system.console import Console, PhaseTimer, warn
@@ -66,6 +66,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             console.say(f"{num_skipped_rows} bad rows of data.train are left out")
         _refuse_finished(config.run_name, done, num_iterations)
         placement.enforce(build.claims(resolved), dist.device)
+        dtype = str(resolved.policy.config.dtype)
+        ceilings = work.measure_ceilings(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
         judge = _open_judge(resolved, loop, stack, console)
 
@@ -89,7 +91,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             dist=dist,
             run_dir=run_dir,
             console=console,
-            timer=PhaseTimer(console),
+            timer=PhaseTimer(console, ceilings),
             record=record,
             tracker=tracker,
             checkpoints=checkpoints,

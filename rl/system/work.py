@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MATMUL_SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.01
 """A product that takes this long shows the device's rate; smaller ones show the call's cost."""
-_MEASURED_S = 0.05
+_NUM_TIMED = 5
 _COPIED_BYTES = {"cuda": 2**29, "cpu": 2**26}
 """Far beyond any cache."""
 
@@ -118,22 +118,50 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
 
 
+@cache
 def measure_ceilings(device: str, dtype: str) -> Ceilings:
     """The rate of a matrix product in `dtype` ('bfloat16', ...) and of a copy, bytes read plus
-    written: about a fifth of a second. Random numbers, since zeros multiply faster on a GPU."""
+    written: a fifth of a second, once a process.
+
+    Raises torch.OutOfMemoryError on a full device: ask before the models are loaded.
+    """
     import torch
 
-    wanted = getattr(torch, dtype)
+    # Random numbers, since zeros multiply faster on a GPU; the run's own generator is not touched.
+    generator = torch.Generator(device).manual_seed(0)
     for side in _MATMUL_SIDES:
-        matrix = torch.randn(side, side, device=device).to(wanted)
-        product_s = _best_s(device, partial(torch.mm, matrix, matrix))
-        if product_s > _LONG_ENOUGH_S:
+        matrix = torch.randn(side, side, device=device, generator=generator)
+        matrix = matrix.to(getattr(torch, dtype))
+        product = partial(torch.mm, matrix, matrix)
+        if _best_s(device, product, 1) > _LONG_ENOUGH_S:
             break
     num_bytes = _COPIED_BYTES.get(torch.device(device).type, _COPIED_BYTES["cpu"])
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    copy_s = _best_s(device, partial(target.copy_, source))
-    return Ceilings(2 * side**3 / product_s, 2 * num_bytes / copy_s)
+    copy = partial(torch.ones_like(source).copy_, source)
+    ceilings = Ceilings(
+        2 * side**3 / _best_s(device, product, _NUM_TIMED),
+        2 * num_bytes / _best_s(device, copy, _NUM_TIMED),
+    )
+    if device.startswith("cuda"):
+        del matrix, product, source, copy
+        torch.cuda.empty_cache()
+    return ceilings
+
+
+def _best_s(device: str, call: Callable[[], object], num_timed: int) -> float:
+    """Shortest of `num_timed` calls, behind one that warms up."""
+    import torch
+
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    call()
+    seconds = []
+    for _ in range(num_timed):
+        synchronize()
+        start_s = time.perf_counter()
+        call()
+        synchronize()
+        seconds.append(time.perf_counter() - start_s)
+    return min(seconds)
 
 
 def take_peak_memory_gb(device: str) -> float:
@@ -147,20 +175,3 @@ def take_peak_memory_gb(device: str) -> float:
         return peak_gb
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9
-
-
-def _best_s(device: str, call: Callable[[], object]) -> float:
-    """Shortest of as many calls as fit into `_MEASURED_S`, one at least; the first warms up."""
-    import torch
-
-    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    call()
-    best_s, spent_s = float("inf"), 0.0
-    while spent_s < _MEASURED_S:
-        synchronize()
-        start_s = time.perf_counter()
-        call()
-        synchronize()
-        seconds = time.perf_counter() - start_s
-        best_s, spent_s = min(best_s, seconds), spent_s + seconds
-    return best_s
