@@ -14,12 +14,11 @@ import tiny_emu3
 import tiny_policy
 from test_learner_zero import ADAM_EPS, AGREES_AFTER_STEPS
 from test_learner_zero3_ranks import NEAR, many_pieces
-from tiny_policy import relative_difference, run_ranks, snapshot
+from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
 
 from rl.learner import Learner
 from rl.policies import emu3
 from rl.system.dist import Dist
-from rl.types import TrainSequence
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def learner_of(folder: str, dist: Dist, full: bool, **optimizer: Any) -> Learner:
     """LoRA with a reference, or a full fine-tune, which trains the head itself."""
-    settings = {"micro_batch_size": 3, "adam_eps": ADAM_EPS, **optimizer}
+    settings = {"max_tokens_per_micro_batch": 200, "adam_eps": ADAM_EPS, **optimizer}
     config = tiny_policy.make_config({} if full else {"kl_coeff": 0.1}, **settings)
     section = {"lora": None if full else {"r": 4, "alpha": 8}, "dtype": "float32"}
     policy = emu3.build(
@@ -49,7 +48,7 @@ def learner_of(folder: str, dist: Dist, full: bool, **optimizer: Any) -> Learner
     return Learner(policy, config, dist, tiny_policy.NUM_ITERATIONS)
 
 
-def sequences_of(policy: Any, pictures: bool, seed: int) -> list[TrainSequence]:
+def sequences_of(policy: Any, pictures: bool, seed: int) -> list[Graded]:
     """A group of three: pictures of 16 codes, or a word each."""
     prompt = policy.build_prompt(tiny_emu3.sample(seed))
     sequences = []
@@ -58,7 +57,7 @@ def sequences_of(policy: Any, pictures: bool, seed: int) -> list[TrainSequence]:
         if pictures:
             ids = policy.prompts.picture_completion(tiny_emu3.codes(10 * seed + member))
         mask, sampled = (True,) * len(ids), (-4.0,) * len(ids)
-        sequences.append(TrainSequence(prompt, ids, mask, advantage, sampled))
+        sequences.append(Graded(prompt, ids, mask, advantage, sampled))
     return sequences
 
 
@@ -69,7 +68,7 @@ def train_apart(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, Any
         head.register_forward_hook(lambda _module, _args, output: calls.append(output.shape))
         mine = sequences_of(learner._policy, dist.rank == 0, dist.rank)
         for iteration in range(2):
-            learner.update(mine, iteration)
+            update(learner, mine, iteration)
         rows = [(s.prompt, s.token_ids) for s in mine]
         return {"weights": snapshot(learner), "calls": calls, "logprobs": learner.logprobs(rows)}
 
@@ -83,7 +82,7 @@ def test_pictures_on_one_rank_and_words_on_the_other(
     plain = learner_of(folder, Dist(), full)
     shares = [sequences_of(plain._policy, rank == 0, rank) for rank in range(2)]
     for iteration in range(2):
-        plain.update([*shares[0], *shares[1]], iteration)
+        update(plain, [*shares[0], *shares[1]], iteration)
     expected = plain.logprobs([(s.prompt, s.token_ids) for share in shares for s in share])
     assert relative_difference(ranks[0]["weights"], ranks[1]["weights"]) == 0
     assert relative_difference(ranks[0]["weights"], snapshot(plain)) <= AGREES_AFTER_STEPS

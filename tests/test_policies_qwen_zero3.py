@@ -16,16 +16,17 @@ import tiny_qwen
 import torch
 from test_learner_zero import ADAM_EPS
 from test_learner_zero3_ranks import NEAR, many_pieces
-from tiny_policy import relative_difference, run_ranks, snapshot
+from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
 
 from rl.learner import Learner
 from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
-from rl.types import TrainSequence
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 6
+ONE_GROUP = 60
+"""Tokens: two groups never fit."""
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora": tiny_policy.LORA},
     "lora-tower": {
@@ -63,12 +64,12 @@ def make_learner(folder: str, dist: Dist, kind: str, **optimizer: Any) -> Learne
     )
     tiny_policy.wake_lora(policy)
     algorithm = {} if kind == "full" else {"kl_coeff": 0.1}
-    settings = {"micro_batch_size": 2, "adam_eps": ADAM_EPS, **optimizer}
+    settings = {"max_tokens_per_micro_batch": ONE_GROUP, "adam_eps": ADAM_EPS, **optimizer}
     config = tiny_policy.make_config(algorithm, **settings)
     return Learner(policy, config, dist, tiny_policy.NUM_ITERATIONS)
 
 
-def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[TrainSequence]:
+def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[Graded]:
     """Groups of two completions each."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
@@ -79,7 +80,7 @@ def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[Tra
         for advantage in (1.0, -1.0):
             ids = torch.randint(10, 250, (NUM_TOKENS,), generator=generator)
             sequences.append(
-                TrainSequence(
+                Graded(
                     prompt=prompt,
                     token_ids=tuple(ids.tolist()),
                     loss_mask=(True,) * NUM_TOKENS,
@@ -90,13 +91,13 @@ def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[Tra
     return sequences
 
 
-def train(learner: Learner, sequences: list[TrainSequence]) -> dict[str, Any]:
+def train(learner: Learner, sequences: list[Graded]) -> dict[str, Any]:
     """Two updates; the weights, the log-probs, and how often the vision tower ran."""
     calls: list[int] = []
     visual = learner._policy.module.vl_model.model.visual
     visual.register_forward_hook(lambda *_: calls.append(1))
     for iteration in range(2):
-        learner.update(sequences, iteration)
+        update(learner, sequences, iteration)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     logprobs = learner.logprobs(rows)
     return {"weights": snapshot(learner), "logprobs": logprobs, "calls": len(calls)}
@@ -116,8 +117,8 @@ def train_share(dist: Dist, out: Path, folder: str, kind: str, shares: str) -> d
 def test_a_rank_without_pictures(folder: str, tmp_path: Path, kind: str, shares: str) -> None:
     target = "test_policies_qwen_zero3:train_share"
     ranks = run_ranks(target, 2, tmp_path, folder=folder, kind=kind, shares=shares)
-    # Here pictures and texts share a micro-batch.
-    plain = make_learner(folder, Dist(), kind, micro_batch_size=4)
+    # Here pictures and texts share a packed row.
+    plain = make_learner(folder, Dist(), kind, max_tokens_per_micro_batch=1000)
     both = [
         sequence
         for rank, pictured in enumerate(SHARES[shares])
