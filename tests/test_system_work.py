@@ -192,17 +192,18 @@ def test_sampling_by_hand():
         num_layers=1, width=2, mlp_width=3, num_heads=1, num_kv_heads=1, head_dim=2, vocabulary=5
     )
     assert sizes.num_weights == 4 * 2 * 2 + 3 * 2 * 3 + 2 * 5 == 44
-    prompts, steps = sampling_work(sizes, [3], [[2, 4]], bytes_per_value=2)
     matrices, head, per_pair = 2 * (16 + 18), 2 * 2 * 5, 4 * 2
-    assert prompts == Work(3 * matrices + head + 6 * per_pair, 2 * 44)
+    prompt = Work(3 * matrices + head + 6 * per_pair, 2 * 44)
     # The members are fed 1 and 3 tokens: over the prompt, and over what they wrote so far.
     pairs = (3 + 1) + (3 + 1) + (3 + 2) + (3 + 3)
     # Three steps read the weights; the prompt's keys and values once for both, their own each.
     cached = (2 * 2 * 2) * (3 * 3 + 1 + (1 + 2 + 3))
-    assert steps == Work(4 * (matrices + head) + pairs * per_pair, 3 * 2 * 44 + cached)
+    steps = Work(4 * (matrices + head) + pairs * per_pair, 3 * 2 * 44 + cached)
+    assert sampling_work(sizes, [3], [[2, 4]], bytes_per_value=2) == prompt + steps
 
 
 def test_no_completion_no_steps():
     sizes = LanguageModel(1, 2, 3, 1, 1, 2, 5)
-    assert sampling_work(sizes, [], [], 2)[1] == Work()
-    assert sampling_work(sizes, [3], [[0, 1]], 2)[1] == Work()
+    prompt_alone = sampling_work(sizes, [3], [[]], 2)
+    assert sampling_work(sizes, [3], [[0, 1]], 2) == prompt_alone
+    assert prompt_alone.bytes_moved == 2 * sizes.num_weights

@@ -22,6 +22,8 @@ from pydantic import Field
 
 from rl.config import Section
 from rl.engines import _vllm_start, _vllm_weights
+from rl.system import work
+from rl.system.flops import LanguageModel, sampling_work
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
 
@@ -138,6 +140,7 @@ class VllmEngine:
         self._llm = self._start(policy)
         model_config = self._llm.llm_engine.model_config
         self._dtype = model_config.dtype
+        self._sizes = LanguageModel.of(model_config.hf_text_config)
         self._image_token_id = getattr(model_config.hf_config, "image_token_id", None)
 
     def _start(self, policy: Any) -> Any:
@@ -254,10 +257,14 @@ class VllmEngine:
         except BaseException:
             self._failed = True
             raise
-        return [
+        completions_PG = [
             self._group(prompt, output, params)
             for prompt, output in zip(prompts_P, outputs_P, strict=True)
         ]
+        prompt_lens_P = [len(prompt.token_ids) for prompt in prompts_P]
+        lens_PG = [[len(member.token_ids) for member in group] for group in completions_PG]
+        work.add(sampling_work(self._sizes, prompt_lens_P, lens_PG, self._dtype.itemsize))
+        return completions_PG
 
     def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
         """A `RequestOutput` for each input."""

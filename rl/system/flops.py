@@ -154,24 +154,24 @@ def sampling_work(
     prompt_lens_P: Sequence[int],
     completion_lens_PG: Sequence[Sequence[int]],
     bytes_per_value: int,
-) -> tuple[Work, Work]:
-    """The least that sampling these completions together takes, prompts and steps apart.
+) -> Work:
+    """The least that sampling these completions together takes, without a vision tower.
 
     Every prompt runs once; a completion's last token is drawn, never fed. A step reads every weight
     once, the keys and values of a prompt once for its group, and of what each member wrote.
     """
     weights = model.num_weights * bytes_per_value
     cached = model.num_cached * bytes_per_value
-    prompts = Work(bytes_moved=weights)
+    work = Work(bytes_moved=weights)
     for prompt_len in prompt_lens_P:
         pairs = prefix_tree_pairs(prompt_len, ())
-        prompts += Work(model.forward_flops(prompt_len, pairs) + model.head_flops(1))
+        work += Work(model.forward_flops(prompt_len, pairs) + model.head_flops(1))
     num_steps = max((max(lens_G, default=0) for lens_G in completion_lens_PG), default=0) - 1
-    steps = Work(bytes_moved=weights * max(0, num_steps))
+    work += Work(bytes_moved=weights * max(0, num_steps))
     for prompt_len, lens_G in zip(prompt_lens_P, completion_lens_PG, strict=True):
         fed_G = [max(0, length - 1) for length in lens_G]
         written = sum(fed * (fed + 1) // 2 for fed in fed_G)
         pairs = prompt_len * sum(fed_G) + written
         flops = model.forward_flops(sum(fed_G), pairs) + model.head_flops(sum(fed_G))
-        steps += Work(flops, cached * (prompt_len * max(fed_G, default=0) + written))
-    return prompts, steps
+        work += Work(flops, cached * (prompt_len * max(fed_G, default=0) + written))
+    return work
