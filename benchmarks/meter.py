@@ -1,0 +1,124 @@
+"""What a stretch of a program spends: seconds, CPU seconds, FLOPs; and how often a thing happens.
+
+What: `Meter`, with exclusive spans (an inner one pauses the outer) that are laid around other
+people's functions from outside, so that both sides of a comparison carry the same gauge. What not:
+any knowledge of what is measured. Called by every file of this folder that measures.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+OUTSIDE = "other"
+"""Label of what no span covers."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one label took."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    """Of this thread or of the whole process, as the meter's clock says."""
+    flops: float = 0.0
+    """Multiply-adds count twice; 0 where nobody counts."""
+
+    def __add__(self, more: Spent) -> Spent:
+        return Spent(
+            self.wall_s + more.wall_s, self.cpu_s + more.cpu_s, self.flops + more.flops
+        )
+
+    def __sub__(self, less: Spent) -> Spent:
+        return self + Spent(-less.wall_s, -less.cpu_s, -less.flops)
+
+
+class Meter:
+    """Spans of one thread. `cpu_clock`: `time.thread_time` leaves the other threads out,
+    `time.process_time` takes them in."""
+
+    def __init__(
+        self,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        flops_so_far: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._cpu_clock = cpu_clock
+        self._flops_so_far = flops_so_far
+        self._open = [OUTSIDE]
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew; the spans that are open stay open."""
+        self.spent: dict[str, Spent] = {}
+        self.counts: Counter[str] = Counter()
+        self._since = self._now()
+
+    def _now(self) -> Spent:
+        return Spent(time.perf_counter(), self._cpu_clock(), self._flops_so_far())
+
+    def _charge(self) -> None:
+        """What has passed goes to the innermost open span."""
+        now = self._now()
+        label = self._open[-1]
+        self.spent[label] = self.spent.get(label, Spent()) + (now - self._since)
+        self._since = now
+
+    def read(self) -> dict[str, Spent]:
+        """Label -> what it took since the last reset, up to now."""
+        self._charge()
+        return dict(self.spent)
+
+    def inside(self, label: str) -> bool:
+        """Whether a span of that label is open."""
+        return label in self._open
+
+    @contextmanager
+    def span(self, label: str) -> Iterator[None]:
+        """Charge the block to `label`, spans inside it excepted."""
+        self._charge()
+        self._open.append(label)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def watch(
+        self,
+        owner: Any,
+        name: str,
+        label: str | None = None,
+        count: Callable[..., dict[str, int]] | None = None,
+    ) -> None:
+        """Replace `owner.name` by itself under the span `label` (None: under no span of its own),
+        with `count(*args, **kwargs)` added to `counts`."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if count is not None:
+                self.counts.update(count(*args, **kwargs))
+            if label is None:
+                return original(*args, **kwargs)
+            with self.span(label):
+                return original(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+    def watch_phases(self) -> None:
+        """Every phase of every `PhaseTimer` is a span of its own name."""
+        from rl.system.console import PhaseTimer
+
+        original = PhaseTimer.phase
+
+        @contextmanager
+        def phase(timer: PhaseTimer, name: str) -> Iterator[Any]:
+            with self.span(name), original(timer, name) as under_way:
+                yield under_way
+
+        PhaseTimer.phase = phase  # type: ignore[method-assign]

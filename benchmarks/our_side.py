@@ -1,0 +1,181 @@
+"""This project: `rl.train` itself, unmodified, on the toy, with completions put into its mouth.
+
+What: a run's config, and an engine that says what it is told and marks where an iteration begins.
+What not: any part of the loop. Weights are not synced (`Run.sync_engine` does nothing): on neither
+side is there a sampler to give them to. The baseline arm, evaluations and checkpoints are off.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks import defeats, toy
+from benchmarks.post import (
+    JUDGE_WAIT,
+    POLICY,
+    RENDER,
+    SAMPLING,
+    VAE_DECODE,
+    VAE_ENCODE,
+    Post,
+    watch_models,
+)
+from benchmarks.toy import Shape, renderer_section
+from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from rl.run import Run
+
+PART_OF_PHASE = {
+    "prompts": POLICY,
+    "condition": POLICY,
+    "learn": POLICY,
+    "generate": SAMPLING,
+    "render": RENDER,
+    "judge_wait": JUDGE_WAIT,
+    **{part: part for part in (POLICY, SAMPLING, VAE_ENCODE, VAE_DECODE)},
+}
+SAMPLER_LOGPROB = -6.0
+"""Of every injected token, nats, on both sides."""
+
+
+def run(
+    connection: Connection,
+    folder: Path,
+    shape: Shape,
+    api_base: str,
+    samples: bool,
+    without: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+) -> None:
+    """A worker's life. `samples`: whether the rollout's cost is paid, too; `without`: names in
+    `defeats.SAVINGS`; `overrides`: `key=value` of the config."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    from rl import build, train
+    from rl.algorithm.metrics import Metrics
+    from rl.run import Run
+
+    post = Post(connection, PART_OF_PHASE)
+    _watch(post)
+    sampler = toy.StockSampler(folder) if samples else None
+    build.build_engine = lambda resolved, policy, dist: ScriptedEngine(post, policy, shape, sampler)
+    Run.sync_engine = lambda self: Metrics()  # type: ignore[method-assign]
+    loop = train.train
+
+    def defeated(opened: Run) -> None:
+        for saving in without:
+            defeats.SAVINGS[saving].defeat(opened, folder)
+        loop(opened)
+
+    train.train = defeated
+    with tempfile.TemporaryDirectory() as runs:
+        config = Path(runs) / "config.jsonnet"
+        config.write_text(json.dumps(config_of(folder, shape, api_base, runs)))
+        train.main([str(config), *overrides])
+
+
+def config_of(folder: Path, shape: Shape, api_base: str, runs: str) -> dict[str, Any]:
+    """TRL's settings on the other side, under this project's names."""
+    num_rows = toy.MAX_ITERATIONS * shape.num_groups
+    samples = {"type": "benchmarks.toy_samples", "num_samples": num_rows, "shape": vars(shape)}
+    return {
+        "run_name": "toy",
+        "base_exp_dir": runs,
+        "num_iterations": toy.MAX_ITERATIONS,
+        "prompts_per_iteration": shape.num_groups,
+        "generations_per_prompt": shape.group,
+        "baseline_arm": "never",
+        "policy": {
+            "type": "qwen2_5_vl",
+            "model_path": str(folder / "policy"),
+            "dtype": "float32",
+            "lora": toy.LORA,
+        },
+        "engine": {"type": "transformers"},
+        "renderer": renderer_section(folder, shape),
+        "rewards": {"viescore": {"type": "viescore"}},
+        "judge": {"api_base": api_base, "model": "stub-judge", "max_concurrency": 64},
+        "data": {"train": [samples]},
+        "sampling": {"max_completion_tokens": shape.completion_tokens},
+        "algorithm": {"kl_coeff": 0.04, "zero_spread_groups": "keep"},
+        "optimizer": {"backend": "torch", "learning_rate": 1e-4},
+        "evaluation": {"every_n_iterations": 0},
+        "checkpoint": {"save_every_n_iterations": 10**6},
+    }
+
+
+def _watch(post: Post) -> None:
+    from rl.renderers._qwen_denoiser import Denoiser
+    from rl.renderers._qwen_vae2d import FrameVae
+
+    meter = post.meter
+    watch_models(meter)
+    meter.watch_phases()
+    meter.watch(FrameVae, "encode", VAE_ENCODE, lambda _, rows: {"VAE encodes": len(rows)})
+    meter.watch(FrameVae, "decode", VAE_DECODE, lambda _, rows: {"VAE decodes": len(rows)})
+    meter.watch(
+        Denoiser, "velocity", None, lambda _, latents, *more: {"DiT forwards": len(latents)}
+    )
+
+
+class ScriptedEngine:
+    """See `rl.contracts.Engine`; every call of `generate` begins an iteration."""
+
+    def __init__(
+        self, post: Post, policy: Any, shape: Shape, sampler: toy.StockSampler | None
+    ) -> None:
+        self._post = post
+        self._policy = policy
+        self._shape = shape
+        self._sampler = sampler
+        self._begun = False
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        """The toy's completions."""
+        if self._begun:
+            self._post.end()
+        self._begun = True
+        self._post.begin()
+        return [self._group(prompt) for prompt in prompts_P]
+
+    def _group(self, prompt: Prompt) -> list[Completion]:
+        if self._sampler is not None:
+            ids = torch.tensor([prompt.token_ids])
+            tokenizer = self._policy.prompts.tokenizer
+            image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "mm_token_type_ids": (ids == image_id).long(),
+                **prompt.model_inputs,
+            }
+            self._sampler.sample(inputs, self._shape)
+        texts = toy.make_completions(prompt.sample.instruction, self._shape)
+        ids_G = [self._policy.encode_completion(text).token_ids for text in texts]
+        return [Completion(ids, (SAMPLER_LOGPROB,) * len(ids), "stop") for ids in ids_G]
+
+    def sleep(self) -> None:
+        """Nothing is held."""
+
+    def wake(self) -> None:
+        """Nothing was let go."""
+
+    def load_weights(self, weights: PolicyWeights) -> None:
+        """Nobody samples from them."""
+
+    def held_fingerprint(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""

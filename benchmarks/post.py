@@ -1,0 +1,163 @@
+"""A worker's end of the line: waits to be told to run one iteration, reports what it took.
+
+What: `Post` (in the worker), the `Order` it gets and the `Measured` it sends, and the common names
+of what an iteration consists of. What not: who sends orders (`contest.py`), what an iteration does
+(`our_side.py`, `trl_side.py`).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.meter import Meter, Spent
+from rl.system.flop_count import FlopCount
+from rl.system.wheels import mend_mismatched_wheels
+
+POLICY = "policy side"
+"""Preprocessing, conditioning, log-probs, reference, forward, backward, optimiser step."""
+VAE_ENCODE = "VAE encode"
+VAE_DECODE = "VAE decode"
+RENDER = "DiT"
+"""And the rest of the render loop."""
+SAMPLING = "sampling"
+"""transformers' `generate`, the same on both sides."""
+JUDGE_WAIT = "judge wait"
+REST = "rest"
+"""The trainer's own bookkeeping, records, logs."""
+OTHER_THREADS = "judge client"
+"""CPU seconds of all threads but the main one: PNG, HTTP."""
+PARTS = (POLICY, VAE_ENCODE, VAE_DECODE, RENDER, SAMPLING, JUDGE_WAIT, REST, OTHER_THREADS)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Run one iteration."""
+
+    flops: bool = False
+    """Under the FLOP counter, which makes its seconds worthless."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One iteration of one worker."""
+
+    spent: Mapping[str, Spent]
+    """By the names in `PARTS`."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    peak_mb: float = 0.0
+    """Highest resident memory so far above what was resident before the first iteration, 1e6 B."""
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(spent.cpu_s for spent in self.spent.values())
+
+    @property
+    def wall_s(self) -> float:
+        return sum(spent.wall_s for spent in self.spent.values())
+
+    @property
+    def flops(self) -> float:
+        return sum(spent.flops for spent in self.spent.values())
+
+
+class Post:
+    """Owned by a worker; its meter is the one to hang spans on."""
+
+    def __init__(self, connection: Connection, names: Mapping[str, str]) -> None:
+        """`names`: label of a span -> one of `PARTS`; what is not named is `REST`."""
+        self._connection = connection
+        self._names = names
+        self._counting = ExitStack()
+        self._counter: FlopCount | None = None
+        self._baseline_mb: float | None = None
+        self._process_s = 0.0
+        self.meter = Meter(flops_so_far=self._flops_so_far)
+
+    def _flops_so_far(self) -> float:
+        return self._counter.flops if self._counter else 0.0
+
+    def begin(self) -> None:
+        """Wait for the next order; what follows is measured. The last order ends the process."""
+        order = self._connection.recv()
+        if order is None:
+            raise SystemExit
+        if self._baseline_mb is None:
+            self._baseline_mb = resident_mb()
+            forget_peak()
+        if order.flops:
+            self._counter = self._counting.enter_context(FlopCount())
+        self._process_s = time.process_time()
+        self.meter.reset()
+
+    def end(self) -> None:
+        """Report what has passed since `begin`."""
+        spent: dict[str, Spent] = {}
+        for label, one in self.meter.read().items():
+            part = self._names.get(label, REST)
+            spent[part] = spent.get(part, Spent()) + one
+        main_s = sum(one.cpu_s for one in spent.values())
+        others_s = time.process_time() - self._process_s - main_s
+        spent[OTHER_THREADS] = Spent(cpu_s=max(0.0, others_s))
+        self._counting.close()
+        self._counter = None
+        assert self._baseline_mb is not None
+        above_mb = resident_mb("VmHWM") - self._baseline_mb
+        self._connection.send(Measured(spent, dict(self.meter.counts), above_mb))
+
+
+def resident_mb(key: str = "VmRSS") -> float:
+    """1e6 B; key 'VmHWM' is the highest since `forget_peak`. Linux."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"{key}:\s+(\d+) kB", status)
+    assert found, f"/proc/self/status has no {key}"
+    return int(found[1]) * 1024 / 1e6
+
+
+def forget_peak() -> None:
+    """VmHWM starts again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def watch_models(meter: Meter) -> None:
+    """The same gauges on both sides, at the doors of the classes that transformers and diffusers
+    ship: spans for the VAE, and counts of what passes (the sampler's own left out)."""
+    mend_mismatched_wheels()
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+    from transformers import Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
+
+    def count(what: str, how_many: Callable[..., int]) -> Callable[..., dict[str, int]]:
+        def counted(_: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
+            return {} if meter.inside(SAMPLING) else {what: how_many(*args, **kwargs)}
+
+        return counted
+
+    def num_rows(rows: Any = None, hidden_states: Any = None, **_: Any) -> int:
+        return len(hidden_states if rows is None else rows)
+
+    def num_positions(inputs_embeds: Any, **_: Any) -> int:
+        return int(inputs_embeds.shape[0] * inputs_embeds.shape[1])
+
+    tower = qwen.Qwen2_5_VisionTransformerPretrainedModel
+    for owner, name, label, what, how_many in (
+        (AutoencoderKLQwenImage, "encode", VAE_ENCODE, "VAE encodes", num_rows),
+        (AutoencoderKLQwenImage, "decode", VAE_DECODE, "VAE decodes", num_rows),
+        (QwenImageTransformer2DModel, "forward", None, "DiT forwards", num_rows),
+        (qwen.Qwen2_5_VLTextModel, "forward", None, "token positions", num_positions),
+        (tower, "forward", None, "pictures in the vision tower", lambda _, grid_thw: len(grid_thw)),
+        (Qwen2VLImageProcessorPil, "preprocess", POLICY, "pictures preprocessed", _num_pictures),
+    ):
+        meter.watch(owner, name, label, count(what, how_many))
+
+
+def _num_pictures(images: Any, *_: Any, **__: Any) -> int:
+    if isinstance(images, (list, tuple)):
+        return sum(_num_pictures(image) for image in images)
+    return 1

@@ -1,0 +1,360 @@
+"""The peer: TRL's `GRPOTrainer` with a reward function that conditions, renders and asks a judge.
+
+What: two ways to run it. 'stock' is what a user writes first: one completion at a time through
+forward, diffusers' own `QwenImageEditPipeline` and the judge (four questions in flight, once all is
+rendered), gradient checkpointing, TRL's importance-sampling pass. 'tuned' is the same trainer as
+well as its design allows: no checkpointing, no such pass, a group per micro-batch, a reward
+function that preprocesses a picture once, conditions the group in one batch without the head,
+renders it in one batch with this project's own renderer, source latents cached, and judges while it
+renders. What not: anything of TRL's changed; completions come in by its own `rollout_func`.
+
+TRL runs its importance-sampling pass whenever vLLM samples. Here nothing samples but the injected
+completions, so 'stock' tells the trainer after its making that vLLM does.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from benchmarks import toy
+from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
+from benchmarks.toy import Shape, renderer_section
+from rl.config import JudgeConfig
+from rl.renderers import qwen_image_edit
+from rl.rewards import viescore
+from rl.sampler import PromptSampler
+from rl.system.background import BackgroundLoop
+from rl.system.judge_client import JudgeClient
+from rl.system.wheels import mend_mismatched_wheels
+from rl.types import Evidence, HiddenStates, RenderJob, Sample
+
+NUM_DROPPED_TOKENS = 64
+"""The system prompt's, which condition but are not given to the DiT."""
+PICTURES_AT_THE_JUDGE = 2
+"""Of 'stock': two questions each, four in flight."""
+
+
+def run(
+    connection: Connection, folder: Path, shape: Shape, api_base: str, tuned: bool, samples: bool
+) -> None:
+    """A worker's life. `samples`: whether the rollout's cost is paid, too."""
+    warnings.filterwarnings("ignore")
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    torch.set_num_threads(1)
+    mend_mismatched_wheels()
+    assert shape.true_cfg_scale == 1.0, "the peer has no guidance"
+    post = Post(connection, {part: part for part in PARTS})
+    Peer(folder, shape, api_base, tuned, samples, post).train()
+
+
+class Peer:
+    """A trainer and its reward function."""
+
+    def __init__(
+        self, folder: Path, shape: Shape, api_base: str, tuned: bool, samples: bool, post: Post
+    ) -> None:
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        self._shape = shape
+        self._post = post
+        self._processor = make_processor(folder / "policy")
+        self._tokenizer = self._processor.tokenizer
+        self._sampler = toy.StockSampler(folder) if samples else None
+        self._judge_loop = BackgroundLoop("judge")
+        self._reward = self._make_reward(api_base)
+        self._pool = ThreadPoolExecutor(PICTURES_AT_THE_JUDGE)
+        self._rows = ordered_samples(shape)
+        self._sample_of = {row.instruction: row for row in self._rows}
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "policy")
+        self._renderer = make_renderer(folder, shape) if tuned else make_pipeline(folder, shape)
+        self._trainer = self._make_trainer(model, folder, tuned)
+        self._watch()
+
+    def _make_reward(self, api_base: str) -> Any:
+        judge = JudgeClient(JudgeConfig(api_base=api_base, model="stub-judge"), api_base)
+        return viescore.build(viescore.Config(type="viescore"), judge, "cpu")
+
+    def _make_trainer(self, model: Any, folder: Path, tuned: bool) -> Any:
+        from datasets import Dataset
+        from peft import LoraConfig
+        from trl import GRPOConfig, GRPOTrainer
+
+        group, num_groups = self._shape.group, self._shape.num_groups
+        config = GRPOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=group if tuned else 1,
+            gradient_accumulation_steps=num_groups if tuned else group * num_groups,
+            gradient_checkpointing=not tuned,
+            num_generations=group,
+            max_completion_length=self._shape.completion_tokens,
+            max_steps=len(self._rows) // num_groups,
+            beta=0.04,
+            learning_rate=1e-4,
+            temperature=1.0,
+            loss_type="grpo",
+            scale_rewards="group",
+            num_iterations=1,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            shuffle_dataset=False,
+            dataloader_pin_memory=False,
+        )
+        rows = Dataset.from_dict(
+            {
+                "prompt": [
+                    [
+                        {"role": "system", "content": toy.SYSTEM},
+                        {"role": "user", "content": row.instruction},
+                    ]
+                    for row in self._rows
+                ],
+                "image": [row.source for row in self._rows],
+            }
+        )
+        lora = LoraConfig(
+            r=toy.LORA["r"],
+            lora_alpha=toy.LORA["alpha"],
+            target_modules=toy.LORA["target_modules"],
+            task_type="CAUSAL_LM",
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=self.tuned_reward if tuned else self.stock_reward,
+            args=config,
+            train_dataset=rows,
+            processing_class=self._processor,
+            peft_config=lora,
+            rollout_func=self.rollout,
+        )
+        if not tuned:
+            trainer.use_vllm = True
+            trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+            trainer._last_loaded_step = -1
+        return trainer
+
+    def _watch(self) -> None:
+        meter, trainer = self._post.meter, self._trainer
+        watch_models(meter)
+        meter.watch(trainer, "training_step", POLICY)
+        meter.watch(trainer, "_generate_and_score_completions", REST)
+        meter.watch(trainer, "_get_per_token_logps_and_entropies", POLICY)
+        meter.watch(torch.optim.AdamW, "step", POLICY)
+
+    def train(self) -> None:
+        """Iterations as they are ordered, until there are no more orders or rows."""
+        from transformers import TrainerCallback
+
+        post = self._post
+
+        class Steps(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                post.end()
+                post.begin()
+
+        self._trainer.add_callback(Steps())
+        post.begin()
+        self._trainer.train()
+
+    # The rollout
+
+    def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """TRL's `rollout_func`: the injected completions; G rows of `prompts` are one group."""
+        prompt_ids, ids, logprobs = [], [], []
+        for first in range(0, len(prompts), self._shape.group):
+            row = self._sample_of[_words(prompts[first])]
+            with self._post.meter.span(SAMPLING):
+                inputs = self._inputs([row.source], [self._prompt_text(row)])
+                if self._sampler is not None:
+                    self._sampler.sample(inputs, self._shape)
+            for text in toy.make_completions(row.instruction, self._shape):
+                prompt_ids.append(inputs["input_ids"][0].tolist())
+                ids.append(toy.completion_ids(self._tokenizer, text))
+                logprobs.append([-6.0] * len(ids[-1]))
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs}
+
+    def _prompt_text(self, row: Sample) -> str:
+        content = [{"type": "image"}, {"type": "text", "text": row.instruction}]
+        messages = [
+            {"role": "system", "content": toy.SYSTEM},
+            {"role": "user", "content": content},
+        ]
+        return str(
+            self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        )
+
+    def _inputs(self, images: list[Any], texts: list[str]) -> dict[str, torch.Tensor]:
+        return dict(self._processor(text=texts, images=images, return_tensors="pt"))
+
+    # The reward functions
+
+    def stock_reward(
+        self, prompts: Any, completions: Any, image: list[Image.Image], **_: Any
+    ) -> list[float]:
+        """One after another, and the judge in the end."""
+        span = self._post.meter.span
+        evidence = []
+        for prompt, completion, source in zip(prompts, completions, image, strict=True):
+            row = self._sample_of[_words(prompt)]
+            text = completion[0]["content"]
+            with span(POLICY):
+                states = self._condition_stock(row, source, text)
+            with span(RENDER):
+                picture = self._renderer(
+                    image=source,
+                    prompt_embeds=states,
+                    prompt_embeds_mask=torch.ones(states.shape[:2], dtype=torch.long),
+                    height=self._shape.render_px,
+                    width=self._shape.render_px,
+                    num_inference_steps=self._shape.num_steps,
+                    true_cfg_scale=1.0,
+                    generator=torch.Generator().manual_seed(0),
+                ).images[0]
+            evidence.append(Evidence(row, text, picture))
+        with span(JUDGE_WAIT):
+            grades = list(self._pool.map(lambda one: self._ask(one).result(), evidence))
+        return [float(grade.value) for grade in grades]
+
+    @torch.no_grad()
+    def _condition_stock(self, row: Sample, source: Image.Image, text: str) -> torch.Tensor:
+        """The whole model over prompt and completion, every hidden state and every logit."""
+        inputs = self._inputs([source], [self._prompt_text(row) + text + toy.STOP])
+        outputs = self._trainer.model(**inputs, output_hidden_states=True)
+        return outputs.hidden_states[-1][:, NUM_DROPPED_TOKENS:]
+
+    def tuned_reward(
+        self, prompts: Any, completions: Any, image: list[Image.Image], **_: Any
+    ) -> list[float]:
+        """A group at a time; pictures are judged while later groups are rendered."""
+        span, group = self._post.meter.span, self._shape.group
+        grading: list[Any] = []
+        for first in range(0, len(prompts), group):
+            row = self._sample_of[_words(prompts[first])]
+            texts = [completion[0]["content"] for completion in completions[first : first + group]]
+            with span(POLICY):
+                states_G = self._condition_tuned(row, image[first], texts)
+            sample = Sample(row.id, row.instruction, source=image[first])
+            jobs = [RenderJob(sample, HiddenStates(states), 0) for states in states_G]
+            pictures: dict[int, Any] = {}
+            with span(RENDER):
+                for index, picture in self._renderer.render(jobs):
+                    pictures[index] = self._ask(Evidence(sample, texts[index], picture))
+            grading += [pictures[index] for index in range(group)]
+        with span(JUDGE_WAIT):
+            grades = [one.result() for one in grading]
+        return [float(grade.value) for grade in grades]
+
+    @torch.no_grad()
+    def _condition_tuned(
+        self, row: Sample, source: Image.Image, texts: list[str]
+    ) -> list[torch.Tensor]:
+        """One right-padded batch of the group without the head; the picture preprocessed once."""
+        prompt = self._inputs([source], [self._prompt_text(row)])
+        ids_G = [torch.tensor(toy.completion_ids(self._tokenizer, text)) for text in texts]
+        pad = torch.nn.utils.rnn.pad_sequence
+        completion_ids = pad(ids_G, batch_first=True)
+        completion_mask = pad([torch.ones_like(ids) for ids in ids_G], batch_first=True)
+        num_rows = len(texts)
+        inputs = {
+            name: tensor.repeat(num_rows, *[1] * (tensor.ndim - 1))
+            for name, tensor in prompt.items()
+        }
+        for name, tail in (
+            ("input_ids", completion_ids),
+            ("attention_mask", completion_mask),
+            ("mm_token_type_ids", torch.zeros_like(completion_ids)),
+        ):
+            inputs[name] = torch.cat([inputs[name], tail], dim=1)
+        body = self._trainer.model.get_base_model().model
+        hidden = body(**inputs, use_cache=False).last_hidden_state
+        num_prompt = prompt["input_ids"].shape[1]
+        return [
+            states[NUM_DROPPED_TOKENS : num_prompt + len(ids)]
+            for states, ids in zip(hidden, ids_G, strict=True)
+        ]
+
+    def _ask(self, evidence: Evidence) -> Any:
+        return self._judge_loop.submit(self._reward.grade(evidence))
+
+
+def _words(prompt: list[dict[str, Any]]) -> str:
+    """The user's words in a chat, whatever else its message holds."""
+    content = prompt[-1]["content"]
+    if isinstance(content, str):
+        return content
+    return next(part["text"] for part in content if part["type"] == "text")
+
+
+def make_processor(folder: Path) -> Any:
+    """Tokenizer and PIL image processor as one `Qwen2_5_VLProcessor`, without a video processor,
+    whose class needs torchvision."""
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+
+    Qwen2_5_VLProcessor.check_argument_for_proper_class = lambda self, name, argument: argument
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
+        tokenizer=tokenizer,
+        video_processor=None,
+        chat_template=toy.CHAT_TEMPLATE,
+    )
+
+
+def ordered_samples(shape: Shape) -> list[Sample]:
+    """The rows in the order in which the other side takes them."""
+    from benchmarks import toy_samples
+
+    num_rows = toy.MAX_ITERATIONS * shape.num_groups
+    config = toy_samples.Config(
+        type="toy_samples", num_samples=num_rows, shape=vars(shape)
+    )
+    sampler = PromptSampler([toy_samples.ToySamples(config)], [1.0], 0, shape.num_groups)
+    return [
+        row
+        for iteration in range(toy.MAX_ITERATIONS)
+        for row in sampler.shard(iteration, 0, 1, lambda row: row)
+    ]
+
+
+def make_renderer(folder: Path, shape: Shape) -> Any:
+    """This project's own."""
+    config = qwen_image_edit.Config(**renderer_section(folder, shape))
+    return qwen_image_edit.build(config, "cpu")
+
+
+def make_pipeline(folder: Path, shape: Shape) -> Any:
+    """diffusers' own. It resizes every source to 1024^2; here to what the other side takes, since
+    the comparison is of equal work."""
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImageEditPipeline,
+        QwenImageTransformer2DModel,
+    )
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as module
+
+    dimensions = module.calculate_dimensions
+    module.calculate_dimensions = lambda area, ratio: dimensions(shape.render_px**2, ratio)
+    editor = folder / "editor"
+    pipeline = QwenImageEditPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(editor / "scheduler"),
+        vae=AutoencoderKLQwenImage.from_pretrained(editor / "vae"),
+        transformer=QwenImageTransformer2DModel.from_pretrained(editor / "transformer"),
+        text_encoder=None,
+        tokenizer=None,
+        processor=None,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
