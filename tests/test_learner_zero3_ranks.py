@@ -16,7 +16,8 @@ import tiny_policy
 import tiny_qwen
 import torch
 from test_learner_zero import ADAM_EPS, AGREES_AFTER_STEPS
-from tiny_policy import relative_difference, run_ranks, snapshot
+from tiny_act import act_group
+from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
 
 from rl import learner_deepspeed
 from rl.engines.transformers import TransformersEngine
@@ -24,13 +25,15 @@ from rl.learner import Learner
 from rl.policies import _adapters, _logprobs, qwen2_5_vl
 from rl.sync import sync
 from rl.system.dist import Dist
-from rl.types import Completion, PolicyWeights, Prompt, SamplingParams, TrainSequence
+from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
 
 pytestmark = pytest.mark.slow
 
 TOKENS_PER_CHUNK = 2
 SHORT, LONG = 3, 40
 """Completion tokens; three a micro-batch, so 5 chunks on one rank and 60 on the other."""
+ONE_GROUP = 250
+"""Tokens."""
 NEAR = 2e-5
 """Nats, or units of a normed state: float32 in another order."""
 
@@ -50,12 +53,12 @@ def many_pieces() -> Any:
         yield
 
 
-def sequences_of(policy: Any, length: int, seed: int) -> list[TrainSequence]:
+def sequences_of(policy: Any, length: int, seed: int) -> list[Graded]:
     """A group of three completions, all of one length."""
     generator = torch.Generator().manual_seed(seed)
     prompt = policy.build_prompt(tiny_qwen.sample(seed))
     return [
-        TrainSequence(
+        Graded(
             prompt=prompt,
             token_ids=tuple(torch.randint(10, 250, (length,), generator=generator).tolist()),
             loss_mask=(True,) * length,
@@ -68,7 +71,7 @@ def sequences_of(policy: Any, length: int, seed: int) -> list[TrainSequence]:
 
 def learner_of(folder: str, dist: Dist, full: bool, **optimizer: Any) -> Learner:
     """LoRA with a reference, or a full fine-tune, which trains the head itself."""
-    settings = {"micro_batch_size": 3, "adam_eps": ADAM_EPS, **optimizer}
+    settings = {"max_tokens_per_micro_batch": ONE_GROUP, "adam_eps": ADAM_EPS, **optimizer}
     config = tiny_policy.make_config({} if full else {"kl_coeff": 0.1}, **settings)
     policy = tiny_policy.make_policy(folder, **({"lora": None} if full else {}))
     return Learner(policy, config, dist, tiny_policy.NUM_ITERATIONS)
@@ -81,7 +84,7 @@ def train_uneven(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, An
         head.register_forward_hook(lambda _module, _args, output: calls.append(len(output)))
         mine = sequences_of(learner._policy, (LONG, SHORT)[dist.rank], dist.rank)
         for iteration in range(2):
-            learner.update(mine, iteration)
+            update(learner, mine, iteration)
         rows = [(s.prompt, s.token_ids) for s in mine]
         return {"weights": snapshot(learner), "calls": calls, "logprobs": learner.logprobs(rows)}
 
@@ -93,7 +96,7 @@ def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, f
     plain = learner_of(folder, Dist(), full)
     shares = [sequences_of(plain._policy, n, rank) for rank, n in enumerate((LONG, SHORT))]
     for iteration in range(2):
-        plain.update([*shares[0], *shares[1]], iteration)
+        update(plain, [*shares[0], *shares[1]], iteration)
     expected = plain.logprobs([(s.prompt, s.token_ids) for share in shares for s in share])
     assert relative_difference(ranks[0]["weights"], ranks[1]["weights"]) == 0
     assert relative_difference(ranks[0]["weights"], snapshot(plain)) <= AGREES_AFTER_STEPS
@@ -107,9 +110,7 @@ def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, f
 def make_policy(folder: str) -> Any:
     """As in a run with an editor: hidden states, and a negative prompt under the base weights."""
     policy = qwen2_5_vl.build(
-        qwen2_5_vl.Config(
-            type="", model_path=folder, dtype="float32", lora=tiny_policy.LORA, act_batch_size=3
-        ),
+        qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", lora=tiny_policy.LORA),
         tiny_qwen.TEMPLATE,
         kind="hidden_states",
         negative_prompt=" ",
@@ -150,11 +151,14 @@ def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
     """An update, a sync, then groups of other lengths on each rank, one of them without words."""
     with many_pieces():
         config = tiny_policy.make_config(
-            {"kl_coeff": 0.1}, backend="deepspeed", zero_stage=3, micro_batch_size=3
+            {"kl_coeff": 0.1},
+            backend="deepspeed",
+            zero_stage=3,
+            max_tokens_per_micro_batch=ONE_GROUP,
         )
         policy = make_policy(folder)
         learner = Learner(policy, config, dist, tiny_policy.NUM_ITERATIONS)
-        learner.update(sequences_of(policy, (LONG, SHORT)[dist.rank], dist.rank), 0)
+        update(learner, sequences_of(policy, (LONG, SHORT)[dist.rank], dist.rank), 0)
         twin = make_policy(folder)
         probe = policy.build_prompt(tiny_qwen.sample(9))
         before = twin.export_weights(TwinEngine(twin)._trained(), 0).fingerprint
@@ -168,7 +172,7 @@ def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
             # The same picture twice on rank 1: a cached negative must not skip its forward.
             prompt = policy.build_prompt(tiny_qwen.sample(number if dist.rank == 0 else 5))
             group = groups[dist.rank]
-            actions, expected = policy.act(prompt, group), twin.act(prompt, group)
+            actions, expected = (act_group(p, prompt, group) for p in (policy, twin))
             assert [a.failure for a in actions] == [e.failure for e in expected]
             trainer = learner.logprobs([(prompt, c.token_ids) for c in group])
             seen.append([_compare(*t) for t in zip(actions, expected, trainer, strict=True)])
