@@ -175,12 +175,9 @@ class Enhancer:
         """One completion per prompt, each drawn from a generator of its own."""
         import torch
 
-        from rl.policies._qwen_batch_decoder import BatchDecoder
-
         seeds = [derive_seed(seed, "enhance", prompt.sample.instruction) for prompt in prompts_B]
         generators = [torch.Generator().manual_seed(number) for number in seeds]
-        batch = self._policy.collate([(prompt, ()) for prompt in prompts_B])
-        decoder = BatchDecoder(self._policy.module, batch)
+        decoder = self._policy.decoder(prompts_B, num_rows=1)
         banned = torch.tensor(self._policy.banned_token_ids, dtype=torch.int64)
         tokens: list[list[int]] = [[] for _ in prompts_B]
         last: list[int] | None = None

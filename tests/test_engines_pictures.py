@@ -80,7 +80,9 @@ def test_logprobs_and_flags_of_mixed_grids(
     """Four grids and a free prompt in one batch, against an independent masked softmax."""
     vocabulary, decoder = policy.image_vocabulary, policy.decoder
     # A constrained Emu3 has a grid for every prompt of its own making.
-    monkeypatch.setattr(policy, "decoder", lambda p, n: decoder(replace(p, grid=(1, 1)), n))
+    monkeypatch.setattr(
+        policy, "decoder", lambda P, n: decoder([replace(p, grid=(1, 1)) for p in P], n)
+    )
     mixed_P = [*prompts_P, replace(prompts_P[0], grid=None)]
     completions_PG = engine.generate(mixed_P, params(temperature), [*SEEDS, 1])
     num_whole = num_cut = 0

@@ -274,7 +274,7 @@ def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_
     slow = transformers_engine.TransformersEngine(policy)
     cut = params(0.7, top_p, top_k, max_tokens=1, num_completions=64)
     for prompt, group in zip(prompts_P, synced.generate(prompts_P, cut, [1, 2, 3]), strict=True):
-        expected_V = slow._distribution(policy.decoder(prompt, 1).step(None), cut)[0]
+        expected_V = slow._distribution(policy.decoder([prompt], 1).step(None), cut)[0]
         for completion in group:
             assert abs(expected_V[completion.token_ids[0]] - completion.logprobs[0]) < 1e-4
 

@@ -191,7 +191,7 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
 
 def test_the_decoder_gives_the_forwards_logits(policy, folder):
     [(prompt, ids), *_] = rows_of(policy)
-    decoder = policy.decoder(prompt, num_rows=2)
+    decoder = policy.decoder([prompt], num_rows=2)
     logits = [decoder.step(None), *(decoder.step([token, token]) for token in ids)]
     expected = stock(folder)(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits
     for step, seen in enumerate(logits):

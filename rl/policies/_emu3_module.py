@@ -1,9 +1,8 @@
 """The one nn.Module of an Emu3 policy: a micro-batch in, log-probs and hidden states out.
 
 What: `Emu3Module`, whose forward runs the backbone once and projects completion positions only,
-each onto the slice of the vocabulary it was drawn from. `Decoder` is the same model token by token.
-What not: prompts, parsing, the loss. Called by the learner (training), by the policy and, through
-it, by the transformers engine.
+each onto the slice of the vocabulary it was drawn from. What not: prompts, parsing, the loss, one
+token at a time (`_decoder.py`). Called by the learner (training), by the rollout and the policy.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from rl.policies._attention_kernels import Kernel
-from rl.policies._cost import count_row, count_step
+from rl.policies._cost import count_row
 from rl.policies._logprobs import completion_outputs, sliced_logprobs, token_logprobs
 from rl.policies._packing import Packing
 from rl.system.flops import LanguageModel
@@ -93,34 +92,3 @@ class Emu3Module(nn.Module):
             )
         banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
-
-
-class Decoder:
-    """A group's rows, decoded token by token with a key-value cache; the base of the slow sampler.
-
-    The prompt runs once, alone; its cache is then shared out to the rows.
-    """
-
-    def __init__(self, module: Emu3Module, batch: TokenBatch, num_rows: int) -> None:
-        """`batch`: ONE prompt without completion."""
-        assert len(batch.groups) == 1 and not sum(batch.groups[0].completion_lens), "one prompt"
-        self._module = module
-        self._batch = batch
-        self._num_rows = num_rows
-        self._cache: Any = None
-
-    @torch.no_grad()
-    def step(self, token_ids_G: list[int] | None) -> torch.Tensor:
-        """Append a token to every row (None: start) -> [G, V] float32 logits of the next one."""
-        model = self._module.causal_lm
-        if token_ids_G is None:
-            out = self._module.backbone(self._batch, use_cache=True)
-            self._cache = out.past_key_values
-            self._cache.batch_repeat_interleave(self._num_rows)
-        else:
-            ids = torch.tensor(token_ids_G, device=self._batch.input_ids.device)[:, None]
-            out = model.model(input_ids=ids, past_key_values=self._cache, use_cache=True)
-            num_keys = self._cache.get_seq_length()
-            count_step(self._module.sizes, out.last_hidden_state, num_keys)
-        logits: torch.Tensor = model.lm_head(out.last_hidden_state[:, -1]).float()
-        return logits.expand(self._num_rows, -1)

@@ -1,10 +1,9 @@
 """The one nn.Module of a Qwen2.5-VL policy: a micro-batch in, log-probs and hidden states out.
 
 What: `QwenModule`, whose forward runs the backbone once and projects completion positions only.
-Everything happens inside that forward, so that ZeRO can wrap the module. `Decoder` is the same
-model token by token. What not: prompts, parsing, the loss, which pictures are encoded anew
-(`_qwen_pictures.py`). Called by the learner (training), by the rollout and the policy
-(conditioning) and, through it, by the transformers engine.
+Everything happens inside that forward, so that ZeRO can wrap the module. What not: prompts,
+parsing, the loss, which pictures are encoded anew (`_qwen_pictures.py`), one token at a time
+(`_decoder.py`). Called by the learner (training), by the rollout and the policy (conditioning).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from rl.policies._attention_kernels import Kernel
-from rl.policies._cost import count_row, count_step
+from rl.policies._cost import count_row
 from rl.policies._logprobs import completion_outputs, token_logprobs
 from rl.policies._packing import Packing
 from rl.policies._qwen_pictures import Picture, PictureFeatures
@@ -101,40 +100,3 @@ def _as_encoded(features: list[torch.Tensor]) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     return BaseModelOutputWithPooling(pooler_output=tuple(features))
-
-
-class Decoder:
-    """A group's rows, decoded token by token with a key-value cache; the base of the slow sampler.
-
-    The prompt runs once, alone; its cache is then shared out to the rows.
-    """
-
-    def __init__(self, module: QwenModule, batch: TokenBatch, num_rows: int) -> None:
-        """`batch`: ONE prompt without completion."""
-        assert len(batch.groups) == 1 and not sum(batch.groups[0].completion_lens), "one prompt"
-        self._module = module
-        self._batch = batch
-        self._num_rows = num_rows
-        self._cache: Any = None
-        self._next_position = int(batch.model_inputs["position_ids"].max()) + 1
-
-    @torch.no_grad()
-    def step(self, token_ids_G: list[int] | None) -> torch.Tensor:
-        """Append a token to every row (None: start) -> [G, V] float32 logits of the next one."""
-        model = self._module.vl_model
-        if token_ids_G is None:
-            out = self._module.backbone(self._batch, use_cache=True)
-            self._cache = out.past_key_values
-            self._cache.batch_repeat_interleave(self._num_rows)
-        else:
-            device = self._batch.input_ids.device
-            ids = torch.tensor(token_ids_G, device=device)[:, None]
-            positions = torch.full((3, self._num_rows, 1), self._next_position, device=device)
-            self._next_position += 1
-            out = model.model(
-                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True
-            )
-            num_keys = self._cache.get_seq_length()
-            count_step(self._module.sizes, out.last_hidden_state, num_keys)
-        logits: torch.Tensor = model.lm_head(out.last_hidden_state[:, -1]).float()
-        return logits.expand(self._num_rows, -1)

@@ -224,11 +224,13 @@ class Qwen25VLPolicy(TrainedPolicy):
 
         return sampler_folder(self.config, self._overlay_folder())
 
-    def decoder(self, prompt: Prompt, num_rows: int) -> Any:
-        """Token-by-token decoding of one group by the trainer's own module (`Decoder`)."""
-        from rl.policies._qwen_module import Decoder
+    def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Any:
+        """Token-by-token decoding by the trainer's own module, `num_rows` of each prompt; see
+        `Decoder`."""
+        from rl.policies._decoder import Decoder
 
-        return Decoder(self.module, self.collate([(prompt, ())]), num_rows)
+        batch = self.collate([(prompt, ()) for prompt in prompts_P])
+        return Decoder(self.module, self.module.vl_model, batch, num_rows)
 
     # Prompts and completions
 
