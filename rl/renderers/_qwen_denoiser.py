@@ -46,9 +46,9 @@ class Conditioning:
     sources: torch.Tensor
     """[R, M, D], projected."""
     word_rotary: torch.Tensor
-    """[L, 1, E / 2] complex64; every row counts from the same position."""
+    """[L, 1, E / 2, 2] float32, cosine and sine; every row counts from the same position."""
     image_rotary: torch.Tensor
-    """[S, 1, E / 2] complex64."""
+    """[S, 1, E / 2, 2] float32."""
 
 
 class Stream(nn.Module):
@@ -102,15 +102,18 @@ class Denoiser:
         model = self._model
         lengths = tuple(len(states) for states in states_R)
         states = torch.cat([states.to(model.device, model.dtype) for states in states_R])
-        image_rotary, word_rotary = model.pos_embed(
-            [list(shapes)], max_txt_seq_len=max(lengths), device=model.device
+        image_rotary, word_rotary = (
+            torch.view_as_real(positions).unsqueeze(1)
+            for positions in model.pos_embed(
+                [list(shapes)], max_txt_seq_len=max(lengths), device=model.device
+            )
         )
         return Conditioning(
             words=model.txt_in(model.txt_norm(states)),
             num_words=lengths,
             sources=model.img_in(sources),
-            word_rotary=torch.cat([word_rotary[:length] for length in lengths]).unsqueeze(1),
-            image_rotary=image_rotary.unsqueeze(1),
+            word_rotary=torch.cat([word_rotary[:length] for length in lengths]),
+            image_rotary=image_rotary,
         )
 
     def velocity(
@@ -181,7 +184,7 @@ def before_attention(
     Args:
         tokens: [.., tokens, D].
         modulation: [P, 6, D]; where P is 2, the second is of the tokens from `num_first` on.
-        rotary: [tokens, 1, E / 2] complex64.
+        rotary: [tokens, 1, E / 2, 2] float32.
     """
     normed = _norm(tokens, modulation[:, 0], modulation[:, 1], num_first)
     asking = normed.narrow(-2, 0, num_asking)
@@ -238,5 +241,12 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     """Rotary positions (Su et al. 2021): neighbouring values of a head are one complex number."""
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotary).flatten(-2).type_as(heads)
+    pairs = heads.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        # Same numbers. A compiler fuses these and has nothing for complex ones, which run fastest
+        # where each operation is a pass over memory.
+        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotary.unbind(-1)
+        turned = (real * cos - imaginary * sin, real * sin + imaginary * cos)
+        return torch.stack(turned, dim=-1).flatten(-2).type_as(heads)
+    product = torch.view_as_complex(pairs) * torch.view_as_complex(rotary)
+    return torch.view_as_real(product).flatten(-2).type_as(heads)

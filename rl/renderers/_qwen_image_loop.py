@@ -24,10 +24,12 @@ from PIL import Image
 
 from rl.renderers._batches import render_in_batches
 from rl.renderers._decoding import decode_in_slices, in_slices, to_pictures
+from rl.renderers._qwen_attention import attention_of
 from rl.renderers._qwen_denoiser import Conditioning, Denoiser
 from rl.renderers._qwen_image import PATCH_PX, QwenImageConfig, fit_area, output_size
 from rl.renderers._qwen_image_parts import EditorParts
 from rl.renderers._qwen_modulation import ModulationTables, StepModulation
+from rl.renderers._qwen_step_cache import extrapolate, is_computed
 from rl.renderers._scheduling import resolution_shift
 from rl.system import work
 from rl.types import HiddenStates, RenderFailure, RenderJob, Sample
@@ -57,12 +59,15 @@ class QwenImageRenderer:
 
     def __init__(self, config: QwenImageConfig, parts: EditorParts) -> None:
         from diffusers.image_processor import VaeImageProcessor
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
 
         self.config = config
         self.parts = parts
         self.state_dim = parts.transformer.config.joint_attention_dim
-        self._denoiser = Denoiser(parts.transformer, dispatch_attention_fn)
+        self._denoiser = Denoiser(
+            parts.transformer,
+            attention_of(config.attention_backend, parts.transformer.device),
+            compiled=config.compile_blocks,
+        )
         self._modulation = ModulationTables(parts.transformer)
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
         self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
@@ -132,8 +137,13 @@ class QwenImageRenderer:
         scheduler = copy.deepcopy(self.parts.scheduler)
         set_timesteps(scheduler, self.config.num_steps, latents.shape[1], transformer.device)
         table = self._modulation.of_schedule(scheduler.timesteps)
-        for timestep, modulation in zip(scheduler.timesteps, table, strict=True):
-            velocity = self._predict(latents, conditionings, modulation.to(transformer.device))
+        computed: list[tuple[int, torch.Tensor]] = []
+        for step, (timestep, modulation) in enumerate(zip(scheduler.timesteps, table, strict=True)):
+            if is_computed(step, self.config.step_cache_interval):
+                velocity = self._predict(latents, conditionings, modulation.to(transformer.device))
+                computed = [*computed[-1:], (step, velocity)]
+            else:
+                velocity = extrapolate(computed, step)
             latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
         return decode_in_slices(unpack(latents, height, width), self.parts.vae.decode)
 

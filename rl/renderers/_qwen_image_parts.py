@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rl.renderers._qwen_fp8 import round_blocks
 from rl.renderers._qwen_image import QwenImageConfig
 from rl.renderers._qwen_modulation import move_without_modulation
 from rl.renderers._qwen_vae2d import FrameVae
@@ -55,6 +56,8 @@ def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
     move_without_modulation(transformer, device)
     if config.lora_path:
         _fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
+    if config.fp8 != "off":
+        round_blocks(transformer, config.fp8)
     vae = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", **origin, **weights).to(device)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
     return EditorParts(

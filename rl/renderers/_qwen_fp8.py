@@ -1,0 +1,76 @@
+"""The transformer's large matrices in 8 bits, for memory or for speed; off unless asked for.
+
+What: every linear layer of every block in float8_e4m3 with a scale per output channel. 'storage'
+multiplies in the renderer's dtype: half the memory, a little slower. 'compute' also rounds each
+token's activations, with a scale of its own, and multiplies in 8 bits (twice a Hopper GPU's
+arithmetic). What not: modulation, the layers into and out of the blocks, attention itself. Called
+by the loading. Imports torch.
+
+An approximation, in three mantissa bits, stated at `fp8` of `QwenImageConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+EIGHT_BITS = torch.float8_e4m3fn
+LARGEST = torch.finfo(EIGHT_BITS).max
+"""448."""
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer whose weights have 8 bits."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, *, in_8_bits: bool) -> None:
+        super().__init__()
+        weight, scale = round_rows(linear.weight)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+        self.in_8_bits = in_8_bits
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[.., in] -> [.., out], in the dtype of `tokens`."""
+        if not self.in_8_bits:
+            weight = self.weight.to(tokens.dtype) * self.scale.to(tokens.dtype)
+            return F.linear(tokens, weight, self.bias)
+        if not tokens.numel():
+            return tokens.new_empty(*tokens.shape[:-1], len(self.weight))
+        rounded, scale = round_rows(tokens.flatten(0, -2))
+        product = torch._scaled_mm(
+            rounded,
+            self.weight.t(),
+            scale_a=scale,
+            scale_b=self.scale.t(),
+            bias=self.bias,
+            out_dtype=tokens.dtype,
+        )
+        return product.unflatten(0, tokens.shape[:-1])
+
+
+def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, D] -> [N, D] float8_e4m3 and its scale [N, 1] float32: each row's largest becomes 448."""
+    scale = rows.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    return (rows / scale).to(EIGHT_BITS), scale
+
+
+def round_blocks(transformer: Any, mode: Literal["storage", "compute"]) -> None:
+    """Replace the linear layers of attention and MLPs in every block."""
+    for block in transformer.transformer_blocks:
+        for part in (block.attn, block.img_mlp, block.txt_mlp):
+            _round_below(part, in_8_bits=mode == "compute")
+
+
+def _round_below(module: nn.Module, *, in_8_bits: bool) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, Fp8Linear(child, in_8_bits=in_8_bits))
+        else:
+            _round_below(child, in_8_bits=in_8_bits)
