@@ -18,6 +18,7 @@ from tiny_policy import (
     run_ranks,
     snapshot,
     train,
+    update,
 )
 
 from rl import learner_deepspeed
@@ -63,7 +64,7 @@ def make_learner(
 ) -> Learner:
     """`stage` None: plain torch."""
     backend: dict[str, Any] = {"backend": "torch" if stage is None else "deepspeed"}
-    backend |= {"zero_stage": stage or 0, "micro_batch_size": 3, "adam_eps": ADAM_EPS}
+    backend |= {"zero_stage": stage or 0, "adam_eps": ADAM_EPS}
     config = make_config(KL, **backend)
     return Learner(make_policy(folder, **policy), config, dist or Dist(), NUM_ITERATIONS)
 
@@ -71,13 +72,16 @@ def make_learner(
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage: int) -> None:
     learner = make_learner(folder, stage)
-    seen = train(learner, make_sequences(learner._policy), 0, 3)
+    sequences = make_sequences(learner._policy)
+    # Every forward and reference pass first, and the graphs kept, as when a judge is slow.
+    metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
+    seen = [m.merge([m.state()]) for m in metrics]
     assert relative_difference(snapshot(learner), plain["weights"]) <= AGREES_AFTER_STEPS
     tensors, meta = learner.state()
     assert meta == plain["state"][1] == {"version": 3}
     assert relative_difference(tensors, plain["state"][0]) <= AGREES_AFTER_STEPS
     # The policy's own forwards (conditioning) bypass the engine and see the trained weights too.
-    rows = [(s.prompt, s.token_ids) for s in make_sequences(learner._policy)[:1]]
+    rows = [(s.prompt, s.token_ids) for s in sequences[:1]]
     with torch.no_grad():
         direct = learner._policy.module(learner._policy.collate(rows)).logprobs[0]
     assert direct.tolist() == pytest.approx(learner.logprobs(rows)[0], abs=1e-6)
@@ -187,7 +191,8 @@ def test_bfloat16_full_fine_tune_keeps_float32_masters(folder: str, stage: int) 
 
 
 def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) -> None:
-    """Base weights stand in for parameters that are views of DeepSpeed's flat buffer."""
+    """Base weights stand in for parameters that are views of DeepSpeed's flat buffer, while graphs
+    over these wait for their backwards."""
     config = make_config(KL, backend="deepspeed", zero_stage=2, learning_rate=1e-3)
     policy = make_policy(folder, dtype="bfloat16", lora=None)
     learner = Learner(policy, config, Dist(), NUM_ITERATIONS)
@@ -195,7 +200,8 @@ def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) 
     sequences = make_sequences(policy, groups=2)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     base = learner.logprobs(rows)
-    seen = train(learner, sequences, 0, 3)
+    metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
+    seen = [m.merge([m.state()]) for m in metrics]
     assert seen[0]["kl/reference_k3"] < 1e-6 < 1e-4 < seen[2]["kl/reference_k3"]
     assert learner.logprobs(rows) != base
     with policy.reference():
@@ -204,6 +210,9 @@ def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) 
     assert {name: parameter.data_ptr() for name, parameter in live.items()} == places
     for name, master in snapshot(learner).items():
         assert torch.equal(live[name], master.bfloat16())
+    again = Learner(make_policy(folder, dtype="bfloat16", lora=None), config, Dist(), 10)
+    train(again, make_sequences(again._policy, groups=2), 0, 3)
+    assert relative_difference(snapshot(again), snapshot(learner)) == 0, "graphs kept or not"
 
 
 @pytest.mark.parametrize("stage", (0, 1))
@@ -240,16 +249,16 @@ def train_on_rank(dist: Dist, out: Path, folder: str, stages: list[int]) -> dict
         rest = {9: sequences[9:], 12: []}
         for iteration, first in enumerate((9, 12)):
             mine = (shares if dist.rank == 0 else rest)[first]
-            learner.update(mine, iteration)
+            update(learner, mine, iteration, rollout=True)
         tensors, meta = learner.state()
-        learner.update((shares if dist.rank == 0 else rest)[9], 2)
+        update(learner, (shares if dist.rank == 0 else rest)[9], 2)
         weights = snapshot(learner)
         sharded = [p.numel() for n, p in learner._policy.module.named_parameters()]
 
         tensors, meta = dist.broadcast((tensors, meta))
         again = make_learner(folder, stage, dist)
         again.load_state(tensors, meta)
-        again.update((shares if dist.rank == 0 else rest)[9], 2)
+        update(again, (shares if dist.rank == 0 else rest)[9], 2)
         result[stage] = {
             "weights": weights,
             "again": snapshot(again),
