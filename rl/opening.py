@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rl import build
+from rl import build, footprint
 from rl.config import RunConfig
 from rl.contracts import DataSource, Policy
 from rl.learner import Learner
 from rl.rollout import Crew
 from rl.run import Run
 from rl.sampler import PromptSampler, first_samples, usable
-from rl.system import placement, work
+from rl.system import memory_plan, placement, work
 from rl.system.background import BackgroundLoop
 from rl.system.checkpoint import Checkpoints
 from rl.system.console import Console, PhaseTimer, warn
@@ -76,7 +76,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = sampler.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         sampler.num_replaced = 0  # the loop takes that prompt again
-        engine = build.build_engine(resolved, policy, dist)
+        has_room = _sampler_has_room(resolved, dist.device, console)
+        engine = build.build_engine(resolved, policy, dist, has_room)
         stack.callback(engine.close)
         crew = _gather_crew(resolved, dist, policy, judge, loop)
         learner = Learner(policy, config, dist, num_iterations)
@@ -162,6 +163,22 @@ def _restore(
         set_rng_state(loaded.rng)
     console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
     return loaded.iteration
+
+
+def _sampler_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
+    """Whether the sampler may keep its memory while others work, by the memory plan; said aloud
+    where the config leaves it open."""
+    open_to_us = getattr(resolved.engine.config, "residency", "resident") == "auto"
+    if not (open_to_us and device.startswith("cuda")):
+        return True
+    gpu_gb = placement.look_at_machine().cuda_gb[int(device.removeprefix("cuda:"))]
+    planned = footprint.footprint(resolved, gpu_gb)
+    if planned is None:
+        origin = footprint.origin(resolved.policy.config)
+        console.say(f"the sampler sleeps while others work: nobody knows the sizes of {origin}")
+        return False
+    console.say(memory_plan.residency_line(planned, gpu_gb))
+    return memory_plan.residency(planned, gpu_gb) == "resident"
 
 
 def _gather_crew(
