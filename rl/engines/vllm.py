@@ -1,10 +1,10 @@
 """The fast sampler: vLLM in the trainer's process, on the trainer's device.
 
-What: one engine per rank, started once, asleep while others use the device; adapters by tensor,
-full weights by iterator; per-request seeds and the sampler's own (processed) log-probs; pictures
-written as tokens held to their grid (`_vllm_grammar.py`). What not: tensor parallelism (each rank
-samples its own prompts), a server. Built by `build.py`, after the process group (an engine that
-finds none makes its own) and on every rank.
+What: one engine per rank, started once, which stays on its device or sleeps while others use it;
+adapters by tensor, full weights by iterator; per-request seeds and the sampler's own (processed)
+log-probs; pictures written as tokens held to their grid (`_vllm_grammar.py`). What not: tensor
+parallelism (each rank samples its own prompts), a server. Built by `build.py`, after the process
+group (an engine that finds none makes its own) and on every rank.
 
 Axes: `_P` prompts, `_G` completions in a group.
 """
