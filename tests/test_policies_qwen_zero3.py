@@ -59,7 +59,7 @@ def make_learner(folder: str, dist: Dist, kind: str, **optimizer: Any) -> Learne
         negative_prompt=None,
         temperature=1.0,
         max_completion_tokens=NUM_TOKENS,
-        gradient_checkpointing=kind == "lora",
+        gradient_checkpointing={"lora": True, "full": "mlp"}.get(kind, False),
         device="cpu",
     )
     tiny_policy.wake_lora(policy)

@@ -85,7 +85,7 @@ def _run_forward(step: Callable[..., Tensors]) -> Callable[..., Attended]:
         num_heads, num_key_heads = query.shape[1], key.shape[1]
         num_sharing = num_heads // num_key_heads
         out = torch.empty_like(query)
-        lse = torch.empty(num_heads, len(query), device=query.device)
+        lse = query.new_empty(num_heads, len(query), dtype=torch.float32)
         for q, k, v, out_of_run, lse_of_run in zip(
             query.split(runs.query_lens),
             key.split(runs.key_lens),

@@ -122,8 +122,8 @@ def _join_(
         packing.completion_slices, other_out.split(lens), other_lse.split(lens, dim=1), strict=True
     ):
         joined = torch.logaddexp(lse[:, where], other_sum)
-        share = (lse[:, where] - joined).exp().T[..., None].to(out.dtype)
-        out[where] = torch.lerp(other, out[where], share)
+        share = (lse[:, where] - joined).exp().T[..., None]
+        out[where] = torch.lerp(other.float(), out[where].float(), share)
         lse[:, where] = joined
 
 
