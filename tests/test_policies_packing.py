@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl.policies import _attention_kernels as kernels
 from rl.policies import _packing as packing
+from rl.policies import emu3, qwen2_5_vl
 from rl.policies._packed_attention import attention
 from rl.types import PackedGroup, Prompt, Sample
 
@@ -202,3 +203,12 @@ def test_the_kernel_is_chosen_by_device_and_dtype():
         ValueError, match=r"policy.attn_implementation: 'varlen' needs .*use 'auto'"
     ):
         kernels.choose_kernel("varlen", "cpu", torch.bfloat16)
+
+
+def test_a_kernel_that_cannot_run_is_a_mistake_of_the_config(tmp_path):
+    for plug in (qwen2_5_vl, emu3):
+        section = {"type": "", "model_path": str(tmp_path), "attn_implementation": "varlen"}
+        assert plug.validate(plug.Config(**section)) == []
+        for wrong in ({"dtype": "float32"}, {"device": "cpu"}):
+            (problem,) = plug.validate(plug.Config(**section, **wrong))
+            assert problem.startswith("attn_implementation: 'varlen' needs")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl.config import missing_model
 from rl.policies._loading import TEXT_FILES, link_files, local_folder
 from rl.policies._lora import adapter_problems, add_adapter
+from rl.policies._policy import attention_problems
 from rl.policies._schedule import schedule_problems
 from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
@@ -67,6 +68,7 @@ def validate(config: Config) -> list[str]:
     if config.tokenizer_path:
         problems += missing_model("tokenizer_path", config.tokenizer_path)
     problems += adapter_problems(config.adapter_path, config.lora)
+    problems += attention_problems(config)
     problems += schedule_problems(config)
     if "<|image token|>" in config.assistant_prefill:
         problems.append(

@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from rl.policies._trained_weights import TrainedWeights
 
 
+def attention_problems(config: Any) -> list[str]:
+    """Why the section's attention kernel cannot run, as far as the section tells."""
+    if config.attn_implementation != "varlen":
+        return []
+    if config.dtype == "float32" or config.device == "cpu":
+        return [
+            "attn_implementation: 'varlen' needs bfloat16 or float16 weights on a CUDA device, not "
+            f"dtype {config.dtype} on device {config.device!r}; use 'auto'"
+        ]
+    return []
+
+
 class TrainedPolicy:
     """Extended by a policy, which sets `module` and `_weights`."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl.config import missing_model
 from rl.policies._loading import TEXT_FILES, link_files, local_folder
 from rl.policies._lora import adapter_problems, add_adapter
+from rl.policies._policy import attention_problems
 from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
 
@@ -28,6 +29,7 @@ def validate(config: Config) -> list[str]:
     if config.init_text_encoder_from:
         problems += missing_model("init_text_encoder_from", config.init_text_encoder_from)
     problems += adapter_problems(config.adapter_path, config.lora)
+    problems += attention_problems(config)
     return problems
 
 
