@@ -18,9 +18,9 @@ from rl.types import PolicyWeights, Prompt, SamplingParams
 if TYPE_CHECKING:
     from rl.learner import Learner
 
-PROBE_COMPLETIONS = 8
-PROBE_TOKENS = 2
-"""Many short completions: the sampler writes them side by side, in as many steps as one has
+PROBE_COMPLETIONS = 4
+PROBE_TOKENS = 4
+"""Several short completions: the sampler writes them side by side, in as many steps as one has
 tokens, and the trainer reads their prompt once."""
 MAX_MEAN_DLOGP_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Mean |log-prob difference| allowed on the probe, by the engine's dtype. Float32 engines agree to

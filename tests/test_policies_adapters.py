@@ -31,17 +31,16 @@ def test_a_large_matrix_has_another_fingerprint_exactly_when_it_changed(
     assert _adapters.fingerprint(weights) != first
 
 
-def test_an_adapter_is_hashed_whole_and_a_large_matrix_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    num_hashed: list[int] = []
-    whole = _adapters._bytes
+def test_one_small_copy_comes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large matrix 8 bytes a row and a column; of a small one all it has."""
+    num_bytes: list[int] = []
+    to_host = torch.Tensor.cpu
 
-    def counted(tensor: torch.Tensor) -> bytes:
-        num_hashed.append(tensor.numel())
-        return whole(tensor)
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        num_bytes.append(tensor.numel() * tensor.element_size())
+        return to_host(tensor)
 
-    monkeypatch.setattr(_adapters, "_bytes", counted)
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
     large = torch.zeros(2049, 2048, dtype=torch.bfloat16)
-    _adapters.fingerprint({"a": torch.zeros(64, 4096), "b": large})
-    assert num_hashed == [64 * 4096, 2048, 2049]
+    _adapters.fingerprint({"a": torch.zeros(8, 128), "b": large})
+    assert num_bytes == [8 * 128 * 4 + 8 * (2049 + 2048)]
