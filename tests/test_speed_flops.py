@@ -1,4 +1,5 @@
-"""The policy side of an iteration executes little more than the least that its algorithm takes.
+"""The policy side of an iteration executes little more than the least that its algorithm takes, and
+what a run tells of its work is what it executes.
 
 The least, for every group: two forwards over the prompt once and its completions (policy,
 reference), one backward, logits of completion tokens only, each picture encoded once. Recomputing
@@ -10,11 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_editor
 import tiny_policy
 import tiny_qwen
 import torch
 
 from rl.learner import Learner
+from rl.renderers._cost import denoising_work
+from rl.renderers._qwen_denoiser import Denoiser
+from rl.renderers._qwen_modulation import ModulationTables
 from rl.system import work
 from rl.system.dist import Dist
 from rl.system.flop_count import FlopCount
@@ -75,6 +80,29 @@ def vision_flops(policy, members: list[tiny_policy.Graded]) -> float:
         for picture in pictures:
             policy.module.vl_model.model.visual(picture.pixel_values, grid_thw=picture.grid)
     return count.flops
+
+
+@pytest.mark.parametrize("num_words", [(5,), (7, 3, 3)])
+def test_a_denoising_step_executes_what_its_formula_says(num_words):
+    parts = tiny_editor.make_parts()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(queries, keys, values):
+        heads_first = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+        return attention(*heads_first).transpose(1, 2)
+
+    denoiser = Denoiser(parts.transformer, attend)
+    channels = parts.transformer.config.in_channels
+    modulation = ModulationTables(parts.transformer).of_schedule(torch.tensor([500.0]))[0]
+    given = denoiser.prepare(
+        [torch.randn(words, tiny_editor.STATE_DIM) for words in num_words],
+        torch.randn(len(num_words), 6, channels),
+        [(1, 4, 4), (1, 2, 3)],
+    )
+    with torch.no_grad(), FlopCount() as executed:
+        denoiser.velocity(torch.randn(len(num_words), 16, channels), given, modulation)
+    told = denoising_work(parts.transformer.config, 16, 6, num_words, bytes_per_value=4)
+    assert told.flops == executed.flops
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 
+from rl.policies._cost import count_pictures
 from rl.policies._lora import LoraSection
 from rl.policies._policy import _recompute
 from rl.system import work
@@ -177,6 +178,20 @@ def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets, recompu
     pairs = prefix_tree_pairs(24, ())
     assert forward.flops == pytest.approx(sizes.forward_flops(24, pairs))
     assert backward.flops == pytest.approx(sizes.backward_flops(24, pairs))
+
+
+def test_the_vision_towers_formula_is_what_a_real_one_executes(tokenizer):
+    tower = tiny_qwen.make_model(tokenizer).model.visual
+    grids = [(8, 8), (10, 14), (2, 18), (4, 4)]  # windows of 8 by 8 patches, whole and cut ones
+    num_patches = sum(rows * columns for rows, columns in grids)
+    before = work.done()
+    count_pictures(tower.config, grids, bytes_per_value=4)
+    told = work.done() - before
+    with torch.no_grad(), FlopCount() as executed:
+        tower(torch.randn(num_patches, 1176), torch.tensor([(1, *grid) for grid in grids]))
+    assert told.flops == executed.flops
+    weights = sum(p.numel() for name, p in tower.named_parameters() if p.ndim >= 2)
+    assert told.bytes_moved == 4 * weights
 
 
 def test_pairs_of_a_prefix_tree_by_enumeration():

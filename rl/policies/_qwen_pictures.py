@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rl.system import work
+from rl.policies._cost import count_pictures
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +75,10 @@ def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[t
     device = vl_model.device
     pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
     grid = torch.cat([picture.grid for picture in pictures]).to(device)
-    sizes = [tuple(picture.grid.flatten().tolist()) for picture in pictures]
-    with (
-        torch.set_grad_enabled(trained and torch.is_grad_enabled()),
-        work.counted(vl_model.model.visual, *sizes),
-    ):
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
+    grids = [(rows, columns) for p in pictures for _, rows, columns in p.grid.tolist()]
+    count_pictures(vl_model.config.vision_config, grids, encoded.pooler_output[0].element_size())
     # Copies: a part of one call's result would keep the whole of it alive.
     return [part if trained else part.clone() for part in encoded.pooler_output]
 

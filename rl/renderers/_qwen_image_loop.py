@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 
 from rl.renderers._batches import render_in_batches
+from rl.renderers._cost import denoising_work
 from rl.renderers._decoding import decode_in_slices, in_slices, to_pictures
 from rl.renderers._qwen_attention import attention_of
 from rl.renderers._qwen_denoiser import Conditioning, Denoiser
@@ -158,10 +159,10 @@ class QwenImageRenderer:
         for given in conditionings:
             repeats = len(given.num_words) // len(latents)
             rows = latents.repeat(repeats, 1, 1)
-            sizes = rows.shape, given.sources.shape, given.num_words
-            with work.counted(self.parts.transformer, *sizes):
-                velocity = self._denoiser.velocity(rows, given, modulation)
-            outputs.extend(velocity.chunk(repeats))
+            outputs.extend(self._denoiser.velocity(rows, given, modulation).chunk(repeats))
+            sizes = rows.shape[1], given.sources.shape[1], given.num_words
+            config = self.parts.transformer.config
+            work.add(denoising_work(config, *sizes, bytes_per_value=rows.element_size()))
         if len(outputs) == 1:
             return outputs[0]
         positive, negative = outputs

@@ -86,7 +86,8 @@ class Console:
 
     def where_time_went(self, timer: PhaseTimer) -> None:
         """The closing table: every phase's time and work on this rank, the longest first."""
-        table = Table(*CLOSING_COLUMNS, title="where did the time go (rank 0)")
+        headings = ("phase", "time", "share of wall", "TFLOP", "floor", "floor/time")
+        table = Table(*headings, title="where did the time go (rank 0)")
         for name, seconds, share, tflop, floor_s, floor_share in timer.closing_rows():
             table.add_row(
                 name,
@@ -105,7 +106,7 @@ class Console:
             )
 
 
-CLOSING_COLUMNS = ("phase", "time_s", "share", "tflop", "floor_s", "floor_share")
+CLOSING_COLUMNS = ("phase", "time_s", "wall_share", "tflop", "floor_s", "floor_share")
 ClosingRow = tuple[str, float, float, float | None, float | None, float | None]
 """None where a phase ran no model that is counted."""
 
