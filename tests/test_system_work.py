@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rl.policies._cost import count_pictures
 from rl.policies._lora import LoraSection
-from rl.policies._policy import _recompute
+from rl.policies._recomputing import recompute as recompute_module
 from rl.system import work
 from rl.system.flop_count import FlopCount
 from rl.system.flops import LanguageModel, prefix_tree_pairs, sampling_work
@@ -166,7 +166,7 @@ def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets, recompu
         get_peft_model(model, LoraConfig(r=4, target_modules=names))
     if recompute == "mlp":
         for layer in backbone.language_model.layers:
-            _recompute(layer.mlp)
+            recompute_module(layer.mlp)
     elif recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backbone.train()
