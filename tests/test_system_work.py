@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rl.policies._cost import count_pictures
 from rl.policies._lora import LoraSection
-from rl.policies._recomputing import recompute as recompute_module
+from rl.policies._recomputing import recompute
 from rl.system import work
 from rl.system.flop_count import FlopCount
 from rl.system.flops import LanguageModel, prefix_tree_pairs, sampling_work
@@ -154,20 +154,20 @@ def tokenizer():
     return tiny_qwen.make_tokenizer()
 
 
-@pytest.mark.parametrize("recompute", [False, True, "mlp"])
+@pytest.mark.parametrize("again", [False, True, "mlp"])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj",), EVERY_MATRIX, None])
-def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets, recompute):
+def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets, again):
     model = tiny_qwen.make_model(tokenizer)
     lora = LoraSection(r=4, target_modules=targets) if targets else None
-    sizes = LanguageModel.of(model.config.text_config, lora, recompute)
+    sizes = LanguageModel.of(model.config.text_config, lora, again)
     backbone = model.model
     if lora is not None:
         names = rf".*language_model\..*\.({'|'.join(targets)})"
         get_peft_model(model, LoraConfig(r=4, target_modules=names))
-    if recompute == "mlp":
+    if again == "mlp":
         for layer in backbone.language_model.layers:
-            recompute_module(layer.mlp)
-    elif recompute:
+            recompute(layer.mlp)
+    elif again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backbone.train()
     ids = torch.arange(24)[None] + 10

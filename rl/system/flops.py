@@ -85,19 +85,11 @@ class LanguageModel:
         read the embeddings, which a LoRA does not train. (Where whole layers are recomputed
         transformers asks for the embeddings' gradient all the same.)
         """
-        flops = 0.0
-        for layer in range(self.num_layers):
-            reached = layer > 0 or self.lora_rank == 0 or self.recompute is True
-            for stage in STAGES:
-                for name in stage:
-                    flops += num_tokens * self._own_gradient_flops(name)
-                    flops += num_tokens * self._matrix_flops(name) * reached
-                    if name in self.lora_targets and not reached:
-                        flops += num_tokens * 2 * self.lora_rank * self.shape(name)[1]
-                reached = reached or any(name in self.lora_targets for name in stage)
-                if stage == STAGES[0]:
-                    flops += 2.5 * self._attention_flops(num_pairs) * reached
-        return flops + self.num_layers * self._recomputed_flops(num_tokens, num_pairs)
+        asked = self.lora_rank == 0 or self.recompute is True
+        first = self._layer_backward_flops(num_tokens, num_pairs, asked)
+        others = self._layer_backward_flops(num_tokens, num_pairs, True)
+        recomputed = self._recomputed_flops(num_tokens, num_pairs)
+        return first + (self.num_layers - 1) * others + self.num_layers * recomputed
 
     def head_flops(self, num_tokens: int, num_ids: int | None = None) -> float:
         """Logits of `num_ids` (default: the whole vocabulary) behind each token."""
@@ -113,6 +105,19 @@ class LanguageModel:
     def num_cached(self) -> int:
         """Values that the cache of keys and values holds per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def _layer_backward_flops(self, num_tokens: int, num_pairs: int, reached: bool) -> float:
+        """`reached`: whether the layer's input asks for a gradient."""
+        per_token = attention = 0.0
+        for stage in STAGES:
+            for name in stage:
+                per_token += self._own_gradient_flops(name) + self._matrix_flops(name) * reached
+                if name in self.lora_targets and not reached:
+                    per_token += 2.0 * self.lora_rank * self.shape(name)[1]
+            reached = reached or any(name in self.lora_targets for name in stage)
+            if stage == STAGES[0]:
+                attention = 2.5 * self._attention_flops(num_pairs) * reached
+        return per_token * num_tokens + attention
 
     def _matrix_flops(self, name: str) -> float:
         """Of one token's forward through a matrix and its adapter; as many hand a gradient on."""
