@@ -1,19 +1,26 @@
 """Workers in fresh processes, told in turn to run an iteration each.
 
 What: `Contestant` (one worker), `interleave` (A B C, A B C, ..., the first round dropped). What
-not: what a worker does, what the numbers mean. Called by `side_by_side.py`.
+not: what a worker does, what the numbers mean. Called by `experiments.py`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.post import Measured, Order
+
+SHOWN_CHARS = 3000
+"""Of a dead worker's last words."""
 
 
 class Contestant:
@@ -24,20 +31,31 @@ class Contestant:
         os.environ["OMP_NUM_THREADS"] = "1"
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
+        self._output = Path(tempfile.mkstemp(prefix="contestant-", suffix=".log")[1])
         self._process = spawn.Process(
-            target=work, args=(theirs, *arguments), kwargs=options, daemon=True
+            target=_in_silence, args=(self._output, work, theirs, *arguments), kwargs=options
         )
         self._process.start()
         theirs.close()
 
-    def iterate(self, flops: bool = False) -> Measured:
-        """One iteration. Raises RuntimeError when the worker died."""
-        try:
+    def order(self, flops: bool = False) -> None:
+        """Have an iteration run. (Of a worker that has died, `report` tells.)"""
+        with suppress(BrokenPipeError):
             self._connection.send(Order(flops))
+
+    def report(self) -> Measured:
+        """Of the iteration that was ordered. Raises RuntimeError when the worker died."""
+        try:
             measured: Measured = self._connection.recv()
-        except (EOFError, ConnectionResetError, BrokenPipeError):
-            raise RuntimeError("a worker died; its traceback is above") from None
+        except (EOFError, ConnectionResetError):
+            output = self._output.read_text(errors="replace")[-SHOWN_CHARS:]
+            raise RuntimeError(f"a worker died; its last words:\n{output}") from None
         return measured
+
+    def iterate(self, flops: bool = False) -> Measured:
+        """One iteration."""
+        self.order(flops)
+        return self.report()
 
     def __enter__(self) -> Self:
         return self
@@ -48,18 +66,35 @@ class Contestant:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.terminate()
+        # Not terminate(): a run hears that as a wish to save and leave.
+        self._process.kill()
         self._process.join()
+        self._connection.close()
+        self._output.unlink()
+
+
+def _in_silence(
+    output: Path, work: Callable[..., None], connection: Connection, *arguments: Any, **options: Any
+) -> None:
+    """What a worker prints goes into a file, to be shown if it dies."""
+    with output.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+        work(connection, *arguments, **options)
 
 
 def interleave(
-    sides: Mapping[str, Callable[[], Contestant]], num_rounds: int
-) -> dict[str, list[Measured]]:
-    """`num_rounds` iterations of every side in turn, after one each that does not count."""
+    sides: Mapping[str, Callable[[], Contestant]], num_rounds: int, count_flops: bool = False
+) -> tuple[dict[str, list[Measured]], dict[str, Measured]]:
+    """`num_rounds` iterations of every side in turn, after one each that does not count; then one
+    more of each under the FLOP counter, whose seconds do not count."""
     with ExitStack() as stack:
         contestants = {name: stack.enter_context(make()) for name, make in sides.items()}
         rounds = [
             {name: contestant.iterate() for name, contestant in contestants.items()}
             for _ in range(num_rounds + 1)
         ]
-    return {name: [one[name] for one in rounds[1:]] for name in sides}
+        counted = {}
+        if count_flops:
+            counted = {name: one.iterate(flops=True) for name, one in contestants.items()}
+    return {name: [one[name] for one in rounds[1:]] for name in sides}, counted

@@ -30,9 +30,7 @@ class Spent:
     """Multiply-adds count twice; 0 where nobody counts."""
 
     def __add__(self, more: Spent) -> Spent:
-        return Spent(
-            self.wall_s + more.wall_s, self.cpu_s + more.cpu_s, self.flops + more.flops
-        )
+        return Spent(self.wall_s + more.wall_s, self.cpu_s + more.cpu_s, self.flops + more.flops)
 
     def __sub__(self, less: Spent) -> Spent:
         return self + Spent(-less.wall_s, -less.cpu_s, -less.flops)
@@ -73,10 +71,6 @@ class Meter:
         self._charge()
         return dict(self.spent)
 
-    def inside(self, label: str) -> bool:
-        """Whether a span of that label is open."""
-        return label in self._open
-
     @contextmanager
     def span(self, label: str) -> Iterator[None]:
         """Charge the block to `label`, spans inside it excepted."""
@@ -94,13 +88,16 @@ class Meter:
         name: str,
         label: str | None = None,
         count: Callable[..., dict[str, int]] | None = None,
+        unless_in: str = "",
     ) -> None:
         """Replace `owner.name` by itself under the span `label` (None: under no span of its own),
-        with `count(*args, **kwargs)` added to `counts`."""
+        with `count(*args, **kwargs)` added to `counts`; inside a span `unless_in` do neither."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if unless_in in self._open:
+                return original(*args, **kwargs)
             if count is not None:
                 self.counts.update(count(*args, **kwargs))
             if label is None:
@@ -121,4 +118,4 @@ class Meter:
             with self.span(name), original(timer, name) as under_way:
                 yield under_way
 
-        PhaseTimer.phase = phase  # type: ignore[method-assign]
+        setattr(PhaseTimer, "phase", phase)  # noqa: B010 (mypy sees no method replaced)

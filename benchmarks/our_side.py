@@ -8,11 +8,12 @@ side is there a sampler to give them to. The baseline arm, evaluations and check
 from __future__ import annotations
 
 import json
-import tempfile
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ from benchmarks.post import (
     POLICY,
     RENDER,
     SAMPLING,
+    TAIL,
+    TOWER,
     VAE_DECODE,
     VAE_ENCODE,
     Post,
@@ -41,7 +44,7 @@ PART_OF_PHASE = {
     "generate": SAMPLING,
     "render": RENDER,
     "judge_wait": JUDGE_WAIT,
-    **{part: part for part in (POLICY, SAMPLING, VAE_ENCODE, VAE_DECODE)},
+    **{part: part for part in (POLICY, TOWER, TAIL, SAMPLING, VAE_ENCODE, VAE_DECODE)},
 }
 SAMPLER_LOGPROB = -6.0
 """Of every injected token, nats, on both sides."""
@@ -52,13 +55,17 @@ def run(
     folder: Path,
     shape: Shape,
     api_base: str,
+    runs: Path,
     samples: bool,
     without: Sequence[str] = (),
     overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A worker's life. `samples`: whether the rollout's cost is paid, too; `without`: names in
-    `defeats.SAVINGS`; `overrides`: `key=value` of the config."""
+    """A worker's life. `runs`: where the run's folder goes; `samples`: whether the rollout's cost
+    is paid, too; `without`: names in `defeats.SAVINGS`; `overrides`: `key=value` of the config;
+    `environment`: which rank this is."""
     warnings.filterwarnings("ignore")
+    os.environ.update(environment)
     torch.set_num_threads(1)
     from rl import build, train
     from rl.algorithm.metrics import Metrics
@@ -67,8 +74,10 @@ def run(
     post = Post(connection, PART_OF_PHASE)
     _watch(post)
     sampler = toy.StockSampler(folder) if samples else None
-    build.build_engine = lambda resolved, policy, dist: ScriptedEngine(post, policy, shape, sampler)
-    Run.sync_engine = lambda self: Metrics()  # type: ignore[method-assign]
+    build.build_engine = lambda resolved, policy, *rest: ScriptedEngine(
+        post, policy, shape, sampler
+    )
+    setattr(Run, "sync_engine", lambda self: Metrics())  # noqa: B010 (mypy sees no method replaced)
     loop = train.train
 
     def defeated(opened: Run) -> None:
@@ -76,20 +85,20 @@ def run(
             defeats.SAVINGS[saving].defeat(opened, folder)
         loop(opened)
 
-    train.train = defeated
-    with tempfile.TemporaryDirectory() as runs:
-        config = Path(runs) / "config.jsonnet"
-        config.write_text(json.dumps(config_of(folder, shape, api_base, runs)))
-        train.main([str(config), *overrides])
+    setattr(train, "train", defeated)  # noqa: B010 (as above)
+    runs.mkdir(parents=True, exist_ok=True)
+    config = runs / f"config{environment.get('RANK', '')}.jsonnet"
+    config.write_text(json.dumps(config_of(folder, shape, api_base, runs)))
+    train.main([str(config), *overrides])
 
 
-def config_of(folder: Path, shape: Shape, api_base: str, runs: str) -> dict[str, Any]:
+def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str, Any]:
     """TRL's settings on the other side, under this project's names."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     samples = {"type": "benchmarks.toy_samples", "num_samples": num_rows, "shape": vars(shape)}
     return {
         "run_name": "toy",
-        "base_exp_dir": runs,
+        "base_exp_dir": str(runs),
         "num_iterations": toy.MAX_ITERATIONS,
         "prompts_per_iteration": shape.num_groups,
         "generations_per_prompt": shape.group,
@@ -114,6 +123,7 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: str) -> dict[str,
 
 
 def _watch(post: Post) -> None:
+    from rl.learner_update import Update
     from rl.renderers._qwen_denoiser import Denoiser
     from rl.renderers._qwen_vae2d import FrameVae
 
@@ -122,9 +132,19 @@ def _watch(post: Post) -> None:
     meter.watch_phases()
     meter.watch(FrameVae, "encode", VAE_ENCODE, lambda _, rows: {"VAE encodes": len(rows)})
     meter.watch(FrameVae, "decode", VAE_DECODE, lambda _, rows: {"VAE decodes": len(rows)})
+    meter.watch(Update, "work_ahead", TAIL)
+    for name in ("all_reduce", "all_gather", "broadcast"):
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            meter.watch(module, name, None, _num_bytes)
     meter.watch(
         Denoiser, "velocity", None, lambda _, latents, *more: {"DiT forwards": len(latents)}
     )
+
+
+def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
+    """What this rank brings to a collective: its last tensor, since a gather has a list first."""
+    sent = next(t for t in reversed(tensors) if isinstance(t, torch.Tensor))
+    return {"bytes to other ranks": sent.numel() * sent.element_size()}
 
 
 class ScriptedEngine:
@@ -147,7 +167,8 @@ class ScriptedEngine:
             self._post.end()
         self._begun = True
         self._post.begin()
-        return [self._group(prompt) for prompt in prompts_P]
+        with self._post.meter.span(SAMPLING):
+            return [self._group(prompt) for prompt in prompts_P]
 
     def _group(self, prompt: Prompt) -> list[Completion]:
         if self._sampler is not None:

@@ -22,6 +22,10 @@ from rl.system.wheels import mend_mismatched_wheels
 
 POLICY = "policy side"
 """Preprocessing, conditioning, log-probs, reference, forward, backward, optimiser step."""
+TOWER = "vision tower"
+"""Part of the policy side."""
+TAIL = "in the judge's tail"
+"""Part of the policy side: what is computed while verdicts are on their way."""
 VAE_ENCODE = "VAE encode"
 VAE_DECODE = "VAE decode"
 RENDER = "DiT"
@@ -33,7 +37,17 @@ REST = "rest"
 """The trainer's own bookkeeping, records, logs."""
 OTHER_THREADS = "judge client"
 """CPU seconds of all threads but the main one: PNG, HTTP."""
-PARTS = (POLICY, VAE_ENCODE, VAE_DECODE, RENDER, SAMPLING, JUDGE_WAIT, REST, OTHER_THREADS)
+POLICY_PARTS = (POLICY, TOWER, TAIL)
+PARTS = (
+    *POLICY_PARTS,
+    VAE_ENCODE,
+    VAE_DECODE,
+    RENDER,
+    SAMPLING,
+    JUDGE_WAIT,
+    REST,
+    OTHER_THREADS,
+)
 
 
 @dataclass(frozen=True)
@@ -53,18 +67,6 @@ class Measured:
     counts: Mapping[str, int] = field(default_factory=dict)
     peak_mb: float = 0.0
     """Highest resident memory so far above what was resident before the first iteration, 1e6 B."""
-
-    @property
-    def cpu_s(self) -> float:
-        return sum(spent.cpu_s for spent in self.spent.values())
-
-    @property
-    def wall_s(self) -> float:
-        return sum(spent.wall_s for spent in self.spent.values())
-
-    @property
-    def flops(self) -> float:
-        return sum(spent.flops for spent in self.spent.values())
 
 
 class Post:
@@ -135,7 +137,7 @@ def watch_models(meter: Meter) -> None:
 
     def count(what: str, how_many: Callable[..., int]) -> Callable[..., dict[str, int]]:
         def counted(_: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
-            return {} if meter.inside(SAMPLING) else {what: how_many(*args, **kwargs)}
+            return {what: how_many(*args, **kwargs)}
 
         return counted
 
@@ -145,16 +147,19 @@ def watch_models(meter: Meter) -> None:
     def num_positions(inputs_embeds: Any, **_: Any) -> int:
         return int(inputs_embeds.shape[0] * inputs_embeds.shape[1])
 
+    def num_pictures(_: Any, grid_thw: Any, **__: Any) -> int:
+        return len(grid_thw)
+
     tower = qwen.Qwen2_5_VisionTransformerPretrainedModel
     for owner, name, label, what, how_many in (
         (AutoencoderKLQwenImage, "encode", VAE_ENCODE, "VAE encodes", num_rows),
         (AutoencoderKLQwenImage, "decode", VAE_DECODE, "VAE decodes", num_rows),
         (QwenImageTransformer2DModel, "forward", None, "DiT forwards", num_rows),
         (qwen.Qwen2_5_VLTextModel, "forward", None, "token positions", num_positions),
-        (tower, "forward", None, "pictures in the vision tower", lambda _, grid_thw: len(grid_thw)),
+        (tower, "forward", TOWER, "pictures in the vision tower", num_pictures),
         (Qwen2VLImageProcessorPil, "preprocess", POLICY, "pictures preprocessed", _num_pictures),
     ):
-        meter.watch(owner, name, label, count(what, how_many))
+        meter.watch(owner, name, label, count(what, how_many), unless_in=SAMPLING)
 
 
 def _num_pictures(images: Any, *_: Any, **__: Any) -> int:

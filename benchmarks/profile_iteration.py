@@ -53,7 +53,7 @@ class IterationProfiler:
             if done:
                 seen()
 
-        Run.log = logged  # type: ignore[method-assign]
+        setattr(Run, "log", logged)  # noqa: B010 (mypy sees no method replaced)
         self._meter.watch_phases()
 
     def iteration_ends(self) -> None:
@@ -107,7 +107,9 @@ def profile(config: str, overrides: list[str], num_measured: int) -> dict[str, A
     phases = sorted({phase for iteration in profiler.iterations for phase in iteration})
     medians = {
         phase: [
-            statistics.median(iteration.get(phase, (0.0, 0.0))[i] for iteration in profiler.iterations)
+            statistics.median(
+                iteration.get(phase, (0.0, 0.0))[i] for iteration in profiler.iterations
+            )
             for i in range(2)
         ]
         for phase in phases

@@ -36,6 +36,8 @@ def provides(config: Config) -> frozenset[str]:
     return frozenset({"source"})
 
 
-def build(config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int) -> ToySamples:
+def build(
+    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
+) -> ToySamples:
     """The rows as a `DataSource`."""
     return ToySamples(config)

@@ -191,7 +191,9 @@ class Peer:
             {"role": "user", "content": content},
         ]
         return str(
-            self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            self._processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
         )
 
     def _inputs(self, images: list[Any], texts: list[str]) -> dict[str, torch.Tensor]:
@@ -317,9 +319,7 @@ def ordered_samples(shape: Shape) -> list[Sample]:
     from benchmarks import toy_samples
 
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
-    config = toy_samples.Config(
-        type="toy_samples", num_samples=num_rows, shape=vars(shape)
-    )
+    config = toy_samples.Config(type="toy_samples", num_samples=num_rows, shape=vars(shape))
     sampler = PromptSampler([toy_samples.ToySamples(config)], [1.0], 0, shape.num_groups)
     return [
         row

@@ -1,0 +1,211 @@
+"""What is measured: each experiment runs its workers and returns plain records.
+
+What: one function per experiment, JSON-able results. What not: tables, plots and goals
+(`report.py`), the workers' insides. Called by `side_by_side.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks import our_side, toy, trl_side
+from benchmarks.contest import Contestant, interleave
+from benchmarks.defeats import SAVINGS
+from benchmarks.judge_stub import JudgeProcess
+from benchmarks.post import POLICY_PARTS, TOWER, Measured
+from benchmarks.toy import Shape
+from rl.system.flops import LanguageModel, prefix_tree_pairs
+
+STOCK, TUNED, OURS = "TRL stock", "TRL tuned", "this project"
+ONE_STEP_OFF = "this project, one step off"
+Record = dict[str, Any]
+Make = Callable[[], Contestant]
+_runs = itertools.count()
+
+
+def sides(folder: Path, shape: Shape, api_base: str, samples: bool) -> dict[str, Make]:
+    """The peers and this project on one shape."""
+    trl = functools.partial(
+        Contestant, trl_side.run, folder, shape, api_base=api_base, samples=samples
+    )
+    return {
+        STOCK: functools.partial(trl, tuned=False),
+        TUNED: functools.partial(trl, tuned=True),
+        OURS: functools.partial(ours, folder, shape, api_base, samples=samples),
+    }
+
+
+def ours(folder: Path, shape: Shape, api_base: str, **options: Any) -> Contestant:
+    """This project, in a run folder of its own."""
+    runs = folder / "runs" / str(next(_runs))
+    return Contestant(our_side.run, folder, shape, api_base, runs, **options)
+
+
+def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Record:
+    """Lists over rounds, by part; FLOPs and counts of the counted iteration."""
+    labels = sorted({label for one in rounds for label in one.spent})
+    record: Record = {
+        "cpu_s": {p: [r.spent[p].cpu_s if p in r.spent else 0.0 for r in rounds] for p in labels},
+        "wall_s": {p: [r.spent[p].wall_s if p in r.spent else 0.0 for r in rounds] for p in labels},
+        "counts": dict(rounds[-1].counts),
+    }
+    if counted is not None:
+        record["gflop"] = {part: spent.flops / 1e9 for part, spent in counted.spent.items()}
+    return record
+
+
+def head_to_head(folder: Path, shape: Shape, num_rounds: int, samples: bool = True) -> Record:
+    """Stock, tuned and this project in turn; then one iteration of each under the FLOP counter."""
+    with JudgeProcess() as judge:
+        makers = sides(folder, shape, judge.api_base, samples)
+        rounds, counted = interleave(makers, num_rounds, count_flops=True)
+    records = {name: as_record(rounds[name], counted[name]) for name in makers}
+    return {"shape": vars(shape), "sides": records}
+
+
+def flops_only(folder: Path, shape: Shape) -> Record:
+    """FLOPs and counts, which need no repetition."""
+    return head_to_head(folder, shape, 1, samples=False)
+
+
+def over_minimum(folder: Path, shape: Shape) -> float:
+    """Executed FLOPs of this project's policy side over the least that gives the same numbers: two
+    forwards (policy, reference) over each token once and over the pairs of the prefix tree, one
+    backward, the head where a completion is predicted, the vision tower once."""
+    side = flops_only(folder, shape)["sides"][OURS]
+    model = language_model(folder)
+    num_completion = sum(shape.completion_lens())
+    num_tokens = side["counts"]["token positions"] // 2
+    pairs = prefix_tree_pairs(num_tokens - num_completion, shape.completion_lens())
+    passes = 2 * model.forward_flops(num_tokens, pairs) + model.backward_flops(num_tokens, pairs)
+    least = passes + 3 * model.head_flops(num_completion) + side["gflop"][TOWER] * 1e9
+    return sum(side["gflop"].get(part, 0.0) for part in POLICY_PARTS) * 1e9 / least
+
+
+def language_model(folder: Path) -> LanguageModel:
+    """The sizes of the toy's."""
+    from transformers import AutoConfig
+
+    lora = SimpleNamespace(r=toy.LORA["r"], target_modules=toy.LORA["target_modules"])
+    return LanguageModel.of(AutoConfig.from_pretrained(folder / "policy").text_config, lora)
+
+
+def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, float]:
+    """Peak MB above what was resident before the first iteration, each side in a fresh process;
+    nobody samples."""
+    peaks = {}
+    with JudgeProcess() as judge:
+        for name, make in sides(folder, shape, judge.api_base, samples=False).items():
+            with make() as contestant:
+                peaks[name] = [contestant.iterate().peak_mb for _ in range(num_iterations)][-1]
+    return peaks
+
+
+def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int) -> Record:
+    """Wall seconds under a judge of that slowness, all questions of an iteration at once."""
+    with JudgeProcess(latency_s) as judge:
+        makers = sides(folder, shape, judge.api_base, samples=True)
+        makers[ONE_STEP_OFF] = functools.partial(
+            ours, folder, shape, judge.api_base, samples=True, overrides=["max_staleness=1"]
+        )
+        rounds, _ = interleave(makers, num_rounds)
+    records = {name: as_record(rounds[name]) for name in makers}
+    return {"latency_s": latency_s, "sides": records}
+
+
+def savings(folder: Path, shape: Shape, num_rounds: int) -> Record:
+    """With none, with each alone, and with one after the other stacked."""
+    names = list(SAVINGS)
+    stacks: Mapping[str, Sequence[str]] = {
+        "none": [],
+        **{f"alone {name}": [name] for name in names},
+        **{f"stacked {name}": names[: i + 1] for i, name in enumerate(names) if i > 0},
+    }
+    return {
+        title: _with_savings(folder, shape, active, num_rounds) for title, active in stacks.items()
+    }
+
+
+def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds: int) -> Record:
+    without = [name for name in SAVINGS if name not in active]
+    changes = {k: v for name in without for k, v in SAVINGS[name].shape.items()}
+    overrides = [override for name in without for override in SAVINGS[name].overrides]
+    with JudgeProcess() as judge:
+        make = functools.partial(
+            ours,
+            folder,
+            replace(shape, **changes),
+            judge.api_base,
+            samples=False,
+            without=without,
+            overrides=overrides,
+        )
+        rounds, counted = interleave({OURS: make}, num_rounds, count_flops=True)
+    return as_record(rounds[OURS], counted[OURS])
+
+
+def ranks(folder: Path, shape: Shape, num_iterations: int = 3) -> Record:
+    """The same run on one rank and on two: per rank what an iteration counted, and the metrics."""
+    model = language_model(folder)
+    sides = [sum(model.shape(name)) for name in model.lora_targets]
+    trained_bytes = 4 * model.num_layers * model.lora_rank * sum(sides)
+    runs = {str(n): _on_ranks(n, folder, shape, num_iterations) for n in (1, 2)}
+    return {"trained_bytes": trained_bytes, **runs}
+
+
+def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -> Record:
+    runs = folder / "runs" / f"ranks{num_ranks}"
+    port = str(_free_port())
+    with JudgeProcess() as judge, ExitStack() as stack:
+        members = [
+            stack.enter_context(
+                Contestant(
+                    our_side.run,
+                    folder,
+                    shape,
+                    judge.api_base,
+                    runs,
+                    samples=False,
+                    environment={
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(num_ranks),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                    },
+                )
+            )
+            for rank in range(num_ranks)
+        ]
+        for _ in range(num_iterations):
+            for member in members:
+                member.order()
+            reports = [member.report() for member in members]
+    lines = (runs / "toy" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    return {
+        "counts": [dict(one.counts) for one in reports],
+        "metrics": [
+            {
+                k: v
+                for k, v in row.items()
+                if k.split("/")[0] in ("loss", "kl", "optimizer", "reward")
+            }
+            for row in metrics
+        ],
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,154 @@
+"""This project beside TRL 1.16 and diffusers' pipeline, on the same tiny models and completions.
+
+    .venv/bin/python -m pip install -r benchmarks/requirements.txt
+    .venv/bin/python -m benchmarks.side_by_side                everything: half an hour on one core
+    .venv/bin/python -m benchmarks.side_by_side --quick        one shape, a few minutes
+    .venv/bin/python -m benchmarks.side_by_side --only latency ranks
+
+What: the experiments in order, a report (Markdown), its records (JSON) and a plot (PNG) in `--out`.
+What not: how anything is measured (`experiments.py`, `post.py`) or what the sides are
+(`trl_side.py`, `our_side.py`).
+
+How to read it. Every side is a process with one thread; they run an iteration each in turn, the
+first round is dropped, ratios are taken within a round, and the median of them is given with the
+smallest and largest. CPU seconds, not wall seconds, unless something waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import experiments, report, toy
+from benchmarks.goals import goals
+from benchmarks.plot import plot
+from benchmarks.toy import Shape
+
+BASE = Shape()
+SIX_TO_ONE = Shape(completion_tokens=72)
+"""Prompt over completion as at real size: 427 : 72 as 1543 : 256."""
+SWEEP = {
+    "G = 4": replace(BASE, group=4),
+    "G = 8": BASE,
+    "G = 16": replace(BASE, group=16),
+    "P = 235": replace(BASE, picture_px=224),
+    "T = 72": SIX_TO_ONE,
+    "T = 8, 16 ... 64": replace(BASE, completion_tokens=64, ragged=True),
+}
+LATENCY_SHAPE = replace(BASE, group=4, num_groups=2)
+LATENCIES_S = (0.0, 0.5, 2.0, 8.0)
+SAVINGS_SHAPE = Shape(completion_tokens=64, ragged=True, num_equal=2, true_cfg_scale=4.0)
+RANKS_SHAPE = replace(BASE, num_groups=2)
+PACKAGES = ("torch", "transformers", "peft", "diffusers", "trl", "accelerate")
+
+
+def measure(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    """Run what is asked for; records by experiment."""
+    num_rounds = 3 if asked.quick else asked.rounds
+    sweep = {"G = 8": BASE} if asked.quick else SWEEP
+
+    def head_to_head() -> Any:
+        return {
+            name: _told(name, partial(experiments.head_to_head, folder, shape, num_rounds))
+            for name, shape in sweep.items()
+        }
+
+    def memory() -> Any:
+        return {str(g): experiments.memory(folder, replace(BASE, group=g)) for g in (4, 8, 16)}
+
+    def latency() -> Any:
+        return [
+            experiments.judge_latency(folder, LATENCY_SHAPE, latency_s, 3)
+            for latency_s in LATENCIES_S
+        ]
+
+    runs: dict[str, Callable[[], Any]] = {
+        "sweep": head_to_head,
+        "over_minimum": lambda: experiments.over_minimum(folder, SIX_TO_ONE),
+        "flops_6_to_1": lambda: experiments.flops_only(folder, SIX_TO_ONE),
+        "memory": memory,
+        "latency": latency,
+        "ranks": lambda: experiments.ranks(folder, RANKS_SHAPE),
+        "savings": lambda: experiments.savings(folder, SAVINGS_SHAPE, 2),
+    }
+    names = asked.only or (["sweep", "over_minimum", "flops_6_to_1"] if asked.quick else list(runs))
+    return {name: _told(name, runs[name]) for name in names}
+
+
+def _told(name: str, run: Callable[[], Any]) -> Any:
+    print(f"{datetime.datetime.now():%H:%M:%S} {name}", file=sys.stderr, flush=True)
+    return run()
+
+
+def host() -> dict[str, str]:
+    """What the numbers were measured on, without its name."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "CPU": cpu[1] if cpu else platform.machine(),
+        "threads": "1 per side",
+        "Python": platform.python_version(),
+        **versions,
+        "command": shlex.join(["python", "-m", "benchmarks.side_by_side", *sys.argv[1:]]),
+    }
+
+
+def written(results: dict[str, Any]) -> str:
+    """The whole report."""
+    where = "\n".join(f"- {name}: {value}" for name, value in results["host"].items())
+    parts = ["# Side by side", where, "## Goals", goals(results)]
+    sections: dict[str, Callable[[Any], str]] = {
+        "latency": report.latencies,
+        "memory": report.memory,
+        "ranks": report.ranks,
+        "savings": report.savings,
+    }
+    if "sweep" in results:
+        parts += ["## One group of 8", report.head_to_head(results["sweep"]["G = 8"])]
+        parts += ["## Sweep", report.sweep(results["sweep"])]
+    for name, show in sections.items():
+        if name in results:
+            parts += [f"## {name.capitalize()}", show(results[name])]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """See the file's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side")
+    parser.add_argument("--quick", action="store_true", help="one shape, three rounds")
+    parser.add_argument("--only", nargs="+", help="names of experiments")
+    parser.add_argument("--rounds", type=int, default=6, help="after the one that is dropped")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    records = asked.out / "side_by_side.json"
+    results: dict[str, Any] = {}
+    if asked.only and records.exists():
+        results = json.loads(records.read_text())
+    with tempfile.TemporaryDirectory(prefix="side-by-side-") as temporary:
+        toy.save_models(Path(temporary))
+        results |= measure(Path(temporary), asked)
+    results["host"] = host()
+    records.write_text(json.dumps(results, indent=1) + "\n")
+    text = written(results)
+    (asked.out / "side_by_side.md").write_text(text)
+    print(text)
+    if {"sweep", "memory", "latency"} <= results.keys() and len(results["sweep"]) > 1:
+        plot(results, asked.out / "side_by_side.png")
+
+
+if __name__ == "__main__":
+    main()
