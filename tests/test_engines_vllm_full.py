@@ -1,9 +1,11 @@
-"""vLLM under full fine-tuning, on a base that an editor's text encoder gives (tied embeddings).
+"""vLLM without an adapter in it: full fine-tuning, on a base that an editor's text encoder gives
+(tied embeddings), and a LoRA that is merged.
 
 Its own file: one engine is closed before another starts, in the same process.
 """
 
 import pytest
+import tiny_policy
 import tiny_qwen
 import torch
 from tiny_engines import max_dlogp
@@ -67,3 +69,28 @@ def test_full_weights_arrive_after_every_update(engine, policy):
         assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
         engine.load_weights(policy.export_weights(trainable, iteration))
         assert engine.held_fingerprint() is None
+
+
+@pytest.mark.slow
+def test_a_merged_adapter_arrives_after_every_update(tmp_path):
+    """q and v alone: vLLM fuses them with k, and a part of a fused matrix alone corrupts it."""
+    folder = tiny_qwen.save_policy_folder(tmp_path)
+    lora = {"r": 4, "alpha": 6, "target_modules": ["q_proj", "v_proj"]}
+    policy = tiny_policy.make_policy(folder, lora=lora, max_prompt_tokens=128)
+    config = vllm_engine.Config(
+        type="vllm", kv_cache_memory_mb=64, max_num_seqs=16, adapter="merged"
+    )
+    with pytest.raises(ValueError, match="ZeRO-3"):
+        vllm_engine.build(config, policy, Dist(), sharded=True)
+    engine = vllm_engine.build(config, policy, Dist())
+    prompts_P = [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(2)]
+    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+    for iteration in range(3):
+        engine.load_weights(policy.export_weights(trainable, iteration))
+        completions_PG = engine.generate(prompts_P, PARAMS, [10 * iteration, 1000])
+        assert max_dlogp(policy, prompts_P, completions_PG) <= 3e-5
+        with torch.no_grad():
+            for parameter in trainable.values():
+                parameter.add_(0.05)
+        assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
+    engine.close()

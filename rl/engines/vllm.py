@@ -15,7 +15,7 @@ import atexit
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -50,6 +50,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 Residency = Literal["auto", "resident", "sleep"]
 FeaturesOf = Callable[[Sequence[Prompt]], "list[torch.Tensor | None]"]
 """Prompts -> what their pictures look like to the language model, [N_img, D] each."""
+MergedWeights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
+"""-> the matrices that an adapter changes, with it in them."""
 
 
 class Config(Section):
@@ -75,6 +77,11 @@ class Config(Section):
     weights go to host memory and its cache is freed, seconds an iteration for a large model; auto:
     it stays where the memory plan has room. vLLM's deeper sleep, which throws the base away, is not
     offered: it corrupts VLMs."""
+    adapter: Literal["served", "merged"] = "served"
+    """How a LoRA is sampled with. served: beside the base, exact. merged: summed into the matrices
+    it adapts at every sync: a fifth less decoding on a CPU for a sync of 19 ms instead of 2; exact
+    in float32, while in bfloat16 the sum loses what is small beside its matrix (mean
+    |log-prob difference| to the trainer 0.0024 nats instead of 0.0020). Not under ZeRO-3."""
     tensor_parallel_size: Literal[1] = 1
     """Every rank is a sampler of its own; more is not supported yet."""
 
@@ -90,8 +97,15 @@ def build(
     `policy` brings `sampler_folder()`, `dtype`, `lora_rank`, `adapts_vision_tower`,
     `image_pixel_bounds` (None: it reads ids only), `max_prompt_tokens`, `max_completion_tokens`,
     `image_vocabulary`, and its stop and banned ids; where it shows pictures,
-    `freezes_vision_tower` and `picture_features(prompts)`.
+    `freezes_vision_tower` and `picture_features(prompts)`; for `adapter: 'merged'`
+    `merged_weights()`. Raises ValueError where that is asked of a sharded policy.
     """
+    merges = policy.lora_rank is not None and config.adapter == "merged"
+    if merges and sharded:
+        raise ValueError(
+            "engine.adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; use "
+            "'served', or optimizer.zero_stage <= 2"
+        )
     reads_features = (
         policy.image_pixel_bounds is not None and policy.freezes_vision_tower and not sharded
     )
@@ -101,6 +115,7 @@ def build(
         dist,
         sleeps=sleeps_between(config.residency, has_room, dist.device),
         features_of=policy.picture_features if reads_features else None,
+        merged_weights=policy.merged_weights if merges else None,
     )
 
 
@@ -121,18 +136,22 @@ class VllmEngine:
         *,
         sleeps: bool,
         features_of: FeaturesOf | None,
+        merged_weights: MergedWeights | None,
     ) -> None:
         """`sleeps`: `sleep` frees the device (CUDA only). `features_of`: the policy's vision tower,
-        in place of one of the engine's own; None: pictures are encoded here."""
+        in place of one of the engine's own; None: pictures are encoded here. `merged_weights`: of
+        the policy, in place of its adapter; None: an adapter is served."""
         self._config = config
         self._dist = dist
         self._sleeps = sleeps
         self._features_of = features_of
+        self._merged_weights = merged_weights
         self._on_cuda = dist.device.startswith("cuda")
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._vocabulary = policy.image_vocabulary
-        self._lora = policy.lora_rank is not None
+        self._kind = "full" if policy.lora_rank is None else "lora"
+        self._serves_adapter = self._kind == "lora" and merged_weights is None
         self._failed = False
         self._fingerprint: str | None = None
         self._expected: _vllm_weights.Lora = {}
@@ -164,7 +183,7 @@ class VllmEngine:
             from vllm import LLM
 
             _vllm_start.register_in_process(folder)
-            if self._lora and not self._on_cuda:
+            if self._serves_adapter and not self._on_cuda:
                 _vllm_start.multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
@@ -217,7 +236,7 @@ class VllmEngine:
         if self._dist.world_size > 1:
             # Reads torchrun's LOCAL_RANK; the default executor would put every rank on device 0.
             arguments["distributed_executor_backend"] = "external_launcher"
-        if self._lora:
+        if self._serves_adapter:
             arguments |= {
                 "enable_lora": True,
                 "max_lora_rank": min(r for r in LORA_RANKS if r >= policy.lora_rank),
@@ -317,7 +336,7 @@ class VllmEngine:
         return prompt.grid if self._vocabulary else None
 
     def _lora_request(self) -> Any:
-        if not self._lora or self._fingerprint is None:
+        if not self._serves_adapter or self._fingerprint is None:
             return None
         from vllm.lora.request import LoRARequest
 
@@ -335,27 +354,26 @@ class VllmEngine:
             self._llm.wake_up()
 
     def load_weights(self, weights: PolicyWeights) -> None:
-        """Take the trainer's weights; the engine must be awake. The base is never written to when
-        `weights` is an adapter."""
-        if (weights.kind == "lora") != self._lora:
+        """Take the trainer's weights; the engine must be awake. What was not trained stays as it
+        was, under an adapter the whole base."""
+        if weights.kind != self._kind:
             raise ValueError(f"this engine was started for another kind than {weights.kind!r}")
-        if weights.kind == "lora":
+        if self._serves_adapter:
             clones = {name: tensor.clone() for name, tensor in weights.tensors.items()}
             [self._expected] = self._llm.collective_rpc(
                 _vllm_weights.put_lora, args=(clones, weights.lora_config)
             )
         else:
-            self._llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(weights.tensors.items())}
-            )
+            whole = self._merged_weights() if self._merged_weights else weights.tensors.items()
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(whole)})
         self._fingerprint = weights.fingerprint
         self._drop_caches()
 
     def held_fingerprint(self) -> str | None:
         """The loaded weights' fingerprint when the worker's LoRA slots hold them bit for bit (B
         scaled, both in the engine's dtype), else what is wrong. None before the first load, and for
-        full weights, which vLLM repacks beyond recognition."""
-        if self._fingerprint is None or not self._lora:
+        whole matrices, which vLLM repacks beyond recognition."""
+        if self._fingerprint is None or not self._serves_adapter:
             return None
         [difference] = self._llm.collective_rpc(
             _vllm_weights.lora_difference, args=(self._expected,)

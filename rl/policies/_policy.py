@@ -8,7 +8,7 @@ not: prompts and what a completion means (each policy), the weights themselves
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,12 +51,10 @@ class TrainedPolicy:
         self._overlay: tempfile.TemporaryDirectory[str] | None = None
 
     def _on_device(self, model: Any, gradient_checkpointing: bool | Literal["mlp"]) -> Any:
+        from rl.policies._recomputing import spare_activations
+
         model = model.to(self.device)
-        if gradient_checkpointing == "mlp":
-            for layer in model.get_decoder().layers:
-                _recompute(layer.mlp)
-        elif gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        spare_activations(model, gradient_checkpointing)
         return model
 
     def _kernel(self) -> Kernel:
@@ -87,21 +85,10 @@ class TrainedPolicy:
         """See `TrainedWeights.reference`."""
         return self._weights.reference()
 
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainedWeights.merged`."""
+        return self._weights.merged()
+
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
         """See `TrainedWeights.export`."""
         return self._weights.export(tensors, version)
-
-
-def _recompute(module: Any) -> None:
-    """Keep nothing of this module's inside for the backward but its input."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    forward = module.forward
-
-    def recomputed(hidden: torch.Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(hidden)
-        return checkpoint(forward, hidden, use_reentrant=False)
-
-    module.forward = recomputed
