@@ -276,6 +276,23 @@ def test_reference_is_the_base_and_comes_back(policy, group):
     assert all(parameter.requires_grad for parameter in trainable(policy).values())
 
 
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8, "target_modules": ["qkv"]}, None])
+def test_a_trained_towers_features_are_never_those_of_other_weights(folder, group, lora):
+    """Nor the reference's, under which an adapter's parameters look frozen."""
+    policy = make(folder, freeze_vision_tower=False, lora=lora)
+    batch = policy.collate(rows(group))
+    with torch.no_grad(), policy.reference():
+        base = policy.module(batch).logprobs
+    move(policy)
+    trained = policy.module(batch).logprobs
+    assert (trained - base).abs().max() > 1e-2
+    trained.sum().backward()
+    assert any(p.grad.any() for n, p in trainable(policy).items() if "visual" in n)
+    with torch.no_grad(), policy.reference():
+        assert torch.equal(policy.module(batch).logprobs, base)
+    assert torch.equal(policy.module(batch).logprobs, trained)
+
+
 def test_full_finetuning_trains_all_but_the_tower_and_keeps_its_reference(folder, group):
     policy = make(folder, lora=None)
     assert {n.split(".")[2] for n in trainable(policy)} == {"language_model", "weight"}

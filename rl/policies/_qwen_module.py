@@ -42,7 +42,8 @@ class QwenModule(nn.Module):
         self.temperature = temperature
         self.banned_token_ids = banned_token_ids
         self._kernel = kernel
-        self._features = PictureFeatures(max_kept_pictures)
+        tower_trained = any(p.requires_grad for p in self.vl_model.model.visual.parameters())
+        self._features = PictureFeatures(tower_trained, max_kept_pictures)
         self.sizes = sizes
 
     @property

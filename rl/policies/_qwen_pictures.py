@@ -32,9 +32,12 @@ class Picture:
 
 
 class PictureFeatures:
-    """Of one vision tower, the last `max_kept` of them while it is frozen."""
+    """Of one vision tower, the last `max_kept` of them if it is frozen."""
 
-    def __init__(self, max_kept: int) -> None:
+    def __init__(self, trained: bool, max_kept: int) -> None:
+        """`trained`: whether anything in the tower is. Asked here once: under the reference an
+        adapter's parameters look frozen."""
+        self._trained = trained
         self._max_kept = max_kept
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
@@ -46,19 +49,18 @@ class PictureFeatures:
         that misses nothing runs it as well, on a blank, or those that do would wait for ever.
         """
         visual = vl_model.model.visual
-        trained = any(parameter.requires_grad for parameter in visual.parameters())
         wanted = {picture.key: picture for picture in pictures}
         missing = [picture for key, picture in wanted.items() if key not in self._kept]
         found = {key: self._kept[key] for key in wanted if key in self._kept}
         blank: list[torch.Tensor] = []
         if _on_any_rank(bool(missing), visual):
-            encoded = _encode(missing or [_blank(visual)], vl_model, trained)
+            encoded = _encode(missing or [_blank(visual)], vl_model, self._trained)
             if missing:
                 found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
-            elif trained:
+            elif self._trained:
                 # Not one feature of the blank enters, but the backward goes as elsewhere.
                 blank = [encoded[0][:0]]
-        if not trained:
+        if not self._trained:
             self._keep(found)
         features = [found[picture.key] for picture in pictures] + blank
         return features or None
