@@ -100,12 +100,19 @@ class OptimizerConfig(Section):
     """AdamW decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient-norm clip."""
-    micro_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Completions per forward/backward on one rank."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    """Tokens of one forward/backward on one rank: whole groups, each prompt counted once. A group
+    that is longer is cut between completions, its prompt once per piece."""
+    max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Tokens whose rollout forward is kept for the backward, so that the learner runs no second
+    one (exact; used where it is: first update, no dropout, not ZeRO-3, max_staleness 0).
+    null = all of the iteration's, 0 = none; less memory."""
     updates_per_iteration: Annotated[int, Field(ge=1)] = 1
     """Optimiser steps per batch of rollouts; the batch is split into that many parts by group."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward: less memory, about a third more compute."""
+    gradient_checkpointing: bool | Literal["mlp"] = False
+    """Recompute activations in the backward. true: whole layers, about a third more compute for the
+    least memory; 'mlp': only the MLPs' insides, a quarter of the memory of false for a sixth more
+    compute."""
 
 
 class JudgeConfig(Section):
@@ -235,6 +242,10 @@ class RunConfig(Section):
     """Prompts per iteration over all ranks."""
     generations_per_prompt: Annotated[int, Field(ge=1)]
     """G, completions per prompt (a group)."""
+    max_staleness: Literal[0, 1] = 0
+    """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: while the judge reads
+    one iteration's pictures the next is sampled and rendered, and the ratio corrects for the one
+    update between (an approximation); hides any judge latency below an iteration's time."""
     images_per_completion: Annotated[int, Field(ge=1)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
     baseline_arm: Literal["always", "evaluation", "never"] = "always"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.contracts import Engine
-from rl.rollout import Crew, collect
+from rl.packs import Inference
+from rl.rollout import Crew, Sampled, begin
 from rl.summary import add_baseline
 from rl.system.seeding import derive_seed
 from rl.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
@@ -52,9 +53,8 @@ def evaluate(
         seeds_P = [derive_seed("evaluation", config.seed, "sampling", s.id) for s in mine]
         completions_P1 = engine.generate(prompts_P, params, seeds_P) if mine else []
         engine.sleep()
-        num_missing = dist.max_int(len(mine)) - len(mine)
-        _keep_step(crew, samples[0], num_missing * (2 if baseline else 1))
-        episodes, baselines = _score(crew, prompts_P, completions_P1, timer, baseline)
+        bare_P = [crew.policy.bare_completion(s) if baseline else None for s in mine]
+        episodes, baselines = _score(crew, prompts_P, completions_P1, bare_P, timer, dist)
         _measure(metrics, "eval", episodes)
         for episode, bare in zip(episodes, baselines, strict=True):
             add_baseline(metrics, "eval/", [episode], bare)
@@ -67,35 +67,32 @@ def evaluate(
             references = [
                 [crew.policy.encode_completion(str(prompt.sample.reference))] for prompt in known
             ]
-            _keep_step(crew, samples[0], dist.max_int(len(known)) - len(known))
-            _measure(metrics, "eval_reference", _score(crew, known, references, timer)[0])
+            nothing = [None] * len(known)
+            scored, _ = _score(crew, known, references, nothing, timer, dist)
+            _measure(metrics, "eval_reference", scored)
         engine.wake()
     _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, baselines, dist)
     return metrics
-
-
-def _keep_step(crew: Crew, sample: Sample, num_missing: int) -> None:
-    """Forward as often as the rank with the most samples: ZeRO-3 gathers weights in every forward,
-    and a rank that left the others alone in one would hang them."""
-    for _ in range(num_missing):
-        completion = crew.policy.encode_completion(sample.instruction)
-        crew.policy.act(crew.policy.build_prompt(sample), [completion])
 
 
 def _score(
     crew: Crew,
     prompts_P: Sequence[Prompt],
     completions_P1: Sequence[Sequence[Completion]],
+    bare_P: Sequence[Completion | None],
     timer: PhaseTimer,
-    baseline: bool = False,
+    dist: Dist,
 ) -> tuple[list[Episode], list[Episode | None]]:
     # The noise depends on the sample alone: before and after training differ by the words only.
     noise_seeds = [derive_seed("evaluation", crew.config.seed, p.sample.id) for p in prompts_P]
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
-    rollout = collect(
-        crew, prompts_P, completions_P1, noise_seeds, ids, timer.silent(), baseline=baseline
-    )
-    return [episodes[0] for episodes in rollout.episodes], rollout.baselines
+    sampled = Sampled(prompts_P, completions_P1, noise_seeds, ids, bare_P)
+    budget = crew.config.optimizer.max_tokens_per_micro_batch
+    forwards = Inference(crew.policy, prompts_P, sampled.token_ids, budget, dist)
+    silent = timer.silent()
+    judging = begin(crew, sampled, forwards, silent)
+    episodes = [episodes_1[0] for _, episodes_1 in judging.groups(silent)]
+    return episodes, judging.rollout().baselines
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:

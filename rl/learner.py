@@ -1,79 +1,33 @@
-"""One batch of rollouts -> new weights.
+"""The learner: what one batch of rollouts does to the weights.
 
-What: `Learner`: micro-batches, reference and old log-probs, the loss, the optimiser steps of one
-iteration, its metrics, and the weights and state for others to read. What not: the arithmetic
-(`algorithm/`), what holds the optimiser's state (`learner_backends.py`, `learner_deepspeed.py`),
-rewards and advantages. Called by `train.py`, `sync.py` and the checkpoints.
+What: `Learner`: opens an iteration's `Update`, and gives the weights and state for others to read.
+What not: the update itself (`learner_update.py`), the arithmetic (`algorithm/`), what holds the
+optimiser's state (`learner_backends.py`, `learner_deepspeed.py`), rewards and advantages. Called by
+`train.py`, `sync.py` and the checkpoints.
 
-Two rules hold throughout. Every denominator is counted over all ranks before the first backward, so
-that the gradient does not depend on how the batch is split. And every rank runs the same number of
-forwards and backwards, empty ones included: ranks gather sharded weights together.
-
-Metrics (each over all ranks; the README says what they mean):
-`loss/total`, `loss/policy`, `loss/kl`, `kl/reference_k1`, `kl/reference_k3`, `policy/entropy`,
-`policy/clip_fraction`, `policy/ratio_mean`, `policy/ratio_max`, `mismatch/k1`, `mismatch/k3`,
-`mismatch/max_abs_dlogp`, `mismatch/ess`, `mismatch/weight_mean`, `mismatch/weight_capped`,
-`optimizer/grad_norm`, `optimizer/learning_rate`, `optimizer/steps`, `optimizer/skipped_steps`,
-`tokens/trained`, `seconds/learn_reference`, `seconds/learn_forward`, `seconds/learn_backward`,
-`seconds/learn_step`.
-
-Axes: `_B` completions of a micro-batch, `_C` completion tokens, right-padded.
+Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl.algorithm.importance import effective_sample_share, mismatch
-from rl.algorithm.kl import kl_per_token
 from rl.algorithm.losses import Denominators
-from rl.algorithm.metrics import Metrics
-from rl.algorithm.objective import Objective, objective
 from rl.algorithm.schedule import learning_rate
 from rl.config import RunConfig
 from rl.learner_backends import AdamState, Backend, TorchBackend, trainable_parameters
-from rl.learner_batches import (
-    MicroBatch,
-    Row,
-    aligned_chunks,
-    as_micro_batch,
-    shared_filler,
-    split_by_group,
-)
-from rl.types import PolicyWeights, TrainSequence
+from rl.learner_update import Part, Update
+from rl.packs import FILLER, in_step, pack_groups, shared_filler, split_evenly
+from rl.types import PolicyWeights, Prompt, Row
 
 if TYPE_CHECKING:
     from rl.system.dist import Dist
 
-log = logging.getLogger(__name__)
-
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
 """Prefixes of the checkpoint's tensors: `<part>/<parameter name>`."""
-
-
-@dataclass
-class _Tally:
-    """What one iteration adds up before it can be a metric."""
-
-    num_applied: int = 0
-    num_skipped: int = 0
-    num_tokens: float = 0.0
-    weight: float = 0.0
-    weight_squared: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 class Learner:
@@ -98,59 +52,62 @@ class Learner:
         """Optimiser steps taken so far; skipped ones do not count."""
         return self._num_steps
 
-    def update(self, sequences: Sequence[TrainSequence], iteration: int) -> Metrics:
-        """Take the iteration's optimiser steps; returns this rank's metrics.
+    def begin(
+        self,
+        iteration: int,
+        prompts_P: Sequence[Prompt],
+        ids_PG: Sequence[Sequence[Sequence[int]]],
+        num_completions_P: Sequence[int],
+    ) -> Update:
+        """Open an iteration's learning; nothing is forwarded yet. Collective.
 
         Args:
-            sequences: this rank's completions, group by group; the members of a group share their
-                `Prompt` object. May be empty, on some ranks or on all.
             iteration: 0-based, over the whole run; sets the learning rate.
+            prompts_P: this rank's; may be empty, on some ranks or on all.
+            ids_PG: token ids of every completion to forward, the baseline arm's last.
+            num_completions_P: how many of each group may be trained.
         """
         config = self._config.optimizer
-        metrics, tally = Metrics(), _Tally()
-        rate = learning_rate(
-            iteration,
-            self._num_iterations,
-            config.learning_rate,
-            config.warmup_iterations,
-            config.final_lr_fraction,
+        collective = _is_sharded(self._policy.module)
+        together = collective or self._backend.in_step
+        rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
+        filler = shared_filler(rows, self._dist) if together else None
+        parts = []
+        for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
+            packs = pack_groups(
+                prompts_P[groups.start : groups.stop],
+                ids_PG[groups.start : groups.stop],
+                config.max_tokens_per_micro_batch,
+                groups.start,
+            )
+            if together:
+                packs = in_step(packs, filler, self._dist)
+            lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
+            parts.append(Part(packs, self._planned(lengths)))
+        exact = self._config.max_staleness == 0 and not _has_dropout(self._policy.module)
+        return Update(
+            policy=self._policy,
+            backend=self._backend,
+            config=self._config,
+            dist=self._dist,
+            learning_rate=learning_rate(
+                iteration,
+                self._num_iterations,
+                config.learning_rate,
+                config.warmup_iterations,
+                config.final_lr_fraction,
+            ),
+            group_sizes=num_completions_P,
+            parts=parts,
+            keeps_graphs=exact and self._backend.keeps_graphs,
+            collective=collective,
+            on_step=self._count_step,
         )
-        if config.updates_per_iteration > 1:
-            sequences = self._with_old_logprobs(sequences)
-        filler = shared_filler([(s.prompt, s.token_ids) for s in sequences], self._dist)
-        for part in split_by_group(sequences, config.updates_per_iteration):
-            denominators = self._count(part)
-            if denominators.num_tokens == 0:
-                continue
-            assert filler is not None
-            batches = [
-                as_micro_batch(chunk, filler, self._dist.device)
-                for chunk in aligned_chunks(part, config.micro_batch_size, self._dist)
-            ]
-            with tally.clock("learn_reference"):
-                references = self._reference_logprobs(batches)
-            for batch, reference in zip(batches, references, strict=True):
-                self._accumulate(batch, reference, denominators, metrics, tally)
-            self._step(rate, metrics, tally)
-        metrics.add("optimizer/learning_rate", rate)
-        self._report(metrics, tally)
-        return metrics
 
-    def _with_old_logprobs(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-        """After the first of several steps the current log-probs are no longer the old ones."""
-        missing = [s for s in sequences if s.old_logprobs is None]
-        found = iter(self.logprobs([(s.prompt, s.token_ids) for s in missing]))
-        return [
-            s if s.old_logprobs is not None else replace(s, old_logprobs=tuple(next(found)))
-            for s in sequences
-        ]
-
-    def _count(self, part: Sequence[TrainSequence]) -> Denominators:
-        """What one step is divided by, over all ranks."""
+    def _planned(self, lengths: Sequence[int]) -> Denominators:
+        """Of one step, as if every completion's every token were graded, over all ranks."""
         config = self._config
-        num_tokens, num_sequences = self._dist.sum_floats(
-            [sum(sum(s.loss_mask) for s in part), sum(any(s.loss_mask) for s in part)]
-        )
+        num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
         planned = config.prompts_per_iteration * config.generations_per_prompt
         return Denominators(
             num_tokens=num_tokens,
@@ -159,129 +116,8 @@ class Learner:
             max_completion_tokens=config.sampling.max_completion_tokens,
         )
 
-    def _accumulate(
-        self,
-        batch: MicroBatch,
-        reference: torch.Tensor | None,
-        denominators: Denominators,
-        metrics: Metrics,
-        tally: _Tally,
-    ) -> None:
-        """Forward, loss and backward of one micro-batch."""
-        tokens = self._policy.collate(batch.rows)
-        self._policy.module.train()
-        with tally.clock("learn_forward"):
-            outputs = self._backend.forward(tokens)
-        logprobs = outputs.logprobs.masked_fill(~batch.mask, 0.0)
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        loss = objective(
-            self._config.algorithm,
-            logprobs,
-            old,
-            batch.sampler_logprobs,
-            reference,
-            batch.advantages,
-            batch.mask,
-            denominators,
-        )
-        with tally.clock("learn_backward"):
-            self._backend.backward(loss.total)
-        num_parts = self._config.optimizer.updates_per_iteration
-        losses = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
-        for name, value in losses.items():
-            metrics.total(f"loss/{name}", float(value.detach()) / num_parts)
-        if batch.mask.any():
-            self._measure_policy(batch, loss, outputs.entropy, metrics)
-            self._measure_mismatch(batch, old, loss.importance, metrics, tally)
-            if reference is not None:
-                self._measure_kl(batch, logprobs.detach(), reference, metrics)
-
-    def _reference_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
-        """[B, C] of each micro-batch, all under one `reference()`: under full fine-tuning it moves
-        a whole model's weights."""
-        if not self._config.algorithm.kl_coeff:
-            return [None] * len(batches)
-        self._policy.module.eval()
-        with torch.no_grad(), self._policy.reference():
-            return [
-                self._backend.forward(self._policy.collate(batch.rows)).logprobs.masked_fill(
-                    ~batch.mask, 0.0
-                )
-                for batch in batches
-            ]
-
-    def _step(self, rate: float, metrics: Metrics, tally: _Tally) -> None:
-        with tally.clock("learn_step"):
-            outcome = self._backend.step(rate)
-        if outcome.applied:
-            self._num_steps += 1
-            tally.num_applied += 1
-            metrics.add("optimizer/grad_norm", outcome.grad_norm)
-            return
-        tally.num_skipped += 1
-        if self._dist.rank == 0:
-            log.warning(
-                "the gradient's norm is %s: optimiser step skipped, weights and moments untouched",
-                outcome.grad_norm,
-            )
-
-    # --- metrics ------------------------------------------------------------------------------
-
-    def _measure_policy(
-        self, batch: MicroBatch, loss: Objective, entropy: torch.Tensor, metrics: Metrics
-    ) -> None:
-        mask = batch.mask
-        ratio = loss.policy.ratio[mask]
-        clipped = loss.policy.clipped[mask].float()
-        means = torch.stack([entropy[mask].mean(), clipped.mean(), ratio.mean()])
-        names = ("entropy", "clip_fraction", "ratio_mean")
-        for name, value in zip(names, means.tolist(), strict=True):
-            metrics.add(f"policy/{name}", value, ratio.numel())
-        metrics.maximum("policy/ratio_max", float(ratio.max()))
-        metrics.total("tokens/trained", ratio.numel())
-
-    def _measure_kl(
-        self,
-        batch: MicroBatch,
-        logprobs: torch.Tensor,
-        reference: torch.Tensor,
-        metrics: Metrics,
-    ) -> None:
-        for estimator in ("k1", "k3"):
-            kl = kl_per_token(logprobs, reference, estimator)[batch.mask]
-            metrics.add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
-
-    def _measure_mismatch(
-        self,
-        batch: MicroBatch,
-        old: torch.Tensor,
-        importance: torch.Tensor,
-        metrics: Metrics,
-        tally: _Tally,
-    ) -> None:
-        sums = mismatch(old, batch.sampler_logprobs, batch.mask)
-        tally.num_tokens += sums.num_tokens
-        tally.weight += sums.weight
-        tally.weight_squared += sums.weight_squared
-        used = importance[batch.mask]
-        capped = (used >= self._config.algorithm.importance_cap).float()
-        metrics.add("mismatch/k1", sums.k1 / sums.num_tokens, sums.num_tokens)
-        metrics.add("mismatch/k3", sums.k3 / sums.num_tokens, sums.num_tokens)
-        metrics.add("mismatch/weight_mean", float(used.mean()), sums.num_tokens)
-        metrics.add("mismatch/weight_capped", float(capped.mean()), sums.num_tokens)
-        metrics.maximum("mismatch/max_abs_dlogp", sums.max_abs_dlogp)
-
-    def _report(self, metrics: Metrics, tally: _Tally) -> None:
-        """Numbers that are the same on every rank, or that need all ranks' sums first."""
-        num_tokens, weight, squared = self._dist.sum_floats(
-            [tally.num_tokens, tally.weight, tally.weight_squared]
-        )
-        if num_tokens:
-            metrics.add("mismatch/ess", effective_sample_share(num_tokens, weight, squared))
-        metrics.maximum("optimizer/steps", tally.num_applied)
-        metrics.maximum("optimizer/skipped_steps", tally.num_skipped)
-        for phase, seconds in tally.seconds.items():
-            metrics.maximum(f"seconds/{phase}", seconds)
+    def _count_step(self) -> None:
+        self._num_steps += 1
 
     # --- what others read ---------------------------------------------------------------------
 
@@ -290,15 +126,19 @@ class Learner:
 
         Ranks may bring different numbers of rows, none included.
         """
-        self._policy.module.eval()
         filler = shared_filler(rows, self._dist)
+        budget = self._config.optimizer.max_tokens_per_micro_batch
+        packs = pack_groups([p for p, _ in rows], [[ids] for _, ids in rows], budget)
+        self._policy.module.eval()
         result: list[list[float]] = []
-        for chunk in aligned_chunks(rows, self._config.optimizer.micro_batch_size, self._dist):
-            assert filler is not None
+        for pack in in_step(packs, filler, self._dist):
             with torch.no_grad():
-                outputs = self._backend.forward(self._policy.collate(list(chunk) or [filler]))
-            values_BC = outputs.logprobs.tolist()[: len(chunk)]
-            result += [v[: len(ids)] for v, (_, ids) in zip(values_BC, chunk, strict=True)]
+                outputs = self._backend.forward(self._policy.collate(pack.rows))
+            if FILLER not in pack.members:
+                result += [
+                    values_C[: len(ids)]
+                    for values_C, (_, ids) in zip(outputs.logprobs.tolist(), pack.rows, strict=True)
+                ]
         return result
 
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
@@ -315,7 +155,7 @@ class Learner:
         beside them: they are gathered only where ZeRO-3 leaves nothing whole.
         """
         live = trainable_parameters(self._policy.module)
-        sharded = any(hasattr(parameter, "ds_id") for parameter in live.values())
+        sharded = _is_sharded(self._policy.module)
         tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
         return self._policy.export_weights(tensors, self._num_steps)
 
@@ -382,3 +222,13 @@ def _make_backend(module: torch.nn.Module, config: RunConfig, dist: Dist) -> Bac
     from rl.learner_deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(module, config.optimizer, dist)
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    """ZeRO-3: every forward gathers weights from all ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def _has_dropout(module: torch.nn.Module) -> bool:
+    """Whether a training forward is another function than the one that rollouts are judged on."""
+    return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in module.modules())

@@ -1,9 +1,11 @@
-"""From completions to graded episodes, and from graded episodes to what the learner eats.
+"""From completions to graded episodes: condition, render, judge, as one stream.
 
-What: act (one conditioning forward per group) -> render -> judge as a stream: a picture's questions
-leave for the judge the moment it exists, while later pictures render. Beside each group runs the
-baseline arm: what the user's own words alone would give, under the same noise. What not: sampling
-(engines), advantages (algorithm), the update (learner). Called by `train.py` and `evaluate.py`.
+What: `begin`, which takes pack after pack through the policy's forward (one per group, prompt and
+all completions together), hands its pictures to the renderer and each picture's questions to the
+judge the moment it exists, while later ones render; `Judging`, the verdicts on their way. Beside
+each group runs the baseline arm: what the user's own words alone would give, under the same noise.
+What not: sampling (engines), what a verdict is worth (`rollout_episodes.py`), the update (learner).
+Called by `run.py` and `evaluate.py`.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -11,18 +13,16 @@ Axes: `_P` prompts on this rank, `_G` completions in a group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl.algorithm.compose import compose
 from rl.config import RunConfig
 from rl.contracts import Policy, Renderer, Reward
+from rl.rollout_episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
 from rl.system.seeding import derive_seed
 from rl.types import (
-    Action,
     Completion,
     Episode,
     Evidence,
@@ -30,13 +30,12 @@ from rl.types import (
     Prompt,
     RenderFailure,
     RenderJob,
-    Status,
-    TrainSequence,
 )
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from rl.packs import Forwards, Member
     from rl.system.background import BackgroundLoop
     from rl.system.console import PhaseTimer
 
@@ -55,6 +54,35 @@ class Crew:
     """Where the judge's coroutines run while this thread renders."""
 
 
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Completions to be rendered and judged. All completions of a group share their noise."""
+
+    prompts: Sequence[Prompt]
+    """_P."""
+    completions: Sequence[Sequence[Completion]]
+    """_PG."""
+    noise_seeds: Sequence[int]
+    """_P."""
+    group_ids: Sequence[str]
+    """_P."""
+    bare: Sequence[Completion | None]
+    """_P, the baseline arm; None where nobody asked or the policy has none."""
+
+    @property
+    def arms(self) -> list[list[Completion]]:
+        """_P, each group's completions and, last, its baseline arm."""
+        return [
+            [*completions_G, *([] if bare is None else [bare])]
+            for completions_G, bare in zip(self.completions, self.bare, strict=True)
+        ]
+
+    @property
+    def token_ids(self) -> list[list[tuple[int, ...]]]:
+        """_P, of every arm: what the policy's forward runs over."""
+        return [[completion.token_ids for completion in arms_G] for arms_G in self.arms]
+
+
 @dataclass(frozen=True)
 class Rollout:
     """What a batch of completions came to."""
@@ -67,114 +95,82 @@ class Rollout:
     """What the renderer reported of these pictures, means over them."""
 
 
-PictureKey = tuple[int, tuple[int, ...], int]
-"""(prompt index, completion's token ids, picture number): equal keys are one picture."""
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """One picture with the grades it got, or why there is none."""
-
-    image: Image | None
-    failure: RenderFailure | None = None
-    grades: Mapping[str, Grade] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Arm:
-    """One completion on its way to an episode."""
-
-    prompt: Prompt
-    completion: Completion
-    action: Action
-    failure: str | None
-    """Why nothing is rendered."""
-    pictures: tuple[PictureKey, ...]
-    """To be rendered; none when it failed."""
-
-
 class Interrupted(Exception):  # noqa: N818 (reads as what happened)
     """Asked to stop while pictures were made or graded: these completions have no episodes."""
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Nobody asks to stop."""
     return False
 
 
-def collect(
+def begin(
     crew: Crew,
-    prompts_P: Sequence[Prompt],
-    completions_PG: Sequence[Sequence[Completion]],
-    noise_seeds_P: Sequence[int],
-    group_ids_P: Sequence[str],
+    sampled: Sampled,
+    forwards: Forwards,
     timer: PhaseTimer,
-    should_stop: Callable[[], bool] = _never,
-    baseline: bool = False,
-) -> Rollout:
-    """Render and grade every completion and, with `baseline`, the policy's bare ones.
+    should_stop: Callable[[], bool] = never,
+) -> Judging:
+    """Render every arm and ask the judge about it; the verdicts are still on their way.
 
-    All completions of a group share their noise. Two equal completions of a group are one picture:
-    it is rendered and judged once. Raises what the judge refuses (`JudgeRefused`): a judge that is
-    set up wrongly stops the run, a judge that is down leaves episodes UNGRADED. Raises
+    Two equal completions of a group are one picture: it is rendered and judged once. Raises
     `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
     run is given.
     """
-    with timer.phase("condition"):
-        prompts_P = _illustrated(crew, prompts_P)
-        bare_P = [crew.policy.bare_completion(p.sample) if baseline else None for p in prompts_P]
-        arms_PG = [
-            _arms(crew, p, prompt, completions_G, bare)
-            for p, (prompt, completions_G, bare) in enumerate(
-                zip(prompts_P, completions_PG, bare_P, strict=True)
-            )
+    with timer.phase("render") as phase:
+        samples = crew.renderer.illustrate([prompt.sample for prompt in sampled.prompts])
+        prompts_P = [
+            prompt if sample is prompt.sample else replace(prompt, sample=sample)
+            for prompt, sample in zip(sampled.prompts, samples, strict=True)
         ]
-    jobs: dict[PictureKey, tuple[RenderJob, str]] = {}
-    for arms_G, seed in zip(arms_PG, noise_seeds_P, strict=True):
-        for arm in arms_G:
-            for key in arm.pictures:
-                job = RenderJob(arm.prompt.sample, arm.action.payload, _noise(seed, key[2]))
-                jobs.setdefault(key, (job, arm.action.text))
-    verdicts = _render_and_grade(crew, jobs, timer, should_stop)
-    graded_PG = [
-        [_episode(crew.config, arm, group_id, seed, verdicts) for arm in arms_G]
-        for arms_G, group_id, seed in zip(arms_PG, group_ids_P, noise_seeds_P, strict=True)
-    ]
-    return Rollout(
-        [row[: len(group)] for row, group in zip(graded_PG, completions_PG, strict=True)],
-        [None if bare is None else row[-1] for row, bare in zip(graded_PG, bare_P, strict=True)],
-        crew.renderer.take_stats(),
-    )
+        judging = Judging(crew, sampled)
+        jobs: Iterable[RenderJob] = _jobs(
+            crew, replace(sampled, prompts=prompts_P), forwards, judging, timer, should_stop
+        )
+        if forwards.collective:
+            jobs = list(jobs)
+        try:
+            for number, outcome in crew.renderer.render(jobs):
+                if should_stop():
+                    raise Interrupted
+                judging.submit(number, outcome)
+        except BaseException:
+            judging.cancel()
+            raise
+        if crew.makes_images:
+            phase.note(f"{judging.num_pictures} pictures")
+    judging.renderer_stats = crew.renderer.take_stats()
+    return judging
 
 
-def _illustrated(crew: Crew, prompts_P: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts, with the pictures that their samples hold as codes drawn."""
-    samples_P = crew.renderer.illustrate([prompt.sample for prompt in prompts_P])
-    return [
-        prompt if sample is prompt.sample else replace(prompt, sample=sample)
-        for prompt, sample in zip(prompts_P, samples_P, strict=True)
-    ]
-
-
-def _arms(
+def _jobs(
     crew: Crew,
-    p: int,
-    prompt: Prompt,
-    completions_G: Sequence[Completion],
-    bare: Completion | None,
-) -> list[_Arm]:
-    """The group, and its baseline arm last, which is conditioned in a forward of its own: a batch
-    mate would move the group's numbers by float rounding."""
-    completions = [*completions_G, *([] if bare is None else [bare])]
-    actions = crew.policy.act(prompt, completions_G)
-    if bare is not None:
-        actions = [*actions, *crew.policy.act(prompt, [bare])]
-    arms = []
-    for completion, action in zip(completions, actions, strict=True):
-        failure = _why_not_rendered(crew.config, completion, action)
-        num_pictures = 0 if failure else crew.config.images_per_completion
-        keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
-        arms.append(_Arm(prompt, completion, action, failure, keys))
-    return arms
+    sampled: Sampled,
+    forwards: Forwards,
+    judging: Judging,
+    timer: PhaseTimer,
+    should_stop: Callable[[], bool],
+) -> Iterator[RenderJob]:
+    """The pictures to make; a group's forward runs when its first one is asked for."""
+    arms_PG = sampled.arms
+    for pack in forwards.packs:
+        if should_stop() and not forwards.collective:
+            raise Interrupted
+        with timer.phase("condition"):
+            batch, outputs = forwards.forward(pack) if crew.policy.reads_states else (None, None)
+            actions = crew.policy.act(pack.rows, batch, outputs)
+            del batch, outputs
+        for (p, g), action in zip(pack.members, actions, strict=True):
+            if p < 0:  # a filler
+                continue
+            completion = arms_PG[p][g]
+            failure = why_not_rendered(crew.config, completion, action)
+            num_pictures = 0 if failure else crew.config.images_per_completion
+            keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
+            arm = Arm(sampled.prompts[p], completion, action, failure, keys)
+            for key in judging.expect((p, g), arm):
+                noise_seed = _noise(sampled.noise_seeds[p], key[2])
+                yield RenderJob(arm.prompt.sample, action.payload, noise_seed)
 
 
 def _noise(group_seed: int, picture: int) -> int:
@@ -182,51 +178,118 @@ def _noise(group_seed: int, picture: int) -> int:
     return group_seed if picture == 0 else derive_seed(group_seed, picture)
 
 
-def _why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
-    if action.failure is not None:
-        return action.failure
-    if completion.finish == "length" and config.algorithm.truncated_completions == "floor":
-        return "truncated: hit sampling.max_completion_tokens"
-    return None
+class Judging:
+    """A batch whose pictures have been made, or are being made, and whose verdicts come in."""
 
+    def __init__(self, crew: Crew, sampled: Sampled) -> None:
+        self.renderer_stats: Mapping[str, float] = {}
+        self._crew = crew
+        self._sampled = sampled
+        self._arms: dict[Member, Arm] = {}
+        self._arm_of: dict[PictureKey, Arm] = {}
+        """Any one of equal arms."""
+        self._handed_out: list[PictureKey] = []
+        """To the renderer, in its order."""
+        self._images: dict[PictureKey, Image | None] = {}
+        self._failures: dict[PictureKey, RenderFailure] = {}
+        self._grades: dict[PictureKey, Future[dict[str, Grade]]] = {}
+        self._episodes_PG: list[list[Episode]] = []
 
-def _render_and_grade(
-    crew: Crew,
-    jobs: Mapping[PictureKey, tuple[RenderJob, str]],
-    timer: PhaseTimer,
-    should_stop: Callable[[], bool],
-) -> dict[PictureKey, _Verdict]:
-    """Every job's verdict; grading of early pictures overlaps the rendering of late ones."""
-    keys = list(jobs)
-    images: dict[PictureKey, Image | None] = {}
-    failures: dict[PictureKey, RenderFailure] = {}
-    pending: dict[PictureKey, Future[dict[str, Grade]]] = {}
-    try:
-        with timer.phase("render") as phase:
-            if crew.makes_images:
-                phase.note(f"{len(keys)} pictures")
-            if should_stop():  # the first batch alone may take minutes
-                raise Interrupted
-            for index, outcome in crew.renderer.render([jobs[key][0] for key in keys]):
-                if should_stop():
-                    raise Interrupted
-                key = keys[index]
-                if isinstance(outcome, RenderFailure):
-                    failures[key] = outcome
-                    continue
-                images[key] = outcome
-                job, text = jobs[key]
-                evidence = Evidence(job.sample, text, outcome)
-                pending[key] = crew.loop.submit(_grade(crew.rewards, evidence))
-        assert len(images) + len(failures) == len(keys), "the renderer lost a job"
-        with timer.phase("judge_wait") as phase:
-            grades = {key: _wait_for(future, should_stop) for key, future in pending.items()}
-            phase.note(_latency(grades.values()))
-    except BaseException:
-        for future in pending.values():
+    @property
+    def num_pictures(self) -> int:
+        """Distinct ones."""
+        return len(self._handed_out)
+
+    def expect(self, member: Member, arm: Arm) -> list[PictureKey]:
+        """Note an arm; returns those of its pictures that no equal arm has asked for."""
+        self._arms[member] = arm
+        new = [key for key in arm.pictures if key not in self._arm_of]
+        self._arm_of.update(dict.fromkeys(new, arm))
+        self._handed_out += new
+        return new
+
+    def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
+        """Picture `number` exists: its questions leave for the judge."""
+        key = self._handed_out[number]
+        arm = self._arm_of[key]
+        if isinstance(outcome, RenderFailure):
+            self._failures[key] = outcome
+            return
+        self._images[key] = outcome
+        evidence = Evidence(arm.prompt.sample, arm.action.text, outcome)
+        self._grades[key] = self._crew.loop.submit(_grade(self._crew.rewards, evidence))
+
+    def cancel(self) -> None:
+        """Ask nothing more."""
+        for future in self._grades.values():
             future.cancel()
-        raise
-    return {key: _Verdict(images.get(key), failures.get(key), grades.get(key, {})) for key in keys}
+
+    def still_waiting(self) -> bool:
+        """Whether a verdict is missing."""
+        return not all(future.done() for future in self._grades.values())
+
+    def groups(
+        self, timer: PhaseTimer, should_stop: Callable[[], bool] = never
+    ) -> Iterator[tuple[int, list[Episode]]]:
+        """Yield (p, its episodes), group by group in order, each once its last verdict is in.
+
+        Raises what the judge refuses (`JudgeRefused`): a judge that is set up wrongly stops the
+        run, a judge that is down leaves episodes UNGRADED. Raises `Interrupted` soon after
+        `should_stop()` turns true.
+        """
+        num_outcomes = len(self._images) + len(self._failures)
+        assert num_outcomes == self.num_pictures, "the renderer lost a job"
+        sampled = self._sampled
+        try:
+            for p, arms_G in enumerate(sampled.arms):
+                arms = [self._arms[p, g] for g in range(len(arms_G))]
+                with timer.phase("judge_wait") as phase:
+                    verdicts = {
+                        key: self._verdict(key, should_stop) for arm in arms for key in arm.pictures
+                    }
+                    if p == len(sampled.prompts) - 1:
+                        phase.note(self._latency())
+                episodes = [
+                    episode_of(
+                        self._crew.config,
+                        arm,
+                        sampled.group_ids[p],
+                        sampled.noise_seeds[p],
+                        verdicts,
+                    )
+                    for arm in arms
+                ]
+                self._episodes_PG.append(episodes)
+                yield p, episodes[: len(sampled.completions[p])]
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _verdict(self, key: PictureKey, should_stop: Callable[[], bool]) -> Verdict:
+        future = self._grades.get(key)
+        grades = {} if future is None else _wait_for(future, should_stop)
+        return Verdict(self._images.get(key), self._failures.get(key), grades)
+
+    def _latency(self) -> str:
+        """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
+        graded = [future.result().values() for future in self._grades.values()]
+        seconds = sorted(max((g.seconds for g in grades), default=0.0) for grades in graded)
+        if not seconds:
+            return ""
+        median_s = seconds[len(seconds) // 2]
+        return f"verdicts after {median_s:.1f} s (median), {seconds[-1]:.1f} s (longest)"
+
+    def rollout(self) -> Rollout:
+        """Everything, after the last group."""
+        groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
+        return Rollout(
+            [episodes[: len(completions_G)] for episodes, completions_G in groups],
+            [
+                None if bare is None else episodes[-1]
+                for bare, episodes in zip(self._sampled.bare, self._episodes_PG, strict=True)
+            ],
+            self.renderer_stats,
+        )
 
 
 def _wait_for(
@@ -238,128 +301,6 @@ def _wait_for(
     raise Interrupted
 
 
-def _latency(graded: Iterable[Mapping[str, Grade]]) -> str:
-    """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
-    seconds = sorted(max((g.seconds for g in grades.values()), default=0.0) for grades in graded)
-    if not seconds:
-        return ""
-    return (
-        f"verdicts after {seconds[len(seconds) // 2]:.1f} s (median), {seconds[-1]:.1f} s (longest)"
-    )
-
-
 async def _grade(rewards: Mapping[str, Reward], evidence: Evidence) -> dict[str, Grade]:
     grades = await asyncio.gather(*(reward.grade(evidence) for reward in rewards.values()))
     return dict(zip(rewards, grades, strict=True))
-
-
-def _episode(
-    config: RunConfig,
-    arm: _Arm,
-    group_id: str,
-    noise_seed: int,
-    verdict_of: Mapping[PictureKey, _Verdict],
-) -> Episode:
-    """Fold one completion's pictures into its episode: rewards and parts are their means."""
-    verdicts = [verdict_of[key] for key in arm.pictures]
-
-    def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
-        image = next((v.image for v in verdicts if v.image is not None), None)
-        return Episode(
-            group_id, arm.prompt, arm.completion, arm.action, noise_seed, image, status, reward,
-            failure=failure, **more,
-        )  # fmt: skip
-
-    floor = config.algorithm.policy_failed_reward
-    if arm.failure is not None:
-        return episode(Status.POLICY_FAILED, floor, arm.failure)
-    for verdict in verdicts:
-        if verdict.failure is not None and verdict.failure.blame == "policy":
-            return episode(Status.POLICY_FAILED, floor, verdict.failure.reason)
-
-    parts: dict[str, list[float]] = {}
-    replies: dict[str, tuple[str, ...]] = {}
-    causes: list[str] = []
-    rewards: list[float] = []
-    judge_s = 0.0
-    for verdict in verdicts:
-        if verdict.failure is not None:
-            causes.append(f"renderer: {verdict.failure.reason}")
-            continue
-        for name, grade in verdict.grades.items():
-            replies[name] = replies.get(name, ()) + grade.replies
-            judge_s = max(judge_s, grade.seconds)
-            for part, value in _named_parts(name, grade).items():
-                parts.setdefault(part, []).append(value)
-            if grade.value is None:
-                causes.append(f"{name}: {grade.failure}")
-        reward = compose(_values(verdict.grades), config.final_reward)
-        if reward is not None:
-            rewards.append(reward)
-    more: dict[str, Any] = {
-        "parts": {name: fmean(values) for name, values in parts.items()},
-        "replies": replies,
-        "judge_s": judge_s,
-    }
-    if not rewards:
-        return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **more)
-    more["image_rewards"] = tuple(rewards)
-    return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **more)
-
-
-def _named_parts(name: str, grade: Grade) -> dict[str, float]:
-    parts = {f"{name}/{part}": value for part, value in grade.parts.items()}
-    return parts if grade.value is None else {name: grade.value, **parts}
-
-
-def _values(grades: Mapping[str, Grade]) -> dict[str, float | None]:
-    """What the final reward may name: every reward's value, and its parts as `<reward>/<part>`."""
-    values: dict[str, float | None] = {name: grade.value for name, grade in grades.items()}
-    for name, grade in grades.items():
-        values.update({f"{name}/{part}": value for part, value in grade.parts.items()})
-    return values
-
-
-def training_sequences(
-    config: RunConfig,
-    policy: Policy,
-    iteration: int,
-    episodes_PG: Sequence[Sequence[Episode]],
-    advantages_PG: Sequence[Sequence[float | None]],
-) -> list[TrainSequence]:
-    """What the learner may learn from: graded episodes, in order, group by group.
-
-    UNGRADED episodes are absent. Forced tokens, those that the policy leaves out, and all tokens of
-    a truncated completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
-    A group without spread is absent under `zero_spread_groups: 'drop'`. With one update per
-    iteration the learner's own forward gives the old log-probs, so that the ratio is exactly 1: the
-    rollout's stay behind.
-    """
-    mask_truncated = config.algorithm.truncated_completions == "mask"
-    drop_flat = config.algorithm.zero_spread_groups == "drop"
-    reuse_logprobs = config.optimizer.updates_per_iteration > 1
-    sequences: list[TrainSequence] = []
-    for episodes_G, advantages_G in zip(episodes_PG, advantages_PG, strict=True):
-        if drop_flat and not any(advantages_G):
-            continue
-        for episode, advantage in zip(episodes_G, advantages_G, strict=True):
-            if advantage is None:
-                continue
-            completion = episode.completion
-            masked = mask_truncated and completion.finish == "length"
-            forced = completion.forced or (False,) * len(completion.token_ids)
-            wanted = policy.loss_mask(completion, iteration)
-            logprobs = episode.action.logprobs if reuse_logprobs else None
-            sequences.append(
-                TrainSequence(
-                    prompt=episode.prompt,
-                    token_ids=completion.token_ids,
-                    loss_mask=tuple(
-                        w and not f and not masked for w, f in zip(wanted, forced, strict=True)
-                    ),
-                    advantage=advantage,
-                    sampler_logprobs=completion.logprobs,
-                    old_logprobs=None if logprobs is None else tuple(logprobs.tolist()),
-                )
-            )
-    return sequences

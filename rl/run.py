@@ -1,6 +1,6 @@
 """One run: its parts, and the few things that happen around an iteration rather than in it.
 
-What: `Run`: sync with proof, collect, evaluate, log, save. What not: how it is opened
+What: `Run`: sync with proof, render, grade, evaluate, log, save. What not: how it is opened
 (`opening.py`), the loop (`train.py`), how parts are made (`build.py`).
 
 Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
@@ -10,20 +10,22 @@ iteration 0 is what was measured before training.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl import summary
 from rl.algorithm.metrics import Metrics
 from rl.config import RunConfig
 from rl.contracts import Engine, Policy
 from rl.evaluate import evaluate
 from rl.learner import Learner
-from rl.rollout import Crew, Interrupted, Rollout, collect
+from rl.learner_update import Update
+from rl.rollout import Crew, Interrupted, Judging, Rollout, Sampled, begin
+from rl.rollout_episodes import group_sequences
 from rl.sampler import PromptSampler
-from rl.summary import TooManyFailuresError, check_failure_rate
 from rl.sync import sync
-from rl.system import hub, signals
+from rl.system import hub, signals, work
 from rl.system.checkpoint import Checkpoints
 from rl.system.console import Console, PhaseTimer, warn
 from rl.system.dist import Dist
@@ -33,6 +35,15 @@ from rl.system.record import RunRecord
 from rl.system.seeding import rng_state
 from rl.system.tracking import Tracker
 from rl.types import Completion, Episode, Prompt, Sample
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """An iteration between its rollout and its update: the judge has the word."""
+
+    iteration: int
+    judging: Judging
+    update: Update
 
 
 @dataclass(eq=False)
@@ -79,32 +90,46 @@ class Run:
         )
         self.fingerprint = report.fingerprint
         metrics = Metrics()
-        metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
+        if report.mean_dlogp_nats is not None:
+            metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
         return metrics
 
-    def collect(
-        self,
-        prompts_P: Sequence[Prompt],
-        completions_PG: Sequence[Sequence[Completion]],
-        noise_seeds_P: Sequence[int],
-        group_ids_P: Sequence[str],
-        done: int,
-    ) -> Rollout | None:
+    def bare_completions(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
+        """The baseline arm of each prompt, if the config wants one in training."""
+        wanted = self.config.baseline_arm == "always" and self.crew.makes_images
+        return [self.policy.bare_completion(p.sample) if wanted else None for p in prompts_P]
+
+    def render(self, sampled: Sampled, update: Update) -> Judging | None:
+        """Every picture made and every question asked; None, on every rank, once any was asked to
+        stop."""
+        judging = None
+        with suppress(Interrupted):  # the others hear of it below
+            judging = begin(self.crew, sampled, update, self.timer, signals.stop_heard)
+        if signals.stop_requested(self.dist):
+            if judging is not None:
+                judging.cancel()
+            return None
+        assert judging is not None, "interrupted without a signal"
+        return judging
+
+    def grade(self, flight: Flight, done: int) -> Rollout | None:
         """The iteration's graded episodes, baseline arm included; None, on every rank, once any was
-        asked to stop.
+        asked to stop. While verdicts are on their way the update does what needs none of them, and
+        what needs only those that are there.
 
         A judge that refuses, or fails too often, stops the run on every rank together: its `done`
         finished iterations are saved first. Raises `JudgeError` or `TooManyFailuresError`.
         """
-        rollout, refusal = None, ""
-        baseline = self.config.baseline_arm == "always" and self.crew.makes_images
+        judging, update = flight.judging, flight.update
+        stopped, refusal = False, ""
         try:
-            rollout = collect(
-                self.crew, prompts_P, completions_PG, noise_seeds_P, group_ids_P, self.timer,
-                signals.stop_heard, baseline,
-            )  # fmt: skip
+            update.work_ahead(judging.still_waiting)
+            for p, episodes_G in judging.groups(self.timer, signals.stop_heard):
+                advantages_G = summary.early_advantages(self.config, episodes_G)
+                if advantages_G is not None:
+                    self.hand_in(flight, p, episodes_G, advantages_G)
         except Interrupted:
-            pass  # the others hear of it below
+            stopped = True  # the others hear of it below
         except JudgeError as error:
             refusal = str(error)
         refusals = [text for text in self.dist.gather(refusal) if text]
@@ -113,13 +138,39 @@ class Run:
             raise JudgeError(refusals[0])
         if signals.stop_requested(self.dist):
             return None
-        assert rollout is not None, "interrupted without a signal"
+        assert not stopped, "interrupted without a signal"
+        rollout = judging.rollout()
         try:
-            check_failure_rate(self.config, rollout.episodes, self.dist)
-        except TooManyFailuresError:
+            summary.check_failure_rate(self.config, rollout.episodes, self.dist)
+        except summary.TooManyFailuresError:
             self._save_finished(done)
             raise
         return rollout
+
+    def hand_in(
+        self,
+        flight: Flight,
+        p: int,
+        episodes_G: Sequence[Episode],
+        advantages_G: Sequence[float | None],
+    ) -> None:
+        """Give the update a graded group."""
+        sequences_G = group_sequences(
+            self.config, self.policy, flight.iteration, episodes_G, advantages_G
+        )
+        flight.update.hand_in(p, sequences_G)
+
+    def may_sample(self, sampled: int, done: int) -> bool:
+        """Whether iteration `sampled` may be rolled out when `done` are learnt from.
+
+        Never more than `max_staleness` ahead, and never across a checkpoint or a held-out run:
+        there a resumed run starts level, so one that was never stopped does too.
+        """
+        if sampled == done:
+            return True
+        if sampled - done > self.config.max_staleness or sampled >= self.num_iterations:
+            return False
+        return not (self.checkpoints.due(sampled) or self._evaluation_due(sampled))
 
     def _save_finished(self, done: int) -> None:
         """Before the run is stopped by its judge. A first iteration that fails leaves nothing: its
@@ -129,15 +180,18 @@ class Run:
 
     def evaluate_if_due(self, done: int) -> Metrics:
         """The held-out run, after `done` iterations, if the config asks for one now."""
-        every = self.config.evaluation.every_n_iterations
-        if not every or not self.held_out:
-            return Metrics()
-        if done % every and done != self.num_iterations:
+        if not self._evaluation_due(done):
             return Metrics()
         self.open_journal("evaluation", done)
         return evaluate(
             self.crew, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
         )
+
+    def _evaluation_due(self, done: int) -> bool:
+        every = self.config.evaluation.every_n_iterations
+        if not every or not self.held_out:
+            return False
+        return done % every == 0 or done == self.num_iterations
 
     def open_journal(self, name: str, iteration: int) -> None:
         """Judge replies are kept per iteration: one that is done again pays for none twice."""
@@ -151,6 +205,7 @@ class Run:
             _add_judge_stats(metrics, self.judge)
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.sampler.num_replaced)
+        metrics.maximum("memory/peak_gb", work.take_peak_memory_gb(self.dist.device))
         reduced = self.dist.reduce(metrics) | self.timer.lap()
         check_known(reduced)
         self.last_metrics = reduced

@@ -54,6 +54,17 @@ def group_rewards(
     return groups.advantages, metrics
 
 
+def early_advantages(config: RunConfig, episodes_G: Sequence[Episode]) -> list[float | None] | None:
+    """A group's advantages before the rest of the batch is graded, the same that `group_rewards`
+    will give; None where they depend on the whole batch."""
+    algorithm = config.algorithm
+    if algorithm.shuffle_rewards or algorithm.advantage_scale == "batch_std":
+        return None
+    rewards_G = [episode.reward for episode in episodes_G]
+    groups = group_advantages([rewards_G], algorithm.advantage_scale, algorithm.advantage_eps)
+    return groups.advantages[0]
+
+
 def _shuffled(
     rewards_PG: Sequence[Sequence[float | None]], seed: int, dist: Dist
 ) -> list[list[float | None]]:

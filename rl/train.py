@@ -13,13 +13,14 @@ Axes: `_P` prompts on this rank, `_G` completions in a group.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 
 from rl import build, summary
 from rl.config import load_config
 from rl.opening import RunFinishedError, open_run
-from rl.rollout import training_sequences
-from rl.run import Run
+from rl.rollout import Sampled
+from rl.run import Flight, Run
 from rl.system import mistakes, signals
 from rl.system.dist import Dist
 from rl.system.seeding import derive_seed
@@ -43,54 +44,85 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
-    """From where the run stands to its last iteration, or until it is asked to stop."""
-    config, dist, timer = run.config, run.dist, run.timer
-    policy, engine, learner = run.policy, run.engine, run.learner
-    sampling = build.sampling_params(config)
+    """From where the run stands to its last iteration, or until it is asked to stop.
 
+    Strictly on-policy the two verbs alternate. Under `max_staleness: 1` the next iteration is
+    rolled out before the last one is learnt from, so that nobody waits for the judge.
+    """
     metrics = run.sync_engine()
     if run.start == 0:
         metrics.update(run.evaluate_if_due(0))
         run.log(0, metrics)
-    done = run.start
-    for iteration in range(run.start, run.num_iterations):
-        run.open_journal("iteration", iteration)
-        with timer.phase("prompts"):
-            prompts_P = run.sampler.shard(
-                iteration, dist.rank, dist.world_size, policy.build_prompt
-            )
-            first = dist.rank * len(prompts_P)
-            groups_P = [f"{iteration}/{first + p}" for p in range(len(prompts_P))]
-        with timer.phase("generate") as phase:
-            seeds_P = [derive_seed(config.seed, "sampling", group) for group in groups_P]
-            completions_PG = engine.generate(prompts_P, sampling, seeds_P)
-            phase.note(summary.size_of(completions_PG))
-        engine.sleep()
-        noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
-        rollout = run.collect(prompts_P, completions_PG, noise_P, groups_P, done)
-        if rollout is None:
-            break
-        episodes_PG = rollout.episodes
-        advantages_PG, metrics = summary.group_rewards(config, iteration, rollout, dist)
-        with timer.phase("learn") as phase:
-            sequences = training_sequences(config, policy, iteration, episodes_PG, advantages_PG)
-            metrics.update(learner.update(sequences, iteration))
-            phase.note(f"{len(sequences)} completions")
-        engine.wake()
-        with timer.phase("sync"):
-            metrics.update(run.sync_engine())
-        done = iteration + 1
-        with timer.phase("record"):
-            run.log_episodes(done, episodes_PG, advantages_PG)
-        metrics.update(run.evaluate_if_due(done))
-        run.log(done, metrics)
-        run.save_if_due(done)
-        if signals.stop_requested(dist):
-            break
+    done = sampled = run.start
+    in_flight: deque[Flight] = deque()
+    while done < run.num_iterations:
+        if run.may_sample(sampled, done):
+            flight = roll_out(run, sampled)
+            if flight is None:
+                break
+            in_flight.append(flight)
+            sampled += 1
+        else:
+            if not learn_from(run, in_flight.popleft()):
+                break
+            done += 1
+            if signals.stop_requested(run.dist):
+                break
+    for flight in in_flight:
+        flight.judging.cancel()
     if done < run.num_iterations:
         run.save(done, final=True)
         run.console.say(f"stopped after {done} iterations; the same command goes on from here")
-    run.console.where_time_went(timer)
+    run.console.where_time_went(run.timer)
+    run.tracker.log_where_time_went(run.timer)
+
+
+def roll_out(run: Run, iteration: int) -> Flight | None:
+    """Sample, condition, render, and ask the judge; None when asked to stop."""
+    config, dist, timer = run.config, run.dist, run.timer
+    run.open_journal("iteration", iteration)
+    with timer.phase("prompts"):
+        prompts_P = run.sampler.shard(
+            iteration, dist.rank, dist.world_size, run.policy.build_prompt
+        )
+        first = dist.rank * len(prompts_P)
+        groups_P = [f"{iteration}/{first + p}" for p in range(len(prompts_P))]
+    run.engine.wake()
+    with timer.phase("generate") as phase:
+        seeds_P = [derive_seed(config.seed, "sampling", group) for group in groups_P]
+        completions_PG = run.engine.generate(prompts_P, build.sampling_params(config), seeds_P)
+        phase.note(summary.size_of(completions_PG))
+    run.engine.sleep()
+    noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
+    sampled = Sampled(prompts_P, completions_PG, noise_P, groups_P, run.bare_completions(prompts_P))
+    sizes_P = [len(completions_G) for completions_G in completions_PG]
+    update = run.learner.begin(iteration, prompts_P, sampled.token_ids, sizes_P)
+    judging = run.render(sampled, update)
+    return None if judging is None else Flight(iteration, judging, update)
+
+
+def learn_from(run: Run, flight: Flight) -> bool:
+    """Grade, learn, sync, record; False when asked to stop before the weights moved."""
+    config, timer, iteration = run.config, run.timer, flight.iteration
+    with timer.phase("learn"):  # the wait for the judge is a phase inside it
+        rollout = run.grade(flight, iteration)
+        if rollout is None:
+            return False
+        episodes_PG = rollout.episodes
+        advantages_PG, metrics = summary.group_rewards(config, iteration, rollout, run.dist)
+        for p, group in enumerate(zip(episodes_PG, advantages_PG, strict=True)):
+            run.hand_in(flight, p, *group)
+        metrics.update(flight.update.finish())
+    run.engine.wake()
+    with timer.phase("sync"):
+        metrics.update(run.sync_engine())
+    done = iteration + 1
+    with timer.phase("record"):
+        run.log_episodes(done, episodes_PG, advantages_PG)
+    metrics.update(run.evaluate_if_due(done))
+    run.log(done, metrics)
+    run.save_if_due(done)
+    return True
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ FLOORS = [
     {"types", "contracts", "config", "earl_fields", "jsonnet", "validation"},
     {"algorithm", "system", "tiny_world"},
     set(build.ROOMS),
+    {"packs"},
     {"build", "learner", "rollout", "sampler", "summary", "sync"},
     {"enhance", "evaluate", "fit", "footprint"},
     {"check"},
@@ -87,7 +88,8 @@ IMPORTS = [found for file in SOURCES for found in imports_of(file)]
 def unit(dotted: str) -> str:
     """'rl.learner_backends.x' -> 'learner': a package, a module, or a module's family."""
     word = dotted.split(".")[1]
-    return "learner" if word.startswith("learner") else word
+    family = word.partition("_")[0]
+    return family if family in ("learner", "rollout") else word
 
 
 def floor(name: str) -> int:

@@ -10,6 +10,7 @@ import tiny_qwen
 import torch
 from tiny_policy import (
     NUM_ITERATIONS,
+    Graded,
     gradient,
     make_config,
     make_policy,
@@ -18,12 +19,17 @@ from tiny_policy import (
     run_ranks,
     snapshot,
     train,
+    update,
 )
 
 from rl.learner import Learner
-from rl.learner_batches import split_by_group
+from rl.learner_update import Update
+from rl.packs import pack_groups, split_evenly
 from rl.system.dist import Dist
+from rl.types import Prompt, Sample, TrainSequence
 
+A_GROUP = 120
+"""Tokens that hold one group of `make_sequences` and no second."""
 KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
 
 
@@ -44,14 +50,32 @@ def sequences_of(learner: Learner, **shape: int) -> list:
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo"])
-def test_gradient_does_not_depend_on_micro_batches_or_padding(folder: str, loss: str) -> None:
+def test_gradient_does_not_depend_on_packs_or_kept_forwards(folder: str, loss: str) -> None:
     found = {}
-    for size in (12, 1, 5):  # 12: all rows padded to the longest; 1: no padding at all
-        learner = make_learner(folder, {**KL, "loss": loss}, micro_batch_size=size)
-        found[size] = gradient(learner, sequences_of(learner), Dist())
-    assert max(float(t.abs().max()) for t in found[12].values()) > 1e-3
-    assert relative_difference(found[1], found[12]) <= 1e-6
-    assert relative_difference(found[5], found[12]) <= 1e-6
+    # One pack; a row each; a group each, its forward kept, or only the first one's.
+    for budget, kept in ((10_000, 0), (1, 0), (A_GROUP, None), (A_GROUP, A_GROUP)):
+        learner = make_learner(
+            folder, {**KL, "loss": loss}, max_tokens_per_micro_batch=budget, max_kept_tokens=kept
+        )
+        found[budget, kept] = gradient(learner, sequences_of(learner), Dist(), rollout=True)
+    expected = found.pop((10_000, 0))
+    assert max(float(t.abs().max()) for t in expected.values()) > 1e-3
+    for gradients in found.values():
+        assert relative_difference(gradients, expected) <= 1e-6
+
+
+def test_groups_that_teach_nothing_cost_no_backward(folder: str) -> None:
+    """The kept forward of a pack without loss is let go; the others' gradient is theirs alone."""
+    learner = make_learner(folder, KL, max_tokens_per_micro_batch=A_GROUP)
+    sequences = sequences_of(learner)
+    muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences[:6]]
+    backwards = []
+    run = learner._backend.backward
+    learner._backend.backward = lambda loss: (backwards.append(loss), run(loss))
+    mixed = gradient(learner, [*muted, *sequences[6:]], Dist(), rollout=True)
+    assert len(backwards) == 2
+    del learner._backend.backward
+    assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= 2e-6
 
 
 def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
@@ -63,13 +87,13 @@ def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
             for parameter in policy.module.parameters():
                 if parameter.requires_grad:
                     parameter.add_(0.1 * dist.rank)  # ranks that disagree at first
-        learner = Learner(policy, make_config(KL, micro_batch_size=2), dist, NUM_ITERATIONS)
+        learner = Learner(policy, make_config(KL), dist, NUM_ITERATIONS)
         sequences = make_sequences(policy)
         mine = sequences[:first] if dist.rank == 0 else sequences[first:]
         result[name] = gradient(learner, mine, dist)
         rows = [(s.prompt, s.token_ids) for s in mine]
         result[f"{name} logprobs"] = learner.logprobs(rows)
-        metrics = learner.update(mine, 0)
+        metrics = update(learner, mine, 0)
         result[f"{name} metrics"] = dist.reduce(metrics)
         result[f"{name} weights"] = snapshot(learner)
     return result
@@ -81,7 +105,7 @@ def test_two_ranks_give_the_gradient_of_one(folder: str, tmp_path: Path) -> None
     expected = gradient(alone, sequences, Dist())
     rows = [(s.prompt, s.token_ids) for s in sequences]
     logprobs = [x for row in alone.logprobs(rows) for x in row]
-    metrics = alone.update(sequences, 0)
+    metrics = update(alone, sequences, 0)
     merged = metrics.merge([metrics.state()])
     ranks = run_ranks("test_learner_update:gradient_on_rank", 2, tmp_path, folder=folder)
     for name in ("uneven", "one rank idle"):
@@ -191,16 +215,32 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(folder: str) -> Non
     assert relative_difference(start, base) > 1e-3
 
 
-def test_given_old_logprobs_make_the_ratio(folder: str) -> None:
+def test_stale_rollouts_are_corrected_by_the_ratio(folder: str) -> None:
+    """`max_staleness: 1`: weights moved between the rollout's forward and the update."""
     learner = make_learner(folder)
-    sequences = sequences_of(learner)
-    now = learner.logprobs([(s.prompt, s.token_ids) for s in sequences])
-    older = [
-        replace(s, old_logprobs=tuple(x - 0.1 for x in row))
-        for s, row in zip(sequences, now, strict=True)
+    learner._config = learner._config.model_copy(update={"max_staleness": 1})
+    sequences = sequences_of(learner)[:3]
+    rows = [(s.prompt, s.token_ids) for s in sequences]
+    before = learner.logprobs(rows)
+    opened = learner.begin(0, [rows[0][0]], [[ids for _, ids in rows]], [3])
+    for pack in opened.packs:
+        opened.forward(pack)
+    train(learner, sequences_of(learner, seed=1), 0, 1)
+    after = learner.logprobs(rows)
+    opened.hand_in(
+        0, [TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs) for s in sequences]
+    )
+    metrics = opened.finish()
+    ratios = [
+        math.exp(now - then)
+        for s, now_T, then_T in zip(sequences, after, before, strict=True)
+        for now, then, keep in zip(now_T, then_T, s.loss_mask, strict=True)
+        if keep
     ]
-    (seen,) = train(learner, older, 0, 1)
-    assert seen["policy/ratio_mean"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    seen = metrics.merge([metrics.state()])
+    assert abs(max(ratios) - 1) > 1e-3, "the weights moved"
+    assert seen["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
+    assert seen["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
 
 
 def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
@@ -213,21 +253,56 @@ def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
     assert seen["policy/ratio_max"] > 1.0001  # the second step is off the old policy
 
     by_hand = make_learner(folder, KL)
-    old = by_hand.logprobs([(s.prompt, s.token_ids) for s in sequences])
-    known = [replace(s, old_logprobs=tuple(o)) for s, o in zip(sequences, old, strict=True)]
-    for half in (known[:6], known[6:]):
-        train(by_hand, half, 0, 1)
-    assert relative_difference(snapshot(twice), snapshot(by_hand)) == 0
+    by_hand._config = by_hand._config.model_copy(update={"max_staleness": 1})
+    halves = [sequences[:6], sequences[6:]]
+    opened = [open_update(by_hand, half) for half in halves]  # both see the first weights
+    for half, one in zip(halves, opened, strict=True):
+        for p in range(2):
+            one.hand_in(
+                p,
+                [
+                    TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs)
+                    for s in half[3 * p : 3 * p + 3]
+                ],
+            )
+        one.finish()
+    assert relative_difference(snapshot(twice), snapshot(by_hand)) <= 1e-6
 
 
-def test_groups_stay_whole_when_split(folder: str) -> None:
-    sequences = make_sequences(make_policy(folder), groups=3, members=2)
-    twin = [replace(s, prompt=replace(s.prompt)) for s in sequences[:2]]  # same sample, drawn again
-    twin = [replace(s, prompt=twin[0].prompt) for s in twin]
-    parts = split_by_group([*sequences, *twin], 2)
-    assert parts == [sequences[:4], [*sequences[4:], *twin]]
-    assert split_by_group(sequences[:2], 3) == [[], [], sequences[:2]]
-    assert split_by_group([], 2) == [[], []]
+def open_update(learner: Learner, sequences: list[Graded]) -> Update:
+    """Two groups of three, forwarded."""
+    prompts = [sequences[0].prompt, sequences[3].prompt]
+    ids = [[s.token_ids for s in sequences[start : start + 3]] for start in (0, 3)]
+    opened = learner.begin(0, prompts, ids, [3, 3])
+    for pack in opened.packs:
+        opened.forward(pack)
+    return opened
+
+
+def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
+    a, b, c = (Prompt(Sample(name, "do it"), (1,) * 4, (1,)) for name in "abc")
+    ids_PG = [[(5,), (5, 6)], [(5, 6), (7,)], [(5,) * 3, (6,) * 3, (7,) * 3]]
+    packs = pack_groups([a, b, c], ids_PG, 14)
+    # a and b: 4 + 3 each; c: 4 + 3 + 3 + 3 = 13 alone.
+    assert [p.members for p in packs] == [
+        ((0, 0), (0, 1), (1, 0), (1, 1)),
+        ((2, 0), (2, 1), (2, 2)),
+    ]
+    assert [p.num_tokens for p in packs] == [14, 13]
+    cut = pack_groups([a, b, c], ids_PG, 10, first=3)
+    assert [p.members for p in cut] == [
+        ((3, 0), (3, 1)), ((4, 0), (4, 1)), ((5, 0), (5, 1)), ((5, 2),),
+    ]  # fmt: skip
+    assert [p.num_tokens for p in cut] == [7, 7, 10, 7]
+    assert [p.num_tokens for p in pack_groups([c], ids_PG[2:], 1)] == [7, 7, 7]
+    assert cut[2].rows_of([(5, 1)]) == [(c, (6, 6, 6))]
+    assert pack_groups([], [], 10) == []
+
+
+def test_steps_split_an_iteration_by_groups() -> None:
+    assert split_evenly(4, 2) == [range(2), range(2, 4)]
+    assert split_evenly(1, 3) == [range(0), range(0), range(1)]
+    assert split_evenly(0, 2) == [range(0), range(0)]
 
 
 def test_an_iteration_without_tokens_takes_no_step(folder: str) -> None:
@@ -272,13 +347,13 @@ def test_a_non_finite_gradient_is_skipped_loudly(
 
 @pytest.mark.parametrize("num_steps", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: int) -> None:
-    learner = make_learner(folder, micro_batch_size=1)
+    learner = make_learner(folder)
     module = learner._policy.module
     frozen = {n: p.detach().clone() for n, p in module.named_parameters() if not p.requires_grad}
     sequence = sequences_of(learner, groups=1, members=1)
     fingerprints = set()
     for _ in range(num_steps):
-        learner.update(sequence, 0)
+        update(learner, sequence, 0)
         fingerprints.add(learner.export_weights().fingerprint)
     assert len(fingerprints) == num_steps  # every step was exported, none twice
     for name, parameter in module.named_parameters():
@@ -312,7 +387,7 @@ def test_bfloat16_weights_have_float32_masters(folder: str) -> None:
 
 
 def test_log_probs_do_not_depend_on_the_batch(folder: str) -> None:
-    learner = make_learner(folder, micro_batch_size=12)
+    learner = make_learner(folder, max_tokens_per_micro_batch=10_000)
     sequences = sequences_of(learner)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     together = learner.logprobs(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import pvariance
 
@@ -13,9 +13,17 @@ import pytest
 from PIL import Image
 
 from rl.config import RunConfig
-from rl.rollout import Crew, Interrupted, Rollout, collect, training_sequences
-from rl.run import Run
-from rl.summary import TooManyFailuresError, check_failure_rate, group_rewards, size_of
+from rl.packs import pack_groups
+from rl.rollout import Crew, Interrupted, Rollout, Sampled, begin
+from rl.rollout_episodes import group_sequences
+from rl.run import Flight, Run
+from rl.summary import (
+    TooManyFailuresError,
+    check_failure_rate,
+    early_advantages,
+    group_rewards,
+    size_of,
+)
 from rl.system import signals
 from rl.system.background import BackgroundLoop
 from rl.system.console import PhaseTimer
@@ -30,8 +38,10 @@ from rl.types import (
     Prompt,
     RenderFailure,
     RenderJob,
+    Row,
     Sample,
     Status,
+    TrainSequence,
 )
 
 
@@ -54,8 +64,10 @@ def run_config(**changes: object) -> RunConfig:
 class Speller:
     """A policy that reads token ids as letters; a lone 0 is nothing readable."""
 
-    def act(self, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
-        texts = ["".join(chr(96 + i) for i in c.token_ids if i) for c in completions_G]
+    reads_states = False
+
+    def act(self, rows: Sequence[Row], batch: None, outputs: None) -> list[Action]:
+        texts = ["".join(chr(96 + i) for i in ids if i) for _, ids in rows]
         return [Action(t, t or None, None if t else "empty: no words") for t in texts]
 
     def bare_completion(self, sample: Sample) -> Completion:
@@ -79,11 +91,12 @@ class Painter:
         return {"clip_cut_share": 0.5}
 
     def render(
-        self, jobs: Sequence[RenderJob]
+        self, jobs: Iterable[RenderJob]
     ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
-        self.jobs += jobs
-        for index in reversed(range(len(jobs))):
-            job = jobs[index]
+        taken = list(jobs)
+        self.jobs += taken
+        for index in reversed(range(len(taken))):
+            job = taken[index]
             if job.payload[0] in "xy":
                 blame = "policy" if job.payload[0] == "y" else "renderer"
                 yield index, RenderFailure("ragged", blame)
@@ -117,9 +130,45 @@ def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None
     return Completion(ids, (-0.5,) * len(ids), finish, forced)
 
 
-def roll(crew: Crew, *completions: Completion, seed: int = 51) -> list[Episode]:
+class Packs:
+    """One pack a group; nothing is ever forwarded, since the policy reads no states."""
+
+    collective = False
+
+    def __init__(self, sampled: Sampled) -> None:
+        self.packs = pack_groups(sampled.prompts, sampled.token_ids, 1000)
+
+
+class Waiting(Packs):
+    """What the run asks of an update while verdicts come in."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        super().__init__(sampled)
+        self.seen: list[object] = []
+
+    def work_ahead(self, still_waiting: Callable[[], bool]) -> None:
+        self.seen.append("ahead")
+
+    def hand_in(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
+        self.seen.append((p, [s and s.advantage for s in sequences_G]))
+
+
+def sampled(*completions: Completion, seed: int = 51, bare: Completion | None = None) -> Sampled:
     prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
-    return collect(crew, [prompt], [completions], [seed], ["0/0"], PhaseTimer()).episodes[0]
+    return Sampled([prompt], [completions], [seed], ["0/0"], [bare])
+
+
+def collect(crew: Crew, batch: Sampled, should_stop: Callable[[], bool] = lambda: False) -> Rollout:
+    timer = PhaseTimer()
+    judging = begin(crew, batch, Packs(batch), timer, should_stop)
+    groups = list(judging.groups(timer, should_stop))
+    rollout = judging.rollout()
+    assert groups == list(enumerate(rollout.episodes))
+    return rollout
+
+
+def roll(crew: Crew, *completions: Completion, seed: int = 51) -> list[Episode]:
+    return collect(crew, sampled(*completions, seed=seed)).episodes[0]
 
 
 def test_three_ways_to_end(crew: Crew) -> None:
@@ -169,39 +218,35 @@ def test_truncated_completions(rule: str, reward: float, mask: tuple[bool, ...])
         crew = Crew(config, Speller(), Painter(), {"level": Level()}, True, loop)
         cut, _ = episodes = roll(crew, word("ab", finish="length"), word("c"))
         assert cut.reward == reward
-        sequences = training_sequences(config, Speller(), 0, [episodes], [[0.5, -0.5]])
+        sequences = group_sequences(config, Speller(), 0, episodes, [0.5, -0.5])
         assert sequences[0].loss_mask == (mask or (False, False))
         assert sequences[1].loss_mask == (True,)
 
 
 def test_forced_tokens_and_ungraded_episodes_do_not_train(crew: Crew) -> None:
     episodes = roll(crew, word("abc", forced=(False, True, False)), word("j"))
-    sequences = training_sequences(crew.config, crew.policy, 0, [episodes], [[1.0, None]])
-    assert len(sequences) == 1
-    assert sequences[0].loss_mask == (True, False, True)
-    assert sequences[0].token_ids == (1, 2, 3)
-    assert sequences[0].sampler_logprobs == (-0.5,) * 3
+    first, ungraded = group_sequences(crew.config, crew.policy, 0, episodes, [1.0, None])
+    assert ungraded is None
+    assert first.loss_mask == (True, False, True)
+    assert first.sampler_logprobs == (-0.5,) * 3
 
 
 def test_the_policy_says_what_trains_in_which_iteration(crew: Crew) -> None:
     episodes = roll(crew, word("abc", forced=(False, True, False)), word("d"))
-    odd = training_sequences(crew.config, crew.policy, 1, [episodes], [[1.0, -1.0]])
+    odd = group_sequences(crew.config, crew.policy, 1, episodes, [1.0, -1.0])
     assert [s.loss_mask for s in odd] == [(False, False, True), (False,)]
 
 
 def test_the_baseline_arm_shares_the_noise_and_trains_nothing(crew: Crew) -> None:
-    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
-    rollout = collect(
-        crew, [prompt], [[word("a"), word("c")]], [51], ["0/0"], PhaseTimer(), baseline=True
-    )
+    rollout = collect(crew, sampled(word("a"), word("c"), bare=word("b")))
     [baseline] = rollout.baselines
     assert [e.action.text for e in rollout.episodes[0]] == ["a", "c"]
     assert (baseline.action.text, baseline.reward) == ("b", 51 / 255)
     assert rollout.renderer_stats == {"clip_cut_share": 0.5}
     assert {job.noise_seed for job in crew.renderer.jobs} == {51}
-    same = collect(crew, [prompt], [[word("b")]], [51], ["0/0"], PhaseTimer(), baseline=True)
+    same = collect(crew, sampled(word("b"), bare=word("b")))
     assert same.episodes[0][0].image is same.baselines[0].image, "equal words are one picture"
-    assert collect(crew, [prompt], [[word("a")]], [51], ["0/0"], PhaseTimer()).baselines == [None]
+    assert collect(crew, sampled(word("a"))).baselines == [None]
 
 
 def test_pictures_known_only_as_codes_are_drawn_before_anyone_looks(crew: Crew) -> None:
@@ -214,9 +259,9 @@ def test_pictures_known_only_as_codes_are_drawn_before_anyone_looks(crew: Crew) 
 
 def test_flat_groups_are_dropped_or_kept(crew: Crew) -> None:
     episodes = roll(crew, word("a"), word("b"))
-    assert training_sequences(crew.config, crew.policy, 0, [episodes], [[0.0, 0.0]]) == []
+    assert group_sequences(crew.config, crew.policy, 0, episodes, [0.0, 0.0]) == [None, None]
     kept = run_config(algorithm={"zero_spread_groups": "keep"})
-    assert len(training_sequences(kept, crew.policy, 0, [episodes], [[0.0, 0.0]])) == 2
+    assert None not in group_sequences(kept, crew.policy, 0, episodes, [0.0, 0.0])
 
 
 def graded(*rewards: float | None) -> list[Episode]:
@@ -237,6 +282,7 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     rollout = Rollout(episodes_PG, baselines, {"clip_cut_share": 0.25})
     advantages, metrics = group_rewards(config, 0, rollout, Dist())
     assert advantages == [[-0.5, 0.5], [0.0, None]]
+    assert [early_advantages(config, episodes_G) for episodes_G in episodes_PG] == advantages
     seen = metrics.merge([metrics.state()])
     assert seen["reward/mean"] == pytest.approx(0.5)
     assert seen["reward/std"] == pytest.approx(math.sqrt(pvariance([0, 1, 0.5])))
@@ -254,6 +300,7 @@ def test_control_arm_hands_the_same_rewards_to_other_episodes() -> None:
     episodes_PG = [graded(*[0.1 * g + p for g in range(8)]) for p in range(2)]
     rewards = sorted(e.reward for row in episodes_PG for e in row)
     rollout = Rollout(episodes_PG, [None, None])
+    assert early_advantages(config, episodes_PG[0]) is None, "no group can be learnt from alone"
     shuffled = [group_rewards(config, it, rollout, Dist())[0] for it in (0, 0, 1)]
     assert shuffled[0] == shuffled[1] != shuffled[2], "a pure function of seed and iteration"
     spread = max(shuffled[0][0]) - min(shuffled[0][0])
@@ -289,12 +336,8 @@ class Endless:
 def test_being_asked_to_stop_leaves_a_long_rollout_at_once(crew: Crew, looks: int) -> None:
     judge, left = Endless(), iter(range(looks))
     slow = replace(crew, rewards={"level": judge})
-    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
     with pytest.raises(Interrupted):
-        collect(
-            slow, [prompt], [[word("ab"), word("cd")]], [51], ["0/0"], PhaseTimer(),
-            should_stop=lambda: next(left, None) is None,
-        )  # fmt: skip
+        collect(slow, sampled(word("ab"), word("cd")), lambda: next(left, None) is None)
     crew.loop.submit(asyncio.sleep(0.1)).result()
     assert judge.num_waiting == 0, "questions are still being asked"
     assert judge.num_asked == 2 or looks < 4
@@ -306,34 +349,54 @@ class Refusing:
 
 
 def run_of(crew: Crew, saved: list[int]) -> Run:
-    """As much of a run as `Run.collect` touches."""
+    """As much of a run as a rollout touches."""
     run = Run.__new__(Run)
     run.config, run.crew, run.dist, run.timer = crew.config, crew, Dist(), PhaseTimer()
+    run.policy = crew.policy
     run.save = lambda done, final=False: saved.append(done)
     return run
+
+
+def fly(run: Run, *words: str) -> Flight | None:
+    batch = sampled(*(word(text) for text in words))
+    update = Waiting(batch)
+    judging = run.render(batch, update)
+    return None if judging is None else Flight(0, judging, update)
 
 
 @pytest.mark.parametrize(("done", "expected"), [(0, []), (7, [7])])
 def test_a_judge_that_stops_the_run_costs_no_finished_iteration(
     crew: Crew, done: int, expected: list[int]
 ) -> None:
-    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
-    rollout = [prompt], [[word("ja"), word("jb")]], [51], ["0/0"]
     saved: list[int] = []
+    run = run_of(replace(crew, rewards={"level": Refusing()}), saved)
     with pytest.raises(JudgeError, match="the key has expired"):
-        run_of(replace(crew, rewards={"level": Refusing()}), saved).collect(*rollout, done)
+        run.grade(fly(run, "ja", "jb"), done)
     assert saved == expected
+    run = run_of(crew, saved)
     with pytest.raises(TooManyFailuresError, match="2 x ungraded"):
-        run_of(crew, saved).collect(*rollout, done)
+        run.grade(fly(run, "ja", "jb"), done)
     assert saved == 2 * expected
 
 
 def test_a_run_that_is_asked_to_stop_collects_nothing(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
-    rollout = [prompt], [[word("ab"), word("cd")]], [51], ["0/0"]
     run = run_of(crew, [])
-    assert [e.status for e in run.collect(*rollout, 3).episodes[0]] == [Status.SCORED] * 2
+    flight = fly(run, "ab", "cd")
+    assert [e.status for e in run.grade(flight, 3).episodes[0]] == [Status.SCORED] * 2
+    late = fly(run, "ab", "cd")
     monkeypatch.setattr(signals._received, "first", signal.SIGTERM)
-    assert run.collect(*rollout, 3) is None
+    assert run.grade(late, 3) is None
+    assert fly(run, "ab", "cd") is None
+
+
+def test_groups_are_handed_in_while_others_are_judged(crew: Crew) -> None:
+    run = run_of(crew, [])
+    flight = fly(run, "ab", "j")
+    run.grade(flight, 0)
+    assert flight.update.seen == ["ahead", (0, [None, None])], "one graded, no spread"
+    run.config = run_config(algorithm={"shuffle_rewards": True})
+    control = fly(run, "ab", "cd")
+    run.grade(control, 0)
+    assert control.update.seen == ["ahead"], "advantages need the whole batch"

@@ -57,7 +57,7 @@ def write_config(folder: Path, changes: str) -> Path:
 def test_kill_9_and_resume_equals_straight_through(tmp_path: Path) -> None:
     tiny_loop.run(write_config(tmp_path / "straight", "{}"))
     path = write_config(tmp_path / "killed", "{}")
-    killed = tiny_loop.run(path, "rl.learner:Learner.update", "3", check=False)
+    killed = tiny_loop.run(path, "rl.learner_update:Update.finish", "3", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     tiny_loop.run(path)
     straight, resumed = tmp_path / "straight" / "tiny", tmp_path / "killed" / "tiny"
@@ -97,7 +97,9 @@ def test_two_ranks_under_zero_3_where_some_questions_have_no_picture(tmp_path: P
         train: [super.train[0], texts],
         validation: [texts, super.validation[0]],
       },
-      optimizer+: { adam_eps: 1e-4, micro_batch_size: 4, gradient_checkpointing: true, %s },
+      optimizer+: {
+        adam_eps: 1e-4, max_tokens_per_micro_batch: 600, gradient_checkpointing: true, %s
+      },
     }"""
     deepspeed = "backend: 'deepspeed', zero_stage: 3"
     sharded = launch(write_config(tmp_path / "sharded", changes % (texts, deepspeed)), 2)

@@ -72,7 +72,7 @@ def test_kill_9_and_resume_equals_straight_through(
 ) -> None:
     """What the killed process had encoded already is encoded again, to the same bits."""
     path = tiny_loop.write_config(tmp_path, config_of(models, tmp_path))
-    killed = tiny_loop.run(path, "rl.learner:Learner.update", "3", check=False)
+    killed = tiny_loop.run(path, "rl.learner_update:Update.finish", "3", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     assert "resumed from" in tiny_loop.run(path).stdout
     assert_same_run(straight, tmp_path / "tiny")

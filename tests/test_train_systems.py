@@ -24,7 +24,8 @@ def shortened(system: str, base_exp_dir: Path, engine: str) -> dict[str, Any]:
         "prompts_per_iteration": 2,
         "generations_per_prompt": 4,
         "engine": {"type": engine},
-        "optimizer": values["optimizer"] | {"warmup_iterations": 0, "micro_batch_size": 4},
+        "optimizer": values["optimizer"]
+        | {"warmup_iterations": 0, "max_tokens_per_micro_batch": 300},
         "evaluation": values["evaluation"] | {"every_n_iterations": 3, "num_samples": 3},
         "checkpoint": values["checkpoint"] | {"save_every_n_iterations": 1},
     }
@@ -58,7 +59,7 @@ def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> No
 def test_killed_and_resumed_is_straight_through(system: str, engine: str, tmp_path: Path) -> None:
     straight, broken = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
     tiny_loop.run(straight)
-    killed = tiny_loop.run(broken, "rl.learner:Learner.update", "2", check=False)
+    killed = tiny_loop.run(broken, "rl.learner_update:Update.finish", "2", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     assert "resumed from" in tiny_loop.run(broken).stdout
     tiny_loop.assert_same_run(tmp_path / "straight/tiny", tmp_path / "broken/tiny", 3)

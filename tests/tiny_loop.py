@@ -21,8 +21,8 @@ REPO = TESTS.parent
 STATE_DIM = 64
 """Of the tiny policy's hidden states, which the tiny editor reads."""
 
-NOT_REPEATED = ("time/", "seconds/", "judge/")
-"""Metrics of the clock and of what a replayed journal saved."""
+NOT_REPEATED = ("time/", "seconds/", "judge/", "work/", "memory/")
+"""Metrics of the clock, of the process, and of what a replayed journal saved."""
 
 
 def save_models(folder: Path) -> dict[str, str]:
@@ -50,7 +50,7 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
             "type": "qwen2_5_vl",
             "model_path": models["policy"],
             "dtype": "float32",
-            "lora": {"r": 4, "alpha": 8, "dropout": 0.1},
+            "lora": {"r": 4, "alpha": 8},
         },
         "engine": {"type": "transformers"},
         "renderer": {
@@ -75,7 +75,7 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
         },
         "sampling": {"max_completion_tokens": 6},
         "algorithm": {"kl_coeff": 0.05},
-        "optimizer": {"backend": "torch", "learning_rate": 1e-2, "micro_batch_size": 4},
+        "optimizer": {"backend": "torch", "learning_rate": 1e-2, "max_tokens_per_micro_batch": 200},
         "evaluation": {"every_n_iterations": 4, "num_samples": 3},
         "checkpoint": {"save_every_n_iterations": 1},
     }

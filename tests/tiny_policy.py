@@ -7,18 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tiny_qwen
 import torch
 
+from rl.algorithm.metrics import Metrics
 from rl.config import RunConfig
 from rl.learner import Learner
 from rl.learner_backends import StepOutcome, TorchBackend
 from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
-from rl.types import TrainSequence
+from rl.types import Prompt, TrainSequence
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 NUM_ITERATIONS = 10
@@ -60,7 +63,12 @@ def make_config(
     **optimizer: Any,
 ) -> RunConfig:
     """A run config whose rooms beside `algorithm` and `optimizer` do not matter here."""
-    settings = {"backend": "torch", "learning_rate": 1e-2, "micro_batch_size": 4, **optimizer}
+    settings = {
+        "backend": "torch",
+        "learning_rate": 1e-2,
+        "max_tokens_per_micro_batch": 120,
+        **optimizer,
+    }
     return RunConfig.model_validate(
         {
             "run_name": "tiny",
@@ -75,14 +83,45 @@ def make_config(
             "data": {"train": []},
             "sampling": {"max_completion_tokens": 12},
             "algorithm": algorithm or {},
-            "optimizer": settings,
+            "optimizer": settings | optimizer,
         }
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Graded:
+    """A completion with what it brings to the loss; a group's members share their prompt object."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    advantage: float
+    sampler_logprobs: tuple[float, ...]
+
+
+def update(
+    learner: Learner, graded: Sequence[Graded], iteration: int, rollout: bool = False
+) -> Metrics:
+    """What the loop does with graded completions; `rollout`: their forward comes before, as when a
+    renderer is conditioned on it."""
+    groups: dict[Prompt, list[Graded]] = {}
+    for one in graded:
+        groups.setdefault(one.prompt, []).append(one)
+    ids_PG = [[one.token_ids for one in group] for group in groups.values()]
+    opened = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
+    if rollout:
+        for pack in opened.packs:
+            opened.forward(pack)
+        opened.work_ahead(lambda: True)
+    for p, group in enumerate(groups.values()):
+        sequences = [TrainSequence(o.loss_mask, o.advantage, o.sampler_logprobs) for o in group]
+        opened.hand_in(p, sequences)
+    return opened.finish()
+
+
 def make_sequences(
     policy: qwen2_5_vl.Qwen25VLPolicy, groups: int = 4, members: int = 3, seed: int = 0
-) -> list[TrainSequence]:
+) -> list[Graded]:
     """Random completions of 3 to 9 tokens with random advantages, masks and log-probs."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
@@ -94,7 +133,7 @@ def make_sequences(
             mask = torch.rand(length, generator=generator) < 0.8
             logprobs = -6 - torch.rand(length, generator=generator)
             sequences.append(
-                TrainSequence(
+                Graded(
                     prompt=prompt,
                     token_ids=tuple(ids.tolist()),
                     loss_mask=tuple(mask.tolist()),
@@ -106,12 +145,12 @@ def make_sequences(
 
 
 def train(
-    learner: Learner, sequences: list[TrainSequence], start: int, stop: int
+    learner: Learner, sequences: list[Graded], start: int, stop: int
 ) -> list[dict[str, float]]:
     """Iterations start..stop on the same sequences; merged metrics of this rank alone."""
     seen = []
     for iteration in range(start, stop):
-        metrics = learner.update(sequences, iteration)
+        metrics = update(learner, sequences, iteration)
         seen.append(metrics.merge([metrics.state()]))
     return seen
 
@@ -122,21 +161,22 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def gradient(
-    learner: Learner, sequences: list[TrainSequence], dist: Dist
+    learner: Learner, sequences: list[Graded], dist: Dist, rollout: bool = False
 ) -> dict[str, torch.Tensor]:
     """The gradient an update would step with, summed over ranks; nothing is stepped."""
     backend = learner._backend
     assert isinstance(backend, TorchBackend)
     caught: dict[str, torch.Tensor] = {}
 
-    def catch(learning_rate: float) -> StepOutcome:
+    def catch(learning_rate: float, gradient_scale: float) -> StepOutcome:
         for name, parameter in backend._parameters.items():
-            caught[name] = dist.sum_(parameter.grad.clone())
+            summed = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            caught[name] = dist.sum_(summed * gradient_scale)
             parameter.grad = None
         return StepOutcome(0.0, applied=False)
 
     backend.step = catch
-    learner.update(sequences, 0)
+    update(learner, sequences, 0, rollout)
     del backend.step
     return caught
 

@@ -45,6 +45,13 @@ class PolicyTerms:
     """Bool: the clip is active, the token gives no gradient (cispo: its weight was cut)."""
 
 
+def divisor(loss: LossName, denominators: Denominators) -> float:
+    """The one number of the whole step that its token weights are divided by."""
+    if loss == "dr_grpo":
+        return denominators.num_completions * denominators.max_completion_tokens
+    return denominators.num_sequences if loss == "gspo" else denominators.num_tokens
+
+
 def token_weights(loss: LossName, mask: torch.Tensor, denominators: Denominators) -> torch.Tensor:
     """What each token's term is multiplied by, [B, C] float32; 0 where the mask is False.
 
@@ -56,11 +63,9 @@ def token_weights(loss: LossName, mask: torch.Tensor, denominators: Denominators
     DAPO: Yu et al. 2025, arXiv 2503.14476, eq. 8. Dr. GRPO: arXiv 2503.20783, listing 1.
     """
     mask = mask.float()
-    if loss == "dr_grpo":
-        return mask / (denominators.num_completions * denominators.max_completion_tokens)
     if loss == "gspo":
-        return mask / (denominators.num_sequences * mask.sum(-1, keepdim=True).clamp(min=1.0))
-    return mask / denominators.num_tokens
+        mask = mask / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    return mask / divisor(loss, denominators)
 
 
 def policy_terms(
