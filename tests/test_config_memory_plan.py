@@ -68,19 +68,20 @@ def test_lora_parameters() -> None:
 
 
 def test_activations() -> None:
-    # A bfloat16 layer: norms 2 x 10 x 4; q, k, v and result (2 x 10 + 2 x 2) x 2; two float32
-    # inputs of adapters 2 x 10 x 4 = 208. Its MLP: 3 x 40 x 2 = 240. Two layers.
+    # A bfloat16 layer: norms 2 x 10; q, k, v and result 2 x 10 + 2 x 2; what q and v read 10: 54.
+    # Its MLP: 3 x 40. Two bytes each, two layers.
     adapted = ("q_proj", "v_proj")
-    assert MODEL.kept_bytes(adapted, 2, False) == 2 * (208 + 240)
-    assert MODEL.kept_bytes(adapted, 2, "mlp") == 2 * (208 + 10 * 2)
+    assert MODEL.kept_bytes(adapted, 2, False) == 2 * (108 + 240)
+    assert MODEL.kept_bytes(adapted, 2, "mlp") == 2 * (108 + 10 * 2)
     assert MODEL.kept_bytes(adapted, 2, True) == 2 * 10 * 2
     # One layer at work: the gradients of its MLP's inside, and what is recomputed.
     assert MODEL.working_bytes(adapted, 2, False) == 240
     assert MODEL.working_bytes(adapted, 2, "mlp") == 240 + 240
-    assert MODEL.working_bytes(adapted, 2, True) == 208 + 240 + 240
-    # All weights trained: 128 without adapters + 3 x 10 x 2; the MLP's input and product besides.
-    assert MODEL.kept_bytes(None, 2, False) == 2 * (128 + 60 + 240 + 20 + 80)
-    assert MODEL.kept_bytes(None, 2, "mlp") == 2 * (128 + 60 + 20)
+    assert MODEL.working_bytes(adapted, 2, True) == 108 + 240 + 240
+    # The result is what o reads. All weights trained: the MLP's input and product besides.
+    assert MODEL.kept_bytes(("o_proj",), 2, False) == 2 * (88 + 240)
+    assert MODEL.kept_bytes(None, 2, False) == 2 * (108 + 240 + 20 + 80)
+    assert MODEL.kept_bytes(None, 2, "mlp") == 2 * (108 + 20)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -126,21 +127,23 @@ def one_layer_less(policy: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("adapted", "checkpointing"),
+    ("adapted", "dtype", "checkpointing"),
     [
-        (None, False),
-        (None, "mlp"),
-        (("q_proj", "o_proj"), "mlp"),
-        (("k_proj", "up_proj"), False),
-        (("q_proj",), True),
+        (None, "bfloat16", False),
+        (None, "bfloat16", "mlp"),
+        (("q_proj", "o_proj"), "bfloat16", "mlp"),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), "bfloat16", False),
+        (("q_proj", "o_proj", "up_proj", "down_proj"), "bfloat16", False),
+        (("q_proj",), "bfloat16", True),
+        (("q_proj", "v_proj"), "float32", False),
     ],
 )
 def test_what_a_real_forward_keeps(
-    folder: str, adapted: tuple[str, ...] | None, checkpointing: Checkpointing
+    folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Checkpointing
 ) -> None:
-    """A bfloat16 policy's own packed forward, its graph alive: the plan counts what is there."""
+    """A policy's own packed forward, its graph alive: the plan counts what is there."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
-    section = {"type": "", "model_path": folder, "dtype": "bfloat16", "device": "cpu", "lora": lora}
+    section = {"type": "", "model_path": folder, "dtype": dtype, "device": "cpu", "lora": lora}
     policy = qwen2_5_vl.build(
         qwen2_5_vl.Config.model_validate(section),
         tiny_qwen.TEMPLATE,
@@ -168,7 +171,8 @@ def test_what_a_real_forward_keeps(
         per_token = (whole - kept()) / len(batch.input_ids)
     tiny = LanguageModel(layers=1, hidden=64, ffn=128, heads=2, kv_heads=1, head_dim=32, params=0)
     # Left out of the plan: log-sum-exps, a norm's root, an adapter's inner values.
-    assert per_token == pytest.approx(tiny.kept_bytes(adapted, 2, checkpointing), rel=0.05)
+    num_bytes = getattr(torch, dtype).itemsize
+    assert per_token == pytest.approx(tiny.kept_bytes(adapted, num_bytes, checkpointing), rel=0.05)
 
 
 def test_phases() -> None:
@@ -176,15 +180,15 @@ def test_phases() -> None:
     lora = 256
     resident = CONTEXT_GB + 3 * 2 + lora * 12e-9 + 20 * 2
     # From the first conditioning on: all of an iteration's graphs, one forward's working memory.
-    forwards = 700 * 896e-9 + 200 * 240e-9 + LOGITS_GB + lora * 4e-9
+    forwards = 700 * 696e-9 + 200 * 240e-9 + LOGITS_GB + lora * 4e-9
     assert planned.total_gb("generate") == pytest.approx(resident + 50)
     assert planned.total_gb("render") == pytest.approx(resident + 2 + forwards)
     assert planned.total_gb("learn") == pytest.approx(resident + forwards)
     assert planned.peak_gb == planned.total_gb("generate")
     # What is not kept is forwarded again, one row at a time.
     some = plan(replace(SIZES, kept_tokens=0, all_kept=False), gpu_gb=100)
-    assert planned.total_gb("render") - some.total_gb("render") == pytest.approx(700 * 896e-9)
-    assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 896e-9)
+    assert planned.total_gb("render") - some.total_gb("render") == pytest.approx(700 * 696e-9)
+    assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 696e-9)
 
 
 def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
