@@ -1,29 +1,39 @@
-"""Nothing is done twice: every costly step, counted over the work of one iteration."""
+"""Nothing is done twice: every costly step, counted part by part and over whole iterations."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_emu3_vq
+import tiny_loop
 import tiny_sd3
 import torch
 from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from rl.config import RunConfig
+from rl.jsonnet import evaluate
+from rl.opening import open_run
 from rl.renderers._emu3_codec import Emu3Codec
 from rl.renderers._emu3_loop import Emu3VqRenderer
 from rl.rewards import clip, edit_quality, ground_score, viescore, viescore_t2i
 from rl.rewards._clip_model import ClipModel
+from rl.rollout import Rollout
+from rl.run import Run
 from rl.system import judge_question
+from rl.system.dist import Dist
 from rl.system.judge_client import JudgeClient
-from rl.types import Evidence, Grade, RenderJob, Sample
+from rl.train import learn_from, roll_out
+from rl.types import Completion, Evidence, Grade, RenderJob, Sample
 
 
 def rows_of_calls(module: torch.nn.Module) -> list[int]:
@@ -35,6 +45,28 @@ def rows_of_calls(module: torch.nn.Module) -> list[int]:
 
     module.register_forward_pre_hook(note, with_kwargs=True)
     return rows
+
+
+def grids_of_calls(tower: torch.nn.Module) -> list[int]:
+    """The same of a vision tower, whose pictures lie behind each other."""
+    rows: list[int] = []
+    tower.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    return rows
+
+
+def pictures_prepared(processor: Any) -> list[int]:
+    """The same of an image processor."""
+    pictures: list[int] = []
+    prepare = processor.preprocess
+
+    def counted(images: Sequence[Image.Image], *args: Any, **kwargs: Any) -> Any:
+        pictures.append(len(images))
+        return prepare(images, *args, **kwargs)
+
+    processor.preprocess = counted
+    return pictures
 
 
 # --- the judge ---------------------------------------------------------------------------------
@@ -95,19 +127,12 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
 # --- CLIP --------------------------------------------------------------------------------------
 
 
-def test_clip_reads_each_picture_and_each_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_reads_each_picture_and_each_prompt_once() -> None:
     """Six pictures of two prompts, of which four are looked at together; and once more."""
     model = ClipModel(clip.Config(model_path="rl/tiny_world/weights/clip", batch_size=4), "cpu")
     seen = rows_of_calls(model._model.vision_model)
     read = rows_of_calls(model._model.text_model)
-    prepared: list[int] = []
-    prepare = model._processor.preprocess
-
-    def counted(images: Sequence[Image.Image], **arguments: Any) -> Any:
-        prepared.append(len(images))
-        return prepare(images, **arguments)
-
-    monkeypatch.setattr(model._processor, "preprocess", counted)
+    prepared = pictures_prepared(model._processor)
     pairs = [("a red circle" if i < 3 else "a blue square", noise_picture(i)) for i in range(6)]
     model.compare(pairs)
     assert prepared == [4, 2] and seen == [4, 4] and read == [1, 1]
@@ -172,3 +197,112 @@ def test_emu3s_codec_does_a_quarter_of_the_stock_models_work() -> None:
     sizes = torch.tensor([[64, 64]])
     encode = flops(lambda: codec.encode_tensor(pixels)) / flops(lambda: vq.encode(pixels, sizes))
     assert decode < 0.26 and encode < 0.26, (decode, encode)
+
+
+# --- whole iterations --------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(system: str, base_exp_dir: Path, **renderer: Any) -> Iterator[Run]:
+    """A system's shipped run with two groups of four; the last of a group repeats its first."""
+    values, problems = evaluate(tiny_loop.REPO / "configs" / f"{system}.jsonnet", (), {})
+    assert values is not None and not problems
+    values |= {
+        "base_exp_dir": str(base_exp_dir),
+        "num_iterations": 1,
+        "prompts_per_iteration": 2,
+        "generations_per_prompt": 4,
+        "engine": {"type": "transformers"},
+        "renderer": values["renderer"] | renderer,
+        "data": values["data"] | {"validation": []},
+    }
+    with open_run(RunConfig.model_validate(values), Dist.from_env("cpu")) as run:
+        generate = run.engine.generate
+
+        def with_twins(*arguments: Any) -> list[list[Completion]]:
+            return [[*group[:-1], group[0]] for group in generate(*arguments)]
+
+        run.engine.generate = with_twins  # type: ignore[method-assign]
+        yield run
+
+
+def iterate(run: Run) -> Rollout:
+    """One iteration, from the first sync to the record."""
+    run.sync_engine()
+    if run.judge is not None:
+        run.judge.take_stats()  # drops the question whether anybody is there
+    flight = roll_out(run, 0)
+    assert flight is not None and learn_from(run, flight)
+    return flight.judging.rollout()
+
+
+def num_distinct(rollout: Rollout) -> int:
+    """Pictures that were wanted, baseline arms' included, equal ones of a group counted once."""
+    arms_PG = [
+        [*episodes, *([] if baseline is None else [baseline])]
+        for episodes, baseline in zip(rollout.episodes, rollout.baselines, strict=True)
+    ]
+    assert all(len(arms_G) >= 4 for arms_G in arms_PG)
+    return sum(
+        len({arm.completion.token_ids for arm in arms_G if arm.image is not None})
+        for arms_G in arms_PG
+    )
+
+
+def num_asked(run: Run) -> int:
+    """Questions to the judge; its journal answers those that were asked before."""
+    return int(run.last_metrics["judge/requests"] + run.last_metrics["judge/reused_replies"])
+
+
+def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
+    """Two pictures are edited, with guidance: each is looked at, and encoded, once."""
+    with opened("quickstart", tmp_path, num_steps=2, true_cfg_scale=2.0) as run:
+        policy: Any = run.policy
+        renderer: Any = run.crew.renderer
+        parts = renderer.parts
+        prepared = pictures_prepared(policy.prompts.image_processor)
+        looked_at = grids_of_calls(policy.module.vl_model.model.visual)
+        encoded = rows_of_calls(parts.vae.encoder)
+        denoised = rows_of_calls(parts.transformer.transformer_blocks[0].attn.to_q)
+        decoded = rows_of_calls(parts.vae.decoder)
+        num_pictures = num_distinct(iterate(run))
+        assert 2 < num_pictures < 2 * 5
+        assert sum(prepared) == sum(looked_at) == sum(encoded) == 2
+        assert sum(denoised) == 2 * 2 * num_pictures and sum(decoded) == num_pictures
+        assert num_asked(run) == 2 * num_pictures
+
+
+def test_an_iteration_of_earl(tmp_path: Path) -> None:
+    """Two sources and two references exist as codes alone; each is painted once."""
+    with opened("tiny_earl", tmp_path) as run:
+        renderer: Any = run.crew.renderer
+        painted = rows_of_calls(renderer.codec.model.decoder.conv_in)
+        rollout = iterate(run)
+        codes = {e.action.payload.tobytes() for group in rollout.episodes for e in group if e.image}
+        assert sum(painted) == 2 + 2 + len(codes)
+        assert num_asked(run) == 3 * num_distinct(rollout)
+
+
+def test_an_iteration_of_the_prompt_writer(tmp_path: Path) -> None:
+    """With guidance: each distinct prompt is encoded once, and so is the negative one."""
+    with opened("tiny_prompts", tmp_path, num_steps=2, guidance_scale=4.0) as run:
+        renderer: Any = run.crew.renderer
+        encoded = rows_of_calls(renderer.parts.text.encoders[0])
+        denoised = rows_of_calls(renderer.parts.transformer)
+        decoded = rows_of_calls(renderer.parts.vae.decoder)
+        rollout = iterate(run)
+        num_pictures = num_distinct(rollout)
+        arms = [e for group in rollout.episodes for e in group] + list(rollout.baselines)
+        prompts = {arm.action.payload for arm in arms if arm is not None}
+        assert sum(encoded) == len(prompts) + 1
+        assert sum(denoised) == 2 * 2 * num_pictures and sum(decoded) == num_pictures
+
+
+def test_an_iteration_of_the_reasoner(tmp_path: Path) -> None:
+    """Its pictures are looked at once: in the prompt, whatever is computed of it."""
+    with opened("tiny_reasoning", tmp_path) as run:
+        policy: Any = run.policy
+        prepared = pictures_prepared(policy.prompts.image_processor)
+        looked_at = grids_of_calls(policy.module.vl_model.model.visual)
+        iterate(run)
+        assert sum(prepared) == sum(looked_at) == 2
