@@ -153,7 +153,7 @@ def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds:
     return as_record(rounds[OURS], counted[OURS])
 
 
-def ranks(folder: Path, shape: Shape, num_iterations: int = 3) -> Record:
+def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
     """The same run on one rank and on two: per rank what an iteration counted, and the metrics."""
     model = language_model(folder)
     sides = [sum(model.shape(name)) for name in model.lora_targets]

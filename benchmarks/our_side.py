@@ -124,21 +124,14 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
 
 def _watch(post: Post) -> None:
     from rl.learner_update import Update
-    from rl.renderers._qwen_denoiser import Denoiser
-    from rl.renderers._qwen_vae2d import FrameVae
 
     meter = post.meter
     watch_models(meter)
     meter.watch_phases()
-    meter.watch(FrameVae, "encode", VAE_ENCODE, lambda _, rows: {"VAE encodes": len(rows)})
-    meter.watch(FrameVae, "decode", VAE_DECODE, lambda _, rows: {"VAE decodes": len(rows)})
     meter.watch(Update, "work_ahead", TAIL)
     for name in ("all_reduce", "all_gather", "broadcast"):
         for module in (torch.distributed, torch.distributed.distributed_c10d):
             meter.watch(module, name, None, _num_bytes)
-    meter.watch(
-        Denoiser, "velocity", None, lambda _, latents, *more: {"DiT forwards": len(latents)}
-    )
 
 
 def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:

@@ -128,12 +128,16 @@ def forget_peak() -> None:
 
 
 def watch_models(meter: Meter) -> None:
-    """The same gauges on both sides, at the doors of the classes that transformers and diffusers
-    ship: spans for the VAE, and counts of what passes (the sampler's own left out)."""
+    """The same gauges on both sides, at the doors of transformers' and diffusers' classes and of
+    those that this project puts in their place: spans for tower and VAE, and counts of what passes
+    (the sampler's own left out)."""
     mend_mismatched_wheels()
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
+
+    from rl.renderers._qwen_denoiser import Denoiser
+    from rl.renderers._qwen_vae2d import FrameVae
 
     def count(what: str, how_many: Callable[..., int]) -> Callable[..., dict[str, int]]:
         def counted(_: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
@@ -141,7 +145,7 @@ def watch_models(meter: Meter) -> None:
 
         return counted
 
-    def num_rows(rows: Any = None, hidden_states: Any = None, **_: Any) -> int:
+    def num_rows(rows: Any = None, *_: Any, hidden_states: Any = None, **__: Any) -> int:
         return len(hidden_states if rows is None else rows)
 
     def num_positions(inputs_embeds: Any, **_: Any) -> int:
@@ -154,6 +158,9 @@ def watch_models(meter: Meter) -> None:
     for owner, name, label, what, how_many in (
         (AutoencoderKLQwenImage, "encode", VAE_ENCODE, "VAE encodes", num_rows),
         (AutoencoderKLQwenImage, "decode", VAE_DECODE, "VAE decodes", num_rows),
+        (FrameVae, "encode", VAE_ENCODE, "VAE encodes", num_rows),
+        (FrameVae, "decode", VAE_DECODE, "VAE decodes", num_rows),
+        (Denoiser, "velocity", None, "DiT forwards", num_rows),
         (QwenImageTransformer2DModel, "forward", None, "DiT forwards", num_rows),
         (qwen.Qwen2_5_VLTextModel, "forward", None, "token positions", num_positions),
         (tower, "forward", TOWER, "pictures in the vision tower", num_pictures),

@@ -1,0 +1,161 @@
+"""The benchmark's own arithmetic, and that what it compares is the same work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import experiments, goals, report, toy
+from benchmarks.defeats import SAVINGS
+from benchmarks.experiments import OURS, STOCK, TUNED
+from benchmarks.judge_stub import JudgeProcess
+from benchmarks.meter import Meter
+from benchmarks.toy import Shape
+from rl.renderers import qwen_image_edit
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_spans_are_exclusive_and_add_up() -> None:
+    clock = Clock()
+    meter = Meter(cpu_clock=clock, flops_so_far=lambda: 10 * clock.now_s)
+    clock.work(1)
+    with meter.span("outer"):
+        clock.work(2)
+        with meter.span("inner"):
+            clock.work(4)
+        clock.work(8)
+    spent = meter.read()
+    assert {label: s.cpu_s for label, s in spent.items()} == {"other": 1, "outer": 10, "inner": 4}
+    assert spent["inner"].flops == 40
+    meter.reset()
+    clock.work(16)
+    assert meter.read()["other"].cpu_s == 16
+
+
+def test_watched_functions_are_timed_and_counted_but_not_inside_the_span_they_avoid() -> None:
+    clock = Clock()
+    meter = Meter(cpu_clock=clock)
+    meter.watch(clock, "work", "work", lambda seconds: {"seconds": seconds}, unless_in="sampling")
+    clock.work(3)
+    with meter.span("sampling"):
+        clock.work(5)
+    assert meter.counts == {"seconds": 3}
+    assert {label: s.cpu_s for label, s in meter.read().items()} == {
+        "other": 0,
+        "work": 3,
+        "sampling": 5,
+    }
+
+
+def side(policy_s: list[float], gflop: float) -> dict[str, Any]:
+    return {
+        "cpu_s": {"policy side": policy_s, "DiT": [1.0, 1.0, 1.0]},
+        "wall_s": {"policy side": policy_s},
+        "gflop": {"policy side": gflop},
+        "counts": {},
+    }
+
+
+def test_ratios_are_medians_of_the_rounds_own() -> None:
+    ours, peer = side([1.0, 2.0, 1.0], 4.0), side([8.0, 10.0, 9.0], 30.0)
+    parts = ["policy side"]
+    assert report.ratio(report.cpu_s(peer, parts), report.cpu_s(ours, parts)) == (8.0, 5.0, 9.0)
+    assert report.cpu_s(peer) == [9.0, 11.0, 10.0]
+    record = {"shape": {"group": 8}, "sides": {STOCK: peer, TUNED: peer, OURS: ours}}
+    assert "| policy side | 9.00 | 9.00 | 1.00 | 8.0x (5.0 to 9.0) |" in report.head_to_head(record)
+    assert "7.5x" in report.sweep({"G = 8": record})
+
+
+def test_goals_say_what_was_met_and_skip_what_was_not_measured() -> None:
+    ours, peer = side([1.0], 4.0), side([7.0], 30.0)
+    shown = goals.goals({"flops_6_to_1": {"sides": {STOCK: peer, TUNED: peer, OURS: ours}}})
+    assert shown.count("| yes |") == 2
+    peaks = {str(g): {STOCK: 30.0 * g, TUNED: 50.0 * g, OURS: 100 + 10.0 * g} for g in (4, 16)}
+    assert report.memory_slopes(peaks) == {STOCK: 30.0, TUNED: 50.0, OURS: 10.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("toy")
+    toy.save_models(path)
+    return path
+
+
+def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    shape = Shape(ragged=True, num_equal=2)
+    row = toy.make_sample(3, shape)
+    messages = [
+        {"role": "system", "content": toy.SYSTEM},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row.instruction}]},
+    ]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    section = toy.renderer_section(folder, shape)
+    template = qwen_image_edit.prompt_template(qwen_image_edit.Config(**section))
+    picture = "<|vision_start|><|image_pad|><|vision_end|>"
+    ours = template.text.replace("{image}", picture).replace("{instruction}", row.instruction)
+    assert chat == ours
+    assert len(tokenizer(template.drop_prefix).input_ids) == 64
+    texts = toy.make_completions(row.instruction, shape)
+    assert texts[0] == texts[1] != texts[2]
+    ids = [toy.completion_ids(tokenizer, text) for text in texts]
+    assert [len(one) for one in ids][2:] == shape.completion_lens()[2:]
+    for text, one in zip(texts, ids, strict=True):
+        assert tokenizer.decode(one, skip_special_tokens=True) == text
+
+
+@pytest.mark.slow
+def test_a_run_without_any_saving_gives_the_same_numbers(folder: Path) -> None:
+    """Every saving is exact: the loss, KL, gradient and rewards of a run that does everything
+    again and again are those of one that does not."""
+    shape = Shape(
+        group=3, picture_px=112, completion_tokens=8, render_px=64, num_steps=2, true_cfg_scale=4.0
+    )
+    overrides = [override for saving in SAVINGS.values() for override in saving.overrides]
+    rows = {}
+    with JudgeProcess() as judge:
+        for name, options in (
+            ("with", {}),
+            ("without", {"without": list(SAVINGS), "overrides": overrides}),
+        ):
+            before = set((folder / "runs").glob("*")) if (folder / "runs").exists() else set()
+            with experiments.ours(
+                folder, shape, judge.api_base, samples=False, **options
+            ) as contestant:
+                for _ in range(3):
+                    measured = contestant.iterate()
+            [run] = set((folder / "runs").glob("*")) - before
+            lines = (run / "toy" / "metrics.jsonl").read_text().splitlines()
+            rows[name] = [json.loads(line) for line in lines[:2]], measured
+    for one, other in zip(rows["with"][0], rows["without"][0], strict=True):
+        for key in ("kl/reference_k3", "policy/entropy", "loss/kl"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-7), key
+    counts, again = rows["with"][1].counts, rows["without"][1].counts
+    assert counts["pictures in the vision tower"] == counts["VAE encodes"] == 1
+    assert again["VAE encodes"] == 3 and again["pictures in the vision tower"] > 3
+    assert again["token positions"] > 2 * counts["token positions"]
+
+
+def test_every_saving_says_how_it_is_defeated() -> None:
+    for saving in SAVINGS.values():
+        changes = saving.shape or saving.overrides
+        assert changes or saving.defeat.__name__ != "_nothing", saving.title
+        replace(Shape(), **saving.shape)
