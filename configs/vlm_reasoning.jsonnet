@@ -50,7 +50,7 @@ local open_r1(rows) = {
     zero_stage: 3,
     learning_rate: 1e-5,
     max_tokens_per_micro_batch: 12288,  // one group: 2048 + 8 x 1024 at the most
-    gradient_checkpointing: true,
+    gradient_checkpointing: 'mlp',
   },
   evaluation+: { every_n_iterations: 50, num_samples: 100 },
   checkpoint+: { save_every_n_iterations: 25 },
