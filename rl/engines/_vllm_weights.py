@@ -79,7 +79,7 @@ def lora_difference(worker: Any, expected: Lora) -> str:
 
 
 def _slots(worker: Any) -> Lora:
-    """Layer name -> its slot's (A [max_rank, in], B [out, max_rank])."""
+    """Linear layer's name -> its slot's (A [max_rank, in], B [out, max_rank])."""
     manager = worker.model_runner.lora_manager._adapter_manager
     if ADAPTER_ID not in manager.lora_index_to_id:
         return {}
@@ -87,7 +87,8 @@ def _slots(worker: Any) -> Lora:
     return {
         name: (layer.lora_a_stacked[i][slot, 0], layer.lora_b_stacked[i][slot, 0])
         for packed_name, layer in manager.modules.items()
-        if hasattr(layer, "lora_a_stacked")
+        # Embeddings and the head, which are never adapted, have one tensor here.
+        if isinstance(getattr(layer, "lora_a_stacked", None), tuple)
         for i, name in enumerate(manager.packed_modules.get(packed_name, [packed_name]))
     }
 
