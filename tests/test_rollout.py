@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import signal
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import pvariance
 
 import pytest
 from PIL import Image
+from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
 
 from rl.config import RunConfig
 from rl.packs import pack_groups
@@ -28,7 +32,7 @@ from rl.system import signals
 from rl.system.background import BackgroundLoop
 from rl.system.console import PhaseTimer
 from rl.system.dist import Dist
-from rl.system.judge_client import JudgeError, JudgeRefused
+from rl.system.judge_client import JudgeClient, JudgeError, JudgeRefused
 from rl.types import (
     Action,
     Completion,
@@ -400,3 +404,58 @@ def test_groups_are_handed_in_while_others_are_judged(crew: Crew) -> None:
     control = fly(run, "ab", "cd")
     run.grade(control, 0)
     assert control.update.seen == ["ahead"], "advantages need the whole batch"
+
+
+def test_a_finished_group_is_learnt_from_before_the_last_verdict(crew: Crew) -> None:
+    """The second group's judge does not speak before the first group has been handed in."""
+    prompts = [Prompt(Sample(name, "do it"), (1, 2), (1, 2)) for name in "ab"]
+    batch = Sampled(prompts, [[word("ab")], [word("late")]], [51, 52], ["0/0", "0/1"], [None, None])
+    update = Waiting(batch)
+
+    class Waits(Level):
+        async def grade(self, evidence: Evidence) -> Grade:
+            for _ in range(500 if evidence.text == "late" else 0):
+                if update.seen[1:]:
+                    return await super().grade(evidence)
+                await asyncio.sleep(0.01)
+            return await super().grade(evidence)
+
+    run = run_of(replace(crew, rewards={"level": Waits()}), [])
+    judging = run.render(batch, update)
+    assert judging is not None
+    started = time.monotonic()
+    run.grade(Flight(0, judging, update), 0)
+    assert [seen[0] for seen in update.seen[1:]] == [0, 1]
+    assert time.monotonic() - started < 4, "the judge waited in vain"
+
+
+def test_a_judge_that_stalls_costs_no_picture_and_no_finished_reward(crew: Crew) -> None:
+    """It stalls for six time-outs (12 minutes at the default 120 s) in the middle of a rollout."""
+
+    class Asks:
+        def __init__(self, client: JudgeClient) -> None:
+            self.client = client
+
+        async def grade(self, evidence: Evidence) -> Grade:
+            answer = await self.client.ask(pair_question(evidence.text), read_pair)
+            value = None if answer.value is None else answer.value[0] / 10
+            return Grade(value, failure=answer.failure)
+
+    async def recover() -> None:
+        await asyncio.sleep(0.9)
+        judge.after = Fault()
+
+    words = [word(chr(97 + i) * 2) for i in range(8)]
+    with FaultyJudge([Fault()] * 3, after=Fault(stall_s=0.4)) as judge:
+        config = quick_config(timeout_s=0.15, max_concurrency=2, breaker_failures=2)
+        client = JudgeClient(config, judge.api_base)
+        back = crew.loop.submit(recover())
+        episodes = roll(replace(crew, rewards={"asks": Asks(client)}), *words)
+        back.result()
+        crew.loop.submit(client.aclose()).result()
+    assert [episode.reward for episode in episodes] == [0.8] * 8
+    assert len(crew.renderer.jobs) == 8, "a picture was made twice"
+    assert len({json.dumps(request["messages"]) for request in judge.requests[:3]}) == 3
+    asked = Counter(json.dumps(request["messages"]) for request in judge.requests)
+    answered_at_once = [json.dumps(request["messages"]) for request in judge.requests[:3]]
+    assert all(asked[question] == 1 for question in answered_at_once), "a reward was asked again"
