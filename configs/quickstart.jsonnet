@@ -57,7 +57,7 @@
     warmup_iterations: 4,
     betas: [0.9, 0.99],
     max_grad_norm: 0.1,
-    max_tokens_per_micro_batch: 1024,
+    max_tokens_per_micro_batch: 2048,
   },
   evaluation+: { every_n_iterations: 10, num_samples: 64 },
   checkpoint+: { save_every_n_iterations: 20 },
