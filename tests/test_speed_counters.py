@@ -175,8 +175,8 @@ def test_emu3_paints_one_frame_of_four_and_each_distinct_grid_once() -> None:
     source, *drawn = (tiny_emu3_vq.make_codes(seed) for seed in range(4))
     samples = [Sample(str(i), "", source_codes=codes) for i, codes in enumerate((source, drawn[0]))]
     for _ in range(2):
-        samples = renderer.illustrate(samples)
-    assert painted == [2]
+        renderer.illustrate(samples)
+    assert painted == [2], "the second time they are remembered"
     jobs = [RenderJob(samples[0], drawn[i], noise_seed=0) for i in (0, 0, 1, 2, 1, 0)]
     assert len(list(renderer.render(iter(jobs)))) == 6
     assert painted == [2, 3]
