@@ -170,6 +170,7 @@ class Update:
                 self._kept.pop(pack, None)
             loss = self.config.algorithm.loss
             self._step(divisor(loss, part.planned) / divisor(loss, actual))
+        self._kept.clear()
         return self._tally.report(self.learning_rate, self.dist)
 
     # --- which rows ---------------------------------------------------------------------------
