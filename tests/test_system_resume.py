@@ -127,3 +127,11 @@ def test_the_table_names_keys_that_exist():
             section = section[key]
     sections = {p.partition(".")[0] for p in (*HARMLESS, *NOTED) if not p.startswith("*")}
     assert sections <= set(RunConfig.model_fields)
+
+
+def test_a_checkpoint_older_than_a_key_goes_on_as_it_was() -> None:
+    new = run_config().model_dump(mode="json")
+    old = {key: value for key, value in new.items() if key != "max_staleness"}
+    assert check_resume(old, new) == []
+    with pytest.raises(ValueError, match="max_staleness: 0 -> 1"):
+        check_resume(old, new | {"max_staleness": 1})

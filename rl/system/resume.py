@@ -36,6 +36,9 @@ NOTED = (
 LENGTH = ("num_iterations", "num_epochs")
 """Harmless under a constant learning rate; one that decays falls along another line."""
 
+SINCE = {"max_staleness": 0}
+"""Keys that older checkpoints lack, and how those runs behaved."""
+
 _ABSENT = "(absent)"
 
 
@@ -52,7 +55,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     breaking: list[str] = []
     noted: list[str] = []
     for key in keys:
-        before, after = old_flat.get(key, _ABSENT), new_flat.get(key, _ABSENT)
+        before = old_flat.get(key, SINCE.get(key, _ABSENT))
+        after = new_flat.get(key, _ABSENT)
         if before == after or _matches(key, harmless):
             continue
         line = f"{key}: {before!r} -> {after!r}"
