@@ -118,10 +118,10 @@ class StockDenoiser:
         self, states_R: Sequence[torch.Tensor], sources: torch.Tensor, shapes: Sequence[Any]
     ) -> Any:
         """The arguments that no step changes; words padded to the longest row."""
-        lengths_R = tuple(len(states) for states in states_R)
+        num_words = tuple(len(states) for states in states_R)
         states = torch.nn.utils.rnn.pad_sequence(list(states_R), batch_first=True)
-        mask = torch.arange(states.shape[1]) < torch.tensor(lengths_R)[:, None]
-        return StockConditioning(lengths_R, states, mask, sources, [list(shapes)] * len(states))
+        mask = torch.arange(states.shape[1]) < torch.tensor(num_words)[:, None]
+        return StockConditioning(num_words, states, mask, sources, [list(shapes)] * len(states))
 
     def velocity(
         self, latents: torch.Tensor, given: StockConditioning, timestep: torch.Tensor
@@ -142,7 +142,7 @@ class StockDenoiser:
 class StockConditioning:
     """What `StockDenoiser` needs beside latents and timestep."""
 
-    lengths_R: tuple[int, ...]  # noqa: N815 (as in `Conditioning`)
+    num_words: tuple[int, ...]
     states: torch.Tensor
     """[R, L, D], padded on the right."""
     mask: torch.Tensor

@@ -63,26 +63,20 @@ def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Re
     return record
 
 
-def head_to_head(folder: Path, shape: Shape, num_rounds: int, samples: bool = True) -> Record:
+def head_to_head(folder: Path, shape: Shape, num_rounds: int) -> Record:
     """Stock, tuned and this project in turn; then one iteration of each under the FLOP counter."""
     with JudgeProcess() as judge:
-        makers = sides(folder, shape, judge.api_base, samples)
+        makers = sides(folder, shape, judge.api_base, samples=True)
         rounds, counted = interleave(makers, num_rounds, count_flops=True)
     records = {name: as_record(rounds[name], counted[name]) for name in makers}
-    return {"shape": vars(shape), "sides": records}
+    over = _over_minimum(records[OURS], shape, language_model(folder))
+    return {"shape": vars(shape), "sides": records, "over_minimum": over}
 
 
-def flops_only(folder: Path, shape: Shape) -> Record:
-    """FLOPs and counts, which need no repetition."""
-    return head_to_head(folder, shape, 1, samples=False)
-
-
-def over_minimum(folder: Path, shape: Shape) -> float:
-    """Executed FLOPs of this project's policy side over the least that gives the same numbers: two
-    forwards (policy, reference) over each token once and over the pairs of the prefix tree, one
-    backward, the head where a completion is predicted, the vision tower once."""
-    side = flops_only(folder, shape)["sides"][OURS]
-    model = language_model(folder)
+def _over_minimum(side: Record, shape: Shape, model: LanguageModel) -> float:
+    """Executed FLOPs of the policy side over the least that gives the same numbers: two forwards
+    (policy, reference) over each token once and over the pairs of the prefix tree, one backward,
+    the head where a completion is predicted, the vision tower once. For one group, none equal."""
     num_completion = sum(shape.completion_lens())
     num_tokens = side["counts"]["token positions"] // 2
     pairs = prefix_tree_pairs(num_tokens - num_completion, shape.completion_lens())
@@ -111,14 +105,19 @@ def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, flo
 
 
 def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int) -> Record:
-    """Wall seconds under a judge of that slowness, all questions of an iteration at once."""
+    """Wall seconds under a judge of that slowness, all questions of an iteration at once.
+
+    One side after the other: between two turns of a contest verdicts would come in for nothing.
+    """
     with JudgeProcess(latency_s) as judge:
         makers = sides(folder, shape, judge.api_base, samples=True)
         makers[ONE_STEP_OFF] = functools.partial(
             ours, folder, shape, judge.api_base, samples=True, overrides=["max_staleness=1"]
         )
-        rounds, _ = interleave(makers, num_rounds)
-    records = {name: as_record(rounds[name]) for name in makers}
+        rounds = {
+            name: interleave({name: make}, num_rounds)[0][name] for name, make in makers.items()
+        }
+    records = {name: as_record(measured) for name, measured in rounds.items()}
     return {"latency_s": latency_s, "sides": records}
 
 

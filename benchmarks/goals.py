@@ -45,7 +45,7 @@ def _at_least(limit: float, value: float, form: str = "{:.1f}x") -> tuple[str, b
 
 
 def _flops_ratio(results: Record, peer: str) -> float:
-    sides = results["flops_6_to_1"]["sides"]
+    sides = results["sweep"]["T = 72"]["sides"]
     return gflop(sides[peer], POLICY_PARTS) / gflop(sides[OURS], POLICY_PARTS)
 
 
@@ -90,9 +90,11 @@ def _stale_wait(results: Record) -> tuple[str, bool]:
 
 _GOALS: Sequence[tuple[str, str, Callable[[Record], tuple[str, bool]]]] = (
     (
-        "policy side, executed FLOPs over the minimum",
+        "policy side, executed FLOPs over the minimum, worst shape",
         "<= 1.05",
-        lambda r: _at_most(1.05, r["over_minimum"], "{:.3f}"),
+        lambda r: _at_most(
+            1.05, max(record["over_minimum"] for record in r["sweep"].values()), "{:.3f}"
+        ),
     ),
     (
         "policy FLOPs, TRL tuned over ours, P:T = 6:1, G = 8",

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m pip install -r benchmarks/requirements.txt
     .venv/bin/python -m benchmarks.side_by_side                everything: half an hour on one core
-    .venv/bin/python -m benchmarks.side_by_side --quick        one shape, a few minutes
+    .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, a few minutes
     .venv/bin/python -m benchmarks.side_by_side --only latency ranks
 
 What: the experiments in order, a report (Markdown), its records (JSON) and a plot (PNG) in `--out`.
@@ -27,7 +27,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ SWEEP = {
     "T = 72": SIX_TO_ONE,
     "T = 8, 16 ... 64": replace(BASE, completion_tokens=64, ragged=True),
 }
+QUICK = ("G = 8", "T = 72")
 LATENCY_SHAPE = replace(BASE, group=4, num_groups=2)
 LATENCIES_S = (0.0, 0.5, 2.0, 8.0)
 SAVINGS_SHAPE = Shape(completion_tokens=64, ragged=True, num_equal=2, true_cfg_scale=4.0)
@@ -54,42 +54,25 @@ RANKS_SHAPE = replace(BASE, num_groups=2)
 PACKAGES = ("torch", "transformers", "peft", "diffusers", "trl", "accelerate")
 
 
-def measure(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """Run what is asked for; records by experiment."""
-    num_rounds = 3 if asked.quick else asked.rounds
-    sweep = {"G = 8": BASE} if asked.quick else SWEEP
-
-    def head_to_head() -> Any:
-        return {
-            name: _told(name, partial(experiments.head_to_head, folder, shape, num_rounds))
-            for name, shape in sweep.items()
-        }
-
-    def memory() -> Any:
-        return {str(g): experiments.memory(folder, replace(BASE, group=g)) for g in (4, 8, 16)}
-
-    def latency() -> Any:
-        return [
-            experiments.judge_latency(folder, LATENCY_SHAPE, latency_s, 3)
+def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """The experiments by name, in order."""
+    rounds = asked.rounds
+    shapes = {name: SWEEP[name] for name in QUICK} if asked.quick else SWEEP
+    return {
+        "sweep": lambda: {
+            name: experiments.head_to_head(folder, shape, rounds) for name, shape in shapes.items()
+        },
+        "memory": lambda: {
+            str(group): experiments.memory(folder, replace(BASE, group=group))
+            for group in (4, 8, 16)
+        },
+        "latency": lambda: [
+            experiments.judge_latency(folder, LATENCY_SHAPE, latency_s, min(rounds, 3))
             for latency_s in LATENCIES_S
-        ]
-
-    runs: dict[str, Callable[[], Any]] = {
-        "sweep": head_to_head,
-        "over_minimum": lambda: experiments.over_minimum(folder, SIX_TO_ONE),
-        "flops_6_to_1": lambda: experiments.flops_only(folder, SIX_TO_ONE),
-        "memory": memory,
-        "latency": latency,
+        ],
         "ranks": lambda: experiments.ranks(folder, RANKS_SHAPE),
-        "savings": lambda: experiments.savings(folder, SAVINGS_SHAPE, 2),
+        "savings": lambda: experiments.savings(folder, SAVINGS_SHAPE, min(rounds, 2)),
     }
-    names = asked.only or (["sweep", "over_minimum", "flops_6_to_1"] if asked.quick else list(runs))
-    return {name: _told(name, runs[name]) for name in names}
-
-
-def _told(name: str, run: Callable[[], Any]) -> Any:
-    print(f"{datetime.datetime.now():%H:%M:%S} {name}", file=sys.stderr, flush=True)
-    return run()
 
 
 def host() -> dict[str, str]:
@@ -128,9 +111,9 @@ def written(results: dict[str, Any]) -> str:
 def main() -> None:
     """See the file's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side")
-    parser.add_argument("--quick", action="store_true", help="one shape, three rounds")
+    parser.add_argument("--quick", action="store_true", help="two shapes, nothing else")
     parser.add_argument("--only", nargs="+", help="names of experiments")
-    parser.add_argument("--rounds", type=int, default=6, help="after the one that is dropped")
+    parser.add_argument("--rounds", type=int, default=5, help="after the one that is dropped")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -140,13 +123,16 @@ def main() -> None:
         results = json.loads(records.read_text())
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as temporary:
         toy.save_models(Path(temporary))
-        results |= measure(Path(temporary), asked)
-    results["host"] = host()
-    records.write_text(json.dumps(results, indent=1) + "\n")
+        experiments_by_name = plan(Path(temporary), asked)
+        for name in asked.only or (["sweep"] if asked.quick else experiments_by_name):
+            print(f"{datetime.datetime.now():%H:%M:%S} {name}", file=sys.stderr, flush=True)
+            results[name] = experiments_by_name[name]()
+            results["host"] = host()
+            records.write_text(json.dumps(results, indent=1) + "\n")
     text = written(results)
     (asked.out / "side_by_side.md").write_text(text)
     print(text)
-    if {"sweep", "memory", "latency"} <= results.keys() and len(results["sweep"]) > 1:
+    if {"sweep", "memory", "latency"} <= results.keys() and len(results["sweep"]) > len(QUICK):
         plot(results, asked.out / "side_by_side.png")
 
 
