@@ -71,7 +71,7 @@ class FrameVae(nn.Module):
             statistic = torch.tensor(channels).view(1, -1, 1, 1).to(vae.device, vae.dtype)
             self.register_buffer(name, statistic)
         # As convolutions want their kernels, on a CPU as on a GPU: encoding takes half the time.
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """[B, 3, H, W] in -1..1 -> the posterior's mode [B, C, H / 8, W / 8], mean 0, deviation 1
