@@ -112,7 +112,8 @@ def policy_config(
     else:
         noted = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         section = {"type": bare_policy, "model_path": noted["base_model_name_or_path"]}
-    section = {**section, "adapter_path": ""}
+    # No attention is computed: the run's kernel need not run here.
+    section = {**section, "adapter_path": "", "attn_implementation": "auto"}
     if base is not None:
         section = {**section, "model_path": base, "revision": None}
         section.pop("init_text_encoder_from", None)
@@ -144,9 +145,7 @@ def merge(adapter: Path, target: Path, config: Any, dtype: str) -> None:
     import torch
 
     loading = LOADING[config.type]
-    # No attention is computed, so the run's kernel need not be installed here, nor take float32.
-    plain = {"dtype": "float32", "attn_implementation": "sdpa"}
-    base = loading.load_model(config.model_copy(update=plain))
+    base = loading.load_model(config.model_copy(update={"dtype": "float32"}))
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
