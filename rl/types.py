@@ -104,9 +104,7 @@ class Prompt:
 
     sample: Sample
     token_ids: tuple[int, ...]
-    """As trained on: every image expanded to its number of image tokens."""
-    engine_token_ids: tuple[int, ...]
-    """As the sampler takes it: ONE image placeholder per picture."""
+    """Every image expanded to its number of image tokens."""
     images: tuple[Image, ...] = ()
     """Pictures as both processors see them (already resized)."""
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -150,8 +148,6 @@ class Action:
     """What the renderer takes (its `ACCEPTS` kind); None exactly when `failure` is set."""
     failure: str | None = None
     """Why nothing can be rendered, in words (-> POLICY_FAILED)."""
-    logprobs: torch.Tensor | None = None
-    """[T] float32, nats: the trainer's log-probs from the same forward that made the payload."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ class Gathering:
         self._dist = dist
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        return Prompt(sample, (1,), (1,))
+        return Prompt(sample, (1,))
 
     def encode_completion(self, text: str) -> Completion:
         return Completion((2,), (0.0,), "stop")

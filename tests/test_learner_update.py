@@ -280,7 +280,7 @@ def open_update(learner: Learner, sequences: list[Graded]) -> Update:
 
 
 def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
-    a, b, c = (Prompt(Sample(name, "do it"), (1,) * 4, (1,)) for name in "abc")
+    a, b, c = (Prompt(Sample(name, "do it"), (1,) * 4) for name in "abc")
     ids_PG = [[(5,), (5, 6)], [(5, 6), (7,)], [(5,) * 3, (6,) * 3, (7,) * 3]]
     packs = pack_groups([a, b, c], ids_PG, 14)
     # a and b: 4 + 3 each; c: 4 + 3 + 3 + 3 = 13 alone.

@@ -174,8 +174,11 @@ def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
             group = groups[dist.rank]
             actions, expected = (act_group(p, prompt, group) for p in (policy, twin))
             assert [a.failure for a in actions] == [e.failure for e in expected]
-            trainer = learner.logprobs([(prompt, c.token_ids) for c in group])
-            seen.append([_compare(*t) for t in zip(actions, expected, trainer, strict=True)])
+            rows = [(prompt, c.token_ids) for c in group]
+            with torch.no_grad():
+                whole_BC = twin.module(twin.collate(rows)).logprobs
+            logprobs = zip(learner.logprobs(rows), whole_BC, strict=True)
+            seen.append([_compare(*t) for t in zip(actions, expected, logprobs, strict=True)])
         return {
             "resident": sum(p.numel() for p in policy.module.parameters()),
             "moved": report.fingerprint != before,
@@ -185,12 +188,12 @@ def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
         }
 
 
-def _compare(action: Any, expected: Any, trainer: list[float]) -> dict[str, Any]:
-    seen = {
-        "failed": action.failure is not None,
-        "dlogp_twin": float((action.logprobs - expected.logprobs).abs().max()),
-        "dlogp_trainer": float((action.logprobs - torch.tensor(trainer)).abs().max()),
-    }
+def _compare(
+    action: Any, expected: Any, logprobs: tuple[list[float], torch.Tensor]
+) -> dict[str, Any]:
+    sharded, whole_C = logprobs
+    dlogp = (torch.tensor(sharded) - whole_C[: len(sharded)]).abs().max()
+    seen = {"failed": action.failure is not None, "dlogp": float(dlogp)}
     if action.payload is not None:
         ours, theirs = action.payload, expected.payload
         seen["embeds"] = float((ours.embeds - theirs.embeds).abs().max())

@@ -18,7 +18,7 @@ NUM_HEADS, NUM_KEY_HEADS, WIDTH = 4, 2, 8
 
 
 def prompt(*ids: int) -> Prompt:
-    return Prompt(Sample("", ""), token_ids=ids, engine_token_ids=ids)
+    return Prompt(Sample("", ""), token_ids=ids)
 
 
 # By hand

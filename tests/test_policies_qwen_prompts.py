@@ -27,16 +27,6 @@ def test_the_real_system_prompt_is_64_tokens_and_what_stays_starts_at_the_pictur
     assert kept.count("<|image_pad|>") == prompt.model_inputs["image_grid_thw"].prod() // 4 == 9
 
 
-def test_the_sampler_gets_one_placeholder_a_picture(tokenizer):
-    prompt = reader(tokenizer).prompt(tiny_qwen.sample(0), "make the sky blue")
-    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    assert prompt.engine_token_ids.count(pad) == 1
-    at = prompt.engine_token_ids.index(pad)
-    assert prompt.engine_token_ids[:at] + (pad,) * 9 + prompt.engine_token_ids[at + 1 :] == (
-        prompt.token_ids
-    )
-
-
 def test_equal_to_transformers_own_processor(tokenizer):
     """Ids and pixels, for a picture that both resizes change."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor

@@ -158,7 +158,7 @@ class Waiting(Packs):
 
 
 def sampled(*completions: Completion, seed: int = 51, bare: Completion | None = None) -> Sampled:
-    prompt = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
+    prompt = Prompt(Sample("s", "do it"), (1, 2))
     return Sampled([prompt], [completions], [seed], ["0/0"], [bare])
 
 
@@ -269,7 +269,7 @@ def test_flat_groups_are_dropped_or_kept(crew: Crew) -> None:
 
 
 def graded(*rewards: float | None) -> list[Episode]:
-    prompt = Prompt(Sample("s", "do it", category="paint"), (1, 2), (1, 2))
+    prompt = Prompt(Sample("s", "do it", category="paint"), (1, 2))
     return [
         Episode(
             "0/0", prompt, word("a"), Action("a", "a"), 1, None,
@@ -408,7 +408,7 @@ def test_groups_are_handed_in_while_others_are_judged(crew: Crew) -> None:
 
 def test_a_finished_group_is_learnt_from_before_the_last_verdict(crew: Crew) -> None:
     """The second group's judge does not speak before the first group has been handed in."""
-    prompts = [Prompt(Sample(name, "do it"), (1, 2), (1, 2)) for name in "ab"]
+    prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
     batch = Sampled(prompts, [[word("ab")], [word("late")]], [51, 52], ["0/0", "0/1"], [None, None])
     update = Waiting(batch)
 

@@ -11,7 +11,7 @@ import torch
 from rl.sync import SyncError, sync
 from rl.types import Completion, PolicyWeights, Prompt, Sample, SamplingParams
 
-PROBE = Prompt(Sample("s", "do it"), (1, 2), (1, 2))
+PROBE = Prompt(Sample("s", "do it"), (1, 2))
 
 
 class Trainer:

@@ -36,7 +36,7 @@ def episode(**changes: Any) -> Episode:
     """A scored episode; `changes` replace fields."""
     fields: dict[str, Any] = {
         "group_id": "it12/row-7",
-        "prompt": Prompt(SAMPLE, (1, 2, 3), (1, 3)),
+        "prompt": Prompt(SAMPLE, (1, 2, 3)),
         "completion": Completion((5, 6), (-0.25, -1.0 / 3.0), "stop"),
         "action": Action("a red circle", "a red circle"),
         "noise_seed": 99,

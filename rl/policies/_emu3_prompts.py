@@ -64,7 +64,7 @@ class Emu3Prompts:
                 "it, or drop the sample"
             )
         grid = (height, width) if self._constrained else None
-        return Prompt(sample=sample, token_ids=ids, engine_token_ids=ids, grid=grid)
+        return Prompt(sample=sample, token_ids=ids, grid=grid)
 
     def _filled_prefill(self, height: int, width: int) -> str:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))

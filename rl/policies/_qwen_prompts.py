@@ -96,7 +96,6 @@ class QwenPrompts:
         return Prompt(
             sample=sample,
             token_ids=tuple(token_ids),
-            engine_token_ids=tuple(short_ids),
             images=images,
             model_inputs=inputs,
             num_dropped_tokens=_prompting.num_prefix_tokens(self.tokenizer, template, token_ids),

@@ -279,20 +279,15 @@ class Qwen25VLPolicy(TrainedPolicy):
                 Action(text, None if failure else text, failure)
                 for text, failure in zip(texts, failures, strict=True)
             ]
-        logprobs_B: list[torch.Tensor | None] = [None] * len(rows)
         if self.config.conditioning == "base":
             batch, outputs = self._base_forward(rows)
-        else:
-            assert batch is not None and outputs is not None, "it reads states"
-            logprobs_B = [
-                outputs.logprobs[b, : len(ids)].detach().clone() for b, (_, ids) in enumerate(rows)
-            ]
+        assert batch is not None and outputs is not None, "it reads states"
         embeds_B = _states(rows, batch, outputs.hidden)
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
         return [
-            Action(text, None if failure else HiddenStates(embeds, negative), failure, logprobs)
-            for text, failure, embeds, negative, logprobs in zip(
-                texts, failures, embeds_B, negatives_B, logprobs_B, strict=True
+            Action(text, None if failure else HiddenStates(embeds, negative), failure)
+            for text, failure, embeds, negative in zip(
+                texts, failures, embeds_B, negatives_B, strict=True
             )
         ]
 
