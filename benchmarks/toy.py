@@ -47,6 +47,16 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Qwen's own, pictures first; with `SYSTEM` it spells the editor's template."""
+SCHEDULER = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+"""Config of the released editor's."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +117,16 @@ def stop_id(tokenizer: Any) -> int:
 def save_models(folder: Path) -> None:
     """`policy/` and `editor/`, as `policy.model_path` and `renderer.model_path` want them."""
     mend_mismatched_wheels()
-    tokenizer = _make_tokenizer()
+    tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "policy")
-    _make_image_processor().save_pretrained(folder / "policy")
+    make_image_processor().save_pretrained(folder / "policy")
     _make_policy(tokenizer).save_pretrained(folder / "policy")
     _save_editor(folder / "editor")
 
 
-def _make_tokenizer() -> Any:
-    """Byte-level BPE under Qwen's pre-tokenizer, in which the system prompt is 64 tokens long."""
+def make_tokenizer(num_tokens: int = 0) -> Any:
+    """Byte-level BPE under Qwen's pre-tokenizer, in which the system prompt is 64 tokens long; at
+    least `num_tokens` in all, those that no text comes to among them."""
     from transformers import Qwen2Tokenizer
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -133,8 +144,11 @@ def _make_tokenizer() -> Any:
     roles = ["system\n", "user\n", "assistant\n"]
     bpe.train_from_iterator([SYSTEM] * 50 + roles * 20, trainer)
     trained = json.loads(bpe.to_str())["model"]
+    vocab = trained["vocab"]
+    for number in range(len(vocab), num_tokens - len(SPECIALS)):
+        vocab[f"unused{number}"] = number
     tokenizer = Qwen2Tokenizer(
-        vocab=trained["vocab"],
+        vocab=vocab,
         merges=[tuple(merge) for merge in trained["merges"]],
         chat_template=CHAT_TEMPLATE,
     )
@@ -143,7 +157,8 @@ def _make_tokenizer() -> Any:
     return tokenizer
 
 
-def _make_image_processor() -> Any:
+def make_image_processor() -> Any:
+    """Pictures come to 4 tokens at least."""
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1024 * 1024)
@@ -205,15 +220,7 @@ def _save_editor(folder: Path) -> None:
         axes_dims_rope=(8, 12, 12),
     ).save_pretrained(folder / "transformer")
     AutoencoderKLQwenImage(base_dim=16).save_pretrained(folder / "vae")
-    FlowMatchEulerDiscreteScheduler(
-        base_image_seq_len=256,
-        base_shift=0.5,
-        max_image_seq_len=8192,
-        max_shift=0.9,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
-        use_dynamic_shifting=True,
-    ).save_pretrained(folder / "scheduler")
+    FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(folder / "scheduler")
 
 
 def renderer_section(folder: Path, shape: Shape) -> dict[str, Any]:

@@ -1,0 +1,250 @@
+"""Whole iterations at real size, and the fast sampler beside everything else.
+
+What: items 5 and 7. Item 5 is `train.py`'s loop on a run opened as any other, with random weights,
+a judge of known slowness, and an engine that says what it is told but is synced and checked like
+any; sampling is thus neither in the seconds nor in the floor. What not: what the phases are.
+Called by `scripts/bench_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import toy
+from benchmarks.gpu_bench import Bench, cleared, work_of
+from benchmarks.gpu_models import (
+    editor_parts,
+    make_group,
+    make_policy,
+    run_config,
+    shape_of,
+)
+from benchmarks.judge_stub import JudgeProcess
+from benchmarks.our_side import SAMPLER_LOGPROB
+from rl import build
+from rl.contracts import Policy
+from rl.engines.transformers import TransformersEngine
+from rl.learner import Learner
+from rl.opening import open_run
+from rl.renderers._qwen_image_loop import QwenImageRenderer
+from rl.renderers._qwen_image_parts import EditorParts
+from rl.sync import PROBE_TOKENS
+from rl.train import train
+from rl.types import Completion, Prompt, SamplingParams
+
+NUM_WARM_UP, NUM_TIMED = 1, 1
+"""Iterations; one step off-policy, the last overlaps nothing and is left out besides."""
+CACHE_MB = 4096
+"""Of the sampler: room for two groups of 8 at 1543 + 256 tokens, four times over."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    side_px: int
+    num_steps: int
+    latency_s: float
+    max_staleness: int
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        policy = "one step off-policy" if self.max_staleness else "on-policy"
+        return f"{self.side_px}^2, {self.num_steps} steps, judge {self.latency_s:g} s, {policy}"
+
+    @property
+    def num_iterations(self) -> int:
+        """In all."""
+        return NUM_WARM_UP + NUM_TIMED + self.max_staleness
+
+
+def cases(bench: Bench) -> list[Case]:
+    """In order of worth: what goals speak of first."""
+    found = [
+        Case(side_px, num_steps, latency_s, max_staleness)
+        for side_px, num_steps in bench.size.iterations
+        for latency_s in bench.size.latencies_s
+        for max_staleness in (0, 1)
+    ]
+    return sorted(found, key=lambda case: bench.size.latencies_s.index(case.latency_s))
+
+
+def iterations(bench: Bench) -> None:
+    """Item 5; no case begins once the item's seconds are over."""
+    with cleared(bench.device):
+        parts = editor_parts(bench)
+        policies: dict[int, Policy] = {}
+        spent_s = 0.0
+        for case in cases(bench):
+            if spent_s > bench.seconds:
+                note = "not measured: --seconds-per-item is over"
+                bench.tell(case.name, note=note)
+                continue
+            if case.side_px not in policies:
+                policies.clear()
+                policies[case.side_px] = make_policy(bench, run_config(bench, case.side_px))
+            start_s = time.perf_counter()
+            _run(bench, case, policies[case.side_px], parts)
+            spent_s += time.perf_counter() - start_s
+
+
+def _run(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> None:
+    name = f"{case.side_px}_{case.latency_s:g}_{case.max_staleness}"
+    with JudgeProcess(case.latency_s) as judge:
+        config = run_config(
+            bench,
+            case.side_px,
+            num_steps=case.num_steps,
+            api_base=judge.api_base,
+            run_name=name,
+            num_iterations=case.num_iterations,
+            max_staleness=case.max_staleness,
+        )
+        with _made_before(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
+            with open_run(config, bench.dist) as run:
+                train(run)
+            metrics = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    timed = [json.loads(line) for line in metrics]
+    timed = [row for row in timed if "loss/total" in row][NUM_WARM_UP:][:NUM_TIMED]
+    _tell(bench, case, timed)
+
+
+@contextlib.contextmanager
+def _made_before(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> Iterator[None]:
+    """Runs opened inside get these models instead of reading some."""
+    engine = DictatedEngine(policy, shape_of(bench, case.side_px))
+    with (
+        mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
+        mock.patch.object(build, "build_engine", lambda *_: engine),
+        mock.patch.object(
+            build,
+            "build_renderer",
+            lambda resolved, dist: QwenImageRenderer(resolved.renderer.config, parts),
+        ),
+    ):
+        yield
+
+
+class DictatedEngine(TransformersEngine):
+    """Says the toy's completions, except where a sync asks what it holds."""
+
+    def __init__(self, policy: Any, shape: toy.Shape) -> None:
+        super().__init__(policy)
+        self._shape = shape
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `rl.contracts.Engine`."""
+        if params.max_tokens == PROBE_TOKENS:
+            return super().generate(prompts_P, params, seeds_P)
+        return [self._group(prompt.sample.instruction) for prompt in prompts_P]
+
+    def _group(self, instruction: str) -> list[Completion]:
+        texts = toy.make_completions(instruction, self._shape)
+        ids_G = [self._policy.encode_completion(text).token_ids for text in texts]
+        return [Completion(ids, (SAMPLER_LOGPROB,) * len(ids), "stop") for ids in ids_G]
+
+
+def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]]) -> None:
+    def median(key: str) -> float:
+        return statistics.median(row.get(key, 0.0) for row in rows)
+
+    seconds, share = median("time/iteration_s"), median("work/iteration_floor_share")
+    wait_s, peak_gb = median("time/judge_wait_s"), median("memory/peak_gb")
+    compiled = ", blocks compiled" if bench.compile_blocks else ""
+    note = f"waits {wait_s:.2f} s for the judge{compiled}"
+    bench.tell(case.name, 1e3 * seconds, 1e3 * seconds * share, peak_gb=peak_gb, note=note)
+    facts = bench.report.facts
+    facts["iteration_peak_gb"] = max(peak_gb, facts.get("iteration_peak_gb", 0.0))
+    if case.latency_s != bench.size.latencies_s[0]:
+        return
+    few_steps = case.side_px < 1024
+    wanted = 0.55 if few_steps else (0.70 if case.max_staleness else 0.65)
+    bench.report.at_least(
+        f"D8 iteration without sampling, floor over time, {case.name}", wanted, share
+    )
+
+
+# The sampler
+
+
+def sampler(bench: Bench) -> None:
+    """Item 7: vLLM beside the trainer's policy, on weights of its own making."""
+    if importlib.util.find_spec("vllm") is None:
+        bench.tell("vLLM", note="not measured: it is not installed")
+        return
+    with cleared(bench.device):
+        side_px = bench.size.policy_px[0]
+        section = {"type": "vllm", "kv_cache_memory_mb": CACHE_MB}
+        config = run_config(bench, side_px, engine=section)
+        policy = make_policy(bench, config)
+        learner = Learner(policy, config, bench.dist, num_iterations=1)
+        free_gb = _free_gb(bench.device)
+        start_s = time.perf_counter()
+        with _dummy_weights():
+            engine: Any = build.build_engine(build.resolve(config), policy, bench.dist)
+        took_s, engine_gb = time.perf_counter() - start_s, free_gb - _free_gb(bench.device)
+        try:
+            note = f"start {took_s:.0f} s, {engine_gb:.1f} GB of its own"
+            bench.tell("vLLM beside the policy", note=note)
+            _measure_sampler(bench, policy, learner, engine, config)
+        finally:
+            engine.close()
+    peak_gb = bench.report.facts.get("iteration_peak_gb")
+    if peak_gb is not None and bench.device.startswith("cuda"):
+        bench.report.at_most("D7 everything resident", 62.0, peak_gb + engine_gb, "GB")
+
+
+@contextlib.contextmanager
+def _dummy_weights() -> Iterator[None]:
+    """vLLM draws them; there is no file."""
+    from rl.engines.vllm import VllmEngine
+
+    arguments_of = VllmEngine._arguments
+
+    def arguments(engine: VllmEngine, policy: Any) -> dict[str, Any]:
+        return arguments_of(engine, policy) | {"load_format": "dummy"}
+
+    with mock.patch.object(VllmEngine, "_arguments", arguments):
+        yield
+
+
+def _measure_sampler(
+    bench: Bench, policy: Policy, learner: Learner, engine: Any, config: Any
+) -> None:
+    prompts_P = [make_group(bench, policy, bench.size.policy_px[0], i)[0] for i in range(2)]
+    params = build.sampling_params(config)
+
+    def sync() -> None:
+        engine.load_weights(learner.export_weights())
+        engine.held_fingerprint()
+
+    def rollout() -> None:
+        sync()  # which forgets the prompts' keys and values
+        engine.generate(prompts_P, params, [1, 1001])
+
+    timings = bench.race({"sync": sync, "rollout": rollout})
+    if "sync" in timings:
+        bench.tell_time("adapter synced and read back", timings["sync"])
+        bench.report.at_most("D6 weight sync, served", 20.0, timings["sync"].ms, "ms")
+    if "rollout" in timings:
+        size = bench.size
+        what = f"2 prompts x {size.group} completions of at most {size.completion_tokens} tokens"
+        bench.tell_time(what, timings["rollout"], work_of(rollout))
+
+
+def _free_gb(device: str) -> float:
+    return torch.cuda.mem_get_info(device)[0] / 1e9 if device.startswith("cuda") else 0.0

@@ -1,0 +1,307 @@
+"""Models of real size with random weights, born on the device, in this project's own classes.
+
+What: `REAL` and `TINY` sizes; the policy, through `build.build_policy`; the editor's transformer,
+VAE and scheduler; a prompt and its completions. What not: checkpoints: none is read, so a machine
+without a network can run this. Speed does not depend on the values, as long as they are not zeros.
+Called by the other `gpu_*.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import our_side, toy
+from benchmarks.gpu_bench import Bench
+from rl import build
+from rl.config import RunConfig
+from rl.contracts import Policy
+from rl.policies import _qwen_loading
+from rl.policies._packed_attention import register
+from rl.renderers._qwen_image import MODULATIONS
+from rl.renderers._qwen_image_parts import EditorParts
+from rl.renderers._qwen_vae2d import FrameVae
+from rl.types import Prompt, Sample
+
+MAX_PICTURE_PX = 12_845_056
+"""Of the released image processor: a picture of 1024 x 1024 px is 1369 tokens."""
+EXTRA_WORDS = "123"
+"""Behind the toy's instruction: prompts have then 64 + 110 tokens and the picture's."""
+WORDS_AND_FRAME = 110
+STD = 0.02
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is; fields of the models' own configs, their defaults left out."""
+
+    name: str
+    vocabulary: int
+    language: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    transformer: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    policy_px: tuple[int, ...]
+    """Sides of the picture as the policy reads it."""
+    render: tuple[tuple[int, int], ...]
+    """(side of picture and source px, batch) of the transformer's forwards."""
+    vae_px: tuple[int, ...]
+    iterations: tuple[tuple[int, int], ...]
+    """(side px, steps) of whole iterations."""
+    latencies_s: tuple[float, ...]
+    """Of the judge; the first is the one that goals speak of."""
+    group: int = 8
+    completion_tokens: int = 256
+
+    def num_words(self, side_px: int) -> int:
+        """Tokens that condition the transformer: picture, instruction, completion."""
+        return round(side_px / 28) ** 2 + WORDS_AND_FRAME + self.completion_tokens
+
+
+REAL = Size(
+    name="real",
+    vocabulary=152064,
+    language={
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128000,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [16, 24, 24],
+        },
+    },
+    vision={
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    transformer={},
+    vae={},
+    policy_px=(1024, 384),
+    render=((1024, 1), (512, 1), (512, 4), (512, 8)),
+    vae_px=(1024, 512),
+    iterations=((512, 4), (1024, 8)),
+    latencies_s=(4.0, 0.0, 16.0),
+)
+"""Qwen2.5-VL-7B, and Qwen-Image-Edit, whose transformer and VAE are diffusers' defaults."""
+
+TINY = Size(
+    name="tiny",
+    vocabulary=640,
+    language={
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+    },
+    vision={
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "fullatt_block_indexes": [1],
+    },
+    transformer={
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "axes_dims_rope": (4, 6, 6),
+    },
+    vae={"base_dim": 8, "num_res_blocks": 1},
+    policy_px=(56,),
+    render=((64, 1), (32, 2)),
+    vae_px=(64,),
+    iterations=((64, 2),),
+    latencies_s=(0.0,),
+    group=3,
+    completion_tokens=6,
+)
+"""The same code in seconds on a CPU."""
+
+
+# The policy
+
+
+def save_texts(bench: Bench) -> None:
+    """`policy/`: tokenizer and image processor with the real vocabulary, and the model's config."""
+    folder = bench.folder / "policy"
+    tokenizer = toy.make_tokenizer(num_tokens=min(bench.size.vocabulary, 151_665))
+    tokenizer.save_pretrained(folder)
+    toy.make_image_processor().save_pretrained(folder)
+    config = policy_config(bench.size, tokenizer)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(folder)
+
+
+def policy_config(size: Size, tokenizer: Any) -> Any:
+    """Of transformers."""
+    from transformers import Qwen2_5_VLConfig
+
+    id_of = tokenizer.convert_tokens_to_ids
+    ends = {"bos_token_id": None, "eos_token_id": id_of(toy.STOP), "pad_token_id": id_of(toy.PAD)}
+    width = size.language["hidden_size"]
+    frame = {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112}
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": size.vocabulary,
+            "tie_word_embeddings": False,
+            **size.language,
+            **ends,
+        },
+        vision_config={"out_hidden_size": width, **frame, **size.vision},
+        image_token_id=id_of("<|image_pad|>"),
+        video_token_id=id_of("<|video_pad|>"),
+        vision_start_token_id=id_of("<|vision_start|>"),
+        vision_end_token_id=id_of("<|vision_end|>"),
+        tie_word_embeddings=False,
+        **ends,
+    )
+
+
+def random_policy_model(bench: Bench, dtype: str, attention: str) -> Any:
+    """`Qwen2_5_VLForConditionalGeneration` on the device, not adapted; `attention`: of its language
+    model, under transformers' names."""
+    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = AutoConfig.from_pretrained(bench.folder / "policy")
+    with torch.device(bench.device):
+        model = Qwen2_5_VLForConditionalGeneration._from_config(
+            config,
+            dtype=getattr(torch, dtype),
+            attn_implementation={"text_config": attention, "vision_config": "sdpa"},
+        )
+    return model.eval()
+
+
+def make_policy(bench: Bench, config: RunConfig) -> Policy:
+    """As a run makes it, except that nothing is read from disk."""
+
+    def load_model(section: Any) -> Any:
+        return random_policy_model(bench, section.dtype, register())
+
+    with mock.patch.object(_qwen_loading, "load_model", load_model):
+        return build.build_policy(build.resolve(config), bench.dist)
+
+
+def run_config(
+    bench: Bench,
+    side_px: int,
+    *,
+    num_steps: int = 8,
+    api_base: str = "",
+    policy: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> RunConfig:
+    """The toy's run at this size: pictures of `side_px` everywhere, two groups an iteration."""
+    values = our_side.config_of(
+        bench.folder, shape_of(bench, side_px, num_steps), api_base, bench.folder / "runs"
+    )
+    values["policy"] |= {
+        "dtype": bench.dtype,
+        "attn_implementation": bench.attention,
+        "image_max_pixels": MAX_PICTURE_PX,
+        **(policy or {}),
+    }
+    values["renderer"] |= {"dtype": bench.dtype, "compile_blocks": bench.compile_blocks}
+    values["optimizer"] |= {"gradient_checkpointing": "mlp", **(optimizer or {})}
+    return RunConfig.model_validate(values | changes)
+
+
+def shape_of(bench: Bench, side_px: int, num_steps: int = 8) -> toy.Shape:
+    """The toy's words for it."""
+    return toy.Shape(
+        group=bench.size.group,
+        num_groups=2,
+        picture_px=side_px,
+        completion_tokens=bench.size.completion_tokens,
+        render_px=side_px,
+        num_steps=num_steps,
+    )
+
+
+def make_sample(bench: Bench, side_px: int, index: int) -> Sample:
+    """The toy's, with as many words as a prompt of the released editor has."""
+    sample = toy.make_sample(index, shape_of(bench, side_px))
+    return replace(sample, instruction=sample.instruction + EXTRA_WORDS)
+
+
+def make_group(
+    bench: Bench, policy: Policy, side_px: int, index: int = 0
+) -> tuple[Prompt, list[tuple[int, ...]]]:
+    """A prompt of its own picture, and the ids of its completions."""
+    sample = make_sample(bench, side_px, index)
+    texts = toy.make_completions(sample.instruction, shape_of(bench, side_px))
+    return policy.build_prompt(sample), [policy.encode_completion(t).token_ids for t in texts]
+
+
+# The editor
+
+
+@contextmanager
+def born_on(device: str, dtype: str) -> Iterator[None]:
+    """Modules made inside lie there, in that dtype, from their first byte on."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _fill(model: torch.nn.Module) -> Any:
+    """Normals; norms as they are."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.squeeze().ndim > 1:
+                parameter.normal_(0, STD)
+    return model.eval().requires_grad_(False)
+
+
+def random_transformer(bench: Bench, **changes: Any) -> Any:
+    """QwenImageTransformer2DModel, all of it on the device, as the stock forward wants it."""
+    from diffusers import QwenImageTransformer2DModel
+
+    with born_on(bench.device, bench.dtype):
+        return _fill(QwenImageTransformer2DModel(**{**bench.size.transformer, **changes}))
+
+
+def shelve_modulation(transformer: Any) -> None:
+    """To host memory, where the loading leaves it."""
+    for block in transformer.transformer_blocks:
+        for name in MODULATIONS:
+            getattr(block, name).to("cpu")
+
+
+def random_vae(bench: Bench) -> Any:
+    """diffusers' AutoencoderKLQwenImage."""
+    from diffusers import AutoencoderKLQwenImage
+
+    with born_on(bench.device, bench.dtype):
+        return _fill(AutoencoderKLQwenImage(**bench.size.vae))
+
+
+def editor_parts(bench: Bench) -> EditorParts:
+    """As `load_parts` lays them out."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    transformer = random_transformer(bench)
+    shelve_modulation(transformer)
+    scheduler = FlowMatchEulerDiscreteScheduler(**toy.SCHEDULER)
+    return EditorParts(transformer, FrameVae(random_vae(bench)).eval(), scheduler)

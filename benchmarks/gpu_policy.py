@@ -1,0 +1,279 @@
+"""The policy's side of one group at real size: ours, packed, and the peers' padded rows.
+
+What: items 4 and 6. Ours is what `train.py` does with a group, through the learner: vision tower
+and forward once, states handed out, reference pass, backward, step. The peers' rows are
+transformers' own model under PEFT, a group's picture and prompt once per completion, in as many
+passes as TRL and a reward function make. What not: sampling, rendering, judging; TRL itself
+(`side_by_side.py`). Called by `scripts/bench_gpu.py`.
+
+The peer is favoured where it costs nothing to: its rows need no padding, since completions are
+equally long, so its attention runs without a mask; its log-probs are computed in chunks as ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_bench import Bench, Timing, cleared, synchronize, work_of
+from benchmarks.gpu_models import make_group, make_policy, random_policy_model, run_config
+from benchmarks.our_side import SAMPLER_LOGPROB
+from rl.learner import Learner
+from rl.policies import _qwen_loading
+from rl.policies._adapters import fingerprint
+from rl.policies._attention_kernels import VARLEN, choose_kernel
+from rl.policies._logprobs import token_logprobs
+from rl.policies.qwen2_5_vl import Config as PolicyConfig
+from rl.system import work
+from rl.system.work import Work
+from rl.types import Prompt, TrainSequence
+
+NUM_ITERATIONS = 10**6
+"""Of the run that nobody finishes: the learning rate stays where it is."""
+VARIANTS: tuple[tuple[str, bool | str], ...] = (
+    ("auto", False),
+    ("auto", "mlp"),
+    ("auto", True),
+    ("sdpa", "mlp"),
+)
+"""(attention kernel, `optimizer.gradient_checkpointing`)."""
+PEERS = {"TRL tuned's passes": (2, False), "TRL stock's passes": (3, True)}
+"""(forwards without a gradient, whether the backward recomputes): conditioning, reference, and
+stock's old log-probs."""
+SHARE = 0.08
+"""Of the item's seconds, to each contender: there are about twelve."""
+LIMIT_S = 0.55
+SYNC_LIMIT_MS = 20.0
+
+
+def one_group(bench: Bench) -> None:
+    """Item 4."""
+    for number, side_px in enumerate(bench.size.policy_px):
+        best: Ours | None = None
+        for kernel, checkpointing in VARIANTS if number == 0 else VARIANTS[:2]:
+            with cleared(bench.device):
+                found = _ours(bench, side_px, kernel, checkpointing)
+            if best is None or found.timing.ms < best.timing.ms:
+                best = found
+        assert best is not None
+        peers = {}
+        for name in PEERS:
+            with cleared(bench.device):
+                peers[name] = _peer(bench, side_px, name, best)
+        if number == 0:
+            _goals(bench, best, peers)
+
+
+def _goals(bench: Bench, best: Ours, peers: Mapping[str, Timing | None]) -> None:
+    report = bench.report
+    report.at_most("D5 policy side of a group", LIMIT_S, best.timing.ms / 1e3, "s")
+    share = bench.floor_ms(best.floor) / best.timing.ms
+    report.at_least("D5 policy side, share of the ceiling", 0.45, share)
+    for (name, peer), wanted in zip(peers.items(), (5, 10), strict=True):
+        if peer is not None:
+            report.at_least(f"D5 {name} over ours", wanted, peer.ms / best.timing.ms, "x")
+
+
+# Ours
+
+
+@dataclass(frozen=True, eq=False)
+class Ours:
+    """One variant, measured."""
+
+    timing: Timing
+    floor: Work
+    prompt: Prompt
+    completions: list[tuple[int, ...]]
+    """_G, their ids."""
+
+
+class Group:
+    """One group a step, over two pictures in turn with room for one: each step encodes its own."""
+
+    def __init__(self, bench: Bench, side_px: int, kernel: str, checkpointing: bool | str) -> None:
+        config = run_config(
+            bench,
+            side_px,
+            policy={"attn_implementation": kernel, "max_kept_pictures": 1},
+            optimizer={"gradient_checkpointing": checkpointing},
+        )
+        self.policy: Any = make_policy(bench, config)
+        # What a backward does again is no part of the least work.
+        module: Any = self.policy.module
+        module.sizes = replace(module.sizes, recompute=False)
+        self.learner = Learner(self.policy, config, bench.dist, NUM_ITERATIONS)
+        self.examples = [make_group(bench, self.policy, side_px, i) for i in range(2)]
+        self._turns = cycle(self.examples)
+
+    def step(
+        self, phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    ) -> None:
+        """An iteration's learning, verdicts at hand. `phase(name)`: around each part."""
+        prompt, ids_G = next(self._turns)
+        update = self.learner.begin(0, [prompt], [ids_G], [len(ids_G)])
+        with phase("tower, forward, states"):
+            for pack in update.packs:
+                batch, outputs = update.forward(pack)
+                self.policy.act(pack.rows, batch, outputs)
+                del batch, outputs
+        with phase("reference pass"):
+            update.work_ahead(lambda: True)
+        with phase("backward"):
+            update.hand_in(0, [_graded(ids, g) for g, ids in enumerate(ids_G)])
+        with phase("optimiser step"):
+            update.finish()
+
+
+def _graded(ids: tuple[int, ...], g: int) -> TrainSequence:
+    """Every token is trained; half of the group did better than the other."""
+    num_tokens = len(ids)
+    advantage = 1.0 if g % 2 else -1.0
+    return TrainSequence((True,) * num_tokens, advantage, (SAMPLER_LOGPROB,) * num_tokens)
+
+
+def _ours(bench: Bench, side_px: int, kernel: Any, checkpointing: bool | str) -> Ours:
+    """Raises RuntimeError where it does not run."""
+    kernel = bench.attention if kernel == "auto" else kernel
+    dtype = getattr(torch, bench.dtype)
+    varlen = choose_kernel(kernel, bench.device, dtype) is VARLEN
+    group = Group(bench, side_px, kernel, checkpointing)
+    prompt, ids_G = group.examples[0]
+    name = (
+        f"{_size_of(prompt, ids_G)}, packed, attention {'varlen' if varlen else 'sdpa'}, "
+        f"gradient_checkpointing {checkpointing}"
+    )
+    timings = bench.race({name: group.step}, SHARE)
+    if name not in timings:
+        raise RuntimeError(f"{name} does not run here")
+    floor = work_of(group.step)
+    bench.tell_time(name, timings[name], floor)
+    for part, ms, done in _parts_of(bench, group):
+        bench.tell(f"- {part}", ms, bench.floor_ms(done))
+    return Ours(timings[name], floor, prompt, ids_G)
+
+
+def _size_of(prompt: Prompt, ids_G: list[tuple[int, ...]]) -> str:
+    return f"P={len(prompt.token_ids)} G={len(ids_G)} T={len(ids_G[0])}"
+
+
+def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float, Work]]:
+    """(part, ms, work) of one step, the device idle between the parts."""
+    parts = []
+
+    @contextmanager
+    def phase(part: str) -> Iterator[None]:
+        synchronize(bench.device)
+        start_s, before = time.perf_counter(), work.done()
+        yield
+        synchronize(bench.device)
+        parts.append((part, 1e3 * (time.perf_counter() - start_s), work.done() - before))
+
+    group.step(phase)
+    return parts
+
+
+# The peers
+
+
+class PaddedRows:
+    """A group as a batch of rows, in plain transformers and PEFT."""
+
+    def __init__(
+        self, bench: Bench, side_px: int, prompt: Prompt, ids_G: list[tuple[int, ...]]
+    ) -> None:
+        section = PolicyConfig.model_validate(run_config(bench, side_px).policy)
+        model = random_policy_model(bench, bench.dtype, "sdpa")
+        self.model = _qwen_loading.adapt(model, section).train()
+        self._prompt = prompt
+        self._ids_G = ids_G
+
+    def passes(self, num_without_gradient: int, rows_at_once: int) -> None:
+        """Forwards without a gradient, the second with the adapter off; one with, its backward."""
+        size = len(self._ids_G)
+        for first in range(0, size, rows_at_once):
+            rows = self._ids_G[first : first + rows_at_once]
+            for number in range(num_without_gradient):
+                off = self.model.disable_adapter() if number == 1 else nullcontext()
+                with torch.no_grad(), off:
+                    self._logprobs(rows)
+            (-self._logprobs(rows).sum() / size).backward()
+        self.model.zero_grad()
+
+    def _logprobs(self, rows: list[tuple[int, ...]]) -> torch.Tensor:
+        """[rows * T]; every row has the picture's pixels, and the tower sees each."""
+        inner = self.model.get_base_model()
+        ids = torch.tensor([[*self._prompt.token_ids, *row] for row in rows], device=inner.device)
+        pixels, grid = (
+            self._prompt.model_inputs[name].to(inner.device).repeat(len(rows), 1)
+            for name in ("pixel_values", "image_grid_thw")
+        )
+        hidden = inner.model(
+            input_ids=ids,
+            mm_token_type_ids=(ids == inner.config.image_token_id).long(),
+            pixel_values=pixels,
+            image_grid_thw=grid,
+            use_cache=False,
+        ).last_hidden_state
+        start = len(self._prompt.token_ids)
+        predicting, written = hidden[:, start - 1 : -1].flatten(0, 1), ids[:, start:].flatten()
+        banned = ids.new_empty(0)
+        return token_logprobs(predicting, inner.lm_head, written, 1.0, banned)[0]
+
+
+def _peer(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
+    """As many rows at once as fit; None where not even one does."""
+    num_without_gradient, checkpointing = PEERS[name]
+    rows = PaddedRows(bench, side_px, ours.prompt, ours.completions)
+    if checkpointing:
+        rows.model.gradient_checkpointing_enable({"use_reentrant": False})
+    at_once = len(ours.completions)
+    while at_once:
+        told = f"{_size_of(ours.prompt, ours.completions)}, {at_once} padded rows at once, {name}"
+        timings = bench.race({told: partial(rows.passes, num_without_gradient, at_once)}, SHARE)
+        if told in timings:
+            timing = timings[told]
+            note = f"{timing.ms / ours.timing.ms:.1f} times our best"
+            bench.tell_time(told, timing, note=note)
+            return timing
+        at_once //= 2
+    return None
+
+
+# Weight sync
+
+
+def weight_sync(bench: Bench) -> None:
+    """Item 6: what leaves the trainer, and the adapter summed into the matrices it changes, as an
+    engine under `adapter: 'merged'` takes them. The engine's own part is item 7's."""
+    with cleared(bench.device):
+        group = Group(bench, bench.size.policy_px[-1], bench.attention, "mlp")
+        policy = group.policy
+        held = {name: torch.empty_like(matrix) for name, matrix in policy.merged_weights()}
+
+        def merge() -> None:
+            for name, matrix in policy.merged_weights():
+                held[name].copy_(matrix)
+
+        def base() -> str:
+            parameters = dict(policy.module.named_parameters())
+            return fingerprint({n: p for n, p in parameters.items() if not p.requires_grad})
+
+        before = base()
+        group.step()
+        timings = bench.race({"export": group.learner.export_weights, "merge": merge}, 0.5)
+        num_bytes = 2 * sum(matrix.nbytes for matrix in held.values())
+        bench.tell_time("adapter exported, with fingerprint", timings["export"])
+        merged = f"adapter merged, {num_bytes / 1e9:.1f} GB read and written"
+        bench.tell_time(merged, timings["merge"], Work(bytes_moved=num_bytes))
+        if base() != before:
+            bench.report.fail("6: training or merging changed the frozen base")
+        total_ms = timings["export"].ms + timings["merge"].ms
+        bench.report.at_most("D6 weight sync, merged", SYNC_LIMIT_MS, total_ms, "ms")

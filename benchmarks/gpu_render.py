@@ -1,0 +1,293 @@
+"""The frozen generator at real size: transformer forwards and the VAE, diffusers' and ours.
+
+What: items 2 and 3. Both sides compute with the same weights, in turn. What not: pictures: one
+forward's numbers stand for all steps. Called by `scripts/bench_gpu.py`.
+
+Legend: N tokens of the picture and as many of its source, L words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_bench import (
+    Bench,
+    cleared,
+    first_line,
+    relative_error,
+    timed_s,
+    work_of,
+)
+from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
+from rl.renderers._cost import denoising_work
+from rl.renderers._qwen_attention import CANDIDATES, attention_of
+from rl.renderers._qwen_denoiser import Denoiser
+from rl.renderers._qwen_fp8 import round_blocks
+from rl.renderers._qwen_image import PATCH_PX
+from rl.renderers._qwen_modulation import StepModulation, build_table
+from rl.renderers._qwen_vae2d import FrameVae
+from rl.system.work import Work
+
+NUM_STEPS = 8
+TIMESTEP = 1000.0
+"""Of the step that is timed, the first."""
+FP8_LAYERS = 6
+"""Enough for a ratio: all blocks are alike."""
+LARGEST_DIFFERENCE = {"bfloat16": 0.05, "float32": 1e-4}
+"""Relative, between the two sides' results: sixty layers of rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """One denoising step's inputs, for either side."""
+
+    name: str
+    side_px: int
+    latents: torch.Tensor
+    """[B, N, 64]."""
+    sources: torch.Tensor
+    """[B, N, 64]."""
+    states: list[torch.Tensor]
+    """B of [L, D]; L may differ."""
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Of picture and source."""
+        return [(1, self.side_px // PATCH_PX, self.side_px // PATCH_PX)] * 2
+
+    def stock(self, transformer: Any) -> Callable[[], torch.Tensor]:
+        """diffusers' forward, the words padded and masked where lengths differ."""
+        lengths = torch.tensor([len(states) for states in self.states])
+        padded = torch.nn.utils.rnn.pad_sequence(self.states, batch_first=True)
+        mask = None
+        if len(set(lengths.tolist())) > 1:
+            mask = torch.arange(padded.shape[1]) < lengths[:, None]
+            mask = mask.to(padded.device)
+        timestep = self.latents.new_full((len(self.states),), TIMESTEP / 1000)
+        both = torch.cat([self.latents, self.sources], dim=1)
+
+        def forward() -> torch.Tensor:
+            [velocity] = transformer(
+                hidden_states=both,
+                timestep=timestep,
+                encoder_hidden_states=padded,
+                encoder_hidden_states_mask=mask,
+                img_shapes=[self.shapes] * len(self.states),
+                return_dict=False,
+            )
+            return velocity[:, : self.latents.shape[1]]
+
+        return forward
+
+    def ours(self, denoiser: Denoiser, modulation: StepModulation) -> Callable[[], torch.Tensor]:
+        """One step; what a batch prepares once is prepared once."""
+        given = denoiser.prepare(self.states, self.sources, self.shapes)
+        return lambda: denoiser.velocity(self.latents, given, modulation)
+
+    def work(self, transformer: Any) -> Work:
+        """The least that one step takes."""
+        return denoising_work(
+            transformer.config,
+            self.latents.shape[1],
+            self.sources.shape[1],
+            [len(states) for states in self.states],
+            self.latents.element_size(),
+        )
+
+
+def make_forward(bench: Bench, transformer: Any, side_px: int, num_words: Sequence[int]) -> Forward:
+    """Random inputs; one row per entry of `num_words`."""
+    config, dtype = transformer.config, getattr(torch, bench.dtype)
+    batch, num_tokens = len(num_words), (side_px // PATCH_PX) ** 2
+    generator = torch.Generator(bench.device).manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=bench.device).to(dtype)
+
+    lengths = "" if len(set(num_words)) == 1 else " of different lengths"
+    return Forward(
+        f"DiT {side_px}^2 x {batch}{lengths}",
+        side_px,
+        drawn(batch, num_tokens, config.in_channels),
+        drawn(batch, num_tokens, config.in_channels),
+        [drawn(length, config.joint_attention_dim) for length in num_words],
+    )
+
+
+def cases(bench: Bench) -> list[tuple[int, list[int]]]:
+    """(side, words of each row): as `Size.render` lists them, and the last once more with
+    completions as ragged as a policy writes them."""
+    size = bench.size
+    equal = [(side, [size.num_words(side)] * batch) for side, batch in size.render]
+    side, batch = size.render[-1]
+    step = size.completion_tokens // batch
+    return [*equal, (side, [size.num_words(side) - step * row for row in range(batch)])]
+
+
+@torch.no_grad()
+def transformer_forwards(bench: Bench) -> None:
+    """Item 2."""
+    with cleared(bench.device):
+        transformer = random_transformer(bench)
+        modulation = _modulation(transformer)
+        _attention_backends(bench, transformer, modulation)
+        _against_stock(bench, transformer, modulation)
+        _shelve(bench, transformer)
+        del transformer, modulation
+    with cleared(bench.device):
+        _eight_bits(bench)
+
+
+def _modulation(transformer: Any) -> StepModulation:
+    """Of the first step."""
+    timesteps = torch.linspace(TIMESTEP, TIMESTEP / NUM_STEPS, NUM_STEPS)
+    return build_table(transformer, timesteps)[0].to(transformer.device)
+
+
+def _attention_backends(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
+    side, batch = bench.size.render[0]
+    forward = make_forward(bench, transformer, side, [bench.size.num_words(side)] * batch)
+    calls = {}
+    for backend in CANDIDATES:
+        try:
+            denoiser = Denoiser(transformer, attention_of(backend, transformer.device))
+        except ValueError as error:
+            bench.tell(f"attention {backend}", note=first_line(error))
+        else:
+            calls[f"attention {backend}"] = forward.ours(denoiser, modulation)
+    for name, timing in bench.race(calls, share=0.2).items():
+        bench.tell_time(f"{forward.name}, {name}", timing, forward.work(transformer))
+
+
+def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
+    attention = attention_of("auto", transformer.device)
+    plain = Denoiser(transformer, attention)
+    compiled = Denoiser(transformer, attention, compiled=True)
+    all_cases = cases(bench)
+    for side, num_words in all_cases:
+        forward = make_forward(bench, transformer, side, num_words)
+        calls = {
+            "diffusers": forward.stock(transformer),
+            "ours": forward.ours(plain, modulation),
+            "ours, compiled": forward.ours(compiled, modulation),
+        }
+        _check_equal(bench, forward.name, calls["diffusers"], calls["ours"])
+        timings = bench.race(calls, share=0.6 / len(all_cases))
+        floor, stock = forward.work(transformer), timings.get("diffusers")
+        for name, timing in timings.items():
+            peer = None if name == "diffusers" else stock
+            bench.tell_time(f"{forward.name}, {name}", timing, floor, peer)
+        _goals(bench, forward, floor, {n: t.ms for n, t in timings.items() if n != "diffusers"})
+
+
+def _goals(bench: Bench, forward: Forward, floor: Work, ours_ms: dict[str, float]) -> None:
+    if not ours_ms or "different" in forward.name:
+        return
+    bench.compile_blocks = min(ours_ms, key=ours_ms.__getitem__) != "ours"
+    share = floor.flops / bench.ceilings.flops_per_s / (min(ours_ms.values()) / 1e3)
+    wanted = 0.78 if forward.side_px >= 1024 else 0.65
+    if forward.side_px >= 1024 or len(forward.states) >= 4:
+        bench.report.at_least(f"D1 {forward.name}, share of the matmul rate", wanted, share)
+
+
+def _check_equal(
+    bench: Bench,
+    name: str,
+    stock: Callable[[], torch.Tensor],
+    ours: Callable[[], torch.Tensor],
+) -> None:
+    """Both sides see the same weights and inputs."""
+    error = relative_error(ours(), stock())
+    if not error <= LARGEST_DIFFERENCE[bench.dtype]:
+        bench.report.fail(f"{name}: ours differs from diffusers' by {error:.2g} of its size")
+    bench.tell(f"{name}, ours against diffusers", note=f"differs by {error:.1e}")
+
+
+def _shelve(bench: Bench, transformer: Any) -> None:
+    """Modulation to the host, and what a schedule's table costs from there."""
+    whole_gb = _resident_gb(transformer, bench.device)
+    shelve_modulation(transformer)
+    kept_gb = _resident_gb(transformer, bench.device)
+    note = f"{whole_gb:.1f} GB of weights on the device without it"
+    bench.tell("modulation as a table", peak_gb=kept_gb, note=note)
+    if bench.device.startswith("cuda"):
+        bench.report.at_most("D2 transformer's weights on the device", 27.4, kept_gb, "GB")
+    table_s = timed_s(bench.device, lambda: _modulation(transformer))
+    note = f"{NUM_STEPS} steps, once per schedule, weights from host memory"
+    bench.tell("modulation table", 1e3 * table_s, note=note)
+
+
+def _resident_gb(module: torch.nn.Module, device: str) -> float:
+    kind = torch.device(device).type
+    return sum(p.nbytes for p in module.parameters() if p.device.type == kind) / 1e9
+
+
+def _eight_bits(bench: Bench) -> None:
+    """A short transformer, since its weights are rounded for good."""
+    layers = min(FP8_LAYERS, bench.size.transformer.get("num_layers", FP8_LAYERS))
+    calls = {}
+    side, batch = bench.size.render[0]
+    for name in ("weights as they are", "8 bits, compute"):
+        transformer = random_transformer(bench, num_layers=layers)
+        modulation = _modulation(transformer)
+        if name != "weights as they are":
+            round_blocks(transformer, "compute")
+        forward = make_forward(bench, transformer, side, [bench.size.num_words(side)] * batch)
+        denoiser = Denoiser(transformer, attention_of("auto", transformer.device))
+        calls[name] = forward.ours(denoiser, modulation)
+    timings = bench.race(calls, share=0.2)
+    exact = timings.get("weights as they are")
+    for name, timing in timings.items():
+        peer = None if timing is exact else exact
+        bench.tell_time(f"{layers} layers, {name}", timing, peer=peer)
+        if peer is not None and bench.dtype == "bfloat16":
+            ratio = peer.ms / timing.ms
+            bench.report.at_least(f"D3 8 bits over {bench.dtype}", 1.3, ratio, "x")
+
+
+@torch.no_grad()
+def vae(bench: Bench) -> None:
+    """Item 3."""
+    with cleared(bench.device):
+        stock = random_vae(bench)
+        ours_of = random_vae(bench)
+        ours_of.load_state_dict(stock.state_dict())
+        ours = FrameVae(ours_of).eval()
+        for side in bench.size.vae_px:
+            _vae_at(bench, stock, ours, side)
+
+
+def _vae_at(bench: Bench, stock: Any, ours: FrameVae, side_px: int) -> None:
+    pixels = torch.rand(1, 3, side_px, side_px, device=bench.device) * 2 - 1
+    pixels = pixels.to(getattr(torch, bench.dtype))
+    latents = torch.randn(1, ours.mean.shape[1], side_px // 8, side_px // 8, device=bench.device)
+    latents = latents.to(pixels.dtype)
+    film = (latents / (1 / ours.std) + ours.mean).unsqueeze(2)
+
+    def stock_encode() -> torch.Tensor:
+        mode = stock.encode(pixels.unsqueeze(2)).latent_dist.mode().squeeze(2)
+        return (mode - ours.mean) / ours.std
+
+    def stock_decode() -> torch.Tensor:
+        return stock.decode(film, return_dict=False)[0].squeeze(2)
+
+    limits_ms = {"encode": 10.0, "decode": 12.0}
+    for name, theirs, mine in (
+        ("encode", stock_encode, lambda: ours.encode(pixels)),
+        ("decode", stock_decode, lambda: ours.decode(latents)),
+    ):
+        what = f"VAE {name} {side_px}^2"
+        _check_equal(bench, what, theirs, mine)
+        share = 1 / (2 * len(bench.size.vae_px))
+        timings = bench.race({"diffusers": theirs, "ours": mine}, share)
+        floor, peer = work_of(mine), timings.get("diffusers")
+        if peer is not None:
+            bench.tell_time(f"{what}, diffusers", peer, floor)
+        if "ours" in timings:
+            bench.tell_time(f"{what}, ours", timings["ours"], floor, peer)
+            if side_px == 1024:
+                bench.report.at_most(f"D4 {what}", limits_ms[name], timings["ours"].ms, "ms")
