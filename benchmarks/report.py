@@ -110,10 +110,12 @@ def sweep(records: Mapping[str, Record]) -> str:
                 *(f"{statistics.median(s):.2f}" for s in seconds.values()),
                 *(_times(ratio(seconds[peer], seconds[OURS])) for peer in PEERS),
                 *(f"{flops[peer] / flops[OURS]:.1f}x" for peer in PEERS),
+                f"{record['over_minimum']:.3f}",
             ]
         )
     head = ["policy side, CPU s", STOCK, TUNED, OURS, "stock/ours", "tuned/ours"]
-    return table([*head, "FLOPs stock/ours", "FLOPs tuned/ours"], rows)
+    flops_head = ["FLOPs stock/ours", "FLOPs tuned/ours", "ours over the minimum"]
+    return table([*head, *flops_head], rows)
 
 
 def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:

@@ -20,9 +20,11 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -46,12 +48,28 @@ SWEEP = {
     "T = 72": SIX_TO_ONE,
     "T = 8, 16 ... 64": replace(BASE, completion_tokens=64, ragged=True),
 }
+EXPERIMENTS = ("sweep", "memory", "latency", "ranks", "savings")
 QUICK = ("G = 8", "T = 72")
 LATENCY_SHAPE = replace(BASE, group=4, num_groups=2)
 LATENCIES_S = (0.0, 0.5, 2.0, 8.0)
 SAVINGS_SHAPE = Shape(completion_tokens=64, ragged=True, num_equal=2, true_cfg_scale=4.0)
 RANKS_SHAPE = replace(BASE, num_groups=2)
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "peft", "diffusers", "trl", "accelerate")
+
+LEGEND = """\
+One iteration of GRPO on a random Qwen2.5-VL (4 layers of 256, LoRA 32) that conditions a random
+Qwen-Image-Edit (DiT of 2 layers, 4 steps, 128x128), on the same samples and injected completions.
+
+- **TRL stock**: `GRPOTrainer` 1.16 with a reward function as one writes it first; diffusers' own
+  pipeline renders, one picture at a time.
+- **TRL tuned**: the same trainer as well as its design allows; a group is conditioned in one batch
+  and rendered by this project's own renderer, judged meanwhile, source latents cached.
+- **this project**: `rl.train`, unmodified.
+
+Sampling is transformers' `generate` on every side. The policy side is preprocessing, conditioning,
+log-probs, reference, forward, backward and optimiser step. Ratios are medians over interleaved
+rounds (smallest to largest)."""
 
 
 def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
@@ -78,21 +96,29 @@ def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Callable[[], Any]
 def host() -> dict[str, str]:
     """What the numbers were measured on, without its name."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "CPU": cpu[1] if cpu else platform.machine(),
-        "threads": "1 per side",
+        "CPU": f"{cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores, 1 thread a side",
         "Python": platform.python_version(),
-        **versions,
-        "command": shlex.join(["python", "-m", "benchmarks.side_by_side", *sys.argv[1:]]),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def provenance() -> str:
+    """When, by what, and how busy the machine was with other things."""
+    revision = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
+    command = shlex.join(["python", "-m", "benchmarks.side_by_side", *sys.argv[1:]])
+    when = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
+    return f"{when}, commit {revision}, load {os.getloadavg()[0]:.1f}, `{command}`"
 
 
 def written(results: dict[str, Any]) -> str:
     """The whole report."""
-    where = "\n".join(f"- {name}: {value}" for name, value in results["host"].items())
-    parts = ["# Side by side", where, "## Goals", goals(results)]
+    where = [f"{name} {value}" for name, value in results["host"].items()]
+    begun = [f"- {name}: {how}" for name, how in results["measured"].items()]
+    parts = ["# Side by side", LEGEND, "; ".join(where) + ".", "\n".join(begun)]
+    parts += ["## Goals", goals(results)]
     sections: dict[str, Callable[[Any], str]] = {
         "latency": report.latencies,
         "memory": report.memory,
@@ -112,22 +138,23 @@ def main() -> None:
     """See the file's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side")
     parser.add_argument("--quick", action="store_true", help="two shapes, nothing else")
-    parser.add_argument("--only", nargs="+", help="names of experiments")
+    parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, help="add to what is in --out")
     parser.add_argument("--rounds", type=int, default=5, help="after the one that is dropped")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     records = asked.out / "side_by_side.json"
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"measured": {}}
     if asked.only and records.exists():
         results = json.loads(records.read_text())
+    results["host"] = host()
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as temporary:
         toy.save_models(Path(temporary))
         experiments_by_name = plan(Path(temporary), asked)
         for name in asked.only or (["sweep"] if asked.quick else experiments_by_name):
-            print(f"{datetime.datetime.now():%H:%M:%S} {name}", file=sys.stderr, flush=True)
+            results["measured"][name] = provenance()
+            print(f"{name}: {results['measured'][name]}", file=sys.stderr, flush=True)
             results[name] = experiments_by_name[name]()
-            results["host"] = host()
             records.write_text(json.dumps(results, indent=1) + "\n")
     text = written(results)
     (asked.out / "side_by_side.md").write_text(text)

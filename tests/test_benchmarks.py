@@ -78,15 +78,16 @@ def test_ratios_are_medians_of_the_rounds_own() -> None:
     parts = ["policy side"]
     assert report.ratio(report.cpu_s(peer, parts), report.cpu_s(ours, parts)) == (8.0, 5.0, 9.0)
     assert report.cpu_s(peer) == [9.0, 11.0, 10.0]
-    record = {"shape": {"group": 8}, "sides": {STOCK: peer, TUNED: peer, OURS: ours}}
+    record = {"over_minimum": 1.02, "sides": {STOCK: peer, TUNED: peer, OURS: ours}}
     assert "| policy side | 9.00 | 9.00 | 1.00 | 8.0x (5.0 to 9.0) |" in report.head_to_head(record)
-    assert "7.5x" in report.sweep({"G = 8": record})
+    assert "| 7.5x | 7.5x | 1.020 |" in report.sweep({"G = 8": record})
 
 
 def test_goals_say_what_was_met_and_skip_what_was_not_measured() -> None:
     ours, peer = side([1.0], 4.0), side([7.0], 30.0)
-    shown = goals.goals({"sweep": {"T = 72": {"sides": {STOCK: peer, TUNED: peer, OURS: ours}}}})
-    assert shown.count("| yes |") == 2
+    record = {"over_minimum": 1.06, "sides": {STOCK: peer, TUNED: peer, OURS: ours}}
+    shown = goals.goals({"sweep": {"T = 72": record}})
+    assert shown.count("| yes |") == 2 and shown.count("| no |") == 1
     peaks = {str(g): {STOCK: 30.0 * g, TUNED: 50.0 * g, OURS: 100 + 10.0 * g} for g in (4, 16)}
     assert report.memory_slopes(peaks) == {STOCK: 30.0, TUNED: 50.0, OURS: 10.0}
 
