@@ -8,8 +8,8 @@ holds the optimiser's state (`learner_backends.py`), rewards and advantages. Mad
 
 Three rules. The gradient does not depend on how the batch is split: a loss is divided by what was
 PLANNED before the judge spoke, which counts all ranks, and the step corrects by one factor for what
-was really graded. Backwards run in the order of the packs, whatever order verdicts come in: floats
-do not commute. And where ranks work together (`backend.in_step`), each does as many forwards and
+was really graded. Backwards run in the order of the packs and over the same rows, however soon
+verdicts come in: floats do not commute. And where ranks work together (`backend.in_step`), each does as many forwards and
 backwards as the others, empty ones included.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a pack, `_C` completion
@@ -123,6 +123,11 @@ class Update:
                 self._run(pack, members, keep=True)
         self._find_reference([(pack, self._trainable(pack)) for pack in self.packs], still_waiting)
 
+    def note_old(self) -> None:
+        """Log-probs under the rollout's weights, which are about to move, where no forward of the
+        rollout has given them. Collective where forwards are."""
+        self._find_old([(pack, self._rows_to_read(pack)) for pack in self.packs])
+
     def hand_in(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
         """What prompt p's graded completions bring, None for those that bring nothing.
 
@@ -154,15 +159,16 @@ class Update:
 
         Returns this rank's metrics. Collective.
         """
-        self._find_old()
         needed = self._needed()
+        later = [pack for part in self.parts if self._is_stale(part) for pack in part.packs]
+        self._find_old([(pack, self._rows_to_train(pack)) for pack in later if pack in needed])
         for part in self.parts:
             actual = self._count(part)
             if actual.num_tokens == 0:
                 continue
             rest = part.packs[part.num_done :]
             self._find_reference(
-                [(pack, self._rows_to_train(pack)) for pack in rest if pack in needed]
+                [(pack, self._rows_to_read(pack)) for pack in rest if pack in needed]
             )
             for pack in rest:
                 if pack in needed:
@@ -183,9 +189,17 @@ class Update:
         """Those that carry loss."""
         return tuple(member for member in pack.members if member in self._sequences)
 
+    def _rows_to_read(self, pack: Pack) -> tuple[Member, ...]:
+        """Those that may be trained; one that is not where a pack has none."""
+        return self._trainable(pack) or pack.members[:1]
+
     def _rows_to_train(self, pack: Pack) -> tuple[Member, ...]:
-        """Those that carry loss; one that carries none where only other ranks' do."""
-        return self._live(pack) or pack.members[:1]
+        """Those that carry loss; one that carries none where only other ranks' do. All that may,
+        where a slow judge leaves time to forward them ahead: the sums must not tell how slow."""
+        live = self._live(pack)
+        if live and self._may_be_kept(pack):
+            return self._trainable(pack)
+        return live or self._rows_to_read(pack)[:1]
 
     def _part_of(self, pack: Pack) -> Part:
         return next(part for part in self.parts if pack in part.packs)
@@ -217,12 +231,15 @@ class Update:
 
     # --- forwards -----------------------------------------------------------------------------
 
-    def _has_room(self, pack: Pack) -> bool:
-        """Whether its graph may stay until the rewards are there."""
+    def _may_be_kept(self, pack: Pack, num_kept_tokens: int = 0) -> bool:
+        """Whether its graph may stay until the rewards are there, beside so many others."""
         limit = self.config.optimizer.max_kept_tokens
         if not self.keeps_graphs or self._is_stale(self._part_of(pack)) or FILLER in pack.members:
             return False
-        return limit is None or self._num_kept_tokens + pack.num_tokens <= limit
+        return limit is None or num_kept_tokens + pack.num_tokens <= limit
+
+    def _has_room(self, pack: Pack) -> bool:
+        return self._may_be_kept(pack, self._num_kept_tokens)
 
     def _run(
         self, pack: Pack, members: Sequence[Member], keep: bool
@@ -242,14 +259,16 @@ class Update:
         _, outputs = self._run(pack, members, keep=False)
         return _by_member(pack, members, outputs)
 
-    def _find_old(self) -> None:
-        """Log-probs under the rollout's weights, where those will have moved and no forward of the
-        rollout has given them."""
-        for part in self.parts:
-            for pack in part.packs if self._is_stale(part) else ():
-                members = self._rows_to_train(pack)
-                if self.collective or not all(member in self._old for member in members):
-                    self._old.update(self._logprobs_of(pack, members))
+    def _find_old(self, wanted: Sequence[tuple[Pack, Sequence[Member]]]) -> None:
+        """Log-probs under the weights of now. Which are missing is settled first: a filler's are
+        known after its first forward, and ranks would fall out of step."""
+        missing = [
+            (pack, members)
+            for pack, members in wanted
+            if not all(member in self._old for member in members)
+        ]
+        for pack, members in missing:
+            self._old.update(self._logprobs_of(pack, members))
 
     def _find_reference(
         self,

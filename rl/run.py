@@ -110,6 +110,9 @@ class Run:
                 judging.cancel()
             return None
         assert judging is not None, "interrupted without a signal"
+        if self.config.max_staleness:
+            with self.timer.phase("condition"):
+                update.note_old()
         return judging
 
     def grade(self, flight: Flight, done: int) -> Rollout | None:
@@ -123,7 +126,7 @@ class Run:
         judging, update = flight.judging, flight.update
         stopped, refusal = False, ""
         try:
-            update.work_ahead(judging.still_waiting)
+            update.work_ahead(lambda: judging.still_waiting() and not signals.stop_heard())
             for p, episodes_G in judging.groups(self.timer, signals.stop_heard):
                 advantages_G = summary.early_advantages(self.config, episodes_G)
                 if advantages_G is not None:

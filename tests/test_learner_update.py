@@ -215,16 +215,19 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(folder: str) -> Non
     assert relative_difference(start, base) > 1e-3
 
 
-def test_stale_rollouts_are_corrected_by_the_ratio(folder: str) -> None:
-    """`max_staleness: 1`: weights moved between the rollout's forward and the update."""
+@pytest.mark.parametrize("reads_states", [True, False])
+def test_stale_rollouts_are_corrected_by_the_ratio(folder: str, reads_states: bool) -> None:
+    """`max_staleness: 1`: weights moved between the rollout and the update, whether the rollout
+    forwarded its rows for the renderer or not."""
     learner = make_learner(folder)
     learner._config = learner._config.model_copy(update={"max_staleness": 1})
     sequences = sequences_of(learner)[:3]
     rows = [(s.prompt, s.token_ids) for s in sequences]
     before = learner.logprobs(rows)
     opened = learner.begin(0, [rows[0][0]], [[ids for _, ids in rows]], [3])
-    for pack in opened.packs:
+    for pack in opened.packs if reads_states else ():
         opened.forward(pack)
+    opened.note_old()
     train(learner, sequences_of(learner, seed=1), 0, 1)
     after = learner.logprobs(rows)
     opened.hand_in(
@@ -241,6 +244,33 @@ def test_stale_rollouts_are_corrected_by_the_ratio(folder: str) -> None:
     assert abs(max(ratios) - 1) > 1e-3, "the weights moved"
     assert seen["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
     assert seen["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
+
+
+def test_weights_do_not_tell_how_slow_the_judge_was(folder: str) -> None:
+    """A judge that leaves no time to work ahead, some, or all of it; half the groups teach nothing,
+    one more member is UNGRADED. Bit for bit, so that a run that is done again is the same."""
+
+    def learnt(num_packs_ahead: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        learner = make_learner(folder, KL, max_tokens_per_micro_batch=400)
+        sequences = sequences_of(learner)
+        groups = [sequences[start : start + 3] for start in range(0, 12, 3)]
+        ids_PG = [[s.token_ids for s in group] for group in groups]
+        opened = learner.begin(0, [group[0].prompt for group in groups], ids_PG, [3] * 4)
+        assert 1 < len(opened.packs) < 4
+        left = iter(range(num_packs_ahead))
+        opened.work_ahead(lambda: next(left, None) is not None)
+        for p, group in enumerate(groups):
+            brought = [TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs) for s in group]
+            opened.hand_in(p, [None] * 3 if p in (0, 3) else [brought[0], None, brought[2]])
+        metrics = opened.finish()
+        seen = metrics.merge([metrics.state()])
+        return snapshot(learner), {k: v for k, v in seen.items() if not k.startswith("seconds/")}
+
+    at_once, metrics = learnt(0)
+    for num_packs_ahead in (1, 3, 100):
+        weights, seen = learnt(num_packs_ahead)
+        assert seen == metrics
+        assert all(torch.equal(weights[name], tensor) for name, tensor in at_once.items())
 
 
 def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(

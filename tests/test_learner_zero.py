@@ -25,6 +25,7 @@ from rl import learner_deepspeed
 from rl.learner import Learner
 from rl.learner_deepspeed import deepspeed_config
 from rl.system.dist import Dist
+from rl.types import TrainSequence
 
 STAGES = (0, 1, 2, 3)
 KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
@@ -88,6 +89,20 @@ def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage:
     for ours, theirs in zip(seen, plain["metrics"], strict=True):
         for name in ("loss/total", "optimizer/grad_norm", "kl/reference_k3"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+
+
+def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
+    """Under ZeRO-3 forwards are made by all ranks or none, but weights have moved since."""
+    learner = make_learner(folder, 3)
+    learner._config = learner._config.model_copy(update={"max_staleness": 1})
+    first, *_ = sequences = make_sequences(learner._policy, groups=1)
+    ids_G = [s.token_ids for s in sequences]
+    opened = learner.begin(0, [first.prompt], [ids_G], [len(ids_G)])
+    opened.note_old()
+    train(learner, make_sequences(learner._policy, seed=1), 0, 1)
+    opened.hand_in(0, [TrainSequence(s.loss_mask, 1.0, s.sampler_logprobs) for s in sequences])
+    metrics = opened.finish()
+    assert abs(metrics.merge([metrics.state()])["policy/ratio_max"] - 1) > 1e-3
 
 
 @pytest.mark.parametrize(("stage", "other"), [(None, 0), (0, 1), (1, 2), (2, 3), (3, None)])
