@@ -61,6 +61,7 @@ def train(run: Run) -> None:
             if flight is None:
                 break
             in_flight.append(flight)
+            del flight  # or its pictures and states would outlive its update
             sampled += 1
         else:
             if not learn_from(run, in_flight.popleft()):
