@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
 
-from rl.policies import qwen2_5_vl
+from rl.policies import _qwen_pictures, qwen2_5_vl
 from rl.types import HiddenStates
 
 TEMPERATURE = 0.7
@@ -201,6 +201,25 @@ def test_the_tower_runs_once_a_picture_and_the_processor_never_twice(folder, mon
     assert len(encoded) == 3
     act(policy, rows)
     assert len(encoded) == 4, "the oldest went"
+
+
+@pytest.mark.parametrize(("num_patches", "calls"), [(80, [2, 1]), (35, [1, 1, 1])])
+def test_a_sampler_may_ask_for_any_number_of_pictures(folder, monkeypatch, num_patches, calls):
+    """Of 36 patches each: they go through the tower a few at a time, one that is too large alone,
+    and come out as they would."""
+    policy, alone = make(folder), make(folder)
+    prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(3)]
+    monkeypatch.setattr(_qwen_pictures, "PATCHES_PER_CALL", num_patches)
+    encoded = []
+    visual = policy.module.vl_model.model.visual
+    visual.register_forward_pre_hook(
+        lambda _module, _args, given: encoded.append(len(given["grid_thw"])), with_kwargs=True
+    )
+    features = policy.picture_features(prompts)
+    assert encoded == calls
+    for prompt, found in zip(prompts, features, strict=True):
+        [expected] = alone.picture_features([prompt])
+        torch.testing.assert_close(found, expected)
 
 
 # What is trained

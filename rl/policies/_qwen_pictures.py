@@ -1,7 +1,7 @@
 """What the vision tower makes of pictures, made once a picture.
 
-What: `Picture`, `PictureFeatures`. What not: where features go in a row (`_qwen_module.py`), pixels
-(`_qwen_prompts.py`). Called by the Qwen-VL module.
+What: `Picture`, `PictureFeatures`, `in_slices`. What not: where features go in a row
+(`_qwen_module.py`), pixels (`_qwen_prompts.py`). Called by the Qwen-VL module.
 
 A group shows its picture in every one of its rollout, reference and training forwards, and in the
 negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
@@ -10,13 +10,16 @@ negative prompt's. While the tower is frozen its features are the same in all of
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rl.policies._cost import count_pictures
+
+PATCHES_PER_CALL = 2**16
+"""A dozen pictures of 1024 x 1024 px; their MLPs hold 1.3 GB in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,20 @@ class PictureFeatures:
             self._kept.move_to_end(key)
         while len(self._kept) > self._max_kept:
             self._kept.popitem(last=False)
+
+
+def in_slices(pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
+    """In order, as many at a time as have PATCHES_PER_CALL together, or one."""
+    part: list[Picture] = []
+    num_patches = 0
+    for picture in pictures:
+        num_patches += len(picture.pixel_values)
+        if part and num_patches > PATCHES_PER_CALL:
+            yield part
+            part, num_patches = [], len(picture.pixel_values)
+        part.append(picture)
+    if part:
+        yield part
 
 
 def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[torch.Tensor]:
