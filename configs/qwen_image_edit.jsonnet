@@ -37,7 +37,7 @@ local complex_edit(rows) = {
   },
   // A share that holds the weights and the cache of two groups, so that it never has to make room.
   engine: { type: 'vllm', gpu_memory_utilization: 0.16 },
-  // The stock pipeline's 50 steps with guidance; qwen_image_edit_fewstep.jsonnet renders 20 times
+  // The stock pipeline's 50 steps with guidance; qwen_image_edit_fewstep.jsonnet renders 60 times
   // faster.
   renderer: {
     type: 'qwen_image_edit',
