@@ -69,6 +69,19 @@ def pictures_prepared(processor: Any) -> list[int]:
     return pictures
 
 
+def negative_prompts(policy: Any) -> list[Any]:
+    """Filled with every negative prompt that goes through the policy from now on."""
+    prompts: list[Any] = []
+    written = policy.prompts.other_words
+
+    def noted(*arguments: Any) -> Any:
+        prompts.append(written(*arguments))
+        return prompts[-1]
+
+    policy.prompts.other_words = noted
+    return prompts
+
+
 # --- the judge ---------------------------------------------------------------------------------
 
 JUDGED: dict[ModuleType, int] = {viescore: 2, viescore_t2i: 2, edit_quality: 3, ground_score: 1}
@@ -203,7 +216,9 @@ def test_emu3s_codec_does_a_quarter_of_the_stock_models_work() -> None:
 
 
 @contextmanager
-def opened(system: str, base_exp_dir: Path, **renderer: Any) -> Iterator[Run]:
+def opened(
+    system: str, base_exp_dir: Path, validation: Sequence[Any] = (), **renderer: Any
+) -> Iterator[Run]:
     """A system's shipped run with two groups of four; the last of a group repeats its first."""
     values, problems = evaluate(tiny_loop.REPO / "configs" / f"{system}.jsonnet", (), {})
     assert values is not None and not problems
@@ -214,7 +229,7 @@ def opened(system: str, base_exp_dir: Path, **renderer: Any) -> Iterator[Run]:
         "generations_per_prompt": 4,
         "engine": {"type": "transformers"},
         "renderer": values["renderer"] | renderer,
-        "data": values["data"] | {"validation": []},
+        "data": values["data"] | {"validation": list(validation)},
     }
     with open_run(RunConfig.model_validate(values), Dist.from_env("cpu")) as run:
         generate = run.engine.generate
@@ -262,14 +277,33 @@ def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
         parts = renderer.parts
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.vl_model.model.visual)
+        steered_from = negative_prompts(policy)
         encoded = rows_of_calls(parts.vae.encoder)
         denoised = rows_of_calls(parts.transformer.transformer_blocks[0].attn.to_q)
         decoded = rows_of_calls(parts.vae.decoder)
         num_pictures = num_distinct(iterate(run))
         assert 2 < num_pictures < 2 * 5
-        assert sum(prepared) == sum(looked_at) == sum(encoded) == 2
+        assert sum(prepared) == sum(looked_at) == sum(encoded) == len(steered_from) == 2
         assert sum(denoised) == 2 * 2 * num_pictures and sum(decoded) == num_pictures
         assert num_asked(run) == 2 * num_pictures
+
+
+def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
+    """Three renderings of each picture, with guidance: the policy's words, the user's own and the
+    right ones; it is looked at, and encoded, once."""
+    held_out = [{"type": "shapes", "num_samples": 2, "seed": 2}]
+    with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
+        policy: Any = run.policy
+        renderer: Any = run.crew.renderer
+        run.sync_engine()
+        prepared = pictures_prepared(policy.prompts.image_processor)
+        looked_at = grids_of_calls(policy.module.vl_model.model.visual)
+        steered_from = negative_prompts(policy)
+        encoded = rows_of_calls(renderer.parts.vae.encoder)
+        decoded = rows_of_calls(renderer.parts.vae.decoder)
+        run.evaluate_if_due(0)
+        assert sum(prepared) == sum(looked_at) == sum(encoded) == len(steered_from) == 2
+        assert 2 * 2 < sum(decoded) <= 2 * 3
 
 
 def test_an_iteration_of_earl(tmp_path: Path) -> None:
@@ -278,8 +312,8 @@ def test_an_iteration_of_earl(tmp_path: Path) -> None:
         renderer: Any = run.crew.renderer
         painted = rows_of_calls(renderer.codec.model.decoder.conv_in)
         rollout = iterate(run)
-        codes = {e.action.payload.tobytes() for group in rollout.episodes for e in group if e.image}
-        assert sum(painted) == 2 + 2 + len(codes)
+        drawn = {e.image.tobytes() for group in rollout.episodes for e in group if e.image}
+        assert sum(painted) == 2 + 2 + len(drawn)
         assert num_asked(run) == 3 * num_distinct(rollout)
 
 
@@ -293,7 +327,7 @@ def test_an_iteration_of_the_prompt_writer(tmp_path: Path) -> None:
         rollout = iterate(run)
         num_pictures = num_distinct(rollout)
         arms = [e for group in rollout.episodes for e in group] + list(rollout.baselines)
-        prompts = {arm.action.payload for arm in arms if arm is not None}
+        prompts = {arm.action.text for arm in arms if arm is not None}
         assert sum(encoded) == len(prompts) + 1
         assert sum(denoised) == 2 * 2 * num_pictures and sum(decoded) == num_pictures
 
