@@ -9,8 +9,8 @@ holds the optimiser's state (`learner_backends.py`), rewards and advantages. Mad
 Three rules. The gradient does not depend on how the batch is split: a loss is divided by what was
 PLANNED before the judge spoke, which counts all ranks, and the step corrects by one factor for what
 was really graded. Backwards run in the order of the packs and over the same rows, however soon
-verdicts come in: floats do not commute. And where ranks work together (`backend.in_step`), each does as many forwards and
-backwards as the others, empty ones included.
+verdicts come in: floats do not commute. And where ranks work together (`backend.in_step`), each
+does as many forwards and backwards as the others, empty ones included.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a pack, `_C` completion
 tokens, right-padded.

@@ -167,7 +167,9 @@ def _jobs(
             failure = why_not_rendered(crew.config, completion, action)
             num_pictures = 0 if failure else crew.config.images_per_completion
             keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
-            arm = Arm(sampled.prompts[p], completion, action, failure, keys)
+            # Without the payload: a batch's hidden states are a gigabyte beside the update.
+            understood = replace(action, payload=None)
+            arm = Arm(sampled.prompts[p], completion, understood, failure, keys)
             for key in judging.expect((p, g), arm):
                 noise_seed = _noise(sampled.noise_seeds[p], key[2])
                 yield RenderJob(arm.prompt.sample, action.payload, noise_seed)

@@ -145,7 +145,8 @@ class Action:
     text: str
     """The completion without special tokens."""
     payload: HiddenStates | str | Any | None
-    """What the renderer takes (its `ACCEPTS` kind); None exactly when `failure` is set."""
+    """What the renderer takes (its `ACCEPTS` kind); None when `failure` is set, and in an episode:
+    it goes to the renderer and is not kept."""
     failure: str | None = None
     """Why nothing can be rendered, in words (-> POLICY_FAILED)."""
 

@@ -196,6 +196,9 @@ def test_a_group_shares_its_noise_and_equal_completions_are_one_picture(crew: Cr
     assert {job.noise_seed for job in crew.renderer.jobs} == {51}
     assert len(crew.renderer.jobs) == 2 and crew.rewards["level"].num_asked == 2
     assert episodes[0].image is episodes[2].image
+    # What the renderer took is its own: states of a whole batch would fill the device.
+    assert {job.payload for job in crew.renderer.jobs} == {"a", "b"}
+    assert [episode.action.payload for episode in episodes] == [None] * 3
 
 
 def test_several_pictures_of_a_completion_are_averaged() -> None:
