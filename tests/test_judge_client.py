@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 from tiny_faulty_judge import GOOD, Fault, FaultyJudge, pair_question, quick_config, read_pair
 
+from rl.system.background import BackgroundLoop
 from rl.system.judge_client import Answer, JudgeClient, JudgeRefused, JudgeUnreachableError
 from rl.system.judge_question import Question
 
@@ -183,20 +184,24 @@ def test_another_journal_can_be_opened_per_iteration(tmp_path: Path) -> None:
 
 
 def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None:
-    """One iteration's verdicts may come in while the next one's pictures are asked about."""
-
-    async def run(judge: FaultyJudge) -> None:
+    """One iteration's verdicts may come in while the next one's pictures are asked about, and its
+    last gradings may not even have begun when the next one's journal is opened."""
+    with FaultyJudge([Fault(stall_s=0.4), Fault(), Fault()]) as judge, BackgroundLoop() as loop:
         client = JudgeClient(quick_config(), judge.api_base, tmp_path / "0.jsonl")
-        early = asyncio.create_task(client.ask(pair_question("early"), read_pair))
-        await asyncio.sleep(0.1)
-        client.open_journal(tmp_path / "1.jsonl")
-        await client.ask(pair_question("late"), read_pair)
-        await early
-        await client.aclose()
 
-    with FaultyJudge([Fault(stall_s=0.4), Fault()]) as judge:
-        asyncio.run(run(judge))
-    assert [len((tmp_path / f"{i}.jsonl").read_text().splitlines()) for i in (0, 1)] == [1, 1]
+        async def grade(words: str, after_s: float = 0.0) -> None:
+            await asyncio.sleep(after_s)
+            [answer] = await asyncio.gather(client.ask(pair_question(words), read_pair))
+            assert answer.value is not None
+
+        grading = [loop.submit(grade("early")), loop.submit(grade("thoughtful", after_s=0.2))]
+        time.sleep(0.1)
+        client.open_journal(tmp_path / "1.jsonl")
+        grading.append(loop.submit(grade("late")))
+        for future in grading:
+            future.result(10)
+        loop.submit(client.aclose()).result(10)
+    assert [len((tmp_path / f"{i}.jsonl").read_text().splitlines()) for i in (0, 1)] == [2, 1]
 
 
 def test_the_key_is_sent_and_shown_nowhere(

@@ -16,6 +16,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -113,8 +114,11 @@ class JudgeClient:
         """
         self.config = config
         self.api_base = api_base
-        self._journal = ReplyJournal(journal) if journal else None
-        self._earlier_journal: ReplyJournal | None = None
+        # By context: a coroutine has that of the thread which submitted it, as it was then.
+        self._journal: ContextVar[ReplyJournal | None] = ContextVar("journal", default=None)
+        self._open_journals: list[ReplyJournal] = []
+        if journal:
+            self.open_journal(journal)
         self._stats = JudgeStats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
@@ -147,11 +151,12 @@ class JudgeClient:
         raise TypeError("a JudgeClient holds a key and sockets: make one per process instead")
 
     def open_journal(self, path: Path) -> None:
-        """Continue with another journal, e.g. one per iteration. Questions that were asked before
-        keep theirs until the next call."""
-        if self._earlier_journal:
-            self._earlier_journal.close()
-        self._earlier_journal, self._journal = self._journal, ReplyJournal(path)
+        """Continue with another journal, e.g. one per iteration, in whatever this thread submits
+        from now on. What it submitted before keeps its own until the next call."""
+        if len(self._open_journals) > 1:
+            self._open_journals.pop(0).close()
+        self._open_journals.append(ReplyJournal(path))
+        self._journal.set(self._open_journals[-1])
 
     def take_stats(self) -> JudgeStats:
         """What happened since the last call; a request under way counts when it ends."""
@@ -163,9 +168,8 @@ class JudgeClient:
     async def aclose(self) -> None:
         """Close the pool and the journals."""
         await self._http.aclose()
-        for journal in (self._journal, self._earlier_journal):
-            if journal:
-                journal.close()
+        for journal in self._open_journals:
+            journal.close()
 
     async def check_health(self, wait_s: float = 60.0) -> None:
         """Prove that the endpoint is there and serves the model, or say what is wrong.
@@ -219,17 +223,12 @@ class JudgeClient:
             )
         self._loop = loop
         started = time.monotonic()
-        journal = self._journal
         async with self._slots:
-            value, replies, failure, attempts = await self._ask(question, parse, repeat, journal)
+            value, replies, failure, attempts = await self._ask(question, parse, repeat)
         return Answer(value, tuple(replies), failure, attempts, time.monotonic() - started)
 
     async def _ask(
-        self,
-        question: Question,
-        parse: Callable[[str], T],
-        repeat: int,
-        journal: ReplyJournal | None,
+        self, question: Question, parse: Callable[[str], T], repeat: int
     ) -> tuple[T | None, list[str], str | None, int]:
         content = [await self._parts.encode(part) for part in question.parts]
         shape = tuple(isinstance(part, str) for part in question.parts)
@@ -238,7 +237,7 @@ class JudgeClient:
         while True:
             body = self._body(content, question, repeat, num_unreadable=len(replies))
             try:
-                reply, was_sent = await self._reply(body, shape, journal)
+                reply, was_sent = await self._reply(body, shape)
             except OutageError as outage:
                 return None, replies, f"outage: {outage}", num_sent
             except _Trouble as trouble:
@@ -303,14 +302,13 @@ class JudgeClient:
         before, _, after = json.dumps(body).encode().partition(json.dumps(CONTENT).encode())
         return b"".join([before, b", ".join(content), after])
 
-    async def _reply(
-        self, body: bytes, shape: tuple[bool, ...], journal: ReplyJournal | None
-    ) -> tuple[str, bool]:
+    async def _reply(self, body: bytes, shape: tuple[bool, ...]) -> tuple[str, bool]:
         """The judge's words, and whether a request was needed for them.
 
         Equal requests wait for each other: whoever comes second finds the first one's reply, as it
         would after a restart. (Without a journal each is sent.)
         """
+        journal = self._journal.get()
         if journal is None:
             return await self._send(body, shape), True
         key = hashlib.sha256(body).hexdigest()
