@@ -19,7 +19,8 @@
   // generations_per_prompt: (required)
   // Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: while the judge reads one
   // iteration's pictures the next is sampled and rendered, and the ratio corrects for the one update
-  // between (an approximation); hides any judge latency below an iteration's time.
+  // between (an approximation; `policy/ratio_mean` and `policy/clip_fraction` say how far it moved);
+  // hides any judge latency below an iteration's time.
   max_staleness: 0,
   // Pictures rendered per completion (different noise); their rewards are averaged.
   images_per_completion: 1,

@@ -248,7 +248,8 @@ class RunConfig(Section):
     max_staleness: Literal[0, 1] = 0
     """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: while the judge reads
     one iteration's pictures the next is sampled and rendered, and the ratio corrects for the one
-    update between (an approximation); hides any judge latency below an iteration's time."""
+    update between (an approximation; `policy/ratio_mean` and `policy/clip_fraction` say how far it
+    moved); hides any judge latency below an iteration's time."""
     images_per_completion: Annotated[int, Field(ge=1)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
     baseline_arm: Literal["always", "evaluation", "never"] = "always"
