@@ -104,7 +104,9 @@ METRICS: dict[str, MetricDoc] = {
     "kl/reference_k3": MetricDoc("nats", "the same by the low-variance, non-negative k3 estimator"),
     "policy/entropy": MetricDoc("nats", "mean entropy of the next-token distribution"),
     "policy/clip_fraction": MetricDoc("0..1", "share of tokens whose ratio is clipped"),
-    "policy/ratio_mean": MetricDoc("1", "mean pi / pi_old; 1 with one update per iteration"),
+    "policy/ratio_mean": MetricDoc(
+        "1", "mean pi / pi_old; 1 with one update per iteration, on-policy"
+    ),
     "policy/ratio_max": MetricDoc("1", "largest of them"),
     "mismatch/k1": MetricDoc("nats", "mean log pi_sampler - log pi_trainer of the sampled tokens"),
     "mismatch/k3": MetricDoc("nats", "KL(sampler || trainer) by the k3 estimator"),
