@@ -269,8 +269,8 @@ def work_of(call: Call) -> Work:
 
 def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
     """|found - true| / |true|, Euclidean."""
-    true = true.double()
-    return float((found.double() - true).norm() / true.norm())
+    true = true.detach().double()
+    return float((found.detach().double() - true).norm() / true.norm())
 
 
 def first_line(error: BaseException) -> str:

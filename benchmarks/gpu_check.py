@@ -67,11 +67,12 @@ def packed_attention(bench: Bench) -> None:
 
 
 def _kernel_problems(bench: Bench, kernel: Kernel) -> list[str]:
-    language = bench.size.language
+    size, language = bench.size, bench.size.language
     num_heads, num_key_heads = language["num_attention_heads"], language["num_key_value_heads"]
     width = language["hidden_size"] // num_heads
+    longest = size.num_prompt_tokens(size.policy_px[0]), (size.completion_tokens,) * size.group
     problems = []
-    for name, layout in LAYOUTS.items():
+    for name, layout in {**LAYOUTS, "a group at this size": [longest]}.items():
         groups = groups_of(layout)
         errors = attention_errors(
             kernel, groups, (num_heads, num_key_heads, width), bench.device, bench.dtype

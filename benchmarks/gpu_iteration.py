@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from benchmarks import toy
-from benchmarks.gpu_bench import Bench, cleared, work_of
+from benchmarks.gpu_bench import Bench, cleared, free, work_of
 from benchmarks.gpu_models import (
     editor_parts,
     make_group,
@@ -94,6 +94,7 @@ def iterations(bench: Bench) -> None:
                 continue
             if case.side_px not in policies:
                 policies.clear()
+                free(bench.device)
                 policies[case.side_px] = make_policy(bench, run_config(bench, case.side_px))
             start_s = time.perf_counter()
             _run(bench, case, policies[case.side_px], parts)

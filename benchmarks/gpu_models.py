@@ -32,7 +32,8 @@ MAX_PICTURE_PX = 12_845_056
 """Of the released image processor: a picture of 1024 x 1024 px is 1369 tokens."""
 EXTRA_WORDS = "123"
 """Behind the toy's instruction: prompts have then 64 + 110 tokens and the picture's."""
-WORDS_AND_FRAME = 110
+DROPPED, WORDS_AND_FRAME = 64, 110
+"""Tokens of a prompt beside its picture's; the first do not condition the transformer."""
 STD = 0.02
 
 
@@ -58,9 +59,13 @@ class Size:
     group: int = 8
     completion_tokens: int = 256
 
+    def num_prompt_tokens(self, side_px: int) -> int:
+        """P, with a picture of that side."""
+        return DROPPED + WORDS_AND_FRAME + round(side_px / 28) ** 2
+
     def num_words(self, side_px: int) -> int:
         """Tokens that condition the transformer: picture, instruction, completion."""
-        return round(side_px / 28) ** 2 + WORDS_AND_FRAME + self.completion_tokens
+        return self.num_prompt_tokens(side_px) - DROPPED + self.completion_tokens
 
 
 REAL = Size(

@@ -37,8 +37,9 @@ TIMESTEP = 1000.0
 """Of the step that is timed, the first."""
 FP8_LAYERS = 6
 """Enough for a ratio: all blocks are alike."""
-LARGEST_DIFFERENCE = {"bfloat16": 0.05, "float32": 1e-4}
-"""Relative, between the two sides' results: sixty layers of rounding."""
+LARGEST_DIFFERENCE = {"bfloat16": 0.1, "float32": 1e-4}
+"""Relative, between the two sides' results: sixty layers of rounding. Wrong weights, or the right
+ones in another order, are off by their own size."""
 
 
 @dataclass(frozen=True, eq=False)

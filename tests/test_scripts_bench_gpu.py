@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import gpu_bench, gpu_check, gpu_models
+from benchmarks import gpu_bench, gpu_check, gpu_models, gpu_policy
 from benchmarks.gpu_bench import Bench, Line, Report
 from benchmarks.gpu_models import REAL, TINY
 from rl.policies import _attention_kernels
@@ -68,7 +68,7 @@ def test_every_item_but_the_slow_two_runs_on_a_cpu(tmp_path, capsys):
 @pytest.mark.slow
 def test_whole_iterations_and_the_sampler_run_on_a_cpu(tmp_path):
     code = bench_gpu.main(
-        ["--tiny", "--items", "5,7", "--seconds-per-item", "30", "--out", str(tmp_path)]
+        ["--tiny", "--items", "5,7", "--seconds-per-item", "12", "--out", str(tmp_path)]
     )
     [record] = tmp_path.glob("*.json")
     lines = {line["what"]: line for line in json.loads(record.read_text())["lines"]}
@@ -149,6 +149,23 @@ def test_what_a_packed_token_sees_by_hand():
     assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
 
 
+def test_the_peers_rows_compute_what_ours_do(tmp_path):
+    """Equal seeds give both sides the same weights; a fresh adapter changes nothing. (A peer knows
+    of no banned tokens.)"""
+    bench = new_bench(tmp_path)
+    gpu_models.save_texts(bench)
+    torch.manual_seed(0)
+    group = gpu_policy.Group(bench, 56, "auto", False)
+    prompt, ids_G = group.examples[0]
+    group.policy.module.banned_token_ids = ()
+    batch = group.policy.collate([(prompt, ids) for ids in ids_G])
+    torch.manual_seed(0)
+    rows = gpu_policy.PaddedRows(bench, 56, prompt, ids_G)
+    with torch.no_grad():
+        ours, theirs = group.policy.module(batch).logprobs.flatten(), rows._logprobs(ids_G)
+    assert (ours - theirs).abs().max() < 1e-4 < ours.std()
+
+
 # Sizes
 
 
@@ -180,7 +197,8 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
         prompts = QwenPrompts(tokenizer, load_image_processor(section), template, True, 2048)
         sample = gpu_models.make_sample(bench, side_px, 0)
         prompt = prompts.prompt(sample, sample.instruction)
-        assert len(prompt.token_ids) == num_tokens and prompt.num_dropped_tokens == 64
+        assert len(prompt.token_ids) == num_tokens == REAL.num_prompt_tokens(side_px)
+        assert prompt.num_dropped_tokens == 64
 
 
 # Arithmetic
