@@ -1,6 +1,6 @@
 """What this project does on one GPU at real size, with random weights: no network, no checkpoint.
 
-    python scripts/bench_gpu.py                                everything, about fifteen minutes
+    python scripts/bench_gpu.py                                everything, each item measured 60 s
     python scripts/bench_gpu.py --items 4b,4                   some of it
     python scripts/bench_gpu.py --items 5 --seconds-per-item 400
     python scripts/bench_gpu.py --tiny                         the same code in seconds on a CPU
@@ -11,7 +11,8 @@ is measured (`benchmarks/gpu_*.py`). Exit code 1 when an item failed or a check 
 a missed goal is not a failure.
 
 Every time stands beside the floor of the same work at the rates that item 1 measured on this very
-device. Ratios are of calls made in turn, in this process. "peak GB" is what torch held at most.
+device. Ratios are of calls made in turn, in this process; only in item 4 one side runs after the
+other, since both do not fit. "peak GB" is what torch held at most.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = written(bench, argv)
     print(text)
     if asked.out is not None:
-        save(bench, text, asked.out, argv)
+        save(bench, text, asked, argv)
     return 1 if bench.report.failures else 0
 
 
@@ -164,12 +165,13 @@ def written(bench: Bench, argv: Sequence[str] | None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def save(bench: Bench, text: str, out: Path, argv: Sequence[str] | None) -> None:
-    """`gpu_<device>_<date>.md` and, with all digits, `.json`."""
+def save(bench: Bench, text: str, asked: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """`gpu_<device>_<date>.md` and, with all digits, `.json`; of some items only, they are named."""
     facts = host(bench, argv)
     device = re.sub(r"\W+", "-", facts["device"]).lower()
-    out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"gpu_{device}_{facts['date']}"
+    items = "" if asked.items == list(ITEMS) else "_items_" + "-".join(asked.items)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    stem = asked.out / f"gpu_{device}_{facts['date']}{items}"
     stem.with_suffix(".md").write_text(text)
     report = bench.report
     record = {
