@@ -166,7 +166,7 @@ def written(bench: Bench, argv: Sequence[str] | None) -> str:
 
 
 def save(bench: Bench, text: str, asked: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """`gpu_<device>_<date>.md` and, with all digits, `.json`; of some items only, they are named."""
+    """`gpu_<device>_<date>.md`, and `.json` with all digits; a part of the items is named."""
     facts = host(bench, argv)
     device = re.sub(r"\W+", "-", facts["device"]).lower()
     items = "" if asked.items == list(ITEMS) else "_items_" + "-".join(asked.items)
