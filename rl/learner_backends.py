@@ -1,7 +1,7 @@
 """What holds the optimiser's state: plain PyTorch, behind the seam that DeepSpeed shares.
 
 What: the `Backend` seam (forward, backward, step, read and write the state) and its plain
-implementation. What not: losses, micro-batches, metrics (`learner.py`) or ZeRO
+implementation. What not: losses, micro-batches, metrics (`learner_update.py`) or ZeRO
 (`learner_deepspeed.py`). Made by `learner.py`.
 
 Two promises make the backends interchangeable. Gradients are SUMMED over backward calls and ranks,

@@ -75,7 +75,12 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
         },
         "sampling": {"max_completion_tokens": 6},
         "algorithm": {"kl_coeff": 0.05},
-        "optimizer": {"backend": "torch", "learning_rate": 1e-2, "max_tokens_per_micro_batch": 200},
+        "optimizer": {
+            "backend": "torch",
+            "learning_rate": 1e-2,
+            "adam_eps": 1e-3,  # else a first step goes by the sign of gradients that are rounding
+            "max_tokens_per_micro_batch": 200,
+        },
         "evaluation": {"every_n_iterations": 4, "num_samples": 3},
         "checkpoint": {"save_every_n_iterations": 1},
     }
