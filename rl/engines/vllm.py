@@ -6,6 +6,10 @@ log-probs; pictures written as tokens held to their grid (`_vllm_grammar.py`). W
 parallelism (each rank samples its own prompts), a server. Built by `build.py`, after the process
 group (an engine that finds none makes its own) and on every rank.
 
+A group is one request with n = G. As G requests that share their prompt through the prefix cache it
+took 3 to 5 % less CPU time without, 128 and 512 more prompt tokens (12 groups of 8; the machine's
+noise is larger), for G times as many requests to keep in order.
+
 Axes: `_P` prompts, `_G` completions in a group.
 """
 
