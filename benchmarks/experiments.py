@@ -74,13 +74,18 @@ def head_to_head(folder: Path, shape: Shape, num_rounds: int) -> Record:
 
 
 def _over_minimum(side: Record, shape: Shape, model: LanguageModel) -> float:
-    """Executed FLOPs of the policy side over the least that gives the same numbers: two forwards
-    (policy, reference) over each token once and over the pairs of the prefix tree, one backward,
-    the head where a completion is predicted, the vision tower once. For one group, none equal."""
+    """Executed FLOPs of the policy side over the least that gives the same numbers: a forward of
+    the policy and one of the reference, which has no adapter, over each token once and over the
+    pairs of the prefix tree, one backward, the head where a completion is predicted, the vision
+    tower once. For one group, none equal."""
     num_completion = sum(shape.completion_lens())
     num_tokens = side["counts"]["token positions"] // 2
     pairs = prefix_tree_pairs(num_tokens - num_completion, shape.completion_lens())
-    passes = 2 * model.forward_flops(num_tokens, pairs) + model.backward_flops(num_tokens, pairs)
+    passes = (
+        model.forward_flops(num_tokens, pairs)
+        + replace(model, lora_rank=0).forward_flops(num_tokens, pairs)
+        + model.backward_flops(num_tokens, pairs)
+    )
     least = passes + 3 * model.head_flops(num_completion) + side["gflop"][TOWER] * 1e9
     return sum(side["gflop"].get(part, 0.0) for part in POLICY_PARTS) * 1e9 / least
 

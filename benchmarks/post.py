@@ -86,10 +86,8 @@ class Post:
         return self._counter.flops if self._counter else 0.0
 
     def begin(self) -> None:
-        """Wait for the next order; what follows is measured. The last order ends the process."""
-        order = self._connection.recv()
-        if order is None:
-            raise SystemExit
+        """Wait for the next order; what follows is measured."""
+        order: Order = self._connection.recv()
         if self._baseline_mb is None:
             self._baseline_mb = resident_mb()
             forget_peak()

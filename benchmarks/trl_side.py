@@ -26,6 +26,7 @@ import torch
 from PIL import Image
 
 from benchmarks import toy
+from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
 from rl.config import JudgeConfig
@@ -181,7 +182,7 @@ class Peer:
             for text in toy.make_completions(row.instruction, self._shape):
                 prompt_ids.append(inputs["input_ids"][0].tolist())
                 ids.append(toy.completion_ids(self._tokenizer, text))
-                logprobs.append([-6.0] * len(ids[-1]))
+                logprobs.append([SAMPLER_LOGPROB] * len(ids[-1]))
         return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs}
 
     def _prompt_text(self, row: Sample) -> str:
