@@ -48,15 +48,16 @@ class PictureFeatures:
         """Each picture's [N_img, D] features; all that are missing go through the tower in one
         call. None: neither this nor, under ZeRO-3, any other rank has a picture to encode.
 
-        Under ZeRO-3 collective: the tower's weights are gathered from all ranks, so that a rank
-        that misses nothing runs it as well, on a blank, or those that do would wait for ever.
+        A trained tower always runs, if need be on a blank: ZeRO-2 reduces in the backward what it
+        reached, which has to be the same on all ranks. Under ZeRO-3 collective: a frozen tower's
+        weights are gathered from all ranks, so that a rank that misses nothing runs it as well.
         """
         visual = vl_model.model.visual
         wanted = {picture.key: picture for picture in pictures}
         missing = [picture for key, picture in wanted.items() if key not in self._kept]
         found = {key: self._kept[key] for key in wanted if key in self._kept}
         blank: list[torch.Tensor] = []
-        if _on_any_rank(bool(missing), visual):
+        if self._trained or _on_any_rank(bool(missing), visual):
             encoded = _encode(missing or [_blank(visual)], vl_model, self._trained)
             if missing:
                 found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
