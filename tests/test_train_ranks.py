@@ -24,19 +24,12 @@ NEAR = {2: 1e-5, 3: 2e-3}
 picture; over rewards that spread by 0.003 that is 4e-4 of the next gradient (measured)."""
 
 
-def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: Any) -> Path:
-    """Two iterations from the command line; returns the run's folder."""
-    config = tiny_loop.config_of(models, folder, num_iterations=NUM_ITERATIONS)
-    # Without dropout the ranks' own random numbers are in nothing; a large epsilon keeps Adam from
-    # blowing the last bit of a small gradient up to a whole step.
-    config["policy"] |= {"max_prompt_tokens": 256, "lora": {"r": 4, "alpha": 8}}
-    config["engine"] = {"type": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
-    config["optimizer"] |= {"adam_eps": 1e-4, **optimizer}
-    path = tiny_loop.write_config(folder, config)
+def start(path: Path, num_ranks: int, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The config's run from the command line."""
     command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks)]
-    environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}"}
+    environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}", **environ}
     environment.pop("DS_ACCELERATOR", None)  # the run sets it by itself
-    ended = subprocess.run(
+    return subprocess.run(
         [*command, str(SCRIPT), str(path)],
         env=environment,
         cwd=tiny_loop.REPO,
@@ -44,6 +37,17 @@ def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: An
         text=True,
         timeout=300,
     )
+
+
+def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: Any) -> Path:
+    """Two iterations; returns the run's folder."""
+    config = tiny_loop.config_of(models, folder, num_iterations=NUM_ITERATIONS)
+    # Without dropout the ranks' own random numbers are in nothing; a large epsilon keeps Adam from
+    # blowing the last bit of a small gradient up to a whole step.
+    config["policy"] |= {"max_prompt_tokens": 256, "lora": {"r": 4, "alpha": 8}}
+    config["engine"] = {"type": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
+    config["optimizer"] |= {"adam_eps": 1e-4, **optimizer}
+    ended = start(tiny_loop.write_config(folder, config), num_ranks)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return folder / "tiny"
 
@@ -111,3 +115,46 @@ def test_two_ranks_under_zero_are_the_plain_run(
             assert [e["group_id"] for e in episodes] == [f"{iteration}/{rank}"] * 4
     logs = "".join(path.read_text() for path in (sharded / "logs").iterdir())
     assert "accelerator" not in logs.lower(), logs
+
+
+@pytest.mark.parametrize(
+    ("trouble", "max_staleness", "optimizer"),
+    [
+        ("refused", 0, {"backend": "deepspeed", "zero_stage": 2}),
+        ("refused", 1, {"backend": "torch"}),
+        ("stopped", 0, {"backend": "deepspeed", "zero_stage": 2}),
+        ("stopped", 1, {"backend": "deepspeed", "zero_stage": 1}),
+    ],
+)
+def test_what_befalls_one_rank_is_heard_by_all(
+    models: dict[str, str],
+    tmp_path: Path,
+    trouble: str,
+    max_staleness: int,
+    optimizer: dict[str, Any],
+) -> None:
+    """The last rank's judge refuses, or it is asked to stop, while it grades the second iteration,
+    which under `max_staleness: 1` is before the first has been learnt from. What is finished is
+    saved by all ranks together, and nobody waits."""
+    config = tiny_loop.config_of(
+        models,
+        tmp_path,
+        num_iterations=3,
+        prompts_per_iteration=4,
+        max_staleness=max_staleness,
+        rewards={"brightness": {"type": "tests.brightness_reward"}},
+        judge={},
+        evaluation={"every_n_iterations": 0},
+        checkpoint={"save_every_n_iterations": 3},
+    )
+    config["optimizer"] |= optimizer
+    ended = start(tiny_loop.write_config(tmp_path, config), 2, TROUBLE=trouble)
+    saved = [path.name for path in (tmp_path / "tiny/checkpoints").glob("step_*")]
+    if trouble == "refused":
+        assert ended.returncode != 0 and "the key has expired" in ended.stderr + ended.stdout
+        assert saved == ["step_000001"]
+    else:
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        done = 0 if max_staleness else 1
+        assert f"stopped after {done} iterations" in ended.stdout
+        assert saved == [f"step_{done:06d}"]

@@ -1,12 +1,16 @@
 """What each rank runs in `test_train_ranks.py`: the loop, under sizes that make ranks differ.
 
 A tiny head would be projected in one chunk, and ZeRO-3 would leave so small a model whole on every
-rank; both are forced into many pieces. Every rank notes the weights it ends with.
+rank; both are forced into many pieces. Every rank notes the weights it ends with. Under
+TROUBLE, 'refused' or 'stopped', that happens to the last rank alone, between two of its verdicts.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,9 +18,14 @@ import torch
 from rl import learner_deepspeed, train
 from rl.policies import _logprobs
 from rl.run import Run
+from rl.system.judge_client import JudgeRefused
+from rl.types import Evidence, Grade
+from tests.brightness_reward import Brightness
 
 LOGITS_PER_CHUNK = 1500
 """Two tokens of the tiny vocabulary."""
+TROUBLED_VERDICT = 13
+"""Of the second iteration, if a rank has two groups of four and a baseline arm each."""
 
 
 def note_weights(run: Run, done: int) -> None:
@@ -26,6 +35,21 @@ def note_weights(run: Run, done: int) -> None:
     )
     noted = {"weights": weights, "sharded": num_sharded, "version": run.learner.version}
     torch.save(noted, run.run_dir / f"weights_{done}.rank{run.dist.rank}.pt")
+
+
+def trouble_last_rank(trouble: str, at: int) -> None:
+    if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
+        return
+    number, grade = count(1), Brightness.grade
+
+    async def graded(self: Brightness, evidence: Evidence) -> Grade:
+        if next(number) == at:
+            if trouble == "refused":
+                raise JudgeRefused("HTTP 401: the key has expired")
+            signal.raise_signal(signal.SIGTERM)
+        return await grade(self, evidence)
+
+    Brightness.grade = graded  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -38,4 +62,6 @@ if __name__ == "__main__":
         note_weights(run, done)
 
     Run.save = save_and_note  # type: ignore[method-assign]
+    if "TROUBLE" in os.environ:
+        trouble_last_rank(os.environ["TROUBLE"], at=TROUBLED_VERDICT)
     train.main(sys.argv[1:])
