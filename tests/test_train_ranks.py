@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import tiny_loop
 import torch
+from tiny_loop import metrics_of
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = tiny_loop.TESTS / "train_on_ranks.py"
 NUM_ITERATIONS = 2
-NOT_REPEATED = ("time/", "seconds/", "judge/")
-"""Metrics of the clock."""
 NEAR = {2: 1e-5, 3: 2e-3}
 """Relative, in the second iteration. Stage 3's first step ends 2e-7 away, which tips a byte of a
 picture; over rewards that spread by 0.003 that is 4e-4 of the next gradient (measured)."""
@@ -65,11 +64,6 @@ def plain(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def alone(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launch(models, tmp_path_factory.mktemp("alone"), 1, backend="torch")
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in rows]
 
 
 def episodes_of(run_dir: Path, iteration: int, rank: int) -> list[dict[str, Any]]:
