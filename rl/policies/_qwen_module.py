@@ -18,7 +18,7 @@ from rl.policies._attention_kernels import Kernel
 from rl.policies._cost import count_row
 from rl.policies._logprobs import completion_outputs, token_logprobs
 from rl.policies._packing import Packing
-from rl.policies._qwen_pictures import Picture, PictureFeatures, in_slices
+from rl.policies._qwen_pictures import Picture, PictureFeatures
 from rl.system.flops import LanguageModel
 from rl.types import TokenBatch, TokenOutputs
 
@@ -74,12 +74,9 @@ class QwenModule(nn.Module):
 
     @torch.no_grad()
     def picture_features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
-        """Each picture's [N_img, D], those that the forwards read; not collective, hence not under
-        ZeRO-3. Any number of pictures: no token budget has cut them."""
-        features: list[torch.Tensor] = []
-        for part in in_slices(pictures):
-            features += self._features.of(part, self.vl_model) or []
-        return features
+        """Each picture's [N_img, D], those that the forwards read; any number of pictures. Not
+        collective, hence not under ZeRO-3."""
+        return self._features.of(pictures, self.vl_model) or []
 
     def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
         """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on

@@ -1,7 +1,7 @@
 """What the vision tower makes of pictures, made once a picture.
 
-What: `Picture`, `PictureFeatures`, `in_slices`. What not: where features go in a row
-(`_qwen_module.py`), pixels (`_qwen_prompts.py`). Called by the Qwen-VL module.
+What: `Picture`, `PictureFeatures`. What not: where features go in a row (`_qwen_module.py`), pixels
+(`_qwen_prompts.py`). Called by the Qwen-VL module.
 
 A group shows its picture in every one of its rollout, reference and training forwards, and in the
 negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
@@ -10,16 +10,13 @@ negative prompt's. While the tower is frozen its features are the same in all of
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rl.policies._cost import count_pictures
-
-PATCHES_PER_CALL = 2**16
-"""A dozen pictures of 1024 x 1024 px; their MLPs hold 1.3 GB in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,26 +42,33 @@ class PictureFeatures:
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
     def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
-        """Each picture's [N_img, D] features; all that are missing go through the tower in one
-        call. None: neither this nor, under ZeRO-3, any other rank has a picture to encode.
+        """Each picture's [N_img, D] features. None: no picture, and none of a blank either.
 
-        A trained tower always runs, if need be on a blank: ZeRO-2 reduces in the backward what it
-        reached, which has to be the same on all ranks. Under ZeRO-3 collective: a frozen tower's
-        weights are gathered from all ranks, so that a rank that misses nothing runs it as well.
+        A frozen tower looks at each missing picture alone: with others beside it the last bits
+        could be others, and a resumed run, which has other pictures at hand, would not be exact.
+        Under ZeRO-3 collective: its weights are gathered from all ranks, so that a rank that misses
+        fewer pictures looks at blanks. A trained one looks at all of them together and always runs:
+        ZeRO-2 reduces in the backward what it reached, which has to be the same on all ranks.
         """
         visual = vl_model.model.visual
         wanted = {picture.key: picture for picture in pictures}
         missing = [picture for key, picture in wanted.items() if key not in self._kept]
         found = {key: self._kept[key] for key in wanted if key in self._kept}
         blank: list[torch.Tensor] = []
-        if self._trained or _on_any_rank(bool(missing), visual):
-            encoded = _encode(missing or [_blank(visual)], vl_model, self._trained)
+        if self._trained:
+            encoded = _encode(missing or [_blank(visual)], vl_model, trained=True)
             if missing:
                 found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
-            elif self._trained:
+            else:
                 # Not one feature of the blank enters, but the backward goes as elsewhere.
                 blank = [encoded[0][:0]]
-        if not self._trained:
+        else:
+            for number in range(_most_on_any_rank(len(missing), visual)):
+                if number < len(missing):
+                    picture = missing[number]
+                    [found[picture.key]] = _encode([picture], vl_model, trained=False)
+                else:
+                    _encode([_blank(visual)], vl_model, trained=False)
             self._keep(found)
         features = [found[picture.key] for picture in pictures] + blank
         return features or None
@@ -77,20 +81,6 @@ class PictureFeatures:
             self._kept.popitem(last=False)
 
 
-def in_slices(pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
-    """In order, as many at a time as have PATCHES_PER_CALL together, or one."""
-    part: list[Picture] = []
-    num_patches = 0
-    for picture in pictures:
-        num_patches += len(picture.pixel_values)
-        if part and num_patches > PATCHES_PER_CALL:
-            yield part
-            part, num_patches = [], len(picture.pixel_values)
-        part.append(picture)
-    if part:
-        yield part
-
-
 def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[torch.Tensor]:
     device = vl_model.device
     pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
@@ -99,8 +89,7 @@ def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[t
         encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
     grids = [(rows, columns) for p in pictures for _, rows, columns in p.grid.tolist()]
     count_pictures(vl_model.config.vision_config, grids, encoded.pooler_output[0].element_size())
-    # Copies: a part of one call's result would keep the whole of it alive.
-    return [part if trained else part.clone() for part in encoded.pooler_output]
+    return list(encoded.pooler_output)
 
 
 def _blank(visual: Any) -> Picture:
@@ -111,10 +100,10 @@ def _blank(visual: Any) -> Picture:
     return Picture(b"", torch.zeros(side * side, num_values), grid)
 
 
-def _on_any_rank(here: bool, visual: Any) -> bool:
-    """Whether it is so on this rank or, where the tower's weights are sharded, on any."""
+def _most_on_any_rank(here: int, visual: Any) -> int:
+    """The number on this rank or, where the tower's weights are sharded, the largest of any."""
     if not any(hasattr(parameter, "ds_id") for parameter in visual.parameters()):
         return here
-    seen = torch.tensor(int(here), device=next(visual.parameters()).device)
-    torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX)
-    return bool(seen)
+    most = torch.tensor(here, device=next(visual.parameters()).device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)

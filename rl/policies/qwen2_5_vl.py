@@ -301,8 +301,9 @@ class Qwen25VLPolicy(TrainedPolicy):
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[L', D] of the negative prompt beside each picture, under the base, which training never
-        moves; those not known yet in one forward. Under ZeRO-3, where no rank may skip a forward
-        that another makes, there is always one."""
+        moves; each that is not known yet in a forward of its own, so that its bits do not depend on
+        which others are. Under ZeRO-3, where no rank may skip a forward that another makes, there
+        is always exactly one, of all."""
         words = self._negative_prompt
         if words is None:
             return [None] * len(prompts_B)
@@ -311,10 +312,10 @@ class Qwen25VLPolicy(TrainedPolicy):
         missing = [key for key in shown if key not in found]
         if self._weights.sharded:
             missing = missing or list(shown)[:1]
-        if missing:
-            rows = [(self.prompts.other_words(shown[key], words), ()) for key in missing]
+        for keys in [missing] if self._weights.sharded else [[key] for key in missing]:
+            rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
             batch, outputs = self._base_forward(rows)
-            found |= zip(missing, _states(rows, batch, outputs.hidden), strict=True)
+            found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
         for key, states in found.items():
             self._negatives[key] = states
             self._negatives.move_to_end(key)
