@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from rl.algorithm.metrics import Metrics
 from rl.contracts import Engine
 from rl.packs import Inference
-from rl.rollout import Crew, Sampled, begin
+from rl.rollout import Crew, Sampled, begin, raise_together
 from rl.summary import add_baseline
+from rl.system.judge_client import JudgeError
 from rl.system.seeding import derive_seed
 from rl.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 
@@ -91,7 +92,12 @@ def _score(
     forwards = Inference(crew.policy, prompts_P, sampled.token_ids, budget, dist)
     silent = timer.silent()
     judging = begin(crew, sampled, forwards, silent)
-    episodes = [episodes_1[0] for _, episodes_1 in judging.groups(silent)]
+    refusal, episodes = "", []
+    try:
+        episodes = [episodes_1[0] for _, episodes_1 in judging.groups(silent)]
+    except JudgeError as error:
+        refusal = str(error)
+    raise_together(refusal, dist)
     return episodes, judging.rollout().baselines
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from rl.config import RunConfig
 from rl.contracts import Policy, Renderer, Reward
 from rl.rollout_episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
+from rl.system.judge_client import JudgeError
 from rl.system.seeding import derive_seed
 from rl.types import (
     Completion,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rl.packs import Forwards, Member
     from rl.system.background import BackgroundLoop
     from rl.system.console import PhaseTimer
+    from rl.system.dist import Dist
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,14 @@ def begin(
             phase.note(f"{judging.num_pictures} pictures")
     judging.renderer_stats = crew.renderer.take_stats()
     return judging
+
+
+def raise_together(refusal: str, dist: Dist) -> None:
+    """Raise `JudgeError` on every rank once any rank's judge has refused ('' = it has not): one
+    that left alone would hang the others in their next collective. Collective."""
+    refusals = [text for text in dist.gather(refusal) if text]
+    if refusals:
+        raise JudgeError(refusals[0])
 
 
 def _jobs(

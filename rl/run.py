@@ -21,7 +21,7 @@ from rl.contracts import Engine, Policy
 from rl.evaluate import evaluate
 from rl.learner import Learner
 from rl.learner_update import Update
-from rl.rollout import Crew, Interrupted, Judging, Rollout, Sampled, begin
+from rl.rollout import Crew, Interrupted, Judging, Rollout, Sampled, begin, raise_together
 from rl.rollout_episodes import group_sequences
 from rl.sampler import PromptSampler
 from rl.sync import sync
@@ -135,19 +135,14 @@ class Run:
             stopped = True  # the others hear of it below
         except JudgeError as error:
             refusal = str(error)
-        refusals = [text for text in self.dist.gather(refusal) if text]
-        if refusals:
-            self._save_finished(done)
-            raise JudgeError(refusals[0])
+        with self._saved_first(done):
+            raise_together(refusal, self.dist)
         if signals.stop_requested(self.dist):
             return None
         assert not stopped, "interrupted without a signal"
         rollout = judging.rollout()
-        try:
+        with self._saved_first(done):
             summary.check_failure_rate(self.config, rollout.episodes, self.dist)
-        except summary.TooManyFailuresError:
-            self._save_finished(done)
-            raise
         return rollout
 
     def hand_in(
@@ -175,20 +170,27 @@ class Run:
             return False
         return not (self.checkpoints.due(sampled) or self._evaluation_due(sampled))
 
-    def _save_finished(self, done: int) -> None:
-        """Before the run is stopped by its judge. A first iteration that fails leaves nothing: its
-        config is likely wrong, and a checkpoint would forbid to mend it under this run_name."""
-        if done > 0:
-            self.save(done)
+    @contextmanager
+    def _saved_first(self, done: int) -> Iterator[None]:
+        """What stops the run because of its judge, on all ranks, leaves a checkpoint. A first
+        iteration that fails leaves nothing: its config is likely wrong, and a checkpoint would
+        forbid to mend it under this run_name."""
+        try:
+            yield
+        except (JudgeError, summary.TooManyFailuresError):
+            if done > 0:
+                self.save(done)
+            raise
 
     def evaluate_if_due(self, done: int) -> Metrics:
         """The held-out run, after `done` iterations, if the config asks for one now."""
         if not self._evaluation_due(done):
             return Metrics()
         self.open_journal("evaluation", done)
-        return evaluate(
-            self.crew, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
-        )
+        with self._saved_first(done):
+            return evaluate(
+                self.crew, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
+            )
 
     def _evaluation_due(self, done: int) -> bool:
         every = self.config.evaluation.every_n_iterations

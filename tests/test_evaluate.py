@@ -17,6 +17,7 @@ from rl.rollout import Crew
 from rl.system.background import BackgroundLoop
 from rl.system.console import PhaseTimer
 from rl.system.dist import Dist
+from rl.system.judge_client import JudgeError, JudgeRefused
 from rl.types import Action, Completion, Evidence, Grade, Prompt, Row, Sample, SamplingParams
 
 
@@ -59,6 +60,15 @@ class Greedy:
     def wake(self) -> None: ...
 
 
+class Refusing:
+    """Refuses one sample's, which one rank alone has."""
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        if evidence.sample.id == "0":
+            raise JudgeRefused("HTTP 401: the key has expired")
+        return Grade(0.5)
+
+
 class Fixed:
     async def grade(self, evidence: Evidence) -> Grade:
         return Grade(0.25 if evidence.sample.id == "0" else 0.75)
@@ -95,3 +105,22 @@ def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Pa
     assert ranks[0]["eval_reference/reward"] == 0.25
     lines = (tmp_path / "evaluation/it_000000/records.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["id"] for line in lines) == ["0", "1", "2"]
+
+
+def refused_run(folder: str) -> str:
+    dist = Dist.from_env("cpu")
+    policy = Gathering(dist)
+    samples = [Sample(str(i), "do it") for i in range(3)]
+    with BackgroundLoop() as loop:
+        crew = Crew(run_config(), policy, NoRenderer(), {"judge": Refusing()}, True, loop)
+        try:
+            evaluate(crew, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
+        except JudgeError as error:
+            return str(error)
+        finally:
+            dist.close()
+    return "nothing was refused"
+
+
+def test_what_one_rank_s_judge_refuses_stops_all(tmp_path: Path) -> None:
+    assert run_ranks(refused_run, 2, str(tmp_path)) == ["HTTP 401: the key has expired"] * 2
