@@ -13,28 +13,37 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from rl.tiny_world.judge_server import JudgeServer
+from rl.tiny_world.judge_server import JudgeHandler, JudgeServer
 
 MODEL = "stub-judge"
+
+
+class _Handler(JudgeHandler):
+    def complete(self, body: bytes) -> None:
+        """Questions hold pictures of half a megabyte: only their hash is looked at."""
+        judge = self.server.judge
+        assert isinstance(judge, SlowJudge)
+        with judge.seats:
+            time.sleep(judge.latency_s)
+        digest = hashlib.sha256(body).digest()
+        reply = json.dumps({"reasoning": "drawn", "score": [digest[0] % 11, digest[1] % 11]})
+        message = {"role": "assistant", "content": reply}
+        self.send(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
 
 
 class SlowJudge(JudgeServer):
     """Sleeps, then draws lots."""
 
+    handler = _Handler
+
     def __init__(self, latency_s: float, cap: int) -> None:
-        self._latency_s = latency_s
-        self._seats = threading.Semaphore(cap)
+        self.latency_s = latency_s
+        self.seats = threading.Semaphore(cap)
         super().__init__(MODEL)
         # A worker that is stopped hangs up on the questions it has asked.
         self._http.handle_error = lambda *_: None  # type: ignore[method-assign]
-
-    def answer(self, parts: list[dict[str, Any]]) -> str:
-        with self._seats:
-            time.sleep(self._latency_s)
-        digest = hashlib.sha256(json.dumps(parts).encode()).digest()
-        return json.dumps({"reasoning": "drawn", "score": [digest[0] % 11, digest[1] % 11]})
 
 
 def _serve(connection: Connection, latency_s: float, cap: int) -> None:
