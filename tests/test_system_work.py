@@ -121,6 +121,7 @@ class Block(torch.nn.Module):
 
 def test_counting_does_not_keep_a_model_from_being_compiled(monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # a CPU sampler leaves it so
     compiled = []
 
     def backend(graph, example_inputs):
