@@ -186,7 +186,7 @@ def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P,
     fresh_P = [policy.build_prompt(tiny_qwen.sample(100 + i, width=64 * (i + 1))) for i in range(3)]
     completions_PG = synced.generate(fresh_P, params(), [7, 70, 700])
     assert max_dlogp(policy, fresh_P, completions_PG) <= MAX_DLOGP_NATS
-    assert encoded == [3], "one call, three pictures, none of them again"
+    assert encoded == [1, 1, 1], "three pictures, each alone, none of them again"
     tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
     assert all(0 < tail <= 32 for tail in tails)
     assert read[0] == 64 + 4 * sum(tails), "blocks of 32 tokens that are alike are read once"
