@@ -2,7 +2,7 @@
 
 What: `SAVINGS`; a defeat wraps objects of an opened run, sets a key of its config, or changes the
 shape of its work. What not: switches in production code: there are none for these, because they
-are exact. Called by `our_side.py` and `savings.py`.
+are exact. Called by `our_side.py` and `experiments.py`.
 """
 
 from __future__ import annotations
