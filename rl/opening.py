@@ -19,7 +19,7 @@ from rl.learner import Learner
 from rl.rollout import Crew
 from rl.run import Run
 from rl.sampler import PromptSampler, first_samples, usable
-from rl.system import memory_plan, placement, work
+from rl.system import memory_plan, placement, rendezvous, work
 from rl.system.background import BackgroundLoop
 from rl.system.checkpoint import Checkpoints
 from rl.system.console import Console, PhaseTimer, warn
@@ -85,6 +85,9 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
         record.rewind(start if start > 0 else -1)
         record.write_config()
+        for place in rendezvous.open_to_others():
+            if rendezvous.is_one_node():
+                warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
         tracker = Tracker(run_dir, config, dist, record.config)
         stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
         yield Run(

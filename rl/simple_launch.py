@@ -2,9 +2,10 @@
 
 A script may also come alone (`scripts/check_distributed.py`): it gets N ranks and no config.
 
-What: check the config, then start the ranks on torchrun's elastic agent, forward signals, name the
-rank that failed and pass its exit code on. What not: what a rank does first (`system/worker.py`),
-training (`train.py`), restarts: the same command resumes the run from its last checkpoint.
+What: check the config, then start the ranks, forward signals, name the rank that failed and pass
+its exit code on. What not: how ranks meet (`system/rendezvous.py`), what one does first
+(`system/worker.py`), training (`train.py`), restarts: the same command resumes the run from its
+last checkpoint.
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
 node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
@@ -19,16 +20,14 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from rl import check
 from rl.config import ConfigError, RunConfig, listed, load_config
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from rl.system import rendezvous
 
 GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
-            sys.exit(launch(args, args.nproc or 1, "script", Path(logs)))
+            sys.exit(launch(args, args.nproc or 1, Path(logs)))
     try:
         config = load_config(args.config, args.overrides)
         if args.nproc is not None:
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
     num_ranks = config.world_size // args.nnodes
-    sys.exit(launch(args, num_ranks, config.run_name, config.run_dir / "logs"))
+    sys.exit(launch(args, num_ranks, config.run_dir / "logs"))
 
 
 def _report(config: RunConfig, gpu_gb: float) -> int:
@@ -83,7 +82,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--nproc", type=int, help="ranks on this node (default: world_size / nnodes)")
     add("--nnodes", type=int, default=1)
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
-    add("--rdzv-endpoint", default="", help="host:port of node 0 (one node: a free port)")
+    add("--rdzv-endpoint", default="", help="host:port of node 0; not for one node")
     add("--check", action="store_true", help="report on the config and start nothing")
     add("--gpu-gb", type=float, default=141.0, help="GPU size for --check, GB (H200: 141)")
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
@@ -125,48 +124,70 @@ def _folder_problems(run_dir: Path) -> list[str]:
     return []
 
 
-def launch(args: argparse.Namespace, num_ranks: int, run_id: str, log_dir: Path) -> int:
+def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
     """Run this node's `num_ranks` ranks to their end; returns the exit code."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    _quiet_agent_logs()
     _set_environment(num_ranks)
-    alone = args.nnodes == 1
-    with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:
+    with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # 0700: this user's alone
         notes = Path(folder)
-        launch_config = LaunchConfig(
-            min_nodes=args.nnodes,
-            max_nodes=args.nnodes,
-            nproc_per_node=num_ranks,
-            run_id=run_id,
-            rdzv_backend="c10d" if alone else "static",
-            rdzv_endpoint="localhost:0" if alone else args.rdzv_endpoint,
-            rdzv_configs={} if alone else {"rank": args.node_rank},
-            local_addr="localhost" if alone else None,
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            shutdown_timeout=GRACE_S,
-        )
-        worker = ["-u", "-m", "rl.system.worker", str(log_dir), folder, args.script]
         try:
-            words = [] if args.config is None else [args.config, *args.overrides]
-            elastic_launch(launch_config, sys.executable)(*worker, *words)
-            return 0
-        except ChildFailedError as error:
-            return _explain_failure(error, notes, log_dir)
-        except SignalException as error:
-            name = signal.Signals(error.sigval).name
-            print(f"stopped by {name}; the same command resumes the run", file=sys.stderr)
-            return 128 + int(error.sigval)
-        except RendezvousError as error:
-            print(f"lost the other nodes ({args.rdzv_endpoint}): {error}", file=sys.stderr)
+            if args.nnodes == 1:
+                return _run_ranks(args, num_ranks, log_dir, notes, rendezvous.on_one_node(notes))
+            with rendezvous.on_several_nodes(
+                args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, _say
+            ) as meeting:
+                return _run_ranks(args, num_ranks, log_dir, notes, meeting)
+        except rendezvous.RendezvousError as error:
+            _say(str(error))
             return 1
         finally:
             _end_leftovers(notes)
+
+
+def _run_ranks(
+    args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
+) -> int:
+    """The ranks' processes, started together and ended together; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        SignalException,
+        api,
+        start_processes,
+    )
+
+    # It logs every signal that is sent to a rank; what matters of it is said once, by us.
+    api.logger.setLevel(logging.CRITICAL)
+    words = [] if args.config is None else [args.config, *args.overrides]
+    worker = ("-u", "-m", "rl.system.worker", str(log_dir), str(notes), args.script, *words)
+    first = args.node_rank * num_ranks
+    environ = {
+        local_rank: {
+            **meeting,
+            "RANK": str(first + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(args.nnodes * num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        for local_rank in range(num_ranks)
+    }
+    ranks = start_processes(
+        "rank",
+        sys.executable,
+        args=dict.fromkeys(range(num_ranks), worker),
+        envs=environ,
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
+    )
+    try:
+        ended = ranks.wait(period=0.1)
+    except SignalException as error:
+        ranks.close(error.sigval, timeout=GRACE_S)
+        _say(f"stopped by {error.sigval.name}; the same command resumes the run")
+        return 128 + int(error.sigval)
+    exit_codes = {first + i: failure.exitcode for i, failure in ended.failures.items()}
+    return _explain_failure(exit_codes, notes, log_dir) if exit_codes else 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _set_environment(num_ranks: int) -> None:
@@ -184,29 +205,20 @@ def _set_environment(num_ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
-def _quiet_agent_logs() -> None:
-    """The agent logs every signal it sends; what matters of it is said once, by us."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _explain_failure(error: ChildFailedError, notes: Path, log_dir: Path) -> int:
+def _explain_failure(exit_codes: Mapping[int, int], notes: Path, log_dir: Path) -> int:
     """Name the rank that failed first, and why; returns the exit code to pass on."""
 
     def order(rank: int) -> tuple[bool, int]:
         # A rank that could not even note its end died hardest; one that SIGTERM ended was asked to.
-        return error.failures[rank].exitcode == -signal.SIGTERM, _note(notes, rank).get(
-            "ended_ns", 0
-        )
+        return exit_codes[rank] == -signal.SIGTERM, _note(notes, rank).get("ended_ns", 0)
 
-    rank = min(error.failures, key=order)
-    code = error.failures[rank].exitcode
+    rank = min(exit_codes, key=order)
+    code = exit_codes[rank]
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    print(f"rank {rank} failed: {how}; logs: {log_dir}", file=sys.stderr)
+    _say(f"rank {rank} failed: {how}; logs: {log_dir}")
     reason = _note(notes, rank).get("reason", "")
     if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has said its own
-        print(reason, file=sys.stderr)
+        _say(reason)
     return code if code >= 0 else 128 - code
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from rl.system.dist import Dist
 from rl.system.judge_endpoint import resolve_api_base
 
 RANK = int(os.environ["RANK"])
@@ -28,8 +29,14 @@ def note(name: str, text: str) -> None:
 print(f"rank {RANK} says hello", flush=True)
 if MODE == "done":
     note("argv", " ".join(sys.argv[1:]))
-    note("port", os.environ["MASTER_PORT"])
     note("threads", os.environ["OMP_NUM_THREADS"])
+    note("met", str(Dist.from_env().gather(f"{FOLDER.name} {RANK}")))
+elif MODE == "listen":
+    dist = Dist.from_env()
+    dist.barrier()
+    note("interfaces", f"{os.environ['GLOO_SOCKET_IFNAME']} {os.environ['NCCL_SOCKET_IFNAME']}")
+    while not (FOLDER / "seen").exists():
+        time.sleep(0.05)
 elif MODE == "raise" and LAST:
     fail_deep_inside()
 elif MODE == "mistake" and LAST:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny_config
 
@@ -79,8 +82,40 @@ def test_two_launches_at_once_do_not_collide(launch: Launch, tmp_path: Path) -> 
         words = (folder / "argv_1").read_text().split()
         assert words[1:] == [f"base_exp_dir={folder / 'runs'}", "world_size=2"]
         assert (folder / "threads_0").read_text() == "1" or _has_gpu()
-    assert (folders[0] / "port_0").read_text() != (folders[1] / "port_0").read_text()
-    assert (folders[0] / "port_0").read_text() == (folders[0] / "port_1").read_text()
+        for rank in range(2):
+            met = (folder / f"met_{rank}").read_text()
+            assert met == f"['{folder.name} 0', '{folder.name} 1']", "its own peers, in order"
+
+
+def listening(pid: int) -> list[list[str]]:
+    """For a process and each of its descendants: the addresses that the kernel says it listens
+    on."""
+    return [
+        [
+            socket_.laddr.ip
+            for socket_ in process.net_connections("inet")
+            if socket_.status == psutil.CONN_LISTEN
+        ]
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
+    ]
+
+
+def test_on_one_node_nothing_listens_outside_loopback(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth0")  # as a cluster's image has it
+    process = launch("listen", "--nproc", "2")
+    wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
+    launcher, *ranks = listening(process.pid)
+    (tmp_path / "seen").touch()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    for rank in range(2):
+        assert (tmp_path / f"interfaces_{rank}").read_text() == "lo =lo"
+    assert launcher == [], "the launcher has no port at all"
+    assert len(ranks) == 2 and all(ranks), "gloo listens in both"
+    assert {ip for seen in ranks for ip in seen} == {"127.0.0.1"}
 
 
 def _has_gpu() -> bool:
@@ -163,17 +198,75 @@ def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_nodes(launch: Launch, tmp_path: Path) -> None:
-    import socket
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_whole_run_listens_on_loopback_only(tmp_path: Path, num_ranks: int) -> None:
+    """vLLM, the judge and the process groups of the shipped quickstart, looked at all the time."""
+    short = ["num_iterations=1", "optimizer.warmup_iterations=0", "evaluation.num_samples=4"]
+    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks)]
+    command += ["configs/quickstart.jsonnet", f"base_exp_dir={tmp_path}", *short]
+    process = subprocess.Popen(
+        command, cwd=TESTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    seen = set()
+    while process.poll() is None:
+        with suppress(psutil.Error):  # a process that ended while it was looked at
+            seen |= {ip for addresses in listening(process.pid) for ip in addresses}
+        time.sleep(0.05)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    assert process.returncode == 0, errors
+    assert seen == {"127.0.0.1"}
+    assert "listens on" not in errors
 
+
+@pytest.fixture
+def endpoint() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, endpoint: str) -> None:
     options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
-    nodes = [launch("done", *options, str(rank)) for rank in range(2)]
+    nodes = [launch("listen", *options, str(rank)) for rank in (1, 0)]
+    wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
+    addresses = [ip for node in nodes for seen in listening(node.pid) for ip in seen]
+    (tmp_path / "seen").touch()
     for node in nodes:
-        assert node.communicate(timeout=300) and node.returncode == 0
-    assert {"argv_0", "argv_1"} <= {file.name for file in tmp_path.iterdir()}
+        _, errors = node.communicate(timeout=60)
+        assert node.returncode == 0, errors
+    assert addresses and set(addresses) == {"127.0.0.1"}
+    assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
+    assert "which only this machine reaches" in errors, "node 0 says what a loopback address means"
+
+
+def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: str) -> None:
+    options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
+    first = launch("done", "--nproc", "1", "--node-rank", "0", *options)
+    second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 1
+    assert "this node was told of 2 nodes of 2 ranks, another of 2 nodes of 1 ranks" in errors
+    twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
+    _, errors = twin.communicate(timeout=60)
+    assert twin.returncode == 1 and "node 0 cannot listen on 127.0.0.1" in errors
+    first.terminate()
+
+
+@pytest.mark.parametrize(
+    ("endpoint_", "message"),
+    [
+        ("host0", "--rdzv-endpoint 'host0' is not host:port"),
+        ("host0:0", "is not host:port"),
+        ("no-such-host.invalid:29777", "no-such-host.invalid is not known here"),
+        ("192.0.2.1:29777", "node 0 cannot listen on 192.0.2.1:29777 (Cannot assign requested"),
+    ],
+)
+def test_an_endpoint_that_cannot_be(launch: Launch, endpoint_: str, message: str) -> None:
+    node = launch("done", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint_)
+    _, errors = node.communicate(timeout=60)
+    assert node.returncode == 1
+    assert message in errors and "Traceback" not in errors
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The other ranks: who they are, and every collective the loop uses.
 
 What: `Dist`, made once by `train.py` BEFORE any engine (an engine that finds no process group makes
-its own, and then ours cannot be made). What not: gradients (the learner's backend reduces them) and
-starting processes (torchrun's agent does). With one process no process group exists and every
-collective is the identity, so a laptop never opens a port.
+its own, and then ours cannot be made). What not: gradients (the learner's backend reduces them),
+starting processes (`simple_launch.py`) and how they find each other (`rendezvous.py`). With one
+process no process group exists and every collective is the identity.
 
 A collective is called by all ranks or by none. torch is imported on first use only.
 """
@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rl.system.rendezvous import INIT_METHOD
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,8 @@ class Dist:
 
     @classmethod
     def from_env(cls, device: str = "auto") -> Dist:
-        """Read torchrun's RANK / WORLD_SIZE / LOCAL_RANK and join the group they describe.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, which the launcher sets as torchrun does, and join
+        the group they describe.
 
         `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'mps' (one process only),
         'cuda' (the local rank's) or 'cuda:<index>'.
@@ -73,8 +76,13 @@ class Dist:
 
         if device == "mps":
             raise ValueError("device 'mps' holds one process: start one rank, or use device 'cpu'")
-        backend = "gloo" if device == "cpu" else "nccl"
-        td.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        td.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            init_method=os.environ.get(INIT_METHOD, "env://"),
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
         cpu_group = td.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         return cls(rank, world_size, local_rank, device, cpu_group)
 

@@ -2,8 +2,8 @@
 
 What: `install` and `stop_requested`, so that a pre-empted run saves and leaves instead of dying in
 mid-write, and `die_with_parent`, so that a killed launcher leaves no orphans on the GPUs. What not:
-the saving (`train.py`) and the forwarding to ranks (torchrun's agent). SIGHUP is one of the three
-because the agent forwards a lost terminal as such.
+the saving (`train.py`) and the forwarding to ranks (the launcher). SIGHUP is one of the three
+because the launcher forwards a lost terminal as such.
 """
 
 from __future__ import annotations

@@ -1,0 +1,227 @@
+"""Where the ranks of a run meet, and which network interfaces they may listen on.
+
+What: on one node a file that only this user can read, and loopback for everything that listens; on
+several nodes one store bound to the address that `--rdzv-endpoint` names, kept by node 0's launcher
+until all nodes have left. What not: joining the process group (`dist.py`), starting ranks
+(`simple_launch.py`, which calls this).
+
+torch's own agent is not used for it: its stores listen on every interface, and it unpickles what it
+reads from one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+INIT_METHOD = "RL_INIT_METHOD"
+"""Environment variable: what a rank gives `init_process_group`; absent: torchrun's variables."""
+JOIN_S = 600.0
+"""How long a node waits for the others to start."""
+LEAVE_S = 60.0
+"""How long node 0 keeps the store for nodes that end after it."""
+_LINE_EVERY_S = 30.0
+
+Environment = dict[str, str]
+
+
+class RendezvousError(Exception):
+    """The nodes did not find each other; the message names the endpoint and the remedy."""
+
+
+def on_one_node(folder: Path) -> Environment:
+    """What a rank needs to meet its peers in `folder`, which must be readable by this user only.
+
+    A user's GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME do not count here: clusters set them for jobs
+    of several nodes, and nobody on another node has anything to say to this run.
+    """
+    return {
+        INIT_METHOD: (folder / "rendezvous").absolute().as_uri(),
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "NCCL_SOCKET_IFNAME": f"={loopback()}",
+    }
+
+
+def is_one_node() -> bool:
+    """Whether this rank was started with what `on_one_node` says."""
+    return INIT_METHOD in os.environ
+
+
+def loopback() -> str:
+    """Name of this machine's loopback interface: 'lo' on Linux, 'lo0' on macOS."""
+    return interface_of("127.0.0.1")
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has this address. Raises RendezvousError when none has."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
+    raise RendezvousError(f"{address} is the address of none of this machine's interfaces")
+
+
+@contextmanager
+def on_several_nodes(
+    endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Callable[[str], Any]
+) -> Iterator[Environment]:
+    """What a rank of this node needs; entered once all nodes are there, left when they have ended.
+
+    `endpoint`: host:port of node 0, as given on every node. `say` prints a line while one waits.
+    Interfaces that the user names in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stay. Raises
+    RendezvousError.
+    """
+    host, port = _split(endpoint)
+    store = _host(host, port, say) if node == 0 else _join(host, port, say)
+    _check_in(store, node, num_nodes, num_local_ranks, say)
+    interface = interface_of(_own_address(host, port))
+    yield {
+        "MASTER_ADDR": _resolve(host, port)[1][0],
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # or rank 0 would host one, on every interface
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),
+    }
+    with suppress(RuntimeError):  # node 0 has gone
+        store.add("left", 1)
+        if node == 0:
+            _wait_until(lambda: store.add("left", 0) >= num_nodes, LEAVE_S)
+
+
+def open_to_others() -> list[str]:
+    """`address:port` of everything that this process and its children let other machines reach."""
+    import psutil
+
+    own = psutil.Process()
+    found = []
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):  # it has just ended
+            found += [
+                f"{socket_.laddr.ip}:{socket_.laddr.port}"
+                for socket_ in process.net_connections("inet")
+                if socket_.status == psutil.CONN_LISTEN
+                and not ipaddress.ip_address(socket_.laddr.ip).is_loopback
+            ]
+    return found
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port")
+    return host, int(port)
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Family and socket address of node 0."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise RendezvousError(
+            f"--rdzv-endpoint {host}:{port}: {host} is not known here ({error})"
+        ) from None
+    return family, address
+
+
+def _host(host: str, port: int, say: Callable[[str], Any]) -> TCPStore:
+    """Node 0's store, listening on this one address."""
+    from torch.distributed import TCPStore
+
+    family, address = _resolve(host, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise RendezvousError(
+            f"node 0 cannot listen on {address[0]}:{port} ({error.strerror}): --rdzv-endpoint "
+            "names an address of node 0's own and a port that is free there"
+        ) from None
+    listener.listen()
+    if ipaddress.ip_address(address[0]).is_loopback:
+        say(
+            f"node 0 listens on {address[0]}, which only this machine reaches: for other machines, "
+            "name its address on their network in --rdzv-endpoint"
+        )
+    return TCPStore(
+        address[0], port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _join(host: str, port: int, say: Callable[[str], Any]) -> TCPStore:
+    from torch.distributed import TCPStore
+
+    _, address = _resolve(host, port)
+
+    def answers() -> bool:
+        with suppress(OSError):
+            socket.create_connection(address[:2], timeout=5).close()
+            return True
+        return False
+
+    if not _wait_until(answers, JOIN_S, f"waiting for node 0 at {host}:{port}", say):
+        raise RendezvousError(
+            f"nobody answers at --rdzv-endpoint {host}:{port} for {JOIN_S:.0f} s: start the same "
+            "command with --node-rank 0 there, and let the port through"
+        )
+    return TCPStore(address[0], port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def _check_in(
+    store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, say: Callable[[str], Any]
+) -> None:
+    """Meet all the others, and hold what they were told against what we were."""
+    own = f"{num_nodes} nodes of {num_local_ranks} ranks"
+    told = store.compare_set("plan", "", own).decode()
+    if told != own:
+        raise RendezvousError(f"this node was told of {own}, another of {told}")
+    if store.add(f"node/{node}", 1) > 1:
+        raise RendezvousError(f"another node was started with --node-rank {node} too")
+    store.add("joined", 1)
+    if not _wait_until(
+        lambda: store.add("joined", 0) >= num_nodes, JOIN_S, f"waiting for all of {own}", say
+    ):
+        raise RendezvousError(
+            f"{store.add('joined', 0)} of {num_nodes} nodes came within {JOIN_S:.0f} s: start the "
+            "same command on each, with its own --node-rank"
+        )
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to node 0. Nothing is sent."""
+    family, address = _resolve(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _wait_until(
+    condition: Callable[[], bool],
+    seconds: float,
+    line: str = "",
+    say: Callable[[str], Any] | None = None,
+) -> bool:
+    """Poll; False when the time is up. `say` gets `line` every half a minute."""
+    start = last_line = time.monotonic()
+    while not condition():
+        now = time.monotonic()
+        if now - start > seconds:
+            return False
+        if say is not None and now - last_line > _LINE_EVERY_S:
+            say(f"{line} ({now - start:.0f} s)")
+            last_line = now
+        time.sleep(0.1)
+    return True
