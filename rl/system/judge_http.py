@@ -19,8 +19,9 @@ from rl.system.judge_endpoint import is_loopback
 from rl.system.untrusted import shown
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_REPLY_BYTES = 4 * 2**20
-"""A grade is a few kB; the longest list of models that hosted gateways serve is about 1 MB."""
+MAX_REPLY_BYTES = 2 * 2**20
+"""Ten times what the longest readable reply takes. As the most wasteful JSON ('[],[],...') this
+much took 56 MB and 0.6 s to parse on a busy CPU core."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
 """Of any answer but HTTP 200 a sentence is shown; what is beyond this is not waited for."""
 SHOWN_HEADER_CHARS = 200
