@@ -236,6 +236,37 @@ def test_the_key_goes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not elsewhere.requests
 
 
+@pytest.mark.parametrize(
+    ("environment", "proxied"),
+    [
+        ({}, False),
+        ({"HTTP_PROXY": "{proxy}"}, True),
+        ({"ALL_PROXY": "http://{proxy}"}, True),
+        ({"HTTPS_PROXY": "{proxy}"}, False),
+        ({"HTTP_PROXY": "{proxy}", "NO_PROXY": "other,judge.test"}, False),
+        ({"HTTP_PROXY": "{proxy}", "NO_PROXY": "*"}, False),
+    ],
+)
+def test_a_proxy_in_the_environment_is_used_for_other_machines(
+    environment: dict[str, str], proxied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    with FaultyJudge() as proxy:
+        for name, value in environment.items():
+            address = proxy.api_base.split("/")[2]
+            monkeypatch.setenv(name, value.format(proxy=address))
+        http = judge_http.JudgeHttp("http://judge.test:1/v1", {}, max_connections=1)
+        asked = http.request("GET", "/models", None, TIMEOUT_S)
+        if proxied:
+            # The stand-in knows no absolute URLs; that it says so shows who was asked.
+            assert b"no such path: http://judge.test:1/v1/models" in asyncio.run(asked).body
+        else:
+            with pytest.raises(judge_http.RequestTrouble):
+                asyncio.run(asked)
+
+
 def test_nothing_compressed_is_asked_for_and_no_cookie_is_kept() -> None:
     with FaultyJudge([Fault(reply="hm", headers={"Set-Cookie": "a=b"})]) as judge:
         ask(judge)
@@ -266,6 +297,18 @@ def test_a_health_check_ends_in_words_too(
             _health(judge)
     assert time.monotonic() - started < TIMEOUT_S + 1.5
     assert str(error.value).replace("\n", "", 1).isprintable() and len(str(error.value)) < 1200
+
+
+def test_a_health_check_says_why_a_list_was_not_read() -> None:
+    too_long = b'{"data": [' + b" " * judge_http.MAX_REPLY_BYTES + b"]}"
+    for models, reason in (
+        (page(too_long), "a body longer than 2097152 bytes"),
+        (page(b"x", "Content-Encoding: br"), r"a body compressed \(Content-Encoding: br\)"),
+    ):
+        with FaultyJudge() as judge:
+            judge.models = models
+            with pytest.raises(JudgeRefused, match=reason):
+                _health(judge)
 
 
 @pytest.mark.parametrize("names", [["\x1b[2J" * 999] * 20, [f"m\n{n}" for n in range(20)]])

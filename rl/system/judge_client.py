@@ -72,7 +72,7 @@ class Answer(Generic[T]):
     value: T | None
     """The parsed reply; None exactly when `failure` is set."""
     replies: tuple[str, ...]
-    """Every raw reply, unreadable ones included, in order."""
+    """Every raw reply, unreadable ones included, in order; cut where it is too long to be read."""
     failure: str | None
     """A stable word first: timeout, transport, http_<status>, unreadable, refused, outage."""
     attempts: int
@@ -373,7 +373,7 @@ class JudgeClient:
 
     def _shown(self, response: HttpAnswer) -> str:
         """The body's beginning, or why there is none. Endpoints echo wrong keys in it."""
-        if response.unusable and not response.body:
+        if response.unusable and (response.status == 200 or not response.body):
             return f"(a body {response.unusable})"
         body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
         return self._safe(body, SHOWN_BODY_CHARS) or "(empty body)"

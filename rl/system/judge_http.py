@@ -20,8 +20,8 @@ from rl.system.untrusted import shown
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
-"""Ten times what the longest readable reply takes. As the most wasteful JSON ('[],[],...') this
-much took 56 MB and 0.6 s to parse on a busy CPU core."""
+"""The longest readable reply (`judge_reply.MAX_REPLY_CHARS`) takes 1.2 MB where JSON spells each
+sign at its longest. As the most wasteful JSON ('[],[],...') this much took 56 MB to parse."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
 """Of any answer but HTTP 200 a sentence is shown; what is beyond this is not waited for."""
 SHOWN_HEADER_CHARS = 200
