@@ -8,14 +8,13 @@ policy and rewards need of the data, judge, batch arithmetic. What not: the rule
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rl.build import claims
 from rl.config import RunConfig
 from rl.system import placement
-from rl.system.judge_endpoint import resolve_api_base
+from rl.system.judge_endpoint import auth_header, resolve_api_base
 
 if TYPE_CHECKING:
     from rl.build import Resolved
@@ -117,11 +116,10 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
             resolve_api_base(judge.api_base)
         except ValueError as error:
             yield str(error)
-    if judge.api_key_env and judge.api_key_env not in os.environ:
-        yield (
-            f"judge.api_key_env: the environment variable {judge.api_key_env} is not set; export "
-            "the judge's key under that name"
-        )
+    try:
+        auth_header(judge.api_key_env)
+    except ValueError as error:
+        yield str(error)
 
 
 def _learning_problems(resolved: Resolved) -> Iterable[str]:

@@ -74,8 +74,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL",
     ),
     (
+        {"judge": {"api_base": "http://xn--a.example"}},
+        "judge.api_base='http://xn--a.example' is not an http(s) URL with a host: ",
+    ),
+    (
         {"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
-        "judge.api_key_env: the environment variable NO_SUCH_KEY_HERE is not set",
+        "judge.api_key_env names NO_SUCH_KEY_HERE, which is not in the environment: export NO_SUCH",
     ),
     (
         {"renderer": {"type": "none"}},

@@ -131,6 +131,28 @@ def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None
     assert [a.value for a in first] != [first[0].value] * 4, "the judge did sample"
 
 
+def test_what_is_no_entry_of_the_journal_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    for line in ("[" * 100_000, "9" * 5000, '"text"', '{"key": 1, "reply": 2}', "[]", "\xff", "{}"):
+        path.write_bytes(line.encode("latin-1") + b"\n")
+        with FaultyJudge() as judge:
+            client = JudgeClient(quick_config(), judge.api_base, path)
+            (answer,) = _run(_ask_all(client, [pair_question()]))
+        assert answer.value == (8.0, 6.5) and len(judge.requests) == 1
+
+
+def test_a_readable_reply_is_kept_as_it_came_and_an_endless_one_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    odd = GOOD.replace("fine", "\u2028\x1b[2J\ufeff\U0001f600")
+    with FaultyJudge([Fault(reply=" " * 1_000_000), Fault(reply=odd)]) as judge:
+        for num_sent in (2, 0):
+            client = JudgeClient(quick_config(), judge.api_base, path)
+            (answer,) = _run(_ask_all(client, [pair_question()]))
+            assert answer.attempts == num_sent and answer.value == (8.0, 6.5)
+            assert [len(reply) for reply in answer.replies] == [100_001, len(odd)]
+            assert answer.replies[1] == odd
+
+
 async def _without_closing(client: JudgeClient, questions: list[Question]) -> list[Answer[Any]]:
     return [await client.ask(question, read_pair) for question in questions]
 

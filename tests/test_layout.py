@@ -44,7 +44,7 @@ FENCES = {
     "vllm": r"rl/engines/_?vllm\w*\.py",
     "deepspeed": r"rl/learner\w*\.py",
     "diffusers": r"rl/renderers/\w+\.py",
-    "httpx": r"rl/system/judge_client\.py",
+    "httpx": r"rl/system/judge_(http|endpoint)\.py",
     "wandb": r"rl/system/tracking\.py",
     "datasets": r"rl/data/\w+\.py",
 }

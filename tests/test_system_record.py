@@ -112,6 +112,21 @@ def test_metrics_are_strict_json_and_only_rank_0_writes(tmp_path):
     assert text == '{"iteration": 1, "a": 0.1, "nan": null, "inf": null}\n'
 
 
+def test_half_a_surrogate_pair_costs_no_record(tmp_path):
+    """JSON rows, completions cut in the middle of a sign, and judges can all spell one."""
+    odd = episode(
+        action=Action("half \ud83d", None),
+        replies={"vie": ("\udc00",)},
+        status=Status.UNGRADED,
+        reward=None,
+        failure="\ud800",
+    )
+    record_in(tmp_path).write_episodes(1, [[odd]], [[None]])
+    (row,) = lines_of(tmp_path / "episodes" / "it_000001.rank0.jsonl")
+    assert row["completion"] == "half \ud83d" and row["failure"] == "\ud800"
+    assert row["replies"] == {"vie": ["\udc00"]}
+
+
 def test_a_resume_rewinds_to_its_checkpoint(tmp_path):
     record = record_in(tmp_path)
     for iteration in range(6):

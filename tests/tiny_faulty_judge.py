@@ -7,7 +7,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,8 @@ class Fault:
     """Close the connection hard, without a word."""
     cut: bool = False
     """Promise the whole body, send half."""
+    raw: Callable[[], Iterable[bytes]] | None = None
+    """Everything that is sent instead, status line and all, block by block; then the end."""
 
 
 class FaultyJudge(JudgeServer):
@@ -49,6 +52,8 @@ class FaultyJudge(JudgeServer):
     def __init__(self, faults: Sequence[Fault] = (), after: Fault | None = None) -> None:
         self.faults = list(faults)
         self.after = after or Fault()
+        self.models: Fault | None = None
+        """What `/v1/models` gets instead of the truth."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times_s: list[float] = []
@@ -72,6 +77,15 @@ class FaultyJudge(JudgeServer):
 
 
 class _FaultyHandler(JudgeHandler):
+    def do_GET(self) -> None:
+        judge = self.server.judge
+        assert isinstance(judge, FaultyJudge)
+        if judge.models is None:
+            return super().do_GET()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._play(judge.models)
+        self.close_connection = True
+
     def complete(self, body: bytes) -> None:
         judge = self.server.judge
         assert isinstance(judge, FaultyJudge)
@@ -85,6 +99,11 @@ class _FaultyHandler(JudgeHandler):
 
     def _play(self, fault: Fault) -> None:
         time.sleep(fault.stall_s)
+        if fault.raw is not None:
+            self.close_connection = True
+            for block in fault.raw():
+                self.wfile.write(block)
+            return
         if fault.reset:
             linger = struct.pack("ii", 1, 0)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -114,6 +133,23 @@ class _FaultyHandler(JudgeHandler):
 
 
 FaultyJudge.handler = _FaultyHandler
+
+
+def said(*blocks: bytes) -> Fault:
+    """These bytes, then the end."""
+    return Fault(raw=lambda: blocks)
+
+
+def page(body: bytes, *headers: str, status: str = "200 OK", length: int | None = None) -> Fault:
+    """A page as any server may send it. `length`: what Content-Length claims."""
+    lines = [f"HTTP/1.1 {status}", *headers]
+    lines.append(f"Content-Length: {len(body) if length is None else length}")
+    return said("\r\n".join([*lines, "", ""]).encode("latin-1"), body)
+
+
+def envelope(content: Any = GOOD) -> bytes:
+    """A chat completion."""
+    return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
 
 
 def quick_config(**changes: Any) -> JudgeConfig:

@@ -33,8 +33,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """One line of strict JSON: NaN and infinities, which JSON has not, become null."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n"
+    """One line of strict JSON: NaN and infinities, which JSON has not, become null.
+
+    Half a surrogate pair, which no UTF-8 file takes, is written as JSON's escape of it.
+    """
+    line = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return line.encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -22,23 +22,29 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
-import httpx
-
 from rl.config import JudgeConfig
-from rl.system.judge_endpoint import auth_header, is_loopback, remedy_for, served_models
+from rl.system.judge_endpoint import auth_header, remedy_for
+from rl.system.judge_http import (
+    MAX_ERROR_PAGE_BYTES,
+    SHOWN_HEADER_CHARS,
+    HttpAnswer,
+    JudgeHttp,
+    RequestTrouble,
+)
 from rl.system.judge_journal import ReplyJournal
 from rl.system.judge_question import PartEncoder, Question
-from rl.system.judge_reply import UnreadableReplyError
+from rl.system.judge_reply import UnreadableReplyError, chat_content, served_models
 from rl.system.retry import Breaker, OutageError, backoff_s, retry_after_s
 from rl.system.scrub import scrub
+from rl.system.untrusted import shown
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 10.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
+SHOWN_NAME_CHARS = 100
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
 CONTENT = "<content>"
 """Stands in a request for the question's parts, until they are put in."""
@@ -66,7 +72,7 @@ class Answer(Generic[T]):
     value: T | None
     """The parsed reply; None exactly when `failure` is set."""
     replies: tuple[str, ...]
-    """Every raw reply, unreadable ones included, in order."""
+    """Every raw reply, unreadable ones included, in order; cut where it is too long to be read."""
     failure: str | None
     """A stable word first: timeout, transport, http_<status>, unreadable, refused, outage."""
     attempts: int
@@ -90,15 +96,6 @@ class JudgeStats:
     max_in_flight: int = 0
     """Most requests open at one time."""
     breaker_openings: int = 0
-
-
-class _Trouble(Exception):  # noqa: N818 (never leaves this file)
-    """One request that brought no reply."""
-
-    def __init__(self, cause: str, detail: str, retry_after_s: float | None = None) -> None:
-        super().__init__(f"{cause}: {detail}")
-        self.cause = cause
-        self.retry_after_s = retry_after_s
 
 
 class JudgeClient:
@@ -132,17 +129,7 @@ class JudgeClient:
         self._breaker = Breaker(
             config.breaker_failures, config.breaker_pause_s, config.max_outage_s
         )
-        self._http = httpx.AsyncClient(
-            headers=auth_header(config.api_key_env),
-            timeout=httpx.Timeout(
-                config.timeout_s, connect=min(CONNECT_TIMEOUT_S, config.timeout_s)
-            ),
-            # uvicorn (vLLM) drops idle connections after 5 s; to reuse one at that very moment is
-            # a transport error.
-            limits=httpx.Limits(max_connections=config.max_concurrency, keepalive_expiry=3.0),
-            # A proxy from the environment cannot reach this machine's own loopback.
-            trust_env=not is_loopback(api_base),
-        )
+        self._http = JudgeHttp(api_base, auth_header(config.api_key_env), config.max_concurrency)
 
     def __repr__(self) -> str:
         return f"JudgeClient({self.api_base!r}, model={self.config.model!r})"
@@ -180,29 +167,30 @@ class JudgeClient:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                response = await self._transport("GET", "/models", None, HEALTH_TIMEOUT_S)
-                if response.status_code in RETRIED_CLIENT_ERRORS:
+                response = await self._exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
+                if response.status in RETRIED_CLIENT_ERRORS:
                     raise self._passing(response)
                 break
-            except _Trouble as trouble:
+            except RequestTrouble as trouble:
                 if time.monotonic() >= deadline:
                     raise JudgeUnreachableError(
                         f"no judge at {self.api_base} after {wait_s:.0f} s ({trouble}): start it "
                         "(scripts/serve_judge.sh), or set judge.api_base to where it runs"
                     ) from None
             await asyncio.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-        if response.status_code != 200:
+        if response.status != 200:
             self._refuse(response)
-        served = served_models(response.text)
+        served = None if response.unusable else served_models(response.body)
         if served is None:
             raise JudgeRefused(
                 f"{self.api_base}/models answers, but not as an OpenAI-compatible endpoint: "
                 f"{self._shown(response)}\nCheck judge.api_base."
             )
         if self.config.model not in served:
+            names = ", ".join(self._safe(name, SHOWN_NAME_CHARS) for name in served[:10])
             raise JudgeRefused(
                 f"{self.api_base} does not serve judge.model={self.config.model!r}; it serves: "
-                f"{', '.join(served[:10]) or 'nothing'}. Set judge.model to one of these."
+                f"{names or 'nothing'}. Set judge.model to one of these."
             )
 
     async def ask(
@@ -240,7 +228,7 @@ class JudgeClient:
                 reply, was_sent = await self._reply(body, shape)
             except OutageError as outage:
                 return None, replies, f"outage: {outage}", num_sent
-            except _Trouble as trouble:
+            except RequestTrouble as trouble:
                 num_sent += 1
                 failure, cause = str(trouble), trouble.cause
                 if cause == "refused":
@@ -326,9 +314,9 @@ class JudgeClient:
         try:
             started = time.monotonic()
             timeout_s = self.config.timeout_s
-            response = await self._transport("POST", "/chat/completions", body, timeout_s)
+            response = await self._exchange("POST", "/chat/completions", body, timeout_s)
             self._stats.latencies_s.append(time.monotonic() - started)
-        except _Trouble:
+        except RequestTrouble:
             self._breaker.failed(is_probe)
             raise
         finally:
@@ -336,62 +324,59 @@ class JudgeClient:
         self._breaker.succeeded()
         return self._read(response, shape)
 
-    async def _transport(
+    async def _exchange(
         self, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> httpx.Response:
-        """One request. `_Trouble` when nobody is there to answer: transport, time-out, 5xx."""
+    ) -> HttpAnswer:
+        """One request. Raises `RequestTrouble` when nobody is there to answer: also for 5xx."""
         self._stats.requests += 1
         self._in_flight += 1
         self._stats.max_in_flight = max(self._stats.max_in_flight, self._in_flight)
         try:
-            # httpx's own limits are per read: a reply that trickles would pass them for ever.
-            async with asyncio.timeout(timeout_s):
-                response = await self._http.request(
-                    method,
-                    self.api_base + path,
-                    content=body,
-                    headers={"Content-Type": "application/json"},
-                )
-        except (TimeoutError, httpx.TimeoutException):
-            raise _Trouble("timeout", f"no reply within {timeout_s:g} s") from None
-        except httpx.RequestError as error:
-            raise _Trouble("transport", f"{type(error).__name__} {error}".strip()) from None
+            response = await self._http.request(method, path, body, timeout_s)
         finally:
             self._in_flight -= 1
-        if response.status_code >= 500:
+        if response.status >= 500:
             raise self._passing(response)
         return response
 
-    def _read(self, response: httpx.Response, shape: tuple[bool, ...]) -> str:
-        status = response.status_code
+    def _read(self, response: HttpAnswer, shape: tuple[bool, ...]) -> str:
+        status = response.status
         if status in RETRIED_CLIENT_ERRORS:
             raise self._passing(response)
         if status in REFUSED_QUESTION and shape in self._answered:
             # It has graded others like this, so the set-up is right: this one is too long, or
             # moderated. (A judge may take one picture and refuse two: that is the set-up.)
-            raise _Trouble("refused", f"HTTP {status} {self._shown(response)}")
+            raise RequestTrouble("refused", f"HTTP {status} {self._shown(response)}")
         if status != 200:
             self._refuse(response)
+        if response.unusable:
+            raise RequestTrouble("unreadable", f"HTTP 200 with a body {response.unusable}")
         try:
-            reply = response.json()["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
-            detail = f"HTTP 200 without a reply: {self._shown(response)}"
-            raise _Trouble("unreadable", detail) from None
+            reply = chat_content(response.body)
+        except UnreadableReplyError as error:
+            detail = f"HTTP 200 without a reply ({error}): {self._shown(response)}"
+            raise RequestTrouble("unreadable", detail) from None
         self._answered.add(shape)
-        return reply if isinstance(reply, str) else ""
+        return reply
 
-    def _passing(self, response: httpx.Response) -> _Trouble:
-        pause_s = retry_after_s(response.headers.get("Retry-After"))
-        return _Trouble(f"http_{response.status_code}", self._shown(response), pause_s)
+    def _passing(self, response: HttpAnswer) -> RequestTrouble:
+        pause_s = retry_after_s(response.retry_after)
+        return RequestTrouble(f"http_{response.status}", self._shown(response), pause_s)
 
-    def _refuse(self, response: httpx.Response) -> NoReturn:
+    def _refuse(self, response: HttpAnswer) -> NoReturn:
+        location = response.location and self._safe(response.location, SHOWN_HEADER_CHARS)
         raise JudgeRefused(
-            f"the judge refused: {response.request.method} {response.request.url} -> HTTP "
-            f"{response.status_code} {self._shown(response)}\n"
-            f"{remedy_for(response.status_code, response.headers.get('Location'), self.config)}"
+            f"the judge refused: {response.request} -> HTTP {response.status} "
+            f"{self._shown(response)}\n"
+            f"{remedy_for(response.status, location, self.config)}"
         )
 
-    def _shown(self, response: httpx.Response) -> str:
-        """The body's beginning. Endpoints echo wrong keys in it."""
-        body = scrub(response.text, (self.config.api_key_env,))
-        return " ".join(body.split())[:SHOWN_BODY_CHARS] or "(empty body)"
+    def _shown(self, response: HttpAnswer) -> str:
+        """The body's beginning, or why there is none. Endpoints echo wrong keys in it."""
+        if response.unusable and (response.status == 200 or not response.body):
+            return f"(a body {response.unusable})"
+        body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
+        return self._safe(body, SHOWN_BODY_CHARS) or "(empty body)"
+
+    def _safe(self, text: str, max_chars: int) -> str:
+        return shown(scrub(text, (self.config.api_key_env,)), max_chars)

@@ -7,19 +7,24 @@ and by whoever checks a config.
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 from rl.config import JudgeConfig
+from rl.system.untrusted import shown
 
 DEFAULT_PORT = 4877
 """Of scripts/serve_judge.sh; a file may hold a bare host."""
+MAX_FILE_CHARS = 4096
+MAX_REASON_CHARS = 200
 
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:\d+)?(/.*)?")
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
+_DNS_NAME = re.compile(r"(?=.{1,253}\Z)([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 _VERSION = re.compile(r"v\d[a-z0-9]*")
 
 
@@ -37,7 +42,7 @@ def resolve_api_base(value: str) -> str:
         )
     if "://" in value or _HOST_AND_PORT.fullmatch(value):
         return _normalise(value, f"judge.api_base={value!r}")
-    if not Path(value).is_file():
+    if not _is_file(value):
         raise ValueError(
             f"judge.api_base={value!r} is neither a URL (http://host:{DEFAULT_PORT}), nor "
             "host:port, nor a file that exists"
@@ -45,12 +50,23 @@ def resolve_api_base(value: str) -> str:
     return _from_file(Path(value))
 
 
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except OSError:  # a name longer than the file system takes, a folder that may not be entered
+        return False
+
+
 def _from_file(path: Path) -> str:
     where = f"judge.api_base: the file {path}"
-    lines = path.read_text(encoding="utf-8", errors="replace").split()
-    if not lines:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            words = file.read(MAX_FILE_CHARS).split()
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read ({error.strerror})") from None
+    if not words:
         raise ValueError(f"{where} is empty; write the judge's URL or host into it")
-    held = lines[0]
+    held = words[0]
     if "://" not in held and _HOST_AND_PORT.fullmatch(held) is None:
         if _HOST.fullmatch(held) is None:
             raise ValueError(f"{where} holds {held[:80]!r}, which is neither a URL nor a host")
@@ -60,22 +76,42 @@ def _from_file(path: Path) -> str:
 
 
 def _normalise(url: str, where: str) -> str:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    url = url if "://" in url else f"http://{url}"
+    rest = url.partition("://")[2]
+    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
         # Not quoted: what stands there may be a key.
         raise ValueError(
             "judge.api_base must be a plain URL without user, password or query: keys come from "
             "the environment variable that judge.api_key_env names"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{where} is not an http(s) URL with a host")
-    segments = [segment for segment in parts.path.split("/") if segment]
-    if segments[-2:] == ["chat", "completions"]:
-        segments = segments[:-2]
-    # A gateway that versions in another way (/v1beta/openai) has said where it wants the requests.
-    if not any(_VERSION.fullmatch(segment) for segment in segments):
-        segments.append("v1")
-    return f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
+    try:
+        parts = urlsplit(url)
+        segments = [segment for segment in parts.path.split("/") if segment]
+        if segments[-2:] == ["chat", "completions"]:
+            segments = segments[:-2]
+        # A gateway that versions in another way (/v1beta/openai) has said where it wants requests.
+        if not any(_VERSION.fullmatch(segment) for segment in segments):
+            segments.append("v1")
+        base = f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
+        _check_askable(base)
+    except (ValueError, httpx.InvalidURL) as error:
+        reason = shown(str(error), MAX_REASON_CHARS)
+        raise ValueError(f"{where} is not an http(s) URL with a host: {reason}") from None
+    return base
+
+
+def _check_askable(url: str) -> None:
+    """Raise ValueError or httpx.InvalidURL for what would fail at each request."""
+    parsed = httpx.URL(url)
+    name = parsed.host  # decodes 'xn--' names
+    host = parsed.raw_host.decode("ascii")
+    if parsed.scheme not in ("http", "https"):
+        raise ValueError(f"its scheme is {parsed.scheme!r}")
+    is_address = ":" in host  # httpx has read it as IPv6
+    if not is_address and _DNS_NAME.fullmatch(host) is None:
+        raise ValueError(f"{name!r} is no host name")
+    if parsed.port is not None and not 1 <= parsed.port <= 65535:
+        raise ValueError(f"port {parsed.port} is not in 1..65535")
 
 
 def is_loopback(api_base: str) -> bool:
@@ -89,7 +125,7 @@ def is_loopback(api_base: str) -> bool:
 def auth_header(api_key_env: str) -> dict[str, str]:
     """The header that carries the key; {} for a judge without one.
 
-    Raises ValueError when the environment lacks the variable.
+    Raises ValueError when the environment lacks the variable, or holds what no header takes.
     """
     if not api_key_env:
         return {}
@@ -99,15 +135,12 @@ def auth_header(api_key_env: str) -> dict[str, str]:
             f"judge.api_key_env names {api_key_env}, which is not in the environment: "
             f"export {api_key_env}=..., or set judge.api_key_env: '' for a judge without key"
         )
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"judge.api_key_env names {api_key_env}, whose value no HTTP header takes: it holds a "
+            f"line end or a character beyond ASCII. Copy the key anew into {api_key_env}"
+        )
     return {"Authorization": f"Bearer {key}"}
-
-
-def served_models(body: str) -> list[str] | None:
-    """The names in a `/models` reply; None when it is not one."""
-    try:
-        return [str(model["id"]) for model in json.loads(body)["data"]]
-    except (ValueError, LookupError, TypeError):
-        return None
 
 
 def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:

@@ -48,7 +48,11 @@ def _load(path: Path) -> dict[str, str]:
     for number, line in enumerate(data[:whole].splitlines(), start=1):
         try:
             entry = json.loads(line)
-            replies.setdefault(entry["key"], entry["reply"])
-        except (ValueError, TypeError, KeyError):
+            key, reply = entry["key"], entry["reply"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            key = reply = None
+        if isinstance(key, str) and isinstance(reply, str):
+            replies.setdefault(key, reply)
+        else:
             log.warning("%s line %d is no journal entry; it will be asked again", path, number)
     return replies

@@ -1,7 +1,8 @@
 """Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable.
 
-What: one JSON object out of a reply, and its numbers, never guessed, never clipped. What not: the
-retry that follows an unreadable reply (`judge_client.py`). Called by the rewards that ask a judge.
+What: the judge's words out of an HTTP body; one JSON object out of them, and its numbers, never
+guessed, never clipped. What not: the retry that follows an unreadable reply (`judge_client.py`).
+Called by the rewards that ask a judge, and by the judge client.
 """
 
 from __future__ import annotations
@@ -10,11 +11,37 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from rl.system.untrusted import without_lone_surrogates
+
 MAX_REPLY_CHARS = 100_000
 
 
 class UnreadableReplyError(ValueError):
     """The reply is not what was asked for; says why, without quoting the reply."""
+
+
+def chat_content(body: bytes) -> str:
+    """The judge's words in a chat completion; '' when it said none.
+
+    What is longer than any readable reply is cut where `read_scores` still calls it too long.
+    Raises `UnreadableReplyError`.
+    """
+    try:
+        content = _parsed(body)["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        raise UnreadableReplyError("no choices[0].message.content") from None
+    if not isinstance(content, str | None):
+        raise UnreadableReplyError(f"{type(content).__name__} under content, a text asked for")
+    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1])
+
+
+def served_models(body: bytes) -> list[str] | None:
+    """The names in a `/models` reply; None when it is not one."""
+    try:
+        names = [model["id"] for model in _parsed(body)["data"]]
+    except (UnreadableReplyError, LookupError, TypeError):
+        return None
+    return names if all(isinstance(name, str) for name in names) else None
 
 
 def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:
@@ -66,6 +93,14 @@ def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _parsed(body: bytes) -> Any:
+    """JSON as it travels: UTF-8 (RFC 8259), whatever charset the headers claim."""
+    try:
+        return json.loads(body.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        raise UnreadableReplyError("no JSON") from None
+
+
 def _find_object(text: str) -> dict[str, Any]:
     """The one JSON object of a reply, bare, fenced or after prose.
 
@@ -73,7 +108,7 @@ def _find_object(text: str) -> dict[str, Any]:
     a whole one would be a guess.
     """
     if len(text) > MAX_REPLY_CHARS:
-        raise UnreadableReplyError(f"{len(text)} characters long")
+        raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")
     start = text.find("{")
     if start < 0:
         raise UnreadableReplyError("no JSON object")
