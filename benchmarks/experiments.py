@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from benchmarks.defeats import SAVINGS
 from benchmarks.judge_stub import JudgeProcess
 from benchmarks.post import POLICY_PARTS, TOWER, Measured
 from benchmarks.toy import Shape
+from rl.system.files import read_rows
 from rl.system.flops import LanguageModel, prefix_tree_pairs
 
 STOCK, TUNED, OURS = "TRL stock", "TRL tuned", "this project"
@@ -194,8 +194,7 @@ def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -
             for member in members:
                 member.order()
             reports = [member.report() for member in members]
-    lines = (runs / "toy" / "metrics.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in lines]
+    metrics, _ = read_rows(runs / "toy" / "metrics.jsonl")
     return {
         "counts": [dict(one.counts) for one in reports],
         "metrics": [

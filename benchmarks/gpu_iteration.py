@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -40,6 +39,7 @@ from rl.opening import open_run
 from rl.renderers._qwen_image_loop import QwenImageRenderer
 from rl.renderers._qwen_image_parts import EditorParts
 from rl.sync import PROBE_TOKENS
+from rl.system.files import read_rows
 from rl.train import train
 from rl.types import Completion, Prompt, SamplingParams
 
@@ -116,8 +116,7 @@ def _run(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> None:
         with _made_before(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
             with open_run(config, bench.dist) as run:
                 train(run)
-            metrics = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-    timed = [json.loads(line) for line in metrics]
+            timed, _ = read_rows(run.run_dir / "metrics.jsonl")
     timed = [row for row in timed if "loss/total" in row][NUM_WARM_UP:][:NUM_TIMED]
     _tell(bench, case, timed)
 

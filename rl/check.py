@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from rl import build, fit, footprint
 from rl.config import ConfigError, RunConfig, listed
 from rl.system import memory_plan, placement
-from rl.system.checkpoint import problem_of
+from rl.system.checkpoint import find
 from rl.system.memory_plan import PHASES, Plan
 from rl.system.resume import check_resume
 from rl.system.scrub import scrubbed
@@ -181,18 +181,15 @@ def _verdict(planned: Plan, gpu_gb: float) -> str:
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:
     """(state of the run folder in words, what forbids to go on from it)."""
-    steps = sorted((config.run_dir / "checkpoints").glob("step_*"))
-    whole = [step for step in steps if problem_of(step, hashes=False) is None]
-    if not steps:
-        return "starts afresh", []
-    if not whole:
-        return "has no whole checkpoint", [
-            f"run_name: none of the {len(steps)} checkpoints in {config.run_dir} is whole; restore "
-            "one, or choose another run_name"
-        ]
-    state = json.loads((whole[-1] / "state.json").read_text(encoding="utf-8"))
+    found = find(config.run_dir, hashes=False)
+    if found.problem:
+        return "has no whole checkpoint", [f"run_name: {found.problem}"]
+    if found.path is None:
+        recorded = (config.run_dir / "metrics.jsonl").is_file()
+        return "starts afresh" + (", and sets aside what is recorded there" * recorded), []
+    state = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
     today = scrubbed(config.model_dump(mode="json"), (config.judge.api_key_env,))
-    words = f"goes on after {state['iteration']} iterations"
+    words = "; ".join((f"goes on after {state['iteration']} iterations", *found.remarks))
     try:
         noted = check_resume(state["meta"]["config"], today)
     except ValueError as error:

@@ -322,7 +322,8 @@ def load_config(
     values, problems = evaluate(Path(path), overrides, env)
     if values is None:
         raise ConfigError(problems)
-    if earl_fields.is_flat(values):
+    required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
+    if earl_fields.is_flat(values, required):
         unread = earl_fields.misspelt(values)
         if unread:
             raise ConfigError(problems + [f"{path}: {problem}" for problem in unread])

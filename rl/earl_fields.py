@@ -2,7 +2,8 @@
 
 What: `is_flat`, and `nested`, the one table from EARL's 43 fields (33 of its README, ten that only
 its code reads) to `RunConfig`'s keys, with what EARL's code had fixed. Keys of our own schema may
-stand beside them and win. What not: checking values, which the schema does. Called by `config.py`.
+stand beside them: they win over what was fixed or left out, and may not contradict a field that is
+given. What not: checking values, which the schema does. Called by `config.py`.
 
 Where the meaning is not EARL's: `coefficients` are exact shares of an endless mixture, not copies
 and fixed subsets; the context's length cuts `max_response_tokens` when both do not fit; a
@@ -14,6 +15,7 @@ more of them, since a group's prompt is there once; rewards run from 0 to 1 here
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +91,23 @@ MEANT = frozenset(
 )  # fmt: skip
 """Fields that become something else, below."""
 
+MADE: Mapping[str, tuple[str, ...]] = {
+    "data.train": ("train_paths_file", "coefficients"),
+    "data.validation": ("val_paths_file",),
+    "prompts_per_iteration": ("episodes_per_iteration", "generations_per_sample"),
+    "optimizer.max_tokens_per_micro_batch": ("per_device_batch_size",),
+    "sampling.max_completion_tokens": (
+        "max_response_tokens", "max_completion_len", "max_prompt_len", "model_context_size",
+    ),
+    "engine.max_model_len": ("model_context_size",),
+    "policy.max_prompt_tokens": ("max_prompt_len",),
+    "policy.constrained": ("emu3_use_logit_processor", "separate_language_and_vision_vocabs"),
+    "rewards.viescore": ("reward_compute_viescore",),
+    "rewards.ground_score": ("reward_compute_ground_score",),
+    "final_reward": ("reward_final_reward",),
+}  # fmt: skip
+"""What they become, and of which of them."""
+
 FINAL_REWARDS: Mapping[str, Fields] = {
     "viescore": {"weights": {"viescore": 1}},
     "ground_score": {"weights": {"ground_score": 1}},
@@ -98,7 +117,6 @@ FINAL_REWARDS: Mapping[str, Fields] = {
     },
 }
 
-
 LISTS = ("train_paths_file", "coefficients", "val_paths_file", "val_coefficients")
 NUMBERS = (
     "model_context_size", "max_response_tokens", "max_prompt_len", "max_completion_len",
@@ -106,9 +124,13 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def is_flat(values: Mapping[str, Any]) -> bool:
-    """Whether a config is written in EARL's fields."""
-    return "policy" not in values and bool(set(values) & {"train_paths_file", "model_path"})
+def is_flat(values: Mapping[str, Any], required: Sequence[str]) -> bool:
+    """Whether a config is written in EARL's fields, whatever stands beside them.
+
+    `required` are the top-level keys that every config of our own schema has.
+    """
+    ours = (set(values) & set(required)) - KEPT
+    return len(set(values) & {*MOVED, *MEANT}) > len(ours)
 
 
 def misspelt(values: Mapping[str, Any]) -> list[str]:
@@ -147,8 +169,33 @@ def nested(
             _put(run, key, value)
     for part in (_data, _lengths, _vocabularies, _rewards, _batch):
         problems += part(fields, run)
-    ours = {name: value for name, value in values.items() if name not in known}
-    return _merge(run, {name: ours[name] for name in ours if name in sections}), problems
+    ours = {name: values[name] for name in values if name in sections and name not in KEPT}
+    problems = problems or _conflicts(fields, run, ours)
+    if not (_at(run, "data.validation") or _at(ours, "data.validation")):
+        _put(run, "evaluation.every_n_iterations", 0)
+    return _merge(run, ours), problems
+
+
+def _conflicts(fields: Fields, run: Fields, ours: Fields) -> list[str]:
+    """Our own keys that say something else than the fields beside them."""
+    problems = []
+    for key, names in {**MADE, **{key: (name,) for name, key in MOVED.items()}}.items():
+        given = [n for n in names if not _is_none(fields.get(n)) and fields[n] != []]
+        own, made = _at(ours, key), _at(run, key)
+        if given and own is not None and not _agrees(own, made):
+            stated = ", ".join(f"{name}: {reprlib.repr(fields[name])}" for name in given)
+            meant = "leaves it out" if made is None else f"means {key}: {reprlib.repr(made)}"
+            problems.append(
+                f"{key}: {reprlib.repr(own)} given beside {stated}, which {meant}; keep one of them"
+            )
+    return problems
+
+
+def _agrees(own: Any, made: Any) -> bool:
+    """Whether whatever both say is the same."""
+    if isinstance(own, Mapping) and isinstance(made, Mapping):
+        return all(_agrees(own[key], made[key]) for key in own if key in made)
+    return bool(own == made)
 
 
 def _is_none(value: Any) -> bool:
@@ -176,8 +223,6 @@ def _data(fields: Fields, run: Fields) -> list[str]:
         ],
         "validation": [{"type": "emu3_tokens", "path": path} for path in validation],
     }
-    if not validation:
-        run["evaluation"]["every_n_iterations"] = 0
     return problems
 
 
@@ -216,7 +261,7 @@ def _rewards(fields: Fields, run: Fields) -> list[str]:
     names = ("viescore", "ground_score")
     computed = [name for name in names if fields.get(f"reward_compute_{name}", True)]
     run["rewards"] = {name: {"type": name} for name in computed}
-    final = fields.get("reward_final_reward", "viescore")
+    final = fields.get("reward_final_reward") or "viescore"
     if final not in FINAL_REWARDS:
         return [f"reward_final_reward: {final!r} given, must be one of {', '.join(FINAL_REWARDS)}"]
     run["final_reward"] = FINAL_REWARDS[final]
@@ -239,6 +284,14 @@ def _batch(fields: Fields, run: Fields) -> list[str]:
             f"(generations_per_sample); use {near} or {near + group}"
         ]
     return []
+
+
+def _at(run: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
+    value: Any = run
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _put(run: Fields, key: str, value: Any) -> None:

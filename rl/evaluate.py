@@ -9,7 +9,6 @@ writes worse words does not). What not: training. Called by `train.py`; records 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from rl.contracts import Engine
 from rl.packs import Inference
 from rl.rollout import Crew, Sampled, begin, raise_together
 from rl.summary import add_baseline
+from rl.system.files import json_line, write_atomically
 from rl.system.judge_client import JudgeError
 from rl.system.seeding import derive_seed
 from rl.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
@@ -121,8 +121,7 @@ def _write_records(
     records = [_record(folder, *pair) for pair in zip(episodes, baselines, strict=True)]
     gathered = [record for rank in dist.gather(records) for record in rank]
     if dist.is_main:
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in gathered]
-        (folder / "records.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_atomically(folder / "records.jsonl", "".join(map(json_line, gathered)))
 
 
 def _record(folder: Path, episode: Episode, baseline: Episode | None) -> Mapping[str, Any]:

@@ -83,7 +83,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         learner = Learner(policy, config, dist, num_iterations)
         start = _restore(checkpoints, newest, learner, console)
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
-        record.rewind(start if start > 0 else -1)
+        for sentence in record.rewind(start if start > 0 else -1):
+            console.say(sentence)
         record.write_config()
         for place in rendezvous.open_to_others():
             if rendezvous.is_one_node():

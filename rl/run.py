@@ -9,6 +9,7 @@ iteration 0 is what was measured before training.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from rl.system.record import RunRecord
 from rl.system.seeding import rng_state
 from rl.system.tracking import Tracker
 from rl.types import Completion, Episode, Prompt, Sample
+
+_JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +287,7 @@ def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:
 
 def _forget_journals(folder: Path, done: int) -> None:
     """Replies of iterations that a checkpoint now covers are in the episode records."""
-    for path in folder.glob("*_*.rank*.jsonl"):
-        iteration = path.name.split("_")[-1].partition(".")[0]
-        if int(iteration) < done:
+    for path in folder.glob("*.jsonl"):
+        match = _JOURNAL.fullmatch(path.name)
+        if match and int(match[1]) < done:
             path.unlink()

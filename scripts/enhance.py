@@ -10,7 +10,6 @@ folder; the run's own system prompt is then used. What not: rendering; the work,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.data import prompts as prompt_files
+from rl.data._jsonl import numbered_lines
 from rl.enhance import DEFAULT_MODEL, MAX_NEW_TOKENS, Enhanced, Enhancer
+from rl.system.files import json_line
 from rl.validation import validate
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         opened = args.out.open("w", encoding="utf-8") if args.out else nullcontext(sys.stdout)
         with opened as out:
             for result in results:
-                print(json.dumps(as_row(result), ensure_ascii=False), file=out, flush=True)
+                print(json_line(as_row(result)), end="", file=out, flush=True)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
 
@@ -81,7 +82,7 @@ def at_least_one(text: str) -> int:
 def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None]]:
     """Prompts and the pictures that go with them. Raises ValueError when there are none."""
     if args.file is None:
-        prompts = args.prompts or [line for line in sys.stdin.read().splitlines() if line.strip()]
+        prompts = args.prompts or _read_stdin()
         if not prompts:
             raise ValueError("no prompts: give them as arguments, by --file, or on stdin")
         return prompts, [None] * len(prompts)
@@ -96,6 +97,14 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None
     rows = prompt_files.build(config, "error", MAX_PICTURE_SIDE_PX)
     samples = [rows[index] for index in range(len(rows))]
     return [sample.instruction for sample in samples], [sample.source for sample in samples]
+
+
+def _read_stdin() -> list[str]:
+    lines = numbered_lines(sys.stdin.buffer.read())
+    rows, _, unreadable = prompt_files.prompts_of(lines, "standard input")
+    if unreadable:
+        raise ValueError("\n".join(unreadable))
+    return [row["prompt"] for row in rows]
 
 
 def as_row(result: Enhanced) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; the keys are named as EARL's own script names them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="tokenize | convert")
     hint = argparse.ArgumentDefaultsHelpFormatter
     tokenize = commands.add_parser("tokenize", help="pictures to codes", formatter_class=hint)

@@ -9,7 +9,6 @@ Called by `quickstart.sh`, or by hand on any run at any time.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.config import ConfigError, load_config
+from rl.system.files import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,13 +61,13 @@ class Change:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 when there is nothing to report on."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", help="run folder, or the config it was started with")
     parser.add_argument("overrides", nargs="*", help="key=value, as given to the run")
     args = parser.parse_args(argv)
     try:
         run_dir = find_run(args.run, args.overrides)
-        metrics = read_lines(run_dir / "metrics.jsonl")
+        metrics = read_named(run_dir / "metrics.jsonl", "iteration")
     except (ConfigError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -87,22 +87,21 @@ def find_run(run: str, overrides: Sequence[str]) -> Path:
     return run_dir
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file; a last line that a kill cut short is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
+def read_named(path: Path, key: str) -> list[dict[str, Any]]:
+    """The rows of a JSONL file that have `key`; a line that is none, such as a last one that a kill
+    cut short, is named and left out."""
+    rows, damaged = read_rows(path)
+    if damaged:
+        numbers = ", ".join(map(str, damaged))
+        print(f"{path}: damaged lines are left out: {numbers}", file=sys.stderr)
+    return [row for row in rows if key in row]
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Every evaluation of the run, oldest first."""
     found = []
     for path in sorted(run_dir.glob("evaluation/it_*/records.jsonl")):
-        records = {record["id"]: record for record in read_lines(path)}
+        records = {record["id"]: record for record in read_named(path, "id")}
         found.append(Evaluation(int(path.parent.name.removeprefix("it_")), path.parent, records))
     return found
 

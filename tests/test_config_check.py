@@ -298,6 +298,30 @@ def test_a_run_without_a_whole_checkpoint_is_not_restarted(tmp_path: Path) -> No
     assert "none of the 1 checkpoints" in check.problems(config)[0]
 
 
+def test_a_run_whose_checkpoints_are_gone_is_not_restarted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    assert check.report(config, gpu_gb=141) == 0
+    assert "starts afresh\n" in capsys.readouterr().out
+    (config.run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')  # killed before the first
+    assert check.report(config, gpu_gb=141) == 0
+    assert "starts afresh, and sets aside what is recorded there\n" in capsys.readouterr().out
+    (config.run_dir / "last_checkpoint.txt").write_text("step_000007\n")
+    assert check.problems(config) == [
+        f"run_name: {config.run_dir}/checkpoints holds no checkpoint, though step_000007 was "
+        "written there: restore it, choose another run_name to start from the base weights, or "
+        f"move {config.run_dir} away to start so under this one"
+    ]
+    save_checkpoint(config, 5)
+    assert check.report(config, gpu_gb=141) == 0
+    assert (
+        "goes on after 5 iterations; checkpoint step_000007 was the last to be written and is gone"
+        in capsys.readouterr().out
+    )
+
+
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tiny_config.write(
         tmp_path,

@@ -164,9 +164,97 @@ def test_a_run_without_a_name_is_called_as_its_file(tmp_path: Path) -> None:
 
 def test_own_keys_and_overrides_stand_beside_the_fields(tmp_path: Path) -> None:
     block = flat(judge={"timeout_s": 9.0}, learning_rate=1e-6)
-    config = load(tmp_path, block, "world_size=2", "kl_coeff=0.5")
+    config = load(tmp_path, block, "world_size=2", "kl_coeff=0.5", "policy.dtype=float32")
     assert (config.judge.timeout_s, config.judge.max_tokens) == (9.0, 1400)
     assert (config.world_size, config.algorithm.kl_coeff) == (2, 0.5)
+    assert build.resolve(config).policy.config.dtype == "float32"
+
+
+OWN: dict[str, Any] = {
+    "policy": {"type": "emu3", "lora": {"r": 8}},
+    "engine": {"type": "transformers"},
+    "renderer": {"batch_size": 2},
+    "rewards": {"viescore": {"type": "viescore"}, "mine": {"type": "accuracy"}},
+    "final_reward": {"weights": {"mine": 2}},
+    "data": {"on_bad_row": "skip", "train": [{"type": "shapes"}]},
+    "optimizer": {"zero_stage": 3, "learning_rate": 3e-6},
+}
+
+
+@pytest.mark.parametrize("sections", [list(OWN), *([name] for name in OWN)])
+def test_own_sections_of_any_name_stand_beside_the_fields(
+    tmp_path: Path, sections: list[str]
+) -> None:
+    """They win over what EARL's code had fixed, and over fields that are not given."""
+    own = {name: OWN[name] for name in sections}
+    config = plain(load(tmp_path, flat(**own)))
+    for name, section in own.items():
+        for key, value in section.items():
+            whole = config[name][key]
+            assert whole == (whole | value if isinstance(value, dict) else value), (name, key)
+    assert config["policy"]["model_path"].startswith("kazemnejad/"), "and the fields stay"
+    assert config["final_reward"]["weights"]["viescore"] == 1
+
+
+def test_own_validation_data_is_evaluated_on(tmp_path: Path) -> None:
+    own = {"validation": [{"type": "shapes"}]}
+    for paths in ([], None):
+        config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=own))
+        assert config.evaluation.every_n_iterations == 100
+        unread = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[]))
+        assert unread.evaluation.every_n_iterations == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            "optimizer.learning_rate=1e-5",
+            "optimizer.learning_rate: 1e-05 given beside learning_rate: 3e-06, which means "
+            "optimizer.learning_rate: 3e-06; keep one of them",
+        ),
+        (
+            "sampling.max_completion_tokens=512",
+            "sampling.max_completion_tokens: 512 given beside max_response_tokens: 2048, "
+            "model_context_size: 4096, which means sampling.max_completion_tokens: 2048;",
+        ),
+        (
+            "prompts_per_iteration=4",
+            "prompts_per_iteration: 4 given beside episodes_per_iteration: 128, "
+            "generations_per_sample: 8, which means prompts_per_iteration: 16;",
+        ),
+        ("generations_per_prompt=4", "given beside generations_per_sample: 8, which means"),
+        ("policy.constrained=false", "given beside emu3_use_logit_processor: True, "),
+        (
+            "data.validation=[{type: 'shapes'}]",
+            "data.validation: [{'type': 'shapes'}] given beside val_paths_file: ['/data/",
+        ),
+        (
+            "rewards.ground_score={type: 'ground_score'}",
+            "given beside reward_compute_ground_score: False, which leaves it out; keep one",
+        ),
+        ("final_reward.op=geometric_mean", ""),
+        ("final_reward.weights={viescore: 2}", "given beside reward_final_reward: 'viescore', "),
+        ("judge.model=mine", "given beside reward_function_api_model_name: 'Qwen/"),
+    ],
+)
+def test_a_field_and_an_own_key_may_not_differ(tmp_path: Path, own: str, message: str) -> None:
+    """The same value twice is no conflict, nor is a key of which no field speaks."""
+    if not message:
+        load(tmp_path, DOCUMENTED, own)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, DOCUMENTED, own)
+    [problem] = caught.value.problems
+    assert message in problem and problem.startswith(own.partition("=")[0].partition(".")[0])
+
+
+def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ROOT / "configs/quickstart.jsonnet", ["model_path=x", "kl_coeff=1"], ENV)
+    second, first = sorted(caught.value.problems)
+    assert "model_path: unknown key; " in first
+    assert "kl_coeff: unknown key; did you mean 'algorithm.kl_coeff'?" in second
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,62 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
     assert any("seed: -1 given" in problem for problem in found), "the rest is checked as well"
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("APP__RUN-NAME", "no shell sets a variable of that name; use letters, digits and "
+         "underscores, std.extVar('APP__RUN_NAME'), and set that"),
+        ("APP__R\u00dcN", "underscores, std.extVar('APP__R_N'), and set that"),
+        ("APP__A B", "underscores, std.extVar('APP__A_B'), and set that"),
+        ("APP__A\nB", "underscores, std.extVar('APP__A_B'), and set that"),
+        ("APP__A: B", "underscores, std.extVar('APP__A__B'), and set that"),
+        ("APP__A\n\tB", "set the environment variable APP__A"),
+        ("APP__A\0B", "set the environment variable APP__A"),
+        ("HOME-DIR", "only environment variables named APP__... can be read"),
+        ("", "only environment variables named APP__... can be read"),
+    ],
+)  # fmt: skip
+def test_a_variable_of_any_name_may_be_missing(
+    tmp_path: Path, plain: Path, name: str, sentence: str
+) -> None:
+    path = tmp_path / "env.jsonnet"
+    path.write_text(
+        f"(import 'run.jsonnet') + {{ run_name: std.extVar({json.dumps(name)}), "
+        "base_exp_dir: std.extVar('APP__DIR') }",
+        encoding="utf-8",
+    )
+    found = problems_of(path)
+    assert f"set the environment variable APP__DIR (used at {path}:1)" in found
+    assert any(sentence in problem for problem in found), found
+    if sentence.startswith("no shell"):
+        assert load_config(path, env={name: "mine", "APP__DIR": "d"}).run_name == "mine"
+
+
+def test_looking_for_missing_variables_comes_to_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "endless.jsonnet"
+    path.write_text("local f(n) = f(std.extVar(n) + '1') tailstrict; { a: f('APP__A') }")
+    assert f"set the environment variable APP__A (used at {path}:1)" in problems_of(path)
+    path.write_text("{ a: error 'undefined external variable: APP__A' }")
+    assert problems_of(path) == [f"set the environment variable APP__A (used at {path}:1)"]
+
+
+def test_bytes_that_are_not_utf_8_are_named(tmp_path: Path, plain: Path) -> None:
+    broken = os.fsdecode(b"mine\xff")
+    assert load_config(plain, env={"APP__OTHER": broken}).run_name, "one that nobody reads"
+    path = tmp_path / "env.jsonnet"
+    path.write_text("(import 'run.jsonnet') + { run_name: std.extVar('APP__RUN_NAME') }")
+    assert problems_of(path, env={"APP__RUN_NAME": broken})[0] == (
+        f"the environment variable APP__RUN_NAME (used at {path}:1) is not UTF-8; set it anew"
+    )
+    for override in (f"run_name={broken}", f"{broken}=1"):
+        assert problems_of(plain, override) == [
+            f"override {override!r}: is not UTF-8; write it as UTF-8"
+        ]
+    path = path.rename(tmp_path / os.fsdecode(b"env\xff.jsonnet"))
+    [problem] = problems_of(path)
+    assert problem.endswith("a config's path has to be UTF-8; rename the file or folder")
+
+
 def test_overrides_are_jsonnet_and_bare_words_are_strings(plain: Path) -> None:
     config = load_config(
         plain,
@@ -90,6 +148,7 @@ def test_what_the_file_derives_follows_an_override(tmp_path: Path, plain: Path) 
         ("num_iterations", "override 'num_iterations': write key.sub=value"),
         ("seed=[1", "override seed: [1 is not Jsonnet"),
         ("data.train.1.type=x", "override data.train.1.type: no entry 1; the list's 1 entries"),
+        ("run_name=std.extVar('APP__NONE')", "run_name: set the environment variable APP__NONE"),
         ("run_name.first=3", "override run_name.first: first lies in a plain value"),
         ("optimizer.learning_rat=1", "unknown key; did you mean 'learning_rate'?"),
         ("sampling.kl_coeff=1", "unknown key; did you mean 'algorithm.kl_coeff'?"),
@@ -135,6 +194,8 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     asserted = tmp_path / "assert.jsonnet"
     asserted.write_text("{ assert false : 'use two ranks', a: 1 }")
     assert problems_of(asserted)[0].startswith("use two ranks")
+    asserted.write_text("{ assert false : 'use two ranks,\\nor one', a: 1 }")
+    assert problems_of(asserted)[0].startswith("use two ranks,\nor one (at ")
 
 
 def test_a_section_speaks_for_itself() -> None:

@@ -119,6 +119,19 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
     assert "row 2: is not UTF-8" in prompts.check(config(path=str(text)), "error", MAX_SIDE_PX)[0]
 
 
+def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
+    words = ["a\u2028cat", "a\u0085dog", "a\rbird", "a\x0b\x0c\x1c\u2029fish"]
+    text, rows = tmp_path / "mine.txt", tmp_path / "mine.jsonl"
+    text.write_bytes("\r\n".join(words).encode())
+    lines = [json.dumps({"prompt": word}, ensure_ascii=False) for word in words]
+    rows.write_bytes("\n".join([*lines, "[" * 100_000, "9" * 5000]).encode())
+    for file in (text, rows):
+        settings = config(path=str(file))
+        assert prompts.count(settings) == len(words) + 2 * (file == rows)
+        source = prompts.build(settings, "skip", MAX_SIDE_PX)
+        assert [source[i].instruction for i in range(len(source))] == words
+
+
 def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     missing = config(path=str(tmp_path / "none.txt"))
     (problem,) = prompts.check(missing, "skip", MAX_SIDE_PX)

@@ -340,9 +340,17 @@ def test_the_shipped_config_trains_under_the_same_words(monkeypatch: pytest.Monk
 
 def test_prompts_come_from_stdin_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = script._parser()
-    monkeypatch.setattr("sys.stdin", io.StringIO("a cat\n\na dog\n"))
-    assert script.read_prompts(parser.parse_args([])) == (["a cat", "a dog"], [None, None])
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+
+    def pipe(content: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+
+    odd = "a\u2028cat\u0085in\rthe\x0crain"
+    pipe(f"a cat\r\n\n{odd}\n".encode())
+    assert script.read_prompts(parser.parse_args([])) == (["a cat", odd], [None, None])
+    pipe(b"a cat\n\xff\n")
+    with pytest.raises(SystemExit, match="standard input, row 2: is not UTF-8"):
+        script.main([])
+    pipe(b"")
     for arguments in ([], ["--file", "x.csv"], ["--file", "x.txt", "a cat"], ["--file", "no.txt"]):
         with pytest.raises(SystemExit, match=r"no prompts|neither|give one of them|does not exist"):
             script.main(arguments)

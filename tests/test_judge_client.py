@@ -114,7 +114,7 @@ def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None
         dead = JudgeClient(quick_config(), judge.api_base, path)
         first = asyncio.run(_without_closing(dead, questions))
         with path.open("a") as file:
-            file.write('{"key": "torn in the mid')
+            file.write('no entry\n{"key": 1, "reply": "x"}\n{"key": "torn in the mid')
         asked_before = len(judge.requests)
         resumed = JudgeClient(quick_config(), judge.api_base, path)
         second = _run(_ask_all(resumed, [*questions, pair_question("new")]))

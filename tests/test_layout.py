@@ -103,6 +103,19 @@ def own_unit(file: Path) -> str:
     return unit(".".join(parts))
 
 
+def test_only_a_line_feed_ends_a_line() -> None:
+    """`splitlines`, of bytes too, cuts where a value may go on: `rl/system/files.py` reads."""
+    files = [*SOURCES, *(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    cutting = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in files
+        if file != ROOT / "rl/system/files.py"  # of bytes, opened as such
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("splitlines", "readlines")
+    ]
+    assert not cutting, cutting
+
+
 def test_imports_only_go_down() -> None:
     upward = []
     for found in IMPORTS:

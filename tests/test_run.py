@@ -26,12 +26,14 @@ def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path) -> None
     run.dist, run.run_dir, run.last_metrics = Dist(), tmp_path, {}
     journals = [tmp_path / f"judge/iteration_00000{i}.rank0.jsonl" for i in (0, 1)]
     journals[0].parent.mkdir()
-    for journal in journals:
+    others = [journals[0].with_name(name) for name in ("my_notes.rank0.jsonl", "a_000000.jsonl")]
+    for journal in [*journals, *others]:
         journal.touch()
     run.save(1)
     assert all(journal.exists() for journal in journals), "nothing was saved"
     run.save(1)
     assert [journal.exists() for journal in journals] == [False, True]
+    assert all(other.exists() for other in others), "not of our making"
 
 
 def test_an_iteration_is_let_go_before_the_next_is_rolled_out(

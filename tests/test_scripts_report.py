@@ -64,6 +64,19 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert lines[6] == "  the user's own words, as they are: 0.150; gain over them +0.050 -> +0.450"
 
 
+def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):
+    path = run_dir / "metrics.jsonl"
+    rows, _ = report.read_rows(path)
+    rows[3]["said"] = "\u2028 \u0085 \r"
+    lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
+    path.write_bytes(b"\n".join([*lines[:2], b'{"iteration": \xff}', *lines[2:], b'{"iterat']))
+    assert report.main([str(run_dir)]) == 0
+    told = capsys.readouterr()
+    assert told.err == f"{path}: damaged lines are left out: 3, 11\n"
+    assert "gain over them +0.050 -> +0.450" in told.out, "the first row and the last"
+    assert len(report.read_named(path, "iteration")) == len(rows) == 9
+
+
 def test_both_pictures_are_drawn_large_enough_to_read(run_dir, capsys):
     report.main([str(run_dir)])
     drawn = [Path(line.split(": ")[1]) for line in capsys.readouterr().out.splitlines()[-2:]]

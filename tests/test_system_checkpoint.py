@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -144,8 +145,61 @@ def test_a_run_without_any_whole_checkpoint_does_not_start_over_silently(tmp_pat
     checkpoints = checkpoints_in(tmp_path)
     for path in [save(checkpoints, 10), save(checkpoints, 20)]:
         _lose_manifest(path)
-    with pytest.raises(ValueError, match=r"none of the 2 checkpoints .* another run_name"):
+    folder = tmp_path / "checkpoints"
+    way_out = (
+        "choose another run_name to start from the base weights, or move "
+        f"{tmp_path} away to start so under this one"
+    )
+    with pytest.raises(ValueError) as refused:
         checkpoints.latest()
+    assert str(refused.value) == (
+        f"none of the 2 checkpoints in {folder} is whole: restore one, {way_out}"
+    )
+    emptied: list[Callable[[], object]] = [
+        lambda: [path.rename(tmp_path / path.name) for path in folder.glob("step_*")],
+        lambda: (folder / ".tmp-step_000030").mkdir(),  # a save that was killed
+        lambda: (folder / "step_000030").write_text("of another's making"),
+        lambda: shutil.rmtree(folder),
+    ]
+    for empty in emptied:
+        empty()
+        with pytest.raises(ValueError) as refused:
+            checkpoints.latest()
+        assert str(refused.value) == (
+            f"{folder} holds no checkpoint, though step_000020 was written there: restore it, "
+            f"{way_out}"
+        )
+    assert checkpoints_in(tmp_path / "moved").latest() is None
+
+
+def test_a_newest_that_is_gone_is_named(tmp_path, capfd):
+    checkpoints = checkpoints_in(tmp_path)
+    first, second = save(checkpoints, 10), save(checkpoints, 20)
+    shutil.rmtree(first)
+    assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
+    save(checkpoints, 30)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_000030")
+    assert checkpoints.latest() == second
+    words = "checkpoint step_000030 was the last to be written and is gone: going on from an older"
+    assert words in capfd.readouterr().err
+    for written in ("", "no name", "step_000020"):
+        (tmp_path / "last_checkpoint.txt").write_text(written)
+        assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
+
+
+def test_what_lies_beside_the_checkpoints_is_never_deleted(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, push_to_hub_every_n_iterations=1)
+    others = ("step_000001.bak/a", "step_1/a", ".tmp-mine/a", ".tmp-step_000001-mine/a", ".tmp-x")
+    for name in others:
+        path = tmp_path / "checkpoints" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    for iteration in range(1, 6):
+        assert save(checkpoints, iteration)
+    assert {name: (tmp_path / "checkpoints" / name).read_text() for name in others} == {
+        name: name for name in others
+    }
+    assert names_in(tmp_path)[-2:] == ["step_000005", "step_1"]
 
 
 def test_pruning_keeps_the_newest_two_whole_ones_and_the_chosen(tmp_path):

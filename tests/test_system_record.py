@@ -15,7 +15,7 @@ from tiny_ranks import spawn
 from tiny_run import episode, run_config
 
 from rl.system.dist import Dist
-from rl.system.files import write_atomically
+from rl.system.files import json_line, read_rows, write_atomically
 from rl.system.record import RunRecord
 from rl.system.scrub import scrub, scrubbed
 from rl.types import Action, Completion, Status
@@ -28,7 +28,9 @@ def record_in(folder: Path, dist: Dist | None = None, **config) -> RunRecord:
 
 
 def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows, damaged = read_rows(path)
+    assert not damaged
+    return rows
 
 
 def test_an_episode_can_be_traced_from_its_line(tmp_path):
@@ -127,27 +129,132 @@ def test_half_a_surrogate_pair_costs_no_record(tmp_path):
     assert row["replies"] == {"vie": ["\udc00"]}
 
 
-def test_a_resume_rewinds_to_its_checkpoint(tmp_path):
-    record = record_in(tmp_path)
-    for iteration in range(6):
-        record.write_metrics(iteration, {"a": iteration / 7})
+ODD = "".join(map(chr, (0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029)))
+"""Where Python ends a line and JSON does not."""
+
+
+def write_some(folder: Path, num: int = 6) -> RunRecord:
+    """A record of iterations 0 .. `num` - 1, as another writer of JSON may have left it."""
+    record = record_in(folder)
+    record.write_config()
+    rows = [{"iteration": n, "a": n / 7, "said": f"{ODD} {n}"} for n in range(num)]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    (folder / "metrics.jsonl").write_bytes("".join(lines).encode())
+    for iteration in range(num):
         record.write_episodes(iteration, [[episode()]], [[0.0]])
+    for iteration in range(0, num, 2):
+        write_atomically(folder / f"evaluation/it_{iteration:06d}/records.jsonl", "{}\n")
+    return record
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("iteration", [-1, 0, 3, 5])
+def test_a_resume_sets_aside_what_is_done_again(tmp_path, iteration):
+    run_dir, expected = tmp_path / "run", tmp_path / "expected"
+    record = write_some(run_dir)
+    before = contents(run_dir)
+    said = record.rewind(iteration)
+    if iteration == 5:
+        assert (said, contents(run_dir)) == ([], before), "nothing came after it"
+        return
+    write_some(expected, iteration + 1)
+    (aside,) = (run_dir / "set_aside").iterdir()
+    moved = contents(aside)
+    left = {name: data for name, data in contents(run_dir).items() if "set_aside" not in name}
+    assert left == contents(expected)
+    # Every byte is in one place or the other.
+    assert left.pop("metrics.jsonl") + moved.pop("metrics.jsonl") == before.pop("metrics.jsonl")
+    assert moved.pop("config.json") == before["config.json"]
+    assert left | moved == before and not left.keys() & moved.keys()
+    num = 5 - iteration
+    num_evaluated = sum(n > iteration for n in (0, 2, 4))
+    listed = f"{num} lines of metrics.jsonl, {num} of episodes/, {num} of images/, "
+    begin = (
+        "no iteration is in a checkpoint, so the run begins again from the base weights; what was "
+        "recorded before is set aside in "
+        if iteration < 0
+        else f"what was recorded after iteration {iteration} is done again, and set aside in "
+    )
+    assert said == [f"{begin}{aside}: {listed}{num_evaluated} of evaluation/"]
+
+
+DAMAGE = {
+    "torn": b'{"iteration": 2, "a": 0.1',
+    "no UTF-8": b'{"iteration": 2, "a": "\xff"}',
+    "zeros": b"\0" * 40,
+    "a list": b"[2]",
+    "nothing": b"{}",
+    "a string": b'{"iteration": "2"}',
+    "a truth": b'{"iteration": true}',
+    "too deep": b"[" * 100_000,
+    "too long a number": b'{"iteration": ' + b"9" * 5000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_line_of_the_metrics_costs_no_other(tmp_path, damage):
+    for place in (0, 2, 5):
+        folder = tmp_path / str(place)
+        record = write_some(folder)
+        path = folder / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1]
+        path.write_bytes(b"\n".join([*lines[:place], damage, *lines[place:]]))  # no last end
+        said = record.rewind(3)
+        assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
+        (aside,) = (folder / "set_aside").iterdir()
+        assert said[1:] == [
+            f"damaged lines of metrics.jsonl (number {place + 1}) are left out of it, and set "
+            f"aside in {aside}"
+        ]
+        assert damage in (aside / "metrics.jsonl").read_bytes().split(b"\n")
+        assert record.rewind(3) == [], "once"
+
+
+def test_a_line_after_half_a_line_is_whole(tmp_path):
+    """A full disk may cut a line short and the run go on."""
+    record = record_in(tmp_path)
+    record.write_metrics(1, {"a": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 2, "a": 0.1')  # what a kill in mid-write leaves
-    before = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        file.write('{"iteration": 2, "a')
+    record.write_metrics(3, {"a": 3.0})
+    rows, damaged = read_rows(tmp_path / "metrics.jsonl")
+    assert ([row["iteration"] for row in rows], damaged) == ([1, 3], [2])
 
-    record.rewind(3)
-    assert (tmp_path / "metrics.jsonl").read_text() == "".join(before[:4])
-    kept = [f"it_00000{n}" for n in range(4)]
-    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == kept
-    records = sorted(path.name for path in (tmp_path / "episodes").iterdir())
-    assert records == [f"{name}.rank0.jsonl" for name in kept]
 
-    record.write_metrics(4, {"a": 4 / 7})
-    assert (tmp_path / "metrics.jsonl").read_text() == "".join(before[:5])
+def test_a_line_is_one_line_to_any_reader(tmp_path):
+    value = {"said": ODD + "\n\ud83d half", "iteration": 1}
+    line = json_line(value)
+    assert json.loads(line) == value
+    assert len(line.splitlines()) == 1 and line.encode()
+    record = record_in(tmp_path)
+    record.write_episodes(1, [[episode(replies={"judge": (ODD + "\udcff",)})]], [[1.0]])
+    (row,) = lines_of(tmp_path / "episodes" / "it_000001.rank0.jsonl")
+    assert row["replies"] == {"judge": [ODD + "\udcff"]}
+
+
+def test_what_a_run_did_not_write_stays_where_it_is(tmp_path):
+    record = write_some(tmp_path)
+    others = (
+        "episodes/it_000004.notes.txt", "episodes/it_000004.rank0.jsonl.bak", "episodes/mine",
+        "images/it_000004_best/a.png", "images/it_4", "images/xit_000004", "notes.md",
+        "evaluation/it_000004b/x", "judge/iteration_000005.rank0.jsonl", "judge/a_b.rank0.jsonl",
+    )  # fmt: skip
+    for name in others:
+        write_atomically(tmp_path / name, name)
     record.rewind(-1)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert list((tmp_path / "images").iterdir()) == []
+    assert {name: (tmp_path / name).read_text() for name in others} == {n: n for n in others}
+
+
+def test_two_restarts_in_a_second_are_set_aside_apart(tmp_path):
+    for _ in range(3):
+        write_some(tmp_path, 2).rewind(-1)
+    folders = list((tmp_path / "set_aside").iterdir())
+    assert len(folders) == 3
+    assert all(len(read_rows(folder / "metrics.jsonl")[0]) == 2 for folder in folders)
 
 
 def test_a_replaced_file_is_old_or_new_never_half(tmp_path, monkeypatch):

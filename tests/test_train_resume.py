@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,12 +74,37 @@ def test_kill_9_and_resume_equals_straight_through(
     assert killed.returncode == -9, killed.stderr[-2000:]
     resumed = tiny_loop.run(path)
     assert "resumed from" in resumed.stdout
+    if where.startswith("rl.system"):  # the second iteration was recorded, and is done again
+        assert "what was recorded after iteration 1 is done again, and set aside" in resumed.stdout
     assert_same_run(straight, tmp_path / "tiny")
     lines = (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()
     reused = [json.loads(line).get("judge/reused_replies") for line in lines]
     # Killed before the third update: 2 questions each about its 8 pictures and the baseline arm's 2
     # were answered already.
     assert reused[3] == (20 if where == "rl.learner_update:Update.finish" else 0), reused
+
+
+def test_a_run_killed_before_its_first_checkpoint_goes_on(
+    models: dict[str, str], straight: Path, tmp_path: Path
+) -> None:
+    changes = {"checkpoint": {"save_every_n_iterations": 4}}
+    path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path, **changes))
+    tiny_loop.run(path, "rl.learner_update:Update.finish", "3", check=False)
+    before = (tmp_path / "tiny/metrics.jsonl").read_bytes()
+    again = tiny_loop.run(path)
+    (aside,) = (tmp_path / "tiny/set_aside").iterdir()
+    words = f"begins again from the base weights; what was recorded before is set aside in {aside}"
+    assert f"{words}: 3 lines of metrics.jsonl, 2 of episodes/, 2 of images/, 1 of" in again.stdout
+    assert (aside / "metrics.jsonl").read_bytes() == before
+    assert_same_run(straight, tmp_path / "tiny")
+    # Once there was one, what is gone is not done again unasked.
+    shutil.rmtree(tmp_path / "tiny/checkpoints")
+    record = (tmp_path / "tiny/metrics.jsonl").read_bytes()
+    refused = tiny_loop.run(path, check=False)
+    assert refused.returncode != 0 and "loading" not in refused.stdout
+    assert "holds no checkpoint, though step_000004 was written there" in refused.stderr
+    assert "choose another run_name" in refused.stderr
+    assert (tmp_path / "tiny/metrics.jsonl").read_bytes() == record
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from rl.system.files import read_rows
+
 TESTS = Path(__file__).parent
 REPO = TESTS.parent
 STATE_DIM = 64
@@ -106,18 +108,21 @@ def run(path: Path, *arguments: str, check: bool = True) -> subprocess.Completed
     return ended
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Of a JSONL file without a damaged line."""
+    rows, damaged = read_rows(path)
+    assert not damaged, (path, damaged)
+    return rows
+
+
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run_dir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in rows]
 
 
 def episodes_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [
-        line
-        for path in sorted((run_dir / "episodes").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    rows = [json.loads(line) for line in lines]
+    paths = sorted((run_dir / "episodes").glob("*.jsonl"))
+    rows = [row for path in paths for row in rows_of(path)]
     return [{k: v for k, v in row.items() if k != "judge_s"} for row in rows]
 
 

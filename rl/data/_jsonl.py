@@ -1,7 +1,8 @@
 """A file of lines as rows: what is readable, and a sentence for each line that is not.
 
-What: UTF-8 with or without a byte-order mark, any line ending, blank lines ignored. What not: what
-a row must hold (`_rows.py`). Called by the plugs that read such files.
+What: UTF-8 with or without a byte-order mark, blank lines ignored. A line feed ends a line, and
+nothing else that Python takes for an end: a value may hold U+2028 and the like. What not: what a
+row must hold (`_rows.py`). Called by the plugs that read such files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int], list[str]]:
         except UnicodeDecodeError:
             unreadable.append(f"{path}, row {number}: is not UTF-8; save the file as UTF-8")
             continue
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # numbers and nestings without end, too
             unreadable.append(f"{path}, row {number}: is not JSON ({error}); one object per line")
             continue
         if not isinstance(row, dict):
@@ -43,12 +44,16 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
     """(number counted from 1, line) of every line that is not blank. Raises as above."""
     if not path.is_file():
         raise BadRowError(f"{path} does not exist; give the file's path (from {Path.cwd()})")
-    # Split as bytes: str.splitlines would also cut at U+2028, which JSON allows inside a string.
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    numbered = numbered_lines(path.read_bytes())
     if not numbered:
         raise BadRowError(f"{path} is empty; write one row per line")
     return numbered
+
+
+def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
+    """(number counted from 1, line) of every line that is not blank."""
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def count_lines(path: Path) -> int | None:

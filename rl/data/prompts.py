@@ -10,6 +10,7 @@ which the last 8 of each are held out for good. What not: a column of a hub data
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +98,8 @@ def _read(config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
     numbers: list[int] = []
     unreadable: list[str] = []
     for file in _files(config):
-        found = _read_text(file) if file.suffix == ".txt" else read_jsonl(file)
+        is_text = file.suffix == ".txt"
+        found = prompts_of(read_lines(file), str(file)) if is_text else read_jsonl(file)
         objects += found[0]
         numbers += found[1]
         unreadable += found[2]
@@ -109,14 +111,18 @@ def _read(config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
     return Rows(objects, numbers, origin, columns, folder, max_image_side_px), unreadable
 
 
-def _read_text(file: Path) -> tuple[list[dict[str, Any]], list[int], list[str]]:
+def prompts_of(
+    lines: Sequence[tuple[int, bytes]], origin: str
+) -> tuple[list[dict[str, Any]], list[int], list[str]]:
+    """Lines of text as what `read_jsonl` gives: rows, their numbers, a sentence for each that is
+    none. `origin` is where they are from, for the sentence."""
     objects: list[dict[str, Any]] = []
     numbers: list[int] = []
     unreadable: list[str] = []
-    for number, line in read_lines(file):
+    for number, line in lines:
         try:
             objects.append({"prompt": line.decode("utf-8")})
             numbers.append(number)
         except UnicodeDecodeError:
-            unreadable.append(f"{file}, row {number}: is not UTF-8; save the file as UTF-8")
+            unreadable.append(f"{origin}, row {number}: is not UTF-8; save the file as UTF-8")
     return objects, numbers, unreadable

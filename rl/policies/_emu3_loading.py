@@ -113,10 +113,10 @@ def _read_tiktoken(folder: Path) -> Any:
 
         @staticmethod
         def load_tiktoken_bpe(path: str) -> dict[bytes, int]:
-            lines = (line.split() for line in Path(path).read_bytes().splitlines() if line)
-            return {base64.b64decode(token): int(rank) for token, rank in lines}
+            lines = (line.split() for line in Path(path).read_bytes().split(b"\n"))
+            return {base64.b64decode(token): int(rank) for token, rank in filter(None, lines)}
 
-    vision = (folder / VISION_FILE).read_text().split("\n")
+    vision = (folder / VISION_FILE).read_bytes().decode().split("\n")
     tokenizer = Converter(
         vocab_file=str(folder / TIKTOKEN_FILE),
         pattern=SPLIT_PATTERN,

@@ -8,6 +8,8 @@ What: `Checkpoints` and the layout
         rng_rank0000.pt ...    every rank's generators, tensors and plain values only
         model/                 PEFT adapter or transformers folder, with its model card
         manifest.json          size and sha256 of every file above, written last
+    <run>/last_checkpoint.txt  the name of the last one, outside: a run whose checkpoints are gone
+                               is told from one that never had any
 
 With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/step_<n> does.
 
@@ -31,7 +33,7 @@ from rl.config import CheckpointConfig
 from rl.system import hub
 from rl.system.console import warn
 from rl.system.dist import Dist
-from rl.system.files import fsync
+from rl.system.files import fsync, write_atomically
 from rl.system.scrub import scrub
 
 if TYPE_CHECKING:
@@ -40,12 +42,14 @@ if TYPE_CHECKING:
 MODEL_FOLDER = "model"
 KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
+LAST_WRITTEN = "last_checkpoint.txt"
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's name for it."""
 FORMAT = 1
 _NUM_NEWEST_KEPT = 2
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
+_ASIDE_NAME = re.compile(r"\.tmp-(?:damaged-|pruned-)?step_\d{6,}")
 
 
 class SaveError(RuntimeError):
@@ -86,13 +90,17 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole (every size and sha256), or None before the first.
 
-        A damaged one is named in a warning and passed over. Raises ValueError when there are
-        checkpoints and none is whole: a run never restarts silently from the base weights.
+        One that is damaged or gone is named in a warning and passed over. Raises ValueError when
+        there are or were checkpoints and none is whole: a run never restarts silently from the base
+        weights.
         """
-        path, problem = self._dist.broadcast(self._find() if self._dist.is_main else (None, ""))
-        if problem:
-            raise ValueError(problem)
-        return path
+        found = find(self.folder.parent) if self._dist.is_main else Found()
+        for remark in found.remarks:
+            warn(remark)
+        found = self._dist.broadcast(found)
+        if found.problem:
+            raise ValueError(found.problem)
+        return found.path
 
     def save(
         self,
@@ -150,21 +158,6 @@ class Checkpoints:
         tensors = load_file(path / "state.safetensors")
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
-    def _find(self) -> tuple[Path | None, str]:
-        """(newest whole checkpoint, '') or (None, why the run may not start)."""
-        candidates = _steps(self.folder)
-        for path in reversed(candidates):
-            problem = problem_of(path)
-            if problem is None:
-                return path, ""
-            warn(f"checkpoint {path.name} is damaged ({problem}): falling back to an older one")
-        if candidates:
-            return None, (
-                f"none of the {len(candidates)} checkpoints in {self.folder} is whole: restore "
-                "one, or choose another run_name to start from the base weights"
-            )
-        return None, ""
-
     def _try_write(self, content: _Content) -> tuple[Path | None, str]:
         final = self.folder / f"step_{content.iteration:06d}"
         try:
@@ -186,6 +179,7 @@ class Checkpoints:
             shutil.rmtree(self.folder / f"{_ASIDE_PREFIX}{final.name}", ignore_errors=True)
             return None, problem
         try:
+            write_atomically(self.folder.parent / LAST_WRITTEN, f"{final.name}\n")
             self._prune()
             self._sweep()
         except OSError as error:
@@ -220,7 +214,8 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Delete what a kill, a failure or `_prune` left aside."""
         for path in self.folder.glob(f"{_ASIDE_PREFIX}*"):
-            shutil.rmtree(path)
+            if _ASIDE_NAME.fullmatch(path.name):
+                shutil.rmtree(path)
 
     def _push_due(self, iteration: int, final: bool) -> bool:
         every = self._config.push_to_hub_every_n_iterations
@@ -256,6 +251,50 @@ class _Content:
         model_folder.mkdir()
         self.write_model(model_folder)
         (model_folder / "README.md").write_text(scrub(self.model_card), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run may go on from."""
+
+    path: Path | None = None
+    """The newest whole checkpoint, or None."""
+    remarks: tuple[str, ...] = ()
+    """A sentence for each newer one that is damaged or gone."""
+    problem: str = ""
+    """Why the run may not start, or ''."""
+
+
+def find(run_dir: Path, hashes: bool = True) -> Found:
+    """Look for the checkpoint to go on from. `hashes` as in `problem_of`."""
+    folder = run_dir / "checkpoints"
+    candidates = _steps(folder)
+    written = run_dir / LAST_WRITTEN
+    last = written.read_text(encoding="utf-8").strip() if written.is_file() else ""
+    way_out = (
+        f"choose another run_name to start from the base weights, or move {run_dir} away to start "
+        "so under this one"
+    )
+    remarks = []
+    is_name = _STEP_NAME.fullmatch(last) is not None
+    if is_name and candidates and _iteration_of(Path(last)) > _iteration_of(candidates[-1]):
+        remarks.append(
+            f"checkpoint {last} was the last to be written and is gone: going on from an older one"
+        )
+    for path in reversed(candidates):
+        problem = problem_of(path, hashes)
+        if problem is None:
+            return Found(path, tuple(remarks))
+        remarks.append(
+            f"checkpoint {path.name} is damaged ({problem}): falling back to an older one"
+        )
+    if candidates:
+        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one, "
+        return Found(None, tuple(remarks), problem + way_out)
+    if last:
+        problem = f"{folder} holds no checkpoint, though {last} was written there: restore it, "
+        return Found(None, (), problem + way_out)
+    return Found()
 
 
 def model_folder(path: Path) -> Path:
@@ -312,8 +351,8 @@ def _sha256(path: Path) -> str:
 
 def _steps(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first, whole or not."""
-    paths = [path for path in folder.glob("step_*") if _STEP_NAME.fullmatch(path.name)]
-    return sorted(paths, key=_iteration_of)
+    named = [path for path in folder.glob("step_*") if _STEP_NAME.fullmatch(path.name)]
+    return sorted((path for path in named if path.is_dir()), key=_iteration_of)
 
 
 def _iteration_of(path: Path) -> int:

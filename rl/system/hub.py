@@ -8,6 +8,7 @@ login, never ours.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from rl.system.scrub import scrub
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""
 _ASIDE_PREFIX = ".push-"
+_ASIDE_NAME = re.compile(r"\.push-ckpt_\d{6,}")
 
 
 def model_card(config: Mapping[str, Any], iteration: int, metrics: Mapping[str, float]) -> str:
@@ -126,7 +128,8 @@ class Pusher:
         with self._lock:
             if self._thread is None:
                 for stale in self._outbox.glob(f"{_ASIDE_PREFIX}*"):
-                    shutil.rmtree(stale)
+                    if _ASIDE_NAME.fullmatch(stale.name):
+                        shutil.rmtree(stale)
 
     def _run(self) -> None:
         while True:

@@ -11,6 +11,8 @@ import json
 import logging
 from pathlib import Path
 
+from rl.system.files import lines_of, row_of
+
 log = logging.getLogger(__name__)
 
 
@@ -38,21 +40,17 @@ class ReplyJournal:
 def _load(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
+    lines = lines_of(path)
+    if lines and not lines[-1].endswith(b"\n"):
         # A process killed while writing leaves half a line; the next line must not join it.
         with path.open("r+b") as file:
-            file.truncate(whole)
+            file.truncate(sum(map(len, lines[:-1])))
+        lines.pop()
     replies: dict[str, str] = {}
-    for number, line in enumerate(data[:whole].splitlines(), start=1):
-        try:
-            entry = json.loads(line)
-            key, reply = entry["key"], entry["reply"]
-        except (ValueError, TypeError, LookupError, RecursionError):
-            key = reply = None
-        if isinstance(key, str) and isinstance(reply, str):
-            replies.setdefault(key, reply)
-        else:
-            log.warning("%s line %d is no journal entry; it will be asked again", path, number)
+    for number, line in enumerate(lines, start=1):
+        match row_of(line):
+            case {"key": str(key), "reply": str(reply)}:
+                replies.setdefault(key, reply)
+            case _:
+                log.warning("%s line %d is no journal entry; it will be asked again", path, number)
     return replies

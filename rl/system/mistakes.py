@@ -33,7 +33,7 @@ def sentence(error: BaseException) -> str | None:
         return None
     if isinstance(error, ConfigError):
         return f"this config cannot run:\n{listed(error.problems)}"
-    return "\n  ".join(["this run cannot go on:", *str(error).splitlines()])
+    return "\n  ".join(["this run cannot go on:", *str(error).split("\n")])
 
 
 def excepthook(

@@ -7,6 +7,7 @@ What: `RunRecord` and the layout
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
     <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png`, `..._target.png`:
                                              the group's source and reference edit
+    <run>/set_aside/                         what is done again since (`rewind.py`)
 
 What not: wandb (`tracking.py`, a view of this), checkpoints. Iterations count from 1; iteration 0
 is what was measured before training. Not collective: each rank writes its own files.
@@ -17,8 +18,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +25,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rl.config import RunConfig
 from rl.system.dist import Dist
-from rl.system.files import json_line, write_atomically
+from rl.system.files import append_line, json_line, write_atomically
 from rl.system.images import png_bytes
+from rl.system.rewind import rewind
 from rl.system.scrub import scrub, scrubbed
 from rl.types import Episode
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _LOGPROB_DIGITS = 6
 """Float32 log-probs carry no more, and the shortest float64 spelling is three times as long."""
-_ITERATION = re.compile(r"it_(\d{6,})")
 
 
 class RunRecord:
@@ -95,33 +94,16 @@ class RunRecord:
             text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
             write_atomically(self.run_dir / "config.json", text)
 
-    def rewind(self, iteration: int) -> None:
-        """Forget everything after `iteration` (0: all of it), which will be done again (rank 0).
-
-        Also drops a last line that a kill cut in half.
-        """
-        if not self._dist.is_main:
-            return
-        path = self.run_dir / "metrics.jsonl"
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _is_up_to(line, iteration)]
-            write_atomically(path, "".join(kept))
-        for entry in [*self.run_dir.glob("episodes/it_*"), *self.run_dir.glob("images/it_*")]:
-            match = _ITERATION.match(entry.name)
-            if match is None or int(match[1]) <= iteration:
-                continue
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+    def rewind(self, iteration: int) -> list[str]:
+        """Set aside what came after `iteration` (-1: all of it), which will be done again (rank 0);
+        returns what to tell the user."""
+        return rewind(self.run_dir, iteration) if self._dist.is_main else []
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if self._dist.is_main:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json_line({"iteration": iteration, **metrics}))
+            line = json_line({"iteration": iteration, **metrics})
+            append_line(self.run_dir / "metrics.jsonl", line)
 
     def write_episodes(
         self,
@@ -195,13 +177,6 @@ def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
         "sampler_logprobs": [round(logprob, _LOGPROB_DIGITS) for logprob in completion.logprobs],
         "forced": None if completion.forced is None else [int(f) for f in completion.forced],
     }
-
-
-def _is_up_to(line: str, iteration: int) -> bool:
-    try:
-        return int(json.loads(line)["iteration"]) <= iteration
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _try_lock(file: IO[str]) -> bool:
