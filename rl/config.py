@@ -258,6 +258,9 @@ class RunConfig(Section):
     there only, or not at all. Never trained on."""
     world_size: Annotated[int, Field(ge=1)] = 1
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
+    gpu_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 141
+    """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
+    for. A start plans for the GPUs it finds; --gpu-gb overrides both."""
     policy: PlugSection
     """A plug of rl/policies."""
     engine: PlugSection
