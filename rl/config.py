@@ -302,7 +302,7 @@ def missing_model(key: str, path: str) -> list[str]:
     """What is wrong with a model's path: [] for a folder that is there and for what looks like a
     hub id ('owner/name', taken on trust: a config is checked without the network)."""
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
-    if Path(path).is_dir() or is_hub_id:
+    if (path and Path(path).is_dir()) or is_hub_id:
         return []
     return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 
