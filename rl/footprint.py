@@ -15,7 +15,8 @@ from typing import Any
 
 from rl.build import Plug, Resolved
 from rl.system import memory_plan
-from rl.system.memory_plan import FrozenModel, LanguageModel, Plan, Sampler, Sizes
+from rl.system.memory_plan import FrozenModel, LanguageModel, Plan, Sizes
+from rl.system.sampler_memory import Sampler
 from rl.system.weight_files import num_parameters
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -19,8 +19,9 @@ from rl import build, footprint
 from rl.build import Resolved
 from rl.config import RunConfig
 from rl.fit import RANKS_OF_A_NODE, plug_problems
-from rl.system import memory_plan
-from rl.system.memory_plan import PHASES, Plan, Sampler, Sizes
+from rl.system import memory_plan, placement
+from rl.system.memory_plan import PHASES, Plan, Sizes
+from rl.system.sampler_memory import Sampler
 
 SHARE = "engine.gpu_memory_utilization"
 CACHE = "engine.kv_cache_memory_mb"
@@ -41,7 +42,10 @@ def memory_problems(resolved: Resolved, gpu_gb: float, size_of: SizeOf | None = 
     sizes = footprint.sizes(resolved)
     if sizes is None:
         return []
-    found = [*_elsewhere_problems(sizes, gpu_gb, size_of or (lambda device: gpu_gb))]
+    found = [
+        *_limit_problems(resolved, sizes),
+        *_elsewhere_problems(sizes, gpu_gb, size_of or (lambda device: gpu_gb)),
+    ]
     needed: dict[str, Any] = {}
     if sizes.sampler is not None and sizes.sampler.starves(gpu_gb):
         needed, problem = _sampler_problem(sizes.sampler, gpu_gb)
@@ -52,6 +56,27 @@ def memory_problems(resolved: Resolved, gpu_gb: float, size_of: SizeOf | None = 
     if _over_gb(enough, gpu_gb):
         found.append(_plan_problem(enough, gpu_gb, needed))
     return found
+
+
+def _limit_problems(resolved: Resolved, sizes: Sizes) -> Iterator[str]:
+    """A limit that not even the weights keep; beyond them a batch is halved until it fits."""
+    claims = build.claims(resolved)
+    stated = footprint.policy_device(resolved)
+    own = "cuda:0" if stated == "auto" else stated
+    if placement.problems(claims, [own], machine=None):
+        return  # `fit.py` says so
+    sampler_gb = 0.0 if sizes.sampler is None else sizes.sampler.weights_gb
+    weights_gb = {model.name: model.weights_gb for model in sizes.frozen}
+    ranks = sizes.world_size if sizes.zero_stage == 3 else 1
+    weights_gb["policy"] = sizes.model.params * sizes.bytes_per_weight / 1e9 / ranks + sampler_gb
+    for device, limit_gb in placement.limits_gb(claims, own).items():
+        there = [c.key for c in claims if placement.resolve_device(c.device, own) == device]
+        wanted_gb = sum(weights_gb[key] for key in there)
+        if wanted_gb > limit_gb:
+            yield (
+                f"{there[0]}.max_memory_gb: {limit_gb:g} GB for {' and '.join(there)} on {device}, "
+                f"whose weights alone are {wanted_gb:.1f} GB; raise it, or drop it"
+            )
 
 
 def _elsewhere_problems(sizes: Sizes, gpu_gb: float, size_of: SizeOf) -> Iterator[str]:

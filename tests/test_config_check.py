@@ -484,6 +484,18 @@ def test_the_editor_at_80_gb_wants_a_larger_share(capsys: pytest.CaptureFixture[
             "engine.residency=sleep (19.2 GB less)",
         ),
         (
+            ["world_size=1", "renderer.device=cuda:1", "renderer.max_memory_gb=20"],
+            141,
+            "renderer.max_memory_gb: 20 GB for renderer on cuda:1, whose weights alone are 27.5 "
+            "GB; raise it, or drop it",
+        ),
+        (  # trainer and sampler
+            ["world_size=1", "renderer.device=cuda:1", "policy.max_memory_gb=30"],
+            141,
+            "policy.max_memory_gb: 30 GB for policy on cuda:0, whose weights alone are 31.8 GB; "
+            "raise it, or drop it",
+        ),
+        (
             ["world_size=1", "renderer.device=cuda:1"],
             34,
             "renderer.device: renderer wants 37.2 GB of cuda:1, which has 34; give each a device "

@@ -25,12 +25,12 @@ from rl.system.memory_plan import (
     FrozenModel,
     LanguageModel,
     Plan,
-    Sampler,
     Sizes,
     plan,
     residency,
     residency_line,
 )
+from rl.system.sampler_memory import Sampler
 
 MODEL = LanguageModel(layers=2, hidden=10, ffn=40, heads=5, kv_heads=1, head_dim=2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})

@@ -98,7 +98,7 @@ def base_of(adapter_config: Mapping[str, Any]) -> Base:
 def is_hub_id(path: str) -> bool:
     """Whether the hub takes that as a repository's id, and no folder of that name lies here."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(path)
