@@ -147,19 +147,25 @@ def _plan_problem(resolved: Resolved, gpu_gb: float, needed: Changes) -> str:
 def _remedies(resolved: Resolved, gpu_gb: float) -> tuple[dict[str, tuple[Any, float]], float]:
     """({key: (value, GB that it saves in the phase it helps most)}, GB still over)."""
     chosen: dict[str, tuple[Any, float]] = {}
-    while _over_gb(resolved, gpu_gb):
-        before = _planned(resolved, gpu_gb)
-        for key, value in (*_fitting_share(resolved, gpu_gb), *_candidates(resolved, gpu_gb)):
-            trial = _changed(resolved, {key: value})
+    best = resolved
+    while _over_gb(best, gpu_gb):
+        before = _planned(best, gpu_gb)
+        for key, value in (*_fitting_share(best, gpu_gb), *_candidates(best, gpu_gb)):
+            trial = _changed(best, {key: value})
             saved_gb = _saved_gb(before, _planned(trial, gpu_gb), gpu_gb)
             if saved_gb > WORTH_GB and _starts(trial, resolved, gpu_gb):
                 earlier_gb = chosen.pop(key, (None, 0.0))[1]
                 chosen[key] = (value, earlier_gb + saved_gb)
-                resolved = trial
+                best = trial
                 break
         else:
-            break
-    return chosen, _over_gb(resolved, gpu_gb)
+            return chosen, _over_gb(best, gpu_gb)
+    for key in list(chosen):  # those before a large one may be for nothing
+        others = {name: value for name, (value, _) in chosen.items() if name != key}
+        trial = _changed(resolved, others)
+        if not _over_gb(trial, gpu_gb) and _starts(trial, resolved, gpu_gb):
+            del chosen[key]
+    return chosen, 0.0
 
 
 def _starts(trial: Resolved, resolved: Resolved, gpu_gb: float) -> bool:

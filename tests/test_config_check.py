@@ -509,6 +509,14 @@ def test_what_does_not_fit_names_key_and_remedy(
     assert message in unfit(shipped("qwen_image_edit", *overrides), gpu_gb)
 
 
+def test_a_remedy_names_nothing_that_is_not_needed() -> None:
+    """Smaller batches come first, and the stage alone is enough."""
+    assert unfit(shipped("sft_s__rl_sc", "optimizer.zero_stage=1"), 80) == [
+        "memory: DOES NOT FIT by 19.3 GB: 99.3 GB of 80 in phase 'reference'; this fits: "
+        "optimizer.zero_stage=2 (34.0 GB less)"
+    ]
+
+
 def test_no_key_is_enough_on_a_small_gpu() -> None:
     [_, found] = unfit(shipped("qwen_image_edit", "world_size=8"), 24)
     assert found.startswith("memory (under engine.gpu_memory_utilization=0.75): DOES NOT FIT by ")
