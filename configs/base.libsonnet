@@ -30,6 +30,9 @@
   baseline_arm: 'always',
   // Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc.
   world_size: 1,
+  // GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans for.
+  // A start plans for the GPUs it finds; --gpu-gb overrides both.
+  gpu_gb: 141,
   // A plug of rl/policies.
   // policy: (required)
   // A plug of rl/engines.

@@ -11,7 +11,7 @@
 // may come with a picture (`picture_key`), which the policy then sees.
 (import 'base.libsonnet') + {
   one_gpu:: false,
-  gpu_gb:: 80,
+  gpu_gb: 80,
   local at(place) = if $.one_gpu then {} else { device: place, max_memory_gb: 0.85 * $.gpu_gb },
 
   run_name: std.extVar('APP__RUN_NAME'),

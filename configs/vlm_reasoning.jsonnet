@@ -19,6 +19,7 @@ local open_r1(rows) = {
   base_exp_dir: std.extVar('APP__BASE_EXP_DIR'),
   num_epochs: 1,
   world_size: 2,
+  gpu_gb: 80,
   prompts_per_iteration: 8 * $.world_size,
   generations_per_prompt: 8,
 

@@ -1,18 +1,21 @@
 """What a config would do, without doing it: `python -m rl.simple_launch --check config.jsonnet`.
 
-What: `problems` (everything wrong, asked quietly before every launch) and `report` (the same aloud,
-with the batch arithmetic, the memory plan and what the judge will be asked). What not: the rules
-themselves (`build.py`, `validation.py`) and sizes (`footprint.py`). No torch, no vLLM, no GPU:
-seconds on a laptop.
+What: `problems` (everything wrong, asked quietly before every launch), `problems_here` (whether it
+fits this machine's GPUs) and `report` (the same aloud, with the batch arithmetic, the memory plan
+and what the judge will be asked). What not: the rules themselves (`build.py`, `validation.py`,
+`fit.py`, `memory_fit.py`) and sizes (`footprint.py`). No torch, no vLLM, no GPU: seconds on a
+laptop.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from rl import build, fit, footprint
 from rl.config import ConfigError, RunConfig, listed
+from rl.memory_fit import memory_problems
 from rl.system import memory_plan, placement
 from rl.system.checkpoint import find
 from rl.system.memory_plan import PHASES, Plan
@@ -29,32 +32,57 @@ def problems(config: RunConfig) -> list[str]:
     return fit.fit_problems(resolved) + _resume(config)[1]
 
 
-def report(config: RunConfig, gpu_gb: float) -> int:
-    """Print what the run would be; returns the exit code, 1 when something is wrong."""
+def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int) -> list[str]:
+    """What does not fit the GPUs of `machine`, on which `num_ranks` ranks start; [] where the
+    policy lies on none. `problems` comes first."""
+    resolved = build.resolve(config)
+    stated = getattr(resolved.policy.config, "device", "auto")
+    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
+    sizes_gb = {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
+    own_gb = min((sizes_gb[own] for own in owns if own in sizes_gb), default=None)
+    if own_gb is None:
+        return []
+
+    def size_of(device: str) -> float:
+        places = [placement.resolve_device(device, own) for own in owns]
+        return min((sizes_gb[place] for place in places if place in sizes_gb), default=math.inf)
+
+    return memory_problems(resolved, own_gb, size_of)
+
+
+def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
+    """(what the run would be, exit code: 1 when something is wrong); the last lines say which."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
-        return _print_problems(list(error.problems))
+        return _verdict(list(error.problems), [])
     state, conflicts = _resume(config)
-    _print_block(f"run {config.run_name} in {config.run_dir}: {state}", [])
-    _print_block("plugs", _plug_lines(resolved))
-    _print_block("placement", placement.describe(build.claims(resolved)))
-    _print_block("batch", _batch_lines(resolved))
-    _print_block(f"memory per GPU, against {gpu_gb:g} GB", _memory_lines(resolved, gpu_gb))
-    _print_block("judge", _judge_lines(resolved))
-    return _print_problems(fit.fit_problems(resolved) + conflicts)
+    unfit = memory_problems(resolved, gpu_gb)
+    blocks = {
+        f"run {config.run_name} in {config.run_dir}: {state}": [],
+        "plugs": _plug_lines(resolved),
+        "placement": placement.describe(build.claims(resolved)),
+        "batch": _batch_lines(resolved),
+        f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
+        "judge": _judge_lines(resolved),
+    }
+    lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
+    found = [*fit.fit_problems(resolved), *unfit, *conflicts]
+    last, code = _verdict(found, footprint.unknowns(resolved))
+    return "\n".join([*lines, last]), code
 
 
-def _print_block(title: str, lines: Iterable[str]) -> None:
-    print(title, *(f"  {line}" for line in lines), sep="\n")
+def _indented(lines: Iterable[str]) -> Iterable[str]:
+    return (f"  {line}" for line in lines)
 
 
-def _print_problems(found: list[str]) -> int:
-    if not found:
-        print("nothing is wrong")
-        return 0
-    print(f"{len(found)} wrong", listed(found), sep="\n")
-    return 1
+def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
+    if found:
+        return f"{len(found)} wrong\n{listed(found)}", 1
+    if unknowns:
+        what = " and ".join(unknown.partition(":")[0] for unknown in unknowns)
+        return f"no mistake found; whether it fits its GPUs is unknown ({what}: see above)", 0
+    return "nothing is wrong", 0
 
 
 def _plug_lines(resolved: build.Resolved) -> list[str]:
@@ -149,13 +177,12 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     return lines
 
 
-def _memory_lines(resolved: build.Resolved, gpu_gb: float) -> list[str]:
+def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:
+    unknown = [f"unknown: {text}" for text in footprint.unknowns(resolved)]
     planned = footprint.footprint(resolved, gpu_gb)
     if planned is None:
-        return [
-            f"unknown: {footprint.origin(resolved.policy.config)} is neither a local folder nor "
-            f"one of {', '.join(memory_plan.KNOWN)}"
-        ]
+        device = footprint.policy_device(resolved)
+        return unknown or [f"not planned: policy.device is {device!r}"]
     lines = [f"{'GB':<28}" + "".join(f"{phase:>10}" for phase in PHASES)]
     for row in planned.rows:
         cells = (f"{row.gb:>10.2f}" if phase in row.phases else f"{'':>10}" for phase in PHASES)
@@ -164,19 +191,18 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float) -> list[str]:
     lines += [f"{'sum':<28}{totals}", *(f"assumed: {text}" for text in planned.assumptions)]
     if planned.engine is not None:
         lines.append(memory_plan.residency_line(planned, gpu_gb))
-    return [*lines, _verdict(planned, gpu_gb)]
+    return [*lines, *unknown, _room_line(planned, gpu_gb, unfit, unknown)]
 
 
-def _verdict(planned: Plan, gpu_gb: float) -> str:
+def _room_line(planned: Plan, gpu_gb: float, unfit: Sequence[str], unknown: Sequence[str]) -> str:
     free_gb = gpu_gb - planned.peak_gb
     if free_gb < 0:
-        return (
-            f"DOES NOT FIT by {-free_gb:.1f} GB; what helps: optimizer.gradient_checkpointing, a "
-            "smaller optimizer.max_kept_tokens, optimizer.max_tokens_per_micro_batch, "
-            "renderer.batch_size or engine.gpu_memory_utilization, renderer.device on another GPU"
-        )
+        return f"DOES NOT FIT by {-free_gb:.1f} GB"
+    if unfit:
+        return f"DOES NOT FIT, though the sum leaves {free_gb:.1f} GB: see below"
     tight = ", which is tight (a tenth should stay free)" if free_gb < gpu_gb / 10 else ""
-    return f"fits with {free_gb:.1f} GB to spare{tight}"
+    fits = "what is known fits" if unknown else "fits"
+    return f"{fits} with {free_gb:.1f} GB to spare{tight}"
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

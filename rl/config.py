@@ -258,6 +258,9 @@ class RunConfig(Section):
     there only, or not at all. Never trained on."""
     world_size: Annotated[int, Field(ge=1)] = 1
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
+    gpu_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 141
+    """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
+    for. A start plans for the GPUs it finds; --gpu-gb overrides both."""
     policy: PlugSection
     """A plug of rl/policies."""
     engine: PlugSection
@@ -299,7 +302,7 @@ def missing_model(key: str, path: str) -> list[str]:
     """What is wrong with a model's path: [] for a folder that is there and for what looks like a
     hub id ('owner/name', taken on trust: a config is checked without the network)."""
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
-    if Path(path).is_dir() or is_hub_id:
+    if (path and Path(path).is_dir()) or is_hub_id:
         return []
     return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl import build
 from rl.config import RunConfig
 from rl.rewards.prompt_quality import score
+from rl.system.adapter_base import base_of
 from rl.system.checkpoint import ADAPTER_CONFIG, model_folder
 from rl.system.dist import Dist
 from rl.system.seeding import derive_seed
@@ -238,7 +239,7 @@ def policy_section(
         folder = find_weights(Path(adapter_path))
         run = run_of(folder)
         section = {**section, "model_path": "", **(_trained_section(run) if run else {})}
-        section.update(_weights(folder, section))
+        section.update(_weights(folder, known_base=bool(model_path or section["model_path"])))
     # Where the run trained is not where the model is used: other devices, other kernels.
     section.update(device="auto", attn_implementation="auto")
     if model_path is not None:
@@ -287,15 +288,16 @@ def _trained_section(file: Path) -> dict[str, Any]:
     return dict(config.policy)
 
 
-def _weights(folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+def _weights(folder: Path, known_base: bool) -> dict[str, Any]:
     """Where the weights come from, and the shape of the adapter, as its own file states them."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         whole = {"model_path": str(folder), "init_text_encoder_from": ""}
         return {**whole, "lora": None, "adapter_path": ""}
     adapter = json.loads(file.read_text(encoding="utf-8"))
+    base = {} if known_base else base_of(adapter).policy_keys()
     return {
-        "model_path": section["model_path"] or adapter["base_model_name_or_path"],
+        **base,
         "adapter_path": str(folder),
         "lora": {"r": adapter["r"], "alpha": adapter["lora_alpha"]},
     }

@@ -2,7 +2,8 @@
 
 What: `fit_problems`, the rules across rooms: what the policy emits and the renderer takes, what
 policy and rewards need of the data, judge, batch arithmetic. What not: the rules within a section
-(`validation.py`) and within a plug (its own `Config`). Called by `check.py`.
+(`validation.py`) and within a plug (its own `Config`), memory (`memory_fit.py`). Called by
+`check.py` and `memory_fit.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ RANKS_OF_A_NODE = 8
 
 def fit_problems(resolved: Resolved) -> list[str]:
     """Everything that keeps these plugs from running together, each with its key and remedy."""
+    return [*plug_problems(resolved), *_data_problems(resolved)]
+
+
+def plug_problems(resolved: Resolved) -> list[str]:
+    """The same without a look into the data."""
     return [
         *_room_problems(resolved),
         *_reward_problems(resolved),
@@ -32,7 +38,6 @@ def fit_problems(resolved: Resolved) -> list[str]:
         *_learning_problems(resolved),
         *_batch_problems(resolved.config),
         *_placement_problems(resolved),
-        *_data_problems(resolved),
     ]
 
 

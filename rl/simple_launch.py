@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from typing import Any, NoReturn
 
 from rl import check
 from rl.config import ConfigError, RunConfig, listed, load_config
-from rl.system import rendezvous
+from rl.system import placement, rendezvous
 
 GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
@@ -45,14 +46,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
             config = load_config(args.config, args.overrides)
+        problems = _node_problems(args, config)
         if args.check:
-            sys.exit(_report(config, args.gpu_gb))
-        problems = check.problems(config)
-        if config.world_size % args.nnodes:
-            problems.append(
-                f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"
-            )
-        problems = problems or _folder_problems(config.run_dir)
+            if problems:
+                raise ConfigError([*problems, *check.problems(config)])
+            sys.exit(_report(config, args.gpu_gb or config.gpu_gb))
+        problems += check.problems(config)
+        problems = problems or _memory_problems(args, config) or _folder_problems(config.run_dir)
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -63,14 +63,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _report(config: RunConfig, gpu_gb: float) -> int:
-    """`--check ... | head` closes our output early, which is no error."""
+    """`--check ... | head` closes our output early, which changes nothing of what was found."""
+    text, code = check.report(config, gpu_gb)
     try:
-        code = check.report(config, gpu_gb=gpu_gb)
-        sys.stdout.flush()
+        print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return code
+
+
+def _node_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
+    if config.world_size % args.nnodes:
+        return [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
+    return []
+
+
+def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
+    """Against this machine's GPUs, or those that --gpu-gb speaks of; none on a machine without."""
+    machine = placement.look_at_machine()
+    if args.gpu_gb is not None:
+        machine = placement.Machine((args.gpu_gb,) * len(machine.cuda_gb))
+    return check.problems_here(config, machine, config.world_size // args.nnodes)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -84,7 +97,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
     add("--rdzv-endpoint", default="", help="host:port of node 0; not for one node")
     add("--check", action="store_true", help="report on the config and start nothing")
-    add("--gpu-gb", type=float, default=141.0, help="GPU size for --check, GB (H200: 141)")
+    add(
+        "--gpu-gb",
+        type=_gigabytes,
+        help="GPU size to plan for, GB (default: under --check the config's, else what is found)",
+    )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
     if args.nproc is not None and args.nproc < 1:
@@ -103,6 +120,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
     args.config, args.overrides = (words[0], words[1:]) if words else (None, [])
     return args
+
+
+def _gigabytes(word: str) -> float:
+    value = float(word)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is no size in GB")
+    return value
 
 
 def _as_here(word: str) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.policies import _emu3_loading, _qwen_loading
+from rl.system import adapter_base
 from rl.system.checkpoint import ADAPTER_CONFIG, model_folder
 from rl.validation import validate
 
@@ -33,6 +34,8 @@ ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "README.md")
 DTYPES = ("bfloat16", "float16", "float32")
 LOADING: Mapping[str, Any] = {"qwen2_5_vl": _qwen_loading, "emu3": _emu3_loading}
 """Policy plug -> how its base, its tokenizer and its image processor are loaded."""
+MODEL_CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "emu3": "Emu3ForCausalLM"}
+"""Policy plug -> transformers' name of its base."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -111,7 +114,7 @@ def policy_config(
             raise ValueError(f"adapters of policy {section['type']!r} cannot be exported here")
     else:
         noted = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        section = {"type": bare_policy, "model_path": noted["base_model_name_or_path"]}
+        section = {"type": bare_policy, **({} if base else _noted_keys(noted))}
     # No attention is computed: the run's kernel need not run here.
     section = {**section, "adapter_path": "", "attn_implementation": "auto"}
     if base is not None:
@@ -128,6 +131,16 @@ def policy_config(
     return config
 
 
+def _noted_keys(noted: Mapping[str, Any]) -> dict[str, Any]:
+    """What loads the base that a bare adapter names. Raises ValueError with the way out."""
+    try:
+        return adapter_base.base_of(noted).policy_keys()
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or give --base (and --text-encoder-from for an editor's text encoder)"
+        ) from error
+
+
 def copy_adapter(adapter: Path, target: Path, config: Any) -> None:
     """The PEFT files, naming the base they belong to."""
     target.mkdir(parents=True)
@@ -135,8 +148,9 @@ def copy_adapter(adapter: Path, target: Path, config: Any) -> None:
         if (adapter / name).is_file():
             shutil.copy(adapter / name, target / name)
     noted: Mapping[str, Any] = json.loads((target / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = config.model_path if config.type == "emu3" else _qwen_loading.base_path(config)
-    text = json.dumps({**noted, "base_model_name_or_path": base}, indent=2, sort_keys=True)
+    base = LOADING[config.type].base(config)
+    named = {**noted, **adapter_base.noted(base, MODEL_CLASSES[config.type])}
+    text = json.dumps(named, indent=2, sort_keys=True)
     (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 

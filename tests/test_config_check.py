@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ import tiny_config
 
 from rl import build, check
 from rl.config import RunConfig, load_config
+from rl.memory_fit import memory_problems
 from rl.simple_launch import main
+from rl.system.placement import Machine
 
 
 def config_of(folder: Path, **changes: Any) -> RunConfig:
@@ -278,12 +284,10 @@ def save_checkpoint(config: RunConfig, iteration: int) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_resume_conflict_is_found_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_conflict_is_found_before_anything_starts(tmp_path: Path) -> None:
     save_checkpoint(config_of(tmp_path), 7)
-    assert check.report(config_of(tmp_path), gpu_gb=141) == 0
-    assert "goes on after 7 iterations" in capsys.readouterr().out
+    text, code = check.report(config_of(tmp_path), gpu_gb=141)
+    assert code == 0 and "goes on after 7 iterations" in text
     found = problems_of(tmp_path, algorithm={"kl_coeff": 0.5}, judge={"api_base": "http://new:1"})
     assert len(found) == 1
     assert found[0].startswith("run_name: run 'tiny' has checkpoints made with another config")
@@ -330,7 +334,11 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             world_size=2,
             generations_per_prompt=8,
             rewards={"vie": RIGHT, "other": {"type": "edit_quality", "n_evals": 3}},
-            optimizer={"max_tokens_per_micro_batch": 5000, "updates_per_iteration": 2},
+            optimizer={
+                "max_tokens_per_micro_batch": 5000,
+                "updates_per_iteration": 2,
+                "gradient_checkpointing": True,
+            },
         ),
     )
     with pytest.raises(SystemExit) as caught:
@@ -365,18 +373,303 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_is_kept_for_the_backward(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    tokens: int,
-    words: str,
+    tmp_path: Path, changes: dict[str, Any], tokens: int, words: str
 ) -> None:
     """4 groups of 2048 + 2 x 256 tokens."""
-    check.report(config_of(tmp_path, **changes), gpu_gb=141)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    text, _ = check.report(config_of(tmp_path, **changes), gpu_gb=141)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
     assert f"kept for backward {tokens} tokens on each rank, {words}" in lines
     forwarded_again = any(line.startswith("activations, one forward") for line in lines)
     assert forwarded_again == (words != "all there can be")
+
+
+SHIPPED = sorted(Path("configs").glob("*.jsonnet"))
+ENVIRONMENT = {
+    "APP__BASE_EXP_DIR": "runs",
+    "APP__RUN_NAME": "mine",
+    "APP__REWARD_FUNCTION_API_BASE": "http://judge:4877",
+    "APP__DATA_DIR": "nowhere",
+}
+
+
+@cache
+def shipped(name: str, *overrides: str) -> RunConfig:
+    return load_config(f"configs/{name}.jsonnet", overrides, ENVIRONMENT)
+
+
+def unfit(config: RunConfig, gpu_gb: float) -> list[str]:
+    return memory_problems(build.resolve(config), gpu_gb)
+
+
+def remedies(problems: list[str]) -> list[str]:
+    """The `key=value` words of a message, as a user would copy them."""
+    found = []
+    for problem in problems:
+        share = re.match(r"([\w.]+): .* at least (\S+) (?:is|are) needed", problem)
+        found += [f"{share[1]}={share[2]}"] if share else []
+        found += re.findall(r"[\w.]+\.\w+=[^\s),]+", problem)
+    return found
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_config_fits_the_size_it_is_written_for(path: Path) -> None:
+    config = shipped(path.stem)
+    expected = 80 if {"sft", "vlm", "prompt"} & {path.stem.partition("_")[0]} else 141
+    assert config.gpu_gb == expected
+    assert unfit(config, config.gpu_gb) == []
+    stated = re.search(r"GPUs of (\d+) GB", readme_row(path.stem))
+    assert stated is None or float(stated[1]) == config.gpu_gb
+
+
+def readme_row(stem: str) -> str:
+    lines = Path("README.md").read_text().splitlines()
+    return next((line for line in lines if line.startswith(f"| `configs/{stem}.jsonnet`")), "")
+
+
+@pytest.mark.parametrize("gpu_gb", [141, 80, 60, 48, 40, 24, 12])
+@pytest.mark.parametrize("more", ["seed=1", "optimizer.gradient_checkpointing=false"])
+@pytest.mark.parametrize(
+    "name", ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning"]
+)
+def test_a_remedy_is_one(name: str, more: str, gpu_gb: float) -> None:
+    """What the message says, done, ends in a config that fits; or nothing does, and it says so."""
+    found = unfit(shipped(name, more), gpu_gb)
+    no_way = [p for p in found if re.search(r"no share works|larger GPU", p)]
+    if found and not no_way:
+        assert remedies(found)
+        assert unfit(shipped(name, more, *remedies(found)), gpu_gb) == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_at_80_gb_is_right_or_one_copied_word_away(path: Path) -> None:
+    found = unfit(shipped(path.stem), 80)
+    assert len(found) == ("qwen_image_edit" in path.stem)
+    if found:
+        assert unfit(shipped(path.stem, *remedies(found)), 80) == []
+
+
+def test_the_editor_at_80_gb_wants_a_larger_share(capsys: pytest.CaptureFixture[str]) -> None:
+    config = shipped("qwen_image_edit")
+    text, code = check.report(config, 80)
+    [found] = unfit(config, 80)
+    assert found == (
+        "engine.gpu_memory_utilization: 0.16 of 80 GB is 12.8 GB, and its weights alone are 15.2 "
+        "GB; at least 0.24 is needed"
+    )
+    assert code == 1 and text.endswith(f"1 wrong\n  - {found}") and "nothing is wrong" not in text
+    assert "DOES NOT FIT, though the sum leaves 12.0 GB: see below" in text
+    for share, right in ((0.24, True), (0.23, False)):
+        again = shipped("qwen_image_edit", f"engine.gpu_memory_utilization={share}")
+        text, code = check.report(again, 80)
+        assert (code == 0) == right == text.endswith("\nnothing is wrong")
+    assert "beside its weights (15.2 GB) and workspace (3.4 GB) there is no room for one" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu_gb", "message"),
+    [
+        (
+            ["engine.kv_cache_memory_mb=100"],
+            141,
+            "engine.kv_cache_memory_mb: 100 MiB hold no completion of 2304 tokens, prompt "
+            "included; at least 126 are needed",
+        ),
+        (  # a cache for the context that is asked for
+            ["engine.kv_cache_memory_mb=126", "engine.max_model_len=4608"],
+            141,
+            "engine.kv_cache_memory_mb: 126 MiB hold no completion of 4608 tokens, prompt "
+            "included; at least 252 are needed",
+        ),
+        (  # the sampler's own dtype
+            ["engine.dtype=float32"],
+            141,
+            "engine.gpu_memory_utilization: 0.16 of 141 GB is 22.6 GB, and its weights alone are "
+            "30.4 GB; at least 0.26 is needed",
+        ),
+        (  # a vision tower of its own
+            ["policy.freeze_vision_tower=false"],
+            80,
+            "engine.gpu_memory_utilization: 0.16 of 80 GB is 12.8 GB, and its weights alone are "
+            "16.6 GB; at least 0.26 is needed",
+        ),
+        (
+            [],
+            16,
+            "engine.gpu_memory_utilization: 0.16 of 16 GB is 2.6 GB, and its weights alone are "
+            "15.2 GB; no share works, it wants 17.8 GB: take a larger GPU, a smaller "
+            "policy.model_path, or engine.dtype 'bfloat16' if it is wider",
+        ),
+        (
+            ["engine.gpu_memory_utilization=0.8"],
+            80,
+            "memory: DOES NOT FIT by 30.2 GB: 110.2 GB of 80 in phase 'generate'; this fits: "
+            "engine.gpu_memory_utilization=0.42 (30.4 GB less)",
+        ),
+        (
+            ["engine.residency=resident", "engine.gpu_memory_utilization=0.24", "world_size=4"],
+            80,
+            "memory: DOES NOT FIT by 7.2 GB: 87.2 GB of 80 in phase 'render'; this fits: "
+            "engine.residency=sleep (19.2 GB less)",
+        ),
+        (
+            ["world_size=1", "renderer.device=cuda:1", "renderer.max_memory_gb=20"],
+            141,
+            "renderer.max_memory_gb: 20 GB for renderer on cuda:1, whose weights alone are 27.5 "
+            "GB; raise it, or drop it",
+        ),
+        (  # trainer and sampler
+            ["world_size=1", "renderer.device=cuda:1", "policy.max_memory_gb=30"],
+            141,
+            "policy.max_memory_gb: 30 GB for policy on cuda:0, whose weights alone are 31.8 GB; "
+            "raise it, or drop it",
+        ),
+        (
+            ["world_size=1", "renderer.device=cuda:1"],
+            34,
+            "renderer.device: renderer wants 37.2 GB of cuda:1, which has 34; give each a device "
+            "of its own, a smaller batch_size, or a larger GPU",
+        ),
+    ],
+)
+def test_what_does_not_fit_names_key_and_remedy(
+    overrides: list[str], gpu_gb: float, message: str
+) -> None:
+    assert message in unfit(shipped("qwen_image_edit", *overrides), gpu_gb)
+
+
+def test_a_remedy_names_nothing_that_is_not_needed() -> None:
+    """Smaller batches come first, and the stage alone is enough."""
+    assert unfit(shipped("sft_s__rl_sc", "optimizer.zero_stage=1"), 80) == [
+        "memory: DOES NOT FIT by 19.3 GB: 99.3 GB of 80 in phase 'reference'; this fits: "
+        "optimizer.zero_stage=2 (34.0 GB less)"
+    ]
+
+
+def test_no_key_is_enough_on_a_small_gpu() -> None:
+    [_, found] = unfit(shipped("qwen_image_edit", "world_size=8"), 24)
+    assert found.startswith("memory (under engine.gpu_memory_utilization=0.75): DOES NOT FIT by ")
+    assert re.search(r"; \d+\.\d GB too much even with optimizer\.\S+=\S+ \(", found)
+    assert found.endswith("; take larger GPUs, or a smaller model")
+    least = ["optimizer.gradient_checkpointing=true", "optimizer.max_kept_tokens=0"]
+    least += ["optimizer.max_tokens_per_micro_batch=280", "engine={type: 'transformers'}"]
+    assert unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1) == [
+        "memory: DOES NOT FIT by 1.8 GB: 2.8 GB of 1 in phase 'render'; no key of it helps; take "
+        "larger GPUs, or a smaller model"
+    ]
+
+
+def test_a_policy_on_the_cpu_asks_no_gpu_for_memory() -> None:
+    text, code = check.report(shipped("quickstart", "policy.device=cpu"), 1)
+    assert code == 0 and "not planned: policy.device is 'cpu'" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unknown", "what"),
+    [
+        (
+            ["policy.model_path=nobody/knows", "policy.init_text_encoder_from=''"],
+            "unknown: policy: 'nobody/knows' is neither a local folder of safetensors nor one of ",
+            "policy",
+        ),
+        (
+            ["renderer.model_path=nobody/knows"],
+            "unknown: renderer: qwen_image_edit does not know the size of 'nobody/knows'",
+            "renderer",
+        ),
+        (
+            ["rewards.clip={type: 'clip', model_path: 'nobody/knows'}"],
+            "unknown: rewards.clip: clip does not know the size of 'nobody/knows'",
+            "rewards.clip",
+        ),
+        (
+            ["engine={type: 'tiny_plugs.nothing'}"],
+            "unknown: engine: tiny_plugs.nothing does not say what it takes",
+            "engine",
+        ),
+    ],
+)
+def test_what_is_unknown_is_not_said_to_fit(overrides: list[str], unknown: str, what: str) -> None:
+    text, code = check.report(shipped("qwen_image_edit", *overrides), 141)
+    assert unknown in text and code == 0
+    assert text.endswith(
+        f"\nno mistake found; whether it fits its GPUs is unknown ({what}: see above)"
+    )
+    assert "nothing is wrong" not in text and "  fits with" not in text
+
+
+def test_a_model_folder_of_no_known_shape_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    for weights in (b"", None):
+        if weights is None:
+            header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
+            size = len(header).to_bytes(8, "little")
+            (tmp_path / "model.safetensors").write_bytes(size + header.encode() + bytes(8))
+        change = [f"policy.model_path={tmp_path}", "policy.init_text_encoder_from=''"]
+        text, _ = check.report(shipped("qwen_image_edit", *change), 141)
+        assert f"unknown: policy: '{tmp_path}' is neither" in text
+
+
+def launched(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def test_check_plans_for_the_configs_own_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60)))
+    assert launched("--check", path) == 1
+    assert "memory per GPU, against 60 GB" in capsys.readouterr().out
+    assert launched("--check", "--gpu-gb", "141", path) == 0
+    assert capsys.readouterr().out.endswith("nothing is wrong\n")
+    for size in ("0", "-80", "nan", "inf"):
+        assert launched("--check", "--gpu-gb", size, path) == 2
+        assert f"argument --gpu-gb: {size} is no size in GB" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_changes_no_exit_code(tmp_path: Path) -> None:
+    path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60))
+    command = f"{sys.executable} -m rl.simple_launch --check {path} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=4)))
+    nodes = ("--nnodes", "3", "--rdzv-endpoint", "host:1")
+    assert launched("--check", *nodes, path) == 1
+    assert "--nnodes 3 does not divide world_size 4" in capsys.readouterr().err
+
+
+def test_a_start_is_refused_on_gpus_that_are_too_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the ranks' own GPUs as they are, or as --gpu-gb says they are."""
+    monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
+    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=2)))
+    for cuda_gb, arguments, code in (
+        ((85.5, 150.8), [], 1),  # the smaller of the two
+        ((150.8, 150.8, 8.0), [], 0),
+        ((85.5, 85.5), ["--gpu-gb", "141"], 0),
+        ((150.8, 150.8), ["--gpu-gb", "80"], 1),
+        ((), ["--gpu-gb", "1"], 0),  # a CPU
+    ):
+        machine = Machine(cuda_gb)
+        monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda m=machine: m)
+        assert launched(*arguments, path) == code, (cuda_gb, arguments)
+        assert ("DOES NOT FIT by" in capsys.readouterr().err) == (code == 1)
+
+
+def test_another_models_gpu_counts_as_it_is(tmp_path: Path) -> None:
+    config = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:+1"})
+    assert check.problems_here(config, Machine((150.8, 46.0)), 1) == []
+    [found] = check.problems_here(config, Machine((150.8, 45.0)), 1)
+    assert found.startswith("renderer.device: renderer wants 45.2 GB of cuda:+1, which has 45; ")
+    own = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:0"})
+    assert unfit(own, 80) == unfit(config_of(tmp_path), 80), "rank 0's own, spelled out"
 
 
 def test_a_wrong_config_is_reported_and_starts_nothing(

@@ -301,6 +301,7 @@ def as_flat(name: str) -> str:
         "model_context_size": context,
         "random_seed": 42,
         "world_size": 4,
+        "gpu_gb": 80,
     }
     return flat(**changes)
 

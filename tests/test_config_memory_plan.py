@@ -30,9 +30,20 @@ from rl.system.memory_plan import (
     residency,
     residency_line,
 )
+from rl.system.sampler_memory import Sampler
 
 MODEL = LanguageModel(layers=2, hidden=10, ffn=40, heads=5, kv_heads=1, head_dim=2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
+SAMPLER = Sampler(
+    share=0.5,
+    cache_gb=None,
+    weights_gb=6,
+    kv_bytes=16,
+    step_bytes=240,
+    longest_tokens=100,
+    max_num_seqs=8,
+    residency="sleep",
+)
 SIZES = Sizes(
     model=MODEL,
     bytes_per_weight=2,
@@ -47,9 +58,7 @@ SIZES = Sizes(
     completion_tokens=30,
     num_completions=3,
     checkpointing=False,
-    engine_share=0.5,
-    engine_residency="sleep",
-    max_num_seqs=8,
+    sampler=SAMPLER,
     reads_reference=False,
     frozen=(EDITOR,),
 )
@@ -195,7 +204,7 @@ def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
     """Half of the GPU is the engine's; renderer and learner want about 51 GB besides."""
     others = plan(SIZES, gpu_gb=1000).total_gb("render")
     assert 50 < others < 52
-    auto = replace(SIZES, engine_residency="auto")
+    auto = replace(SIZES, sampler=replace(SAMPLER, residency="auto"))
     for gpu_gb, expected in ((130, "resident"), (124, "sleep")):
         planned = plan(auto, gpu_gb)
         together = others + gpu_gb / 2
@@ -209,10 +218,10 @@ def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
         assert f"{together:.1f} GB of {gpu_gb}" in residency_line(planned, gpu_gb)
         # Stated in the config, it is done, and residency still says what there is room for.
         for stated in ("resident", "sleep"):
-            as_stated = plan(replace(auto, engine_residency=stated), gpu_gb)
+            as_stated = plan(replace(SIZES, sampler=replace(SAMPLER, residency=stated)), gpu_gb)
             assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
             assert residency(as_stated, gpu_gb) == expected
-    alone = plan(replace(SIZES, engine_share=None), gpu_gb=100)
+    alone = plan(replace(SIZES, sampler=None), gpu_gb=100)
     assert alone.engine is None and residency(alone, 100) == "resident"
 
 
@@ -245,10 +254,24 @@ def test_models_on_other_devices_are_named_but_not_counted() -> None:
 
 
 def test_the_engine_cache() -> None:
-    # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB.
-    planned = plan(replace(SIZES, max_num_seqs=10**9), gpu_gb=17)
-    assert any("holds 62500000 tokens, 625000 full-length" in text for text in planned.assumptions)
+    # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
+    # step of 8 x 100 tokens of 250 B.
+    planned = plan(replace(SIZES, sampler=replace(SAMPLER, step_bytes=250)), gpu_gb=17)
+    assert any("holds 62487500 tokens, 8 full-length" in text for text in planned.assumptions)
     small = plan(SIZES, gpu_gb=14)
     assert any("leaves no room for one completion" in text for text in small.assumptions)
-    shared = plan(replace(SIZES, engine_share=None), gpu_gb=17)
+    shared = plan(replace(SIZES, sampler=None), gpu_gb=17)
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
+
+
+def test_the_least_a_sampler_starts_with() -> None:
+    many = replace(SAMPLER, max_num_seqs=10**6, longest_tokens=65)
+    # Weights, 1.5 GB, a step of 16384 tokens of 240 B (half on a small GPU), 96 tokens in 3 blocks.
+    least_gb = 6 + 1.5 + 16384 * 240e-9 + 96 * 16e-9
+    assert many.least_gb(80) == pytest.approx(least_gb, rel=1e-12)
+    assert many.least_gb(24) == pytest.approx(least_gb - 8192 * 240e-9, rel=1e-12)
+    assert replace(many, share=0.09).starves(80) and not replace(many, share=0.10).starves(80)
+    # A stated cache takes the place of the share.
+    stated = replace(many, share=0.01, cache_gb=1.0)
+    assert stated.claimed_gb(80) == pytest.approx(6 + 1.5 + 16384 * 240e-9 + 1)
+    assert not stated.starves(80) and replace(stated, cache_gb=95 * 16e-9).starves(80)

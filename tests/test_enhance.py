@@ -20,6 +20,7 @@ from rl.enhance import SYSTEM_PROMPT, Enhancer, policy_section
 from rl.policies import qwen2_5_vl
 from rl.rewards.prompt_quality import score
 from rl.system import checkpoint
+from rl.system.adapter_base import Base, noted
 from rl.system.seeding import derive_seed
 from rl.types import Sample, SamplingParams
 from scripts import enhance as script
@@ -219,6 +220,28 @@ def test_an_adapter_without_its_run_goes_by_its_own_file(
         "model_path": "other/base",
         "system_prompt": "Be brief.",
     }
+
+
+def test_an_adapter_of_an_editors_text_encoder(run_dir: Path, tmp_path: Path) -> None:
+    """Under both spellings."""
+    for file in model_folder(run_dir).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "adapter_config.json"
+    written = json.loads(file.read_text())
+    editor = Base("Qwen/Qwen-Image-Edit", subfolder="text_encoder", words="some/words")
+    expected = {
+        "model_path": "some/words",
+        "init_text_encoder_from": "Qwen/Qwen-Image-Edit",
+        "text_encoder_subfolder": "text_encoder",
+    }
+    file.write_text(json.dumps({**written, **noted(editor, "Any")}))
+    assert policy_section(None, tmp_path, None).items() >= expected.items()
+    old = {"base_model_name_or_path": "Qwen/Qwen-Image-Edit/text_encoder", "auto_mapping": None}
+    file.write_text(json.dumps({**written, **old}))
+    with pytest.raises(ValueError, match=r"write auto_mapping.base_model_tokenizer into its"):
+        policy_section(None, tmp_path, None)
+    other = policy_section("other/base", tmp_path, None)
+    assert other["model_path"] == "other/base" and "init_text_encoder_from" not in other
 
 
 def test_another_base_and_place_leave_the_runs_own_behind(

@@ -32,6 +32,7 @@ FLOORS = [
     {"packs"},
     {"build", "learner", "rollout", "sampler", "summary", "sync"},
     {"enhance", "evaluate", "fit", "footprint"},
+    {"memory_fit"},
     {"check"},
     {"run"},
     {"opening"},

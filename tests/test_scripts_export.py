@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from rl.data import shape_questions
 from rl.engines.transformers import TransformersEngine
 from rl.policies import _qwen_loading, emu3, qwen2_5_vl
-from rl.system.checkpoint import _seal
+from rl.system.checkpoint import _seal, model_folder
 from rl.tiny_world.questions import SYSTEM_PROMPT
 from rl.types import Prompt, Sample, SamplingParams
 from scripts import export_adapter
@@ -180,6 +180,13 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     merged, base = (load_file(f / "model.safetensors") for f in (from_run, encoder))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
     assert any(not torch.equal(merged[key], base[key]) for key in merged if "q_proj" in key)
+    # Bare, it says itself what it belongs to, and keeps saying so in a copy.
+    for target, more in ((tmp_path / "alone", []), (tmp_path / "kept", ["--keep-adapter"])):
+        export_adapter.main([str(bare), str(target), "--dtype", "float32", *more])
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    assert all(torch.equal(merged[key], alone[key]) for key in merged)
+    kept = json.loads((tmp_path / "kept" / "adapter_config.json").read_text())
+    assert kept == json.loads(noted.read_text())
     again = load_file(from_adapter / "model.safetensors")
     assert all(torch.equal(merged[key], again[key]) for key in merged)
 
@@ -262,6 +269,17 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     moved = {**SECTION, "model_path": str(tmp_path / "gone")}
     run = checkpoint(tmp_path / "moved", policy, moved)
     assert "say where the base lies with --base" in refusal(str(run), target)
+    bare = model_folder(tmp_path / "run")
+    bare = shutil.copytree(bare, tmp_path / "bare")
+    written = json.loads((bare / "adapter_config.json").read_text())
+    written["base_model_name_or_path"] = "Qwen/Qwen-Image-Edit/text_encoder"
+    (bare / "adapter_config.json").write_text(json.dumps(written))
+    assert refusal(str(bare), target) == (
+        "the adapter belongs to 'text_encoder' of Qwen/Qwen-Image-Edit and does not say whose "
+        "tokenizer goes with it: write auto_mapping.base_model_tokenizer into its "
+        "adapter_config.json (the run's policy.model_path); or give --base (and "
+        "--text-encoder-from for an editor's text encoder)"
+    )
     assert not (tmp_path / "target").exists()
 
 

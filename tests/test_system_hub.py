@@ -35,6 +35,15 @@ def test_a_local_folder_is_no_base_model_on_the_hub(path):
     assert "base_model" not in card(policy={"type": "qwen2_5_vl", "model_path": path})
 
 
+def test_the_base_on_the_card_is_what_was_trained():
+    """Not where its tokenizer lies."""
+    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
+    assert "\nbase_model: Qwen/Qwen-Image-Edit\n" in card(policy={"type": "qwen2_5_vl"} | editor)
+    assert "\nbase_model: one-word\n" in card(
+        policy={"type": "qwen2_5_vl", "model_path": "one-word"}
+    )
+
+
 class _Hub:
     """Stands for huggingface.co: names and contents of files on each branch."""
 

@@ -11,6 +11,7 @@
   seed: 42,
   num_iterations: 2000,
   world_size: 4,
+  gpu_gb: 80,
   prompts_per_iteration: 16,
   generations_per_prompt: 8,
 

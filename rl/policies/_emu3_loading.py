@@ -20,6 +20,7 @@ from rl.policies._loading import TEXT_FILES, link_files, local_folder
 from rl.policies._lora import adapter_problems, add_adapter
 from rl.policies._policy import attention_problems
 from rl.policies._schedule import schedule_problems
+from rl.system.adapter_base import Base
 from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
 
@@ -76,6 +77,11 @@ def validate(config: Config) -> list[str]:
             "would know it; end the prefill before it"
         )
     return problems
+
+
+def base(config: Config) -> Base:
+    """The weights that training starts from."""
+    return Base(config.model_path, config.revision)
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -13,6 +13,7 @@ from rl.config import missing_model
 from rl.policies._loading import TEXT_FILES, link_files, local_folder
 from rl.policies._lora import adapter_problems, add_adapter
 from rl.policies._policy import attention_problems
+from rl.system.adapter_base import Base
 from rl.system.progress_bars import only_download_bars
 from rl.system.wheels import mend_mismatched_wheels
 
@@ -56,12 +57,12 @@ def load_image_processor(config: Config) -> Any:
     return processor
 
 
-def base_path(config: Config) -> str:
-    """Folder or hub id of the weights that training starts from; of an editor's text encoder, with
-    its subfolder."""
-    if config.init_text_encoder_from:
-        return f"{config.init_text_encoder_from.rstrip('/')}/{config.text_encoder_subfolder}"
-    return config.model_path
+def base(config: Config) -> Base:
+    """The weights that training starts from."""
+    editor = config.init_text_encoder_from
+    if editor:
+        return Base.of_editor(editor, config.text_encoder_subfolder, words=config.model_path)
+    return Base(config.model_path, config.revision)
 
 
 def load_model(config: Config) -> Any:

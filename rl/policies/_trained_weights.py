@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.policies import _adapters
+from rl.system.adapter_base import Base, noted
 from rl.types import PolicyWeights
 
 if TYPE_CHECKING:
@@ -27,17 +28,17 @@ class TrainedWeights:
         module: Any,
         adapted: bool,
         dtype: str,
-        base_path: str,
+        base: Base,
         load_base: Callable[[], Any],
         tied_embedding: str | None,
     ) -> None:
-        """`base_path`: folder or hub id that an adapter says it belongs to. `load_base()`: the
-        untrained transformers model, on the CPU, in `dtype`. `tied_embedding`: name of the weight
-        that is also the head's, if one is."""
+        """`base`: what an adapter says it belongs to. `load_base()`: the untrained transformers
+        model, on the CPU, in `dtype`. `tied_embedding`: name of the weight that is also the head's,
+        if one is."""
         self._module = module
         self._adapted = adapted
         self._dtype = dtype
-        self._base_path = base_path
+        self._base_weights = base
         self._load_base = load_base
         self._tied_embedding = tied_embedding
         self._base_state: dict[str, torch.Tensor] | None = None
@@ -149,4 +150,5 @@ class TrainedWeights:
 
     def _lora_config(self) -> dict[str, Any]:
         config = _adapters.plain_config(self._module.model.peft_config["default"])
-        return {**config, "base_model_name_or_path": self._base_path}
+        model_class = type(self._module.model.get_base_model()).__name__
+        return {**config, **noted(self._base_weights, model_class)}

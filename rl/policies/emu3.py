@@ -167,7 +167,7 @@ class Emu3Policy(TrainedPolicy):
             self.module,
             adapted,
             config.dtype,
-            config.model_path,
+            loading.base(config),
             load_base=lambda: loading.load_model(config),
             tied_embedding="model.embed_tokens.weight" if tied else None,
         )

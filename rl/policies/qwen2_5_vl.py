@@ -188,7 +188,7 @@ class Qwen25VLPolicy(TrainedPolicy):
             self.module,
             adapted,
             config.dtype,
-            loading.base_path(config),
+            loading.base(config),
             load_base=lambda: loading.load_model(config),
             tied_embedding="model.language_model.embed_tokens.weight" if tied else None,
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.system.adapter_base import is_hub_id
 from rl.system.console import duration, warn
 from rl.system.scrub import scrub
 
@@ -31,11 +32,9 @@ def model_card(config: Mapping[str, Any], iteration: int, metrics: Mapping[str, 
     `config` is the resolved run config, `metrics` the latest scalars of the run.
     """
     policy = config["policy"]
-    base = str(policy.get("model_path", ""))
-    is_local = base.startswith((".", "/", "~")) or Path(base).exists()
-    is_hub_id = base.count("/") == 1 and not is_local
+    base = str(policy.get("init_text_encoder_from") or policy.get("model_path", ""))
     front = ["---"]
-    front += [f"base_model: {base}"] if is_hub_id else []
+    front += [f"base_model: {base}"] if is_hub_id(base) else []
     front += ["library_name: peft"] if policy.get("lora") else []
     front += ["tags:", "- grpo", "- reinforcement-learning", "---"]
     shown = [name for name in sorted(metrics) if name.startswith(("eval/reward", "reward/mean"))]

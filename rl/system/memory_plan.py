@@ -3,21 +3,23 @@
 What: `plan`, plain arithmetic over numbers that `footprint.py` collects; every assumption is in the
 code below and in `Plan.assumptions`. `residency`: whether the sampler may stay where it is while
 others work. What not: measuring, or reading models: fragmentation and other programs are not in it,
-so a tenth of the GPU is left free. Called by `footprint.py`, `check.py` and `opening.py`.
+so a tenth of the GPU is left free; what is wrong with a plan (`memory_fit.py`). Called by
+`footprint.py`, `memory_fit.py`, `check.py` and `opening.py`.
 
 GB is 1e9 bytes throughout.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from rl.system.sampler_memory import Sampler
 
 CONTEXT_GB = 2.0
 """CUDA context, NCCL buffers and kernels' workspaces of one process."""
-ENGINE_WORKSPACE_GB = 1.5
-"""What vLLM keeps of its share for activations and CUDA graphs."""
 LOGITS_GB = 0.8
 """A chunk of 2**26 float32 logits, its softmax and its gradient."""
 FREE_SHARE = 0.1
@@ -46,6 +48,8 @@ class LanguageModel:
     head_dim: int
     params: float
     """All of them, embeddings, head and vision tower included."""
+    tower_params: float = 0.0
+    """Of these, the vision tower's."""
 
     def lora_params(self, rank: int, modules: Sequence[str]) -> int:
         """Parameters of the adapters on these linear layers; names outside the language model's
@@ -106,12 +110,12 @@ class LanguageModel:
         return around * bytes_per_value, inside * bytes_per_value
 
 
-_QWEN_7B = LanguageModel(28, 3584, 18944, 28, 4, 128, 8.29e9)
+_QWEN_7B = LanguageModel(28, 3584, 18944, 28, 4, 128, 8.29e9, 0.68e9)
 _EMU3 = LanguageModel(32, 4096, 14336, 32, 8, 128, 8.49e9)
 KNOWN: Mapping[str, LanguageModel] = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": LanguageModel(36, 2048, 11008, 16, 2, 128, 3.75e9),
+    "Qwen/Qwen2.5-VL-3B-Instruct": LanguageModel(36, 2048, 11008, 16, 2, 128, 3.75e9, 0.67e9),
     "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN_7B,
-    "Qwen/Qwen2.5-VL-72B-Instruct": LanguageModel(80, 8192, 29568, 64, 8, 128, 73.4e9),
+    "Qwen/Qwen2.5-VL-72B-Instruct": LanguageModel(80, 8192, 29568, 64, 8, 128, 73.4e9, 0.70e9),
     "BAAI/Emu3-Gen": _EMU3,
     "BAAI/Emu3-Stage1": _EMU3,
     "mair-lab/sft-simple": _EMU3,
@@ -133,6 +137,11 @@ class FrozenModel:
     activations: Mapping[str, float]
     """Part -> values alive at the peak of one forward."""
 
+    @property
+    def weights_gb(self) -> float:
+        """All parts' together."""
+        return sum(self.weights.values()) * self.bytes_per_value / 1e9
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -140,7 +149,7 @@ class Sizes:
 
     model: LanguageModel
     bytes_per_weight: int
-    """Of policy and, unless it differs, engine: 4 float32, 2 bfloat16."""
+    """Of the policy: 4 float32, 2 bfloat16."""
     lora_rank: int | None
     """None: full fine-tuning."""
     lora_modules: Sequence[str]
@@ -158,11 +167,8 @@ class Sizes:
     num_completions: int
     """Of one iteration on this rank."""
     checkpointing: Checkpointing
-    engine_share: float | None
-    """Share of the GPU the engine claims while awake; None: it samples from the policy itself."""
-    engine_residency: Literal["auto", "resident", "sleep"]
-    """Whether the engine keeps its memory while others work; auto: where the GPU holds it all."""
-    max_num_seqs: int
+    sampler: Sampler | None
+    """None: the engine samples from the policy itself."""
     reads_reference: bool
     """Full fine-tuning with a KL term: the starting weights come to the GPU to be read."""
     frozen: Sequence[FrozenModel]
@@ -188,6 +194,8 @@ class Plan:
     assumptions: Sequence[str]
     engine: Row | None = None
     """Whose of the rows is the engine's own memory; None: it has none."""
+    elsewhere: Mapping[str, float] = field(default_factory=dict)
+    """Other device -> GB of the models that lie there, at work."""
 
     def total_gb(self, phase: str) -> float:
         """Sum of what is there in that phase."""
@@ -237,18 +245,18 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         *frozen_rows,
         *_forward_rows(sizes),
     ]
-    engine = None
-    if sizes.engine_share is None:
+    engine, sampler = None, sizes.sampler
+    if sampler is None:
         num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
         cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, ("generate",)))
     else:
-        claimed_gb = sizes.engine_share * gpu_gb
-        engine = Row(f"engine ({sizes.engine_share:.0%} of the GPU)", claimed_gb, ("generate",))
+        stated = f"{sampler.share:.0%} of the GPU" if sampler.cache_gb is None else "as stated"
+        engine = Row(f"engine ({stated})", sampler.claimed_gb(gpu_gb), ("generate",))
         rows.append(engine)
-        assumptions.append(_engine_fit(sizes, claimed_gb - weights_gb - ENGINE_WORKSPACE_GB))
-    planned = Plan(rows, assumptions, engine)
-    chosen = sizes.engine_residency
+        assumptions.append(_engine_fit(sizes, sampler, gpu_gb))
+    planned = Plan(rows, assumptions, engine, _per_device(sizes.frozen))
+    chosen = "auto" if sampler is None else sampler.residency
     if chosen == "auto":
         chosen = residency(planned, gpu_gb)
     return planned.with_engine(PHASES) if chosen == "resident" else planned
@@ -318,15 +326,24 @@ def _frozen(models: Sequence[FrozenModel]) -> tuple[list[Row], list[str]]:
     return rows, elsewhere
 
 
-def _engine_fit(sizes: Sizes, cache_gb: float) -> str:
+def _per_device(models: Sequence[FrozenModel]) -> dict[str, float]:
+    """GB at work on each device but the planned one."""
+    devices: dict[str, float] = defaultdict(float)
+    for model in models:
+        if model.device != "auto":
+            working = sum(model.activations.values()) * model.bytes_per_value / 1e9
+            devices[model.device] += model.weights_gb + working
+    return dict(devices)
+
+
+def _engine_fit(sizes: Sizes, sampler: Sampler, gpu_gb: float) -> str:
+    beside_gb = sampler.weights_gb + sampler.workspace_gb(gpu_gb)
+    cache_gb = sampler.claimed_gb(gpu_gb) - beside_gb
+    if sampler.starves(gpu_gb):
+        return "the engine's share leaves no room for one completion beside its weights"
+    num_tokens = int(cache_gb * 1e9 / sampler.kv_bytes)
     per_completion = sizes.prompt_tokens + sizes.completion_tokens
-    num_tokens = int(cache_gb * 1e9 / sizes.model.kv_bytes(sizes.bytes_per_weight))
-    if num_tokens < per_completion:
-        return (
-            "the engine's share leaves no room for one completion beside its weights: raise "
-            "engine.gpu_memory_utilization"
-        )
-    at_once = min(sizes.max_num_seqs, num_tokens // per_completion)
+    at_once = min(sampler.max_num_seqs, num_tokens // per_completion)
     return (
         f"the engine's cache holds {num_tokens} tokens, {at_once} full-length completions at once "
         "(more where prompts are shared)"

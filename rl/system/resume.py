@@ -13,6 +13,7 @@ from typing import Any
 
 HARMLESS = (
     "run_name", "base_exp_dir",  # the folder was moved
+    "gpu_gb",  # a plan's
     "checkpoint.*", "tracking.*", "evaluation.*", "data.validation*",
     "judge.api_base", "judge.api_key_env", "judge.max_concurrency", "judge.timeout_s",
     "judge.max_attempts", "judge.backoff_s", "judge.breaker_*", "judge.max_outage_s",

@@ -1,0 +1,180 @@
+"""An adapter says which weights it belongs to so that everybody's loader finds them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_qwen
+import torch
+from huggingface_hub.utils import validate_repo_id
+
+from rl.policies import _emu3_loading, _qwen_loading, emu3, qwen2_5_vl
+from rl.system.adapter_base import Base, base_of, is_hub_id, noted
+
+QWEN = "Qwen2_5_VLForConditionalGeneration"
+EDITOR = {
+    "model_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "init_text_encoder_from": "Qwen/Qwen-Image-Edit",
+}
+
+
+def qwen(**section: Any) -> Base:
+    return _qwen_loading.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "revision", "subfolder"),
+    [
+        (qwen(**EDITOR), "Qwen/Qwen-Image-Edit", None, "text_encoder"),
+        (qwen(**EDITOR, revision="of-the-words"), "Qwen/Qwen-Image-Edit", None, "text_encoder"),
+        (
+            qwen(**EDITOR, text_encoder_subfolder="parts/words"),
+            "Qwen/Qwen-Image-Edit",
+            None,
+            "parts/words",
+        ),
+        (qwen(model_path="some/model", revision="v2"), "some/model", "v2", ""),
+        (qwen(model_path="model-of-one-word"), "model-of-one-word", None, ""),
+        (
+            _emu3_loading.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
+            "a/b",
+            "c",
+            "",
+        ),
+    ],
+)
+def test_a_hub_id_is_written_as_the_hub_takes_it_and_read_back(
+    base: Base, path: str, revision: str | None, subfolder: str
+) -> None:
+    written = json.loads(json.dumps(noted(base, QWEN)))
+    validate_repo_id(written["base_model_name_or_path"])
+    assert (written["base_model_name_or_path"], written["revision"]) == (path, revision)
+    assert written["auto_mapping"].get("base_model_subfolder", "") == subfolder
+    assert base_of(written) == base
+
+
+def test_the_keys_that_load_it_are_the_runs_own(tmp_path: Path) -> None:
+    assert base_of(noted(qwen(**EDITOR), QWEN)).policy_keys() == {
+        **EDITOR,
+        "text_encoder_subfolder": "text_encoder",
+    }
+    pinned = {"model_path": "some/model", "revision": "v2"}
+    assert base_of(noted(qwen(**pinned), QWEN)).policy_keys() == pinned
+    (tmp_path / "editor").mkdir()
+    local = {
+        "model_path": "some/words",
+        "init_text_encoder_from": f"{tmp_path}/editor",
+        "text_encoder_subfolder": "text_encoder",
+    }
+    written = noted(qwen(**local), QWEN)
+    assert written["base_model_name_or_path"] == f"{tmp_path}/editor/text_encoder"
+    assert base_of(written).policy_keys() == local
+
+
+def test_the_older_spelling_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"base_model_name_or_path": "Qwen/Qwen-Image-Edit/text_encoder"}
+    assert base_of(old) == Base("Qwen/Qwen-Image-Edit", subfolder="text_encoder")
+    with pytest.raises(
+        ValueError,
+        match="^the adapter belongs to 'text_encoder' of Qwen/Qwen-Image-Edit and does not say "
+        "whose tokenizer goes with it: write auto_mapping.base_model_tokenizer into its "
+        r"adapter_config.json \(the run's policy.model_path\)$",
+    ):
+        base_of(old).policy_keys()
+    said = old | {"auto_mapping": {"base_model_tokenizer": EDITOR["model_path"]}}
+    assert base_of(said).policy_keys() == {**EDITOR, "text_encoder_subfolder": "text_encoder"}
+    # Folders, there or gone, stay what they are.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my" / "editor" / "text_encoder").mkdir(parents=True)
+    for path in (
+        "my/editor/text_encoder",
+        "/gone/editor/text_encoder",
+        "gone/weights/policy",
+        "./a",
+    ):
+        assert base_of({"base_model_name_or_path": path}) == Base(path)
+
+
+@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}])
+def test_an_adapter_that_names_no_base(named: dict[str, Any]) -> None:
+    """As PEFT writes it for a model that was made rather than loaded."""
+    with pytest.raises(ValueError, match=r"adapter_config.json names no base \(base_model_name_or"):
+        base_of(named)
+
+
+def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    ids = ("a/b", "gpt2", "Qwen/Qwen2.5-VL-7B-Instruct")
+    others = ("here/model", "/a/b", "./a", "~/a", "a/b/c", "", "a b/c", "a/")
+    assert [is_hub_id(path) for path in (*ids, *others)] == [True] * 3 + [False] * 8
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An editor, and beside it the adapter of a policy whose base is its text encoder."""
+    folder = tmp_path_factory.mktemp("published")
+    words = tiny_qwen.save_policy_folder(folder / "words")
+    encoder = folder / "editor" / "text_encoder"
+    tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7).save_pretrained(encoder)
+    section = {
+        "type": "qwen2_5_vl",
+        "model_path": words,
+        "init_text_encoder_from": str(folder / "editor"),
+        "dtype": "float32",
+        "lora": {"r": 4, "alpha": 8},
+    }
+    policy = qwen2_5_vl.build(
+        qwen2_5_vl.Config(**section),
+        None,
+        kind="text",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=8,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    tensors = {n: p.detach() + 0.1 for n, p in policy.module.named_parameters() if p.requires_grad}
+    policy.save_pretrained(str(folder / "adapter"), tensors)
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(10, 30)[None]).logits
+
+
+def test_others_load_it_without_being_told_its_base(trained: Path) -> None:
+    from peft import AutoPeftModel, AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
+
+    adapter, encoder = trained / "adapter", trained / "editor" / "text_encoder"
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(encoder)
+    plain = logits(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT warns of keys that it does not know
+        expected = logits(PeftModel.from_pretrained(base, adapter))
+    assert (expected - plain).abs().max() > 1e-2
+    for auto in (AutoPeftModel, AutoPeftModelForCausalLM, AutoModelForImageTextToText):
+        assert torch.equal(logits(auto.from_pretrained(str(adapter))), expected), auto
+
+
+def test_it_loads_as_the_readme_says(trained: Path) -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    block = (
+        text.partition("### A published adapter")[2].partition("\n\n    ")[2].partition("\n\n")[0]
+    )
+    code = block.replace("\n    ", "\n")
+    for said, here in (("Qwen/Qwen-Image-Edit", "editor"), ("me/my-run", "adapter")):
+        assert f'"{said}"' in code
+        code = code.replace(f'"{said}"', repr(str(trained / here)))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert (logits(names["policy"]) - logits(names["policy"].get_base_model())).abs().max() == 0
+    with names["policy"].disable_adapter():
+        plain = logits(names["policy"])
+    assert (logits(names["policy"]) - plain).abs().max() > 1e-2
