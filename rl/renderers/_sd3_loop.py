@@ -25,6 +25,7 @@ from rl.renderers._scheduling import override_scheduler, resolution_shift
 from rl.renderers._sd3_text import PromptEncoder, TextParts, TextStates
 from rl.system import work
 from rl.system.progress_bars import only_download_bars
+from rl.system.weight_files import align_weights
 from rl.system.wheels import mend_mismatched_wheels
 from rl.types import RenderJob, Sample
 
@@ -64,6 +65,8 @@ def load_parts(config: Config, device: str) -> SD3Parts:
         subfolder="transformer", **origin, **weights
     )
     vae = AutoencoderKL.from_pretrained(subfolder="vae", **origin, **weights)
+    align_weights(transformer, device)
+    align_weights(vae, device)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
     with only_download_bars():
         text = _load_text_parts(config, device)
@@ -96,6 +99,7 @@ def _load_text_parts(config: Config, device: str) -> TextParts:
             use_safetensors=True,
             device_map={"": device},
         )
+        align_weights(model, device)
         return model.eval().requires_grad_(False)
 
     return TextParts(
