@@ -63,9 +63,7 @@ def emu3_codec(folder: Path) -> Modules:
     return [emu3_vq.build(config, device="cpu").codec.model]
 
 
-@pytest.mark.parametrize(
-    "load", [qwen_policy, emu3_policy, qwen_editor, sd3_pipeline, emu3_codec]
-)
+@pytest.mark.parametrize("load", [qwen_policy, emu3_policy, qwen_editor, sd3_pipeline, emu3_codec])
 def test_loaded_weights_are_aligned(load: Callable[[Path], Modules], tmp_path: Path) -> None:
     assert not any(num_askew(module) for module in load(tmp_path))
 
