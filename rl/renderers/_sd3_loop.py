@@ -5,8 +5,8 @@ settings a picture rendered alone equals `StableDiffusion3Pipeline`'s bit for bi
 not: the pipeline's `__call__`, which encodes a prompt once per picture, and its IP adapter and
 skip-layer guidance. Imports torch, so the plug imports this inside `build`.
 
-Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, <= 3e-6
-of the 0..1 range in float32. Noise is drawn in float32 on the CPU, whatever device and dtype.
+Determinism: a picture depends on its job alone. Batch mates move it by float rounding only: in
+float32 by 2e-6 to 4e-6 of the 0..1 range, by CPU. Noise is drawn in float32 on the CPU, whatever device and dtype.
 """
 
 from __future__ import annotations
