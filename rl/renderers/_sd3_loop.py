@@ -6,7 +6,8 @@ not: the pipeline's `__call__`, which encodes a prompt once per picture, and its
 skip-layer guidance. Imports torch, so the plug imports this inside `build`.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only: in
-float32 by 2e-6 to 4e-6 of the 0..1 range, by CPU. Noise is drawn in float32 on the CPU, whatever device and dtype.
+float32 by 2e-6 to 4e-6 of the 0..1 range, by CPU. Noise is drawn in float32 on the CPU, whatever
+device and dtype.
 """
 
 from __future__ import annotations
