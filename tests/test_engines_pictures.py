@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import tiny_image_writer as tiny
 import torch
+from tiny_rounding import NATS
 
 from rl.engines import transformers as transformers_engine
 from rl.engines import vllm as vllm_engine
 from rl.system.dist import Dist
 from rl.types import SamplingParams
 
-MAX_DLOGP_NATS = 3e-5
 SEEDS = [7, 70, 700, 7000]
 
 
@@ -88,7 +88,7 @@ def test_logprobs_and_flags_of_mixed_grids(
     num_whole = num_cut = 0
     for prompt, completion in pairs(mixed_P, completions_PG):
         expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary, temperature)
-        assert max_dlogp(completion.logprobs, expected) <= MAX_DLOGP_NATS
+        assert max_dlogp(completion.logprobs, expected) <= NATS
         if prompt.grid is None:
             assert completion.forced is None
             continue
@@ -115,7 +115,7 @@ def test_the_trainer_agrees(engine, policy, prompts_P):
     with torch.no_grad():
         logprobs_BC = policy.module(batch).logprobs
     for (_, completion), trained in zip(rows, logprobs_BC.tolist(), strict=True):
-        assert max_dlogp(completion.logprobs, trained[: len(completion.logprobs)]) <= 3e-5
+        assert max_dlogp(completion.logprobs, trained[: len(completion.logprobs)]) <= NATS
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.77}])
@@ -124,7 +124,7 @@ def test_truncation_happens_inside_what_is_allowed(engine, policy, prompts_P, st
     completions_PG = engine.generate(prompts_P, params(0.9, num_completions=4, **truncation), SEEDS)
     for prompt, completion in pairs(prompts_P, completions_PG):
         expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary, 0.9, **truncation)
-        assert max_dlogp(completion.logprobs, expected) <= MAX_DLOGP_NATS
+        assert max_dlogp(completion.logprobs, expected) <= NATS
 
 
 def test_greedy_takes_the_likeliest_allowed(vllm, slow, prompts_P):
@@ -175,7 +175,7 @@ def test_preempted_requests_go_on_where_they_were(vllm, policy, prompts_P, stock
         ids = completion.token_ids
         assert completion.forced == tiny.expected_forced(ids, prompt.grid, vocabulary)
         expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary)
-        assert max_dlogp(completion.logprobs, expected) <= MAX_DLOGP_NATS
+        assert max_dlogp(completion.logprobs, expected) <= NATS
 
 
 def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch):
@@ -214,7 +214,7 @@ def test_full_weights_arrive_after_every_update(vllm, policy, prompts_P):
 
     for iteration in range(2):
         rows = pairs(prompts_P, vllm.generate(prompts_P, params(), [s + iteration for s in SEEDS]))
-        assert difference(rows) <= MAX_DLOGP_NATS
+        assert difference(rows) <= NATS
         batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
         policy.module(batch).logprobs.sum().backward()
         optimizer.step()

@@ -10,6 +10,7 @@ import pytest
 import tiny_qwen
 import torch
 from tiny_engines import max_dlogp
+from tiny_rounding import NATS
 
 from rl.engines import transformers as transformers_engine
 from rl.engines import vllm as vllm_engine
@@ -17,7 +18,6 @@ from rl.policies import qwen2_5_vl
 from rl.system.dist import Dist
 from rl.types import SamplingParams
 
-MAX_DLOGP_NATS = 3e-5
 NUM_TOKENS = 12
 LORA = {"r": 4, "alpha": 6}
 """alpha / r = 1.5: the scaling the worker applies to B is not a no-op."""
@@ -96,7 +96,7 @@ def step(policy, prompts_P, completions_PG) -> None:
 def test_logprobs_are_the_trainers(synced, policy, prompts_P, temperature, monkeypatch):
     monkeypatch.setattr(policy.module, "temperature", temperature)
     completions_PG = synced.generate(prompts_P, params(temperature), [7, 70, 700])
-    assert max_dlogp(policy, prompts_P, completions_PG) <= MAX_DLOGP_NATS
+    assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
     assert len({c.token_ids for group in completions_PG for c in group}) == 12
 
 
@@ -106,7 +106,7 @@ def test_logprobs_stay_the_trainers_after_every_update_and_sync(engine, policy, 
         engine.load_weights(weights)
         assert engine.held_fingerprint() == weights.fingerprint
         completions_PG = engine.generate(prompts_P, params(), [iteration, 70, 700])
-        assert max_dlogp(policy, prompts_P, completions_PG) <= MAX_DLOGP_NATS
+        assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
         step(policy, prompts_P, completions_PG)
     stale = engine.generate(prompts_P, params(), [1, 2, 3])
     assert max_dlogp(policy, prompts_P, stale) > 1e-2, "the check above can fail"
@@ -161,7 +161,7 @@ def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_
                 patch.setattr(engine, "_drop_caches", lambda: None)
                 engine.load_weights(export(policy))
         completions_PG = engine.generate(prompts_P, params(), [1, 2, 3])
-        assert (max_dlogp(policy, prompts_P, completions_PG) <= MAX_DLOGP_NATS) == agrees
+        assert (max_dlogp(policy, prompts_P, completions_PG) <= NATS) == agrees
 
 
 def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P, monkeypatch):
@@ -185,7 +185,7 @@ def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P,
     monkeypatch.setattr(scheduler, "schedule", counting)
     fresh_P = [policy.build_prompt(tiny_qwen.sample(100 + i, width=64 * (i + 1))) for i in range(3)]
     completions_PG = synced.generate(fresh_P, params(), [7, 70, 700])
-    assert max_dlogp(policy, fresh_P, completions_PG) <= MAX_DLOGP_NATS
+    assert max_dlogp(policy, fresh_P, completions_PG) <= NATS
     assert encoded == [1, 1, 1], "three pictures, each alone, none of them again"
     tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
     assert all(0 < tail <= 32 for tail in tails)
@@ -265,7 +265,7 @@ def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
     for fast_G, slow_G in zip(fast_PG, slow.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
         assert [c.token_ids for c in fast_G] == [c.token_ids for c in slow_G]
         difference = torch.tensor(fast_G[0].logprobs) - torch.tensor(slow_G[0].logprobs)
-        assert difference.abs().max() <= MAX_DLOGP_NATS
+        assert difference.abs().max() <= NATS
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
@@ -293,7 +293,7 @@ def test_text_only_prompts_are_sampled_too(synced, policy):
     )
     prompt = prompts.prompt(Sample("t", "add a circle"), "add a circle")
     completions_PG = synced.generate([prompt], params(), [3])
-    assert max_dlogp(policy, [prompt], completions_PG) <= MAX_DLOGP_NATS
+    assert max_dlogp(policy, [prompt], completions_PG) <= NATS
 
 
 def test_only_a_gpu_without_room_or_told_to_makes_the_engine_sleep():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_ranks import run_ranks
+from tiny_rounding import PRODUCT, STEPPED
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,8 +29,6 @@ SCALE = 0.37
 """Planned over real denominator; no power of two, so that every order of rounding shows."""
 RATE, CLIP = 1e-2, 5.0
 """The three steps' norms lie on both sides of the clip."""
-AGREES = 2e-7
-"""Weights of size 1: float32 sums, and the scale, in another order."""
 
 
 @dataclass
@@ -134,10 +133,10 @@ def test_plain_torch_steps_as_written_by_hand() -> None:
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
         adamw.step()
         adamw.zero_grad()
-        assert backend.step(RATE, SCALE).grad_norm == pytest.approx(norms[-1], rel=1e-6)
+        assert backend.step(RATE, SCALE).grad_norm == pytest.approx(norms[-1], rel=PRODUCT)
     assert min(norms) < CLIP < max(norms), norms
     by_hand = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
-    assert difference(weights(backend), by_hand) <= AGREES
+    assert difference(weights(backend), by_hand) <= STEPPED
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -155,8 +154,8 @@ def test_graphs_are_kept_and_the_gradient_is_scaled(stage: int, recomputes: bool
         for loss in reversed(losses):
             backend.backward(loss)
         norms.append(backend.step(RATE, SCALE).grad_norm)
-    assert norms == pytest.approx(expected_norms, rel=1e-6)
-    assert difference(weights(backend), expected) <= AGREES
+    assert norms == pytest.approx(expected_norms, rel=PRODUCT)
+    assert difference(weights(backend), expected) <= STEPPED
 
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
@@ -169,9 +168,9 @@ def test_the_gradient_of_a_full_fine_tune_is_scaled(stage: int | None) -> None:
             backend.backward(loss_of(backend, seed))
             reference.backward(loss_of(reference, seed) * 0.25)
         ours, theirs = backend.step(RATE, 0.25), reference.step(RATE, 1.0)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=PRODUCT)
     assert {tensor.dtype for tensor in backend.masters().values()} == {torch.float32}
-    assert difference(weights(backend), weights(reference)) <= AGREES
+    assert difference(weights(backend), weights(reference)) <= STEPPED
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
@@ -184,7 +183,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_scale_behind(stage: int | None)
     for seed in STEPS[0]:
         backend.backward(loss_of(backend, seed) * SCALE)
     assert backend.step(RATE, 1.0).applied
-    assert difference(weights(backend), plain(STEPS[:1])[0]) <= AGREES
+    assert difference(weights(backend), plain(STEPS[:1])[0]) <= STEPPED
 
 
 # --- two ranks --------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def test_two_ranks_out_of_step_and_in_step() -> None:
             for weights_of_rank in (arrays, ranks[1][stage][0])
         )
         assert difference(found, other) == 0
-        assert difference(found, expected) <= AGREES
-        assert norms == pytest.approx(expected_norms, rel=1e-6)
+        assert difference(found, expected) <= STEPPED
+        assert norms == pytest.approx(expected_norms, rel=PRODUCT)
         if not IN_STEP[stage]:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage

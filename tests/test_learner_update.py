@@ -21,6 +21,7 @@ from tiny_policy import (
     train,
     update,
 )
+from tiny_rounding import GRADIENT, NATS, STEPPED
 
 from rl.learner import Learner
 from rl.learner_update import Update
@@ -61,7 +62,7 @@ def test_gradient_does_not_depend_on_packs_or_kept_forwards(folder: str, loss: s
     expected = found.pop((10_000, 0))
     assert max(float(t.abs().max()) for t in expected.values()) > 1e-3
     for gradients in found.values():
-        assert relative_difference(gradients, expected) <= 1e-6
+        assert relative_difference(gradients, expected) <= GRADIENT
 
 
 def test_groups_that_teach_nothing_cost_no_backward(folder: str) -> None:
@@ -75,7 +76,7 @@ def test_groups_that_teach_nothing_cost_no_backward(folder: str) -> None:
     mixed = gradient(learner, [*muted, *sequences[6:]], Dist(), rollout=True)
     assert len(backwards) == 2
     del learner._backend.backward
-    assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= 2e-6
+    assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= GRADIENT
 
 
 def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
@@ -110,16 +111,16 @@ def test_two_ranks_give_the_gradient_of_one(folder: str, tmp_path: Path) -> None
     ranks = run_ranks("test_learner_update:gradient_on_rank", 2, tmp_path, folder=folder)
     for name in ("uneven", "one rank idle"):
         for rank in ranks:
-            assert relative_difference(rank[name], expected) <= 1e-6
+            assert relative_difference(rank[name], expected) <= GRADIENT
         together = [x for rank in ranks for row in rank[f"{name} logprobs"] for x in row]
-        assert together == pytest.approx(logprobs, abs=1e-5)
+        assert together == pytest.approx(logprobs, abs=NATS)
         # Same weights bit for bit on both ranks, and the lone run's metrics.
         assert relative_difference(*(rank[f"{name} weights"] for rank in ranks)) == 0
         shared = ranks[0][f"{name} metrics"]
         assert shared.keys() == merged.keys()
         for key, value in merged.items():
             if not key.startswith("seconds/"):
-                assert shared[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+                assert shared[key] == pytest.approx(value, rel=1e-4, abs=GRADIENT), key
 
 
 # --- what an update does ----------------------------------------------------------------------
@@ -211,7 +212,7 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(folder: str) -> Non
     other_end = replace(cut, token_ids=(*first.token_ids[:-1], 11))
     other_start = replace(cut, token_ids=(11, *first.token_ids[1:]))
     base, end, start = (gradient(learner, [s], Dist()) for s in (cut, other_end, other_start))
-    assert relative_difference(end, base) <= 1e-6
+    assert relative_difference(end, base) <= GRADIENT
     assert relative_difference(start, base) > 1e-3
 
 
@@ -296,7 +297,7 @@ def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
                 ],
             )
         one.finish()
-    assert relative_difference(snapshot(twice), snapshot(by_hand)) <= 1e-6
+    assert relative_difference(snapshot(twice), snapshot(by_hand)) <= STEPPED
 
 
 def open_update(learner: Learner, sequences: list[Graded]) -> Update:
@@ -424,5 +425,5 @@ def test_log_probs_do_not_depend_on_the_batch(folder: str) -> None:
     assert [len(row) for row in together] == [len(s.token_ids) for s in sequences]
     alone = [learner.logprobs([row])[0] for row in rows]
     for one, other in zip(together, alone, strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
+        assert one == pytest.approx(other, abs=NATS)
     assert learner.logprobs([]) == []

@@ -20,6 +20,7 @@ from tiny_policy import (
     train,
     update,
 )
+from tiny_rounding import NATS, STEPPED
 
 from rl import learner_deepspeed
 from rl.learner import Learner
@@ -29,11 +30,6 @@ from rl.types import TrainSequence
 
 STAGES = (0, 1, 2, 3)
 KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
-AGREES = 1e-6
-"""Largest difference over largest weight: float32 sums in another order."""
-AGREES_AFTER_STEPS = 5e-6
-"""The same after three steps from a common start (measured: 1.6e-6 for stages 1 and 2, 3.9e-6 for
-3): they clip by dividing where torch multiplies, and Adam's first steps amplify the last bit."""
 ADAM_EPS = 1e-4
 """Adam divides by the gradient's own size: with a tiny epsilon the rounding noise of a nearly zero
 gradient would be blown up to a whole step."""
@@ -77,18 +73,18 @@ def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage:
     # Every forward and reference pass first, and the graphs kept, as when a judge is slow.
     metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
     seen = [m.merge([m.state()]) for m in metrics]
-    assert relative_difference(snapshot(learner), plain["weights"]) <= AGREES_AFTER_STEPS
+    assert relative_difference(snapshot(learner), plain["weights"]) <= STEPPED
     tensors, meta = learner.state()
     assert meta == plain["state"][1] == {"version": 3}
-    assert relative_difference(tensors, plain["state"][0]) <= AGREES_AFTER_STEPS
+    assert relative_difference(tensors, plain["state"][0]) <= STEPPED
     # The policy's own forwards (conditioning) bypass the engine and see the trained weights too.
     rows = [(s.prompt, s.token_ids) for s in sequences[:1]]
     with torch.no_grad():
         direct = learner._policy.module(learner._policy.collate(rows)).logprobs[0]
-    assert direct.tolist() == pytest.approx(learner.logprobs(rows)[0], abs=1e-6)
+    assert direct.tolist() == pytest.approx(learner.logprobs(rows)[0], abs=NATS)
     for ours, theirs in zip(seen, plain["metrics"], strict=True):
         for name in ("loss/total", "optimizer/grad_norm", "kl/reference_k3"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+            assert ours[name] == pytest.approx(theirs[name], rel=STEPPED, abs=STEPPED), name
 
 
 def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
@@ -128,7 +124,7 @@ def test_state_continues_bit_for_bit_and_under_another_backend(
     elsewhere.load_state(tensors, meta)
     assert relative_difference(elsewhere.state()[0], tensors) == 0
     train(elsewhere, sequences, 2, 4)
-    assert relative_difference(elsewhere.state()[0], expected) <= AGREES
+    assert relative_difference(elsewhere.state()[0], expected) <= STEPPED
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -170,7 +166,8 @@ def test_adapters_stay_float32_on_a_bfloat16_base(folder: str, stage: int) -> No
     (expected,) = train(plain, sequences, 0, 1)
     # Stage 3's hooks make autograd add up bfloat16 activation gradients in another order, and
     # Adam's first step is nearly the gradient's sign: there, weights say nothing.
-    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=2e-3)
+    # Of a norm, bfloat16's 8 bits leave two or three digits.
+    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-2)
     if stage < 3:
         assert relative_difference(snapshot(learner), snapshot(plain)) <= 1e-4
 
@@ -289,14 +286,14 @@ def check_two_ranks(folder: str, plain: dict[str, Any], out: Path, stages: tuple
     for stage in stages:
         first, second = (rank[stage] for rank in ranks)
         assert relative_difference(first["weights"], second["weights"]) == 0
-        assert relative_difference(first["weights"], plain["weights"]) <= AGREES_AFTER_STEPS
+        assert relative_difference(first["weights"], plain["weights"]) <= STEPPED
         assert relative_difference(first["again"], first["weights"]) == 0
         assert (first["resident"] == 0) == (stage == 3)
         # Two ranks' state continues on one.
         alone = make_learner(folder, None)
         alone.load_state(first["state"], first["meta"])
         train(alone, make_sequences(alone._policy), 2, 3)
-        assert relative_difference(snapshot(alone), plain["weights"]) <= AGREES_AFTER_STEPS
+        assert relative_difference(snapshot(alone), plain["weights"]) <= STEPPED
 
 
 def test_two_ranks_zero_2(folder: str, plain: dict[str, Any], tmp_path: Path) -> None:

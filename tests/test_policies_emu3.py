@@ -13,13 +13,13 @@ import tiny_emu3
 import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
+from tiny_rounding import NATS
 
 from rl.engines.transformers import TransformersEngine
 from rl.policies import emu3
 from rl.types import Completion, SamplingParams
 
 TEMPERATURE = 0.7
-NEAR = 2e-5
 """Nats: float32 against float64, or in another order of sums."""
 
 
@@ -117,8 +117,8 @@ def test_log_probs_are_those_of_each_slice_alone(policy, folder):
     outputs = forward(policy, rows)
     for b, (prompt, ids) in enumerate(rows):
         logprobs, entropy = by_hand(model, policy, prompt, ids)
-        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NEAR
-        assert (outputs.entropy[b, : len(ids)] - entropy).abs().max() < NEAR
+        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
+        assert (outputs.entropy[b, : len(ids)] - entropy).abs().max() < NATS
         assert (
             not outputs.logprobs[b, len(ids) :].any() and not outputs.entropy[b, len(ids) :].any()
         )
@@ -157,7 +157,7 @@ def test_free_sampling_has_one_softmax_and_forces_nothing(folder):
     logits = stock(folder)(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits
     whole = (logits[0, len(prompt.token_ids) - 1 : -1].double() / TEMPERATURE).log_softmax(-1)
     expected = whole.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-    assert (outputs.logprobs[0] - expected).abs().max() < NEAR
+    assert (outputs.logprobs[0] - expected).abs().max() < NATS
 
 
 def test_training_mode_is_the_policy_that_sampled(policy):
@@ -186,7 +186,7 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
     for b, completion in enumerate(group):
         ours = outputs.logprobs[b, : len(completion.token_ids)]
-        assert (ours - torch.tensor(completion.logprobs)).abs().max() < NEAR
+        assert (ours - torch.tensor(completion.logprobs)).abs().max() < NATS
 
 
 def test_the_decoder_gives_the_forwards_logits(policy, folder):
@@ -196,7 +196,7 @@ def test_the_decoder_gives_the_forwards_logits(policy, folder):
     expected = stock(folder)(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits
     for step, seen in enumerate(logits):
         reference = expected[0, len(prompt.token_ids) - 1 + step]
-        assert (seen - reference).abs().max() < 1e-4 and seen.shape == (2, len(reference))
+        assert (seen - reference).abs().max() < NATS and seen.shape == (2, len(reference))
 
 
 # Gradients
@@ -306,7 +306,7 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
     outputs = forward(policy, rows)
     for b, (prompt, ids) in enumerate(rows):
         logprobs, _ = by_hand(model, policy, prompt, ids)
-        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NEAR
+        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
     exported = policy.export_weights(trainable(policy), 0)
     assert exported.kind == "lora" and policy.lora_rank == 4
     saved = load_file(tmp_path / "adapter_model.safetensors")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import tiny_emu3
 import torch
-from test_policies_emu3 import NEAR, TEMPERATURE, forward, make, move, trainable
+from test_policies_emu3 import TEMPERATURE, forward, make, move, trainable
 from tiny_act import act_group
+from tiny_rounding import NATS
 
 from rl.engines import vllm as vllm_engine
 from rl.system.dist import Dist
@@ -35,4 +36,4 @@ def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
         outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
         for b, completion in enumerate(group):
             ours = outputs.logprobs[b, : len(completion.token_ids)]
-            assert (ours - torch.tensor(completion.logprobs)).abs().max() < NEAR
+            assert (ours - torch.tensor(completion.logprobs)).abs().max() < NATS

@@ -15,8 +15,9 @@ import tiny_policy
 import tiny_qwen
 import torch
 from test_learner_zero import ADAM_EPS
-from test_learner_zero3_ranks import NEAR, many_pieces
+from test_learner_zero3_ranks import many_pieces
 from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
+from tiny_rounding import NATS, STEPPED
 
 from rl.learner import Learner
 from rl.policies import qwen2_5_vl
@@ -137,10 +138,10 @@ def test_a_rank_without_pictures(
     ]
     expected = train(plain, both)
     assert relative_difference(ranks[0]["weights"], ranks[1]["weights"]) == 0
-    assert relative_difference(ranks[0]["weights"], expected["weights"]) <= NEAR
+    assert relative_difference(ranks[0]["weights"], expected["weights"]) <= STEPPED
     logprobs = ranks[0]["logprobs"] + ranks[1]["logprobs"]
     for ours, theirs in zip(logprobs, expected["logprobs"], strict=True):
-        assert ours == pytest.approx(theirs, abs=NEAR)
+        assert ours == pytest.approx(theirs, abs=NATS)
     # As often on both ranks; and only where somebody had something to show.
     assert ranks[0]["calls"] == ranks[1]["calls"]
     assert (ranks[0]["calls"] > 0) == (shares != "texts")

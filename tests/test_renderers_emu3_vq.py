@@ -13,6 +13,7 @@ import tiny_emu3_vq
 import torch
 from PIL import Image
 from tiny_emu3_vq import NUM_CODES, make_codes, make_picture
+from tiny_rounding import PRODUCT
 from transformers import Emu3ImageProcessor, Emu3VQVAE
 
 from rl.renderers import emu3_vq
@@ -72,7 +73,7 @@ def test_decoding_is_the_stock_models(vq: Emu3VQVAE, num: int) -> None:
     with torch.no_grad():
         stock = vq.decode(codes)
     assert stock.std() > 0.03
-    assert (Emu3Codec(vq).decode_tensor(codes) - stock).abs().max() < 1e-6
+    assert (Emu3Codec(vq).decode_tensor(codes) - stock).abs().max() <= PRODUCT
 
 
 def test_decoding_takes_the_first_frame_exactly() -> None:

@@ -25,16 +25,13 @@ from tiny_editor import (
     render_floats,
     three_jobs,
 )
+from tiny_rounding import PICTURE
 
 from rl.renderers import _qwen_image_loop as loop
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
 from rl.renderers._qwen_image_parts import EditorParts
 from rl.renderers._scheduling import SchedulerOverrides, override_scheduler
 from rl.types import RenderJob
-
-ROUNDING = 2e-6
-"""Of a picture's 0..1 range in float32. Ours adds up in another order than stock: 2-D convolutions,
-modulation of a whole schedule at once, no padded words, a last block for the picture alone."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +91,7 @@ def test_loop_equals_the_stock_pipeline(
     )
     expected = render_stock(stock, jobs, true_cfg_scale=scale, height=48, width=64)
     assert expected.shape == (num_jobs, 3, 48, 64)
-    assert (render_floats(renderer, jobs) - expected).abs().max() <= ROUNDING
+    assert (render_floats(renderer, jobs) - expected).abs().max() <= PICTURE
 
 
 @pytest.mark.usefixtures("small_stock")
@@ -102,7 +99,7 @@ def test_guidance_in_one_forward_equals_two(stock: StockParts, parts: EditorPart
     jobs = three_jobs()
     expected = render_stock(stock, jobs, true_cfg_scale=4.0)
     ours = render_floats(make_renderer(parts, true_cfg_scale=4.0), jobs)
-    assert (ours - expected).abs().max() <= ROUNDING
+    assert (ours - expected).abs().max() <= PICTURE
     unguided = render_floats(make_renderer(parts), jobs)
     assert (unguided - expected).abs().max() > 1e-2
 
@@ -136,7 +133,7 @@ def test_plus_equals_its_stock_pipeline(zero_cond_t: bool) -> None:
     config = qwen_image_edit_plus.Config(**TINY | {"type": "qwen_image_edit_plus"})
     ours = render_floats(loop.QwenImageRenderer(config, parts), jobs)
     one_by_one = [render_stock(stock, [job], QwenImageEditPlusPipeline) for job in jobs]
-    assert (ours - torch.cat(one_by_one)).abs().max() <= ROUNDING
+    assert (ours - torch.cat(one_by_one)).abs().max() <= PICTURE
 
 
 @pytest.mark.usefixtures("small_stock")
@@ -184,7 +181,7 @@ def test_a_picture_does_not_depend_on_its_batch_mates(parts: EditorParts, scale:
     renderer = make_renderer(parts, true_cfg_scale=scale)
     together = render_floats(renderer, jobs)
     alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
-    assert (together - alone).abs().max() <= ROUNDING
+    assert (together - alone).abs().max() <= PICTURE
     assert torch.equal(render_floats(renderer, jobs), together)
 
 

@@ -13,6 +13,7 @@ import torch
 from diffusers import TaylorSeerCacheConfig
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
 from tiny_editor import SMALL_AREA_PX, StockParts, make_renderer, render_floats, three_jobs
+from tiny_rounding import PICTURE
 from torch import nn
 
 from rl.renderers import _qwen_image, qwen_image_edit
@@ -79,7 +80,7 @@ def test_a_named_kernel_gives_the_same_pictures(stock: StockParts) -> None:
     parts, jobs = stock.ours(), three_jobs()
     expected = render_floats(make_renderer(parts), jobs)
     ours = render_floats(make_renderer(parts, attention_backend="_native_math"), jobs)
-    assert (ours - expected).abs().max() <= 2e-6
+    assert (ours - expected).abs().max() <= PICTURE
 
 
 # 8 bits
@@ -189,7 +190,7 @@ def test_guessed_steps_are_taylorseers(stock: StockParts, monkeypatch: pytest.Mo
             true_cfg_scale=1.0,
             output_type="pt",
         ).images
-    assert (render_floats(renderer, [job]) - expected).abs().max() <= 2e-6
+    assert (render_floats(renderer, [job]) - expected).abs().max() <= PICTURE
     every = render_floats(make_renderer(stock.ours(), num_steps=8), [job])
     assert (every - expected).abs().max() > 1e-4
 
@@ -223,6 +224,6 @@ def test_compiled_blocks_serve_every_length(
             )
             for denoiser in (compiled, plain)
         )
-        torch.testing.assert_close(ours, expected, atol=5e-6, rtol=5e-6)
+        torch.testing.assert_close(ours, expected, atol=PICTURE, rtol=PICTURE)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1] > 0

@@ -10,6 +10,7 @@ import pytest
 import tiny_sd3
 import torch
 from PIL import Image
+from tiny_rounding import PICTURE
 from tiny_sd3 import PROMPTS, as_floats, make_job, make_jobs, make_renderer
 
 from rl.renderers import _decoding, _sd3_text
@@ -106,17 +107,17 @@ def test_a_batch_is_the_stock_pipelines_and_each_picture_its_own(parts: SD3Parts
     jobs = make_jobs()
     together = render_floats(make_renderer(parts), jobs)
     stock = render_stock(parts, PROMPTS, [0, 1, 2])
-    assert (together - stock).abs().max() <= 3e-6
+    assert (together - stock).abs().max() <= PICTURE
     for index, job in enumerate(jobs):
         alone = render_floats(make_renderer(parts), [job])
-        assert (together[index] - alone[0]).abs().max() <= 3e-6
+        assert (together[index] - alone[0]).abs().max() <= PICTURE
 
 
 def test_guidance_in_one_forward_equals_two(parts: SD3Parts) -> None:
     jobs = make_jobs()
     one = render_floats(make_renderer(parts), jobs)
     two = render_floats(make_renderer(parts, cfg_in_one_forward=False), jobs)
-    assert (one - two).abs().max() <= 3e-6
+    assert (one - two).abs().max() <= PICTURE
 
 
 def test_the_words_and_the_noise_both_show(parts: SD3Parts) -> None:
@@ -285,7 +286,7 @@ def test_large_pictures_are_decoded_in_slices(
     jobs = make_jobs()
     together = render_floats(make_renderer(parts), jobs)
     monkeypatch.setattr(_decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
-    assert (render_floats(make_renderer(parts), jobs) - together).abs().max() <= 3e-6
+    assert (render_floats(make_renderer(parts), jobs) - together).abs().max() <= PICTURE
 
 
 def test_rendering_leaves_no_state_behind(parts: SD3Parts) -> None:

@@ -10,6 +10,7 @@ import tiny_loop
 import tiny_qwen
 import tiny_sd3
 from tiny_loop import assert_same_run, episodes_of, metrics_of
+from tiny_weight_files import displace
 
 from rl.enhance import Enhancer
 
@@ -70,10 +71,13 @@ def test_every_prompt_is_written_painted_and_graded(straight: Path) -> None:
 def test_kill_9_and_resume_equals_straight_through(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
-    """What the killed process had encoded already is encoded again, to the same bits."""
+    """What the killed process had encoded already is encoded again, to the same bits, though the
+    models' files were written anew with their tensors at other offsets."""
     path = tiny_loop.write_config(tmp_path, config_of(models, tmp_path))
     killed = tiny_loop.run(path, "rl.learner_update:Update.finish", "3", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
+    for name in ("policy", "sd3"):
+        displace(Path(models[name]))
     assert "resumed from" in tiny_loop.run(path).stdout
     assert_same_run(straight, tmp_path / "tiny")
 

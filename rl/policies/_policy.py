@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl.system.weight_files import align_weights
 from rl.types import PolicyWeights, Row, TokenBatch
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class TrainedPolicy:
         from rl.policies._recomputing import spare_activations
 
         model = model.to(self.device)
+        align_weights(model, self.device)
         spare_activations(model, gradient_checkpointing)
         return model
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.policies import _adapters
 from rl.system.adapter_base import Base, noted
+from rl.system.weight_files import align_weights
 from rl.types import PolicyWeights
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class TrainedWeights:
 
     def _base(self) -> dict[str, torch.Tensor]:
         if self._base_state is None:
-            self._base_state = self._load_base().state_dict()
+            base = self._load_base()
+            align_weights(base, next(self._module.parameters()).device.type)
+            self._base_state = base.state_dict()
         return self._base_state
 
     def export(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:

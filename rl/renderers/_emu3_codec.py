@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 
 from rl.renderers._emu3_checkpoint import INDEX, WEIGHTS, is_original, tensor_name, tokenizer_config
+from rl.system.weight_files import align_weights
 from rl.system.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
         )
     model.load_state_dict(tensors, strict=True, assign=True)
     model.to(getattr(torch, dtype))
+    align_weights(model, device)
     return Emu3Codec(model, _load_processor(model_path, revision))
 
 

@@ -17,6 +17,7 @@ from rl.renderers._qwen_image import QwenImageConfig
 from rl.renderers._qwen_modulation import move_without_modulation
 from rl.renderers._qwen_vae2d import FrameVae
 from rl.renderers._scheduling import override_scheduler
+from rl.system.weight_files import align_weights
 from rl.system.wheels import mend_mismatched_wheels
 
 
@@ -59,6 +60,8 @@ def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
     if config.fp8 != "off":
         round_blocks(transformer, config.fp8)
     vae = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", **origin, **weights).to(device)
+    align_weights(transformer, device)
+    align_weights(vae, device)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
     return EditorParts(
         transformer=transformer.eval().requires_grad_(False),

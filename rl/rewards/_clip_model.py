@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rl.system import work
 from rl.system.progress_bars import only_download_bars
+from rl.system.weight_files import align_weights
 from rl.system.wheels import mend_mismatched_wheels
 
 mend_mismatched_wheels()
@@ -45,6 +46,7 @@ class ClipModel:
         with only_download_bars():
             model = CLIPModel.from_pretrained(path, revision=revision, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
+        align_weights(self._model, device)
         self._tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         self._processor = CLIPImageProcessorPil.from_pretrained(path, revision=revision)
         self._num_rows = config.batch_size

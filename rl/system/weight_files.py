@@ -1,6 +1,7 @@
-"""How large a model on disk is, from its files' headers alone.
+"""Weights in files: how many they are, from the headers alone, and where they lie once loaded.
 
-Called by the plugs' `parameter_counts` for the memory plan.
+The first is called by the plugs' `parameter_counts` for the memory plan, the second by all that
+load a model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT_BYTES = 64
+"""Of what PyTorch allocates on the CPU."""
 
 
 def num_parameters(
@@ -20,6 +27,21 @@ def num_parameters(
     return float(
         sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
     )
+
+
+def align_weights(module: torch.nn.Module, device: str) -> None:
+    """Where the CPU computes, give weights the alignment of memory that PyTorch allocates.
+
+    Loaded weights are pages of their file, at whatever offset its header leaves, and some of MKL's
+    kernels (one row in float32, on AMD or with SSE4.2) add up in another order at an address that
+    is no multiple of 16 bytes. A run would then hang on how its models' files were written. On a
+    GPU every weight is a copy, aligned; what is left behind on the CPU stays pages.
+    """
+    if device != "cpu":
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            tensor.data = tensor.data.clone()
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
