@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from rl.run import Run
+    from rl.run.run import Run
 
 
 def _nothing(run: Run, folder: Path) -> None:

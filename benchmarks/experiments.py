@@ -22,8 +22,8 @@ from benchmarks.defeats import SAVINGS
 from benchmarks.judge_stub import JudgeProcess
 from benchmarks.post import POLICY_PARTS, TOWER, Measured
 from benchmarks.toy import Shape
-from rl.system.files import read_rows
-from rl.system.flops import LanguageModel, prefix_tree_pairs
+from rl.files.atomic import read_rows
+from rl.meter.flops import LanguageModel, prefix_tree_pairs
 
 STOCK, TUNED, OURS = "TRL stock", "TRL tuned", "this project"
 ONE_STEP_OFF = "this project, one step off"

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.report import table
-from rl.system import work
-from rl.system.dist import Dist
-from rl.system.work import Ceilings, Work
+from rl.meter import flop_meter
+from rl.meter.flop_meter import Ceilings, Work
+from rl.ranks.dist import Dist
 
 if TYPE_CHECKING:
     from benchmarks.gpu_models import Size
@@ -162,7 +162,7 @@ class Bench:
     @property
     def ceilings(self) -> Ceilings:
         """Measured once a process."""
-        return work.measure_ceilings(self.device, self.dtype)
+        return flop_meter.measure_ceilings(self.device, self.dtype)
 
     def floor_ms(self, what: Work) -> float:
         """At those ceilings."""
@@ -226,9 +226,9 @@ def race(
     end_s = time.perf_counter() + seconds
     while running:
         for name, call in running.items():
-            work.take_peak_memory_gb(device)
+            flop_meter.take_peak_memory_gb(device)
             times_s[name].append(timed_s(device, call))
-            peaks_gb[name] = max(peaks_gb[name], work.take_peak_memory_gb(device))
+            peaks_gb[name] = max(peaks_gb[name], flop_meter.take_peak_memory_gb(device))
         if time.perf_counter() >= end_s:
             break
     timings = {
@@ -262,9 +262,9 @@ def free(device: str) -> None:
 
 def work_of(call: Call) -> Work:
     """What a call counts."""
-    before = work.done()
+    before = flop_meter.done()
     call()
-    return work.done() - before
+    return flop_meter.done() - before
 
 
 def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:

@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.gpu_bench import Bench, cleared, relative_error
 from benchmarks.gpu_models import TINY, make_group, make_policy, run_config, save_texts
-from rl.policies import _attention_kernels
-from rl.policies._attention_kernels import Kernel
-from rl.policies._packed_attention import attention
-from rl.policies._packing import Packing
-from rl.types import PackedGroup, TokenOutputs
+from rl.api.types import PackedGroup, TokenOutputs
+from rl.policies.shared import attention_kernels
+from rl.policies.shared.attention_kernels import Kernel
+from rl.policies.shared.packed_attention import attention
+from rl.policies.shared.packing import Packing
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
 """Relative, of attention: a bfloat16 kernel rounds its weights to 8 bits of mantissa. One key too
@@ -50,7 +50,7 @@ def packed_attention(bench: Bench) -> None:
     problems = []
     try:
         dtype = getattr(torch, bench.dtype)
-        kernel = _attention_kernels.choose_kernel("auto", bench.device, dtype)
+        kernel = attention_kernels.choose_kernel("auto", bench.device, dtype)
         problems += _kernel_problems(bench, kernel)
         problems += _policy_problems(bench)
     except Exception as error:  # an operator that this torch has under another form

@@ -32,16 +32,16 @@ from benchmarks.gpu_models import (
 from benchmarks.judge_stub import JudgeProcess
 from benchmarks.our_side import SAMPLER_LOGPROB
 from rl import build
-from rl.contracts import Policy
+from rl.api.contracts import Policy
+from rl.api.types import Completion, Prompt, SamplingParams
 from rl.engines.transformers import TransformersEngine
-from rl.learner import Learner
-from rl.opening import open_run
-from rl.renderers._qwen_image_loop import QwenImageRenderer
-from rl.renderers._qwen_image_parts import EditorParts
-from rl.sync import PROBE_TOKENS
-from rl.system.files import read_rows
+from rl.files.atomic import read_rows
+from rl.learner.learner import Learner
+from rl.learner.weight_sync import PROBE_TOKENS
+from rl.renderers.qwen_image.components import EditorParts
+from rl.renderers.qwen_image.loop import QwenImageRenderer
+from rl.run.set_up import open_run
 from rl.train import train
-from rl.types import Completion, Prompt, SamplingParams
 
 NUM_WARM_UP, NUM_TIMED = 1, 1
 """Iterations; one step off-policy, the last overlaps nothing and is left out besides."""
@@ -147,7 +147,7 @@ class DictatedEngine(TransformersEngine):
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `rl.contracts.Engine`."""
+        """See `rl.api.contracts.Engine`."""
         if params.max_tokens == PROBE_TOKENS:
             return super().generate(prompts_P, params, seeds_P)
         return [self._group(prompt.sample.instruction) for prompt in prompts_P]
@@ -211,7 +211,7 @@ def sampler(bench: Bench) -> None:
 @contextlib.contextmanager
 def _dummy_weights() -> Iterator[None]:
     """vLLM draws them; there is no file."""
-    from rl.engines.vllm import VllmEngine
+    from rl.engines.vllm.plug import VllmEngine
 
     arguments_of = VllmEngine._arguments
 

@@ -19,14 +19,14 @@ import torch
 from benchmarks import our_side, toy
 from benchmarks.gpu_bench import Bench
 from rl import build
-from rl.config import RunConfig
-from rl.contracts import Policy
-from rl.policies import _qwen_loading
-from rl.policies._packed_attention import register
-from rl.renderers._qwen_image import MODULATIONS
-from rl.renderers._qwen_image_parts import EditorParts
-from rl.renderers._qwen_vae2d import FrameVae
-from rl.types import Prompt, Sample
+from rl.api.contracts import Policy
+from rl.api.types import Prompt, Sample
+from rl.config.schema import RunConfig
+from rl.policies.qwen2_5_vl import loading
+from rl.policies.shared.packed_attention import register
+from rl.renderers.qwen_image.components import EditorParts
+from rl.renderers.qwen_image.config import MODULATIONS
+from rl.renderers.qwen_image.vae2d import FrameVae
 
 MAX_PICTURE_PX = 12_845_056
 """Of the released image processor: a picture of 1024 x 1024 px is 1369 tokens."""
@@ -199,7 +199,7 @@ def make_policy(bench: Bench, config: RunConfig) -> Policy:
     def load_model(section: Any) -> Any:
         return random_policy_model(bench, section.dtype, register())
 
-    with mock.patch.object(_qwen_loading, "load_model", load_model):
+    with mock.patch.object(loading, "load_model", load_model):
         return build.build_policy(build.resolve(config), bench.dist)
 
 

@@ -25,15 +25,15 @@ import torch
 from benchmarks.gpu_bench import Bench, Timing, cleared, synchronize, work_of
 from benchmarks.gpu_models import make_group, make_policy, random_policy_model, run_config
 from benchmarks.our_side import SAMPLER_LOGPROB
-from rl.learner import Learner
-from rl.policies import _qwen_loading
-from rl.policies._adapters import fingerprint
-from rl.policies._attention_kernels import VARLEN, choose_kernel
-from rl.policies._logprobs import token_logprobs
-from rl.policies.qwen2_5_vl import Config as PolicyConfig
-from rl.system import work
-from rl.system.work import Work
-from rl.types import Prompt, TrainSequence
+from rl.api.types import Prompt, TrainSequence
+from rl.learner.learner import Learner
+from rl.meter import flop_meter
+from rl.meter.flop_meter import Work
+from rl.policies.qwen2_5_vl import loading
+from rl.policies.qwen2_5_vl.plug import Config as PolicyConfig
+from rl.policies.shared.adapters import fingerprint
+from rl.policies.shared.attention_kernels import VARLEN, choose_kernel
+from rl.policies.shared.logprobs import token_logprobs
 
 NUM_ITERATIONS = 10**6
 """Of the run that nobody finishes: the learning rate stays where it is."""
@@ -171,10 +171,10 @@ def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float, Work]]:
     @contextmanager
     def phase(part: str) -> Iterator[None]:
         synchronize(bench.device)
-        start_s, before = time.perf_counter(), work.done()
+        start_s, before = time.perf_counter(), flop_meter.done()
         yield
         synchronize(bench.device)
-        parts.append((part, 1e3 * (time.perf_counter() - start_s), work.done() - before))
+        parts.append((part, 1e3 * (time.perf_counter() - start_s), flop_meter.done() - before))
 
     group.step(phase)
     return parts
@@ -191,7 +191,7 @@ class PaddedRows:
     ) -> None:
         section = PolicyConfig.model_validate(run_config(bench, side_px).policy)
         model = random_policy_model(bench, bench.dtype, "sdpa")
-        self.model = _qwen_loading.adapt(model, section).train()
+        self.model = loading.adapt(model, section).train()
         self._prompt = prompt
         self._ids_G = ids_G
 

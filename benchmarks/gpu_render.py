@@ -23,14 +23,14 @@ from benchmarks.gpu_bench import (
     work_of,
 )
 from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
-from rl.renderers._cost import denoising_work
-from rl.renderers._qwen_attention import CANDIDATES, attention_of
-from rl.renderers._qwen_denoiser import Denoiser
-from rl.renderers._qwen_fp8 import round_blocks
-from rl.renderers._qwen_image import PATCH_PX
-from rl.renderers._qwen_modulation import StepModulation, build_table
-from rl.renderers._qwen_vae2d import FrameVae
-from rl.system.work import Work
+from rl.meter.flop_meter import Work
+from rl.renderers.qwen_image.attention import CANDIDATES, attention_of
+from rl.renderers.qwen_image.config import PATCH_PX
+from rl.renderers.qwen_image.denoiser import Denoiser
+from rl.renderers.qwen_image.fp8 import round_blocks
+from rl.renderers.qwen_image.modulation import StepModulation, build_table
+from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.shared.cost import denoising_work
 
 NUM_STEPS = 8
 TIMESTEP = 1000.0

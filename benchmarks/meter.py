@@ -109,7 +109,7 @@ class Meter:
 
     def watch_phases(self) -> None:
         """Every phase of every `PhaseTimer` is a span of its own name."""
-        from rl.system.console import PhaseTimer
+        from rl.record.console import PhaseTimer
 
         original = PhaseTimer.phase
 

@@ -32,10 +32,10 @@ from benchmarks.post import (
     watch_models,
 )
 from benchmarks.toy import Shape, renderer_section
-from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from rl.run import Run
+    from rl.run.run import Run
 
 PART_OF_PHASE = {
     "prompts": POLICY,
@@ -69,7 +69,7 @@ def run(
     torch.set_num_threads(1)
     from rl import build, train
     from rl.algorithm.metrics import Metrics
-    from rl.run import Run
+    from rl.run.run import Run
 
     post = Post(connection, PART_OF_PHASE)
     _watch(post)
@@ -123,7 +123,7 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
 
 
 def _watch(post: Post) -> None:
-    from rl.learner_update import Update
+    from rl.learner.train_step import Update
 
     meter = post.meter
     watch_models(meter)
@@ -141,7 +141,7 @@ def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
 
 
 class ScriptedEngine:
-    """See `rl.contracts.Engine`; every call of `generate` begins an iteration."""
+    """See `rl.api.contracts.Engine`; every call of `generate` begins an iteration."""
 
     def __init__(
         self, post: Post, policy: Any, shape: Shape, sampler: toy.StockSampler | None

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.meter import Meter, Spent
-from rl.system.flop_count import FlopCount
-from rl.system.wheels import mend_mismatched_wheels
+from rl.meter.flop_count import FlopCount
+from rl.ranks.wheels import mend_mismatched_wheels
 
 POLICY = "policy side"
 """Preprocessing, conditioning, log-probs, reference, forward, backward, optimiser step."""
@@ -134,8 +134,8 @@ def watch_models(meter: Meter) -> None:
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
-    from rl.renderers._qwen_denoiser import Denoiser
-    from rl.renderers._qwen_vae2d import FrameVae
+    from rl.renderers.qwen_image.denoiser import Denoiser
+    from rl.renderers.qwen_image.vae2d import FrameVae
 
     def count(what: str, how_many: Callable[..., int]) -> Callable[..., dict[str, int]]:
         def counted(_: Any, *args: Any, **kwargs: Any) -> dict[str, int]:

@@ -44,7 +44,7 @@ class IterationProfiler:
 
     def attach(self) -> None:
         """Watch every run that is opened in this process."""
-        from rl.run import Run
+        from rl.run.run import Run
 
         log, seen = Run.log, self.iteration_ends
 

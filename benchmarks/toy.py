@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rl.system.wheels import mend_mismatched_wheels
-from rl.types import Sample
+from rl.api.types import Sample
+from rl.ranks.wheels import mend_mismatched_wheels
 
 STATE_DIM = 256
 LORA = {"r": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rl.data._made import MadeConfig, MadeSource
-from rl.data._made import check as check
-from rl.data._made import count as count
-from rl.types import Sample
+from rl.api.types import Sample
+from rl.data.shared.synthetic import MadeConfig, MadeSource
+from rl.data.shared.synthetic import check as check
+from rl.data.shared.synthetic import count as count
 
 
 class Config(MadeConfig):

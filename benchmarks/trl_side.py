@@ -29,14 +29,14 @@ from benchmarks import toy
 from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
-from rl.config import JudgeConfig
+from rl.api.types import Evidence, HiddenStates, RenderJob, Sample
+from rl.config.schema import JudgeConfig
+from rl.judge.background import BackgroundLoop
+from rl.judge.client import JudgeClient
+from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers import qwen_image_edit
 from rl.rewards import viescore
-from rl.sampler import PromptSampler
-from rl.system.background import BackgroundLoop
-from rl.system.judge_client import JudgeClient
-from rl.system.wheels import mend_mismatched_wheels
-from rl.types import Evidence, HiddenStates, RenderJob, Sample
+from rl.rollout.prompt_order import PromptSampler
 
 NUM_DROPPED_TOKENS = 64
 """The system prompt's, which condition but are not given to the DiT."""

@@ -1,9 +1,10 @@
 """From a config to the plugs it names: find them, read their sections, make them.
 
 What: `resolve` (import the plug files and read their sections) and one `build_*` per room. What
-not: the rules across rooms (`fit.py`), within a section (`validation.py`) and within a plug (its
-own `Config`); the report (`check.py`). Nothing heavy is imported before a `build_*` is called.
-Called by `check.py` before any process starts and by `train.py` on every rank.
+not: the rules across rooms (`preflight/compatibility.py`), within a section (`config/messages.py`)
+and within a plug (its own `Config`); the report (`preflight/report.py`). Nothing heavy is imported
+before a `build_*` is called. Called by `preflight/report.py` before any process starts and by
+`train.py` on every rank.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rl.config import ConfigError, PlugSection, RunConfig
-from rl.contracts import DataSource, Engine, Policy, Renderer, Reward
-from rl.system.placement import Claim, claims_of
-from rl.types import SamplingParams
-from rl.validation import validate
+from rl.api.contracts import DataSource, Engine, Policy, Renderer, Reward
+from rl.api.types import SamplingParams
+from rl.config.messages import validate
+from rl.config.schema import ConfigError, PlugSection, RunConfig
+from rl.ranks.placement import Claim, claims_of
 
 if TYPE_CHECKING:
-    from rl.system.dist import Dist
-    from rl.system.judge_client import JudgeClient
+    from rl.judge.client import JudgeClient
+    from rl.ranks.dist import Dist
 
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "policies": ("Config", "EMITS", "NEEDS", "validate", "build"),

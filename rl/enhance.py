@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl import build
-from rl.config import RunConfig
+from rl.api.types import Completion, Prompt, Sample
+from rl.config.schema import RunConfig
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import derive_seed
+from rl.record.adapter_base import base_of
+from rl.record.checkpoint import ADAPTER_CONFIG, model_folder
 from rl.rewards.prompt_quality import score
-from rl.system.adapter_base import base_of
-from rl.system.checkpoint import ADAPTER_CONFIG, model_folder
-from rl.system.dist import Dist
-from rl.system.seeding import derive_seed
-from rl.types import Completion, Prompt, Sample
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,8 @@
 A script may also come alone (`scripts/check_distributed.py`): it gets N ranks and no config.
 
 What: check the config, then start the ranks, forward signals, name the rank that failed and pass
-its exit code on. What not: how ranks meet (`system/rendezvous.py`), what one does first
-(`system/worker.py`), training (`train.py`), restarts: the same command resumes the run from its
+its exit code on. What not: how ranks meet (`ranks/rendezvous.py`), what one does first
+(`ranks/worker.py`), training (`train.py`), restarts: the same command resumes the run from its
 last checkpoint.
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
@@ -26,9 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rl import check
-from rl.config import ConfigError, RunConfig, listed, load_config
-from rl.system import placement, rendezvous
+from rl.config.schema import ConfigError, RunConfig, listed, load_config
+from rl.preflight import report
+from rl.ranks import placement, rendezvous
 
 GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         problems = _node_problems(args, config)
         if args.check:
             if problems:
-                raise ConfigError([*problems, *check.problems(config)])
+                raise ConfigError([*problems, *report.problems(config)])
             sys.exit(_report(config, args.gpu_gb or config.gpu_gb))
-        problems += check.problems(config)
+        problems += report.problems(config)
         problems = problems or _memory_problems(args, config) or _folder_problems(config.run_dir)
         if problems:
             raise ConfigError(problems)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _report(config: RunConfig, gpu_gb: float) -> int:
     """`--check ... | head` closes our output early, which changes nothing of what was found."""
-    text, code = check.report(config, gpu_gb)
+    text, code = report.report(config, gpu_gb)
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -83,7 +83,7 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
     machine = placement.look_at_machine()
     if args.gpu_gb is not None:
         machine = placement.Machine((args.gpu_gb,) * len(machine.cuda_gb))
-    return check.problems_here(config, machine, config.world_size // args.nnodes)
+    return report.problems_here(config, machine, config.world_size // args.nnodes)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -181,7 +181,7 @@ def _run_ranks(
     # It logs every signal that is sent to a rank; what matters of it is said once, by us.
     api.logger.setLevel(logging.CRITICAL)
     words = [] if args.config is None else [args.config, *args.overrides]
-    worker = ("-u", "-m", "rl.system.worker", str(log_dir), str(notes), args.script, *words)
+    worker = ("-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script, *words)
     first = args.node_rank * num_ranks
     environ = {
         local_rank: {
@@ -247,7 +247,7 @@ def _explain_failure(exit_codes: Mapping[int, int], notes: Path, log_dir: Path) 
 
 
 def _note(notes: Path, rank: int) -> dict[str, Any]:
-    """What `system/worker.py` wrote about a rank; {} when it did not get that far."""
+    """What `ranks/worker.py` wrote about a rank; {} when it did not get that far."""
     file = notes / f"rank_{rank}.json"
     return json.loads(file.read_text()) if file.exists() else {}
 

@@ -16,14 +16,15 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 
-from rl import build, summary
-from rl.config import load_config
-from rl.opening import RunFinishedError, open_run
-from rl.rollout import Sampled
-from rl.run import Flight, Run
-from rl.system import mistakes, signals
-from rl.system.dist import Dist
-from rl.system.seeding import derive_seed
+from rl import build
+from rl.config.schema import load_config
+from rl.ranks import error_messages, signals
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import derive_seed
+from rl.rollout.stream import Sampled
+from rl.run import episode_metrics
+from rl.run.run import Flight, Run
+from rl.run.set_up import RunFinishedError, open_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -92,7 +93,7 @@ def roll_out(run: Run, iteration: int) -> Flight | None:
     with timer.phase("generate") as phase:
         seeds_P = [derive_seed(config.seed, "sampling", group) for group in groups_P]
         completions_PG = run.engine.generate(prompts_P, build.sampling_params(config), seeds_P)
-        phase.note(summary.size_of(completions_PG))
+        phase.note(episode_metrics.size_of(completions_PG))
     run.engine.sleep()
     noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
     sampled = Sampled(prompts_P, completions_PG, noise_P, groups_P, run.bare_completions(prompts_P))
@@ -110,7 +111,7 @@ def learn_from(run: Run, flight: Flight) -> bool:
         if rollout is None:
             return False
         episodes_PG = rollout.episodes
-        advantages_PG, metrics = summary.group_rewards(config, iteration, rollout, run.dist)
+        advantages_PG, metrics = episode_metrics.group_rewards(config, iteration, rollout, run.dist)
         for p, group in enumerate(zip(episodes_PG, advantages_PG, strict=True)):
             run.hand_in(flight, p, *group)
         metrics.update(flight.update.finish())
@@ -127,5 +128,5 @@ def learn_from(run: Run, flight: Flight) -> bool:
 
 
 if __name__ == "__main__":
-    sys.excepthook = mistakes.excepthook
+    sys.excepthook = error_messages.excepthook
     main()

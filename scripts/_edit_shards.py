@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.data._emu3_files import SUFFIX, TokenisedEdit, is_whole, write
-from rl.system.files import write_atomically
+from rl.data.emu3_tokens.files import SUFFIX, TokenisedEdit, is_whole, write
+from rl.files.atomic import write_atomically
 
 LIST = "tokenized_datalist.json"
 PROGRESS_S = 5.0

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.data import emu3_tokens
-from rl.data._rows import BadRowError
+from rl.data.emu3_tokens import plug as emu3_tokens
+from rl.data.shared.rows import BadRowError
 
 LIST = "tokenized_datalist.json"
 ARCHIVES = (".tar", ".tar.gz", ".tgz")

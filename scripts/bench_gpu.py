@@ -92,8 +92,8 @@ def open_bench(asked: argparse.Namespace) -> Bench:
     """On the GPU where there is one. Exits where real sizes are asked of a CPU."""
     from benchmarks.gpu_bench import Bench, Report
     from benchmarks.gpu_models import REAL, TINY
-    from rl.system.dist import Dist
-    from rl.system.wheels import mend_mismatched_wheels
+    from rl.ranks.dist import Dist
+    from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()
     dist = Dist.from_env()

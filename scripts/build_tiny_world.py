@@ -54,7 +54,7 @@ def main() -> None:
 
     import torch
 
-    from rl.system.wheels import mend_mismatched_wheels
+    from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()
     torch.set_num_threads(1)

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.system.dist import Dist
+from rl.ranks.dist import Dist
 
 if TYPE_CHECKING:
-    from rl.engines._vllm_communicator import Sum
+    from rl.engines.vllm.communicator import Sum
 
 TIMEOUT_S = 120.0
 """A communicator that has not summed by then is taken for stuck."""
@@ -61,16 +61,16 @@ def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
     if importlib.util.find_spec("vllm") is None:
         yield "vLLM", dist.device, "it is not installed"
         return
-    from rl.engines import _vllm_communicator
+    from rl.engines.vllm import communicator
 
     if on_gpu:
-        straight, graphed = _vllm_communicator.gpu_sums(dist)
+        straight, graphed = communicator.gpu_sums(dist)
         yield "vLLM NCCL", dist.device, straight
         yield "vLLM NCCL with cuda graph", dist.device, graphed
     elif len(set(dist.gather(socket.gethostname()))) > 1:
         yield "vLLM CPU", "cpu", "it sums through shared memory, and the ranks share none"
     else:
-        yield "vLLM CPU", "cpu", _vllm_communicator.cpu_sum(dist)
+        yield "vLLM CPU", "cpu", communicator.cpu_sum(dist)
 
 
 def wrong_sum(sum_: Sum, dist: Dist, device: str) -> str:

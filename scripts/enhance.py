@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rl.config.messages import validate
 from rl.data import prompts as prompt_files
-from rl.data._jsonl import numbered_lines
+from rl.data.shared.jsonl import numbered_lines
 from rl.enhance import DEFAULT_MODEL, MAX_NEW_TOKENS, Enhanced, Enhancer
-from rl.system.files import json_line
-from rl.validation import validate
+from rl.files.atomic import json_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image

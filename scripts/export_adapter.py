@@ -25,14 +25,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.policies import _emu3_loading, _qwen_loading
-from rl.system import adapter_base
-from rl.system.checkpoint import ADAPTER_CONFIG, model_folder
-from rl.validation import validate
+from rl.config.messages import validate
+from rl.policies.emu3 import loading as emu3_loading
+from rl.policies.qwen2_5_vl import loading as qwen_loading
+from rl.record import adapter_base
+from rl.record.checkpoint import ADAPTER_CONFIG, model_folder
 
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "README.md")
 DTYPES = ("bfloat16", "float16", "float32")
-LOADING: Mapping[str, Any] = {"qwen2_5_vl": _qwen_loading, "emu3": _emu3_loading}
+LOADING: Mapping[str, Any] = {"qwen2_5_vl": qwen_loading, "emu3": emu3_loading}
 """Policy plug -> how its base, its tokenizer and its image processor are loaded."""
 MODEL_CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "emu3": "Emu3ForCausalLM"}
 """Policy plug -> transformers' name of its base."""
@@ -166,7 +167,7 @@ def merge(adapter: Path, target: Path, config: Any, dtype: str) -> None:
     merged.to(getattr(torch, dtype)).save_pretrained(target)
     loading.load_tokenizer(config).save_pretrained(target)
     if config.type == "qwen2_5_vl":
-        _qwen_loading.load_image_processor(config).save_pretrained(target)
+        qwen_loading.load_image_processor(config).save_pretrained(target)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@
 What: `tokenize` reads a hub set, parquet, JSONL, ... and encodes both pictures of every row;
 `convert` rewrites published `.pth` files in our own form, so that they need no torch to be read.
 Either way `<output>/feature/` gets one file per edit and `<output>/list/tokenized_datalist.json`
-names them; `rl/data/emu3_tokens.py` reads it. What not: reading rows (`rl/data/`), encoding
-(`rl/renderers/_emu3_codec.py`).
+names them; `rl/data/emu3_tokens/plug.py` reads it. What not: reading rows (`rl/data/`), encoding
+(`rl/renderers/emu3_vq/codec.py`).
 
 Every file appears whole or not at all, and belongs to one worker; the list is written once, at the
 end, by one process. So a run that was killed is simply started again: what is done is kept.
@@ -30,10 +30,11 @@ from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.data import edit_jsonl, emu3_tokens, hf_dataset
-from rl.data._emu3_files import TokenisedEdit, UnreadableError, read
-from rl.data._rows import BadRowError, Columns, Rows
-from rl.renderers._emu3_checkpoint import path_problems
+from rl.data import edit_jsonl, hf_dataset
+from rl.data.emu3_tokens import plug as emu3_tokens
+from rl.data.emu3_tokens.files import TokenisedEdit, UnreadableError, read
+from rl.data.shared.rows import BadRowError, Columns, Rows
+from rl.renderers.emu3_vq.checkpoint import path_problems
 from scripts._edit_shards import (
     LIST,
     CannotPrepare,
@@ -48,8 +49,8 @@ from scripts._edit_shards import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from rl.renderers._emu3_codec import Emu3Codec
-    from rl.types import Sample
+    from rl.api.types import Sample
+    from rl.renderers.emu3_vq.codec import Emu3Codec
 
 MAX_SIDE_PX = 16384
 """Longer pictures are refused, as damaged or absurd."""
@@ -212,7 +213,7 @@ def make_tokeniser(task: Tokenising, batch_size: int, device: str) -> Maker:
     """In a worker: open the data and load the tokenizer."""
     import torch
 
-    from rl.renderers._emu3_codec import load_codec
+    from rl.renderers.emu3_vq.codec import load_codec
 
     if device == "cpu":
         torch.set_num_threads(1)

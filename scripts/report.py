@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.config import ConfigError, load_config
-from rl.system.files import read_rows
+from rl.config.schema import ConfigError, load_config
+from rl.files.atomic import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One held-out evaluation, as `rl/evaluate.py` wrote it."""
+    """One held-out evaluation, as `rl/run/evaluation.py` wrote it."""
 
     iteration: int
     """Iterations done when it was made."""

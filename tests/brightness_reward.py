@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl.config import Section
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.config.schema import Section
 
 NEEDS = frozenset({"image"})
 NEEDS_JUDGE = False

@@ -14,6 +14,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-from rl.system.wheels import mend_mismatched_wheels
+from rl.ranks.wheels import mend_mismatched_wheels
 
 mend_mismatched_wheels()

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from rl.system.dist import Dist
-from rl.system.judge_endpoint import resolve_api_base
+from rl.judge.endpoint import resolve_api_base
+from rl.ranks.dist import Dist
 
 RANK = int(os.environ["RANK"])
 LAST = int(os.environ["WORLD_SIZE"]) == RANK + 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rl.types import Prompt
+from rl.api.types import Prompt
 
 
 class StockAttention:

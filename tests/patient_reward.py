@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rl.config import Section
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.config.schema import Section
 from tests.brightness_reward import Brightness
 
 NEEDS = frozenset({"image"})

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import _jsonnet
 import pytest
 
-from rl import build, check
-from rl.config import RunConfig, load_config
-from rl.validation import sections
+from rl import build
+from rl.config.messages import sections
+from rl.config.schema import RunConfig, load_config
+from rl.preflight import report
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "rl").rglob("*.py"))
@@ -87,7 +88,7 @@ IMPORTS = [found for file in SOURCES for found in imports_of(file)]
 
 
 def unit(dotted: str) -> str:
-    """'rl.learner_backends.x' -> 'learner': a package, a module, or a module's family."""
+    """'rl.learner.backends.x' -> 'learner': a package, a module, or a module's family."""
     word = dotted.split(".")[1]
     family = word.partition("_")[0]
     return family if family in ("learner", "rollout") else word
@@ -105,12 +106,12 @@ def own_unit(file: Path) -> str:
 
 
 def test_only_a_line_feed_ends_a_line() -> None:
-    """`splitlines`, of bytes too, cuts where a value may go on: `rl/system/files.py` reads."""
+    """`splitlines`, of bytes too, cuts where a value may go on: `rl/files/atomic.py` reads."""
     files = [*SOURCES, *(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     cutting = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in files
-        if file != ROOT / "rl/system/files.py"  # of bytes, opened as such
+        if file != ROOT / "rl/files/atomic.py"  # of bytes, opened as such
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("splitlines", "readlines")
     ]
@@ -232,14 +233,14 @@ def test_every_shipped_config_runs(
     monkeypatch.chdir(ROOT)
     config = load_config(path, env=ENVIRONMENT | {"APP__DATA_DIR": str(tmp_path)})
     save_empty_lists(config)
-    assert check.problems(config) == []
+    assert report.problems(config) == []
 
 
 def test_the_fewstep_adapter_is_one_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     path = ROOT / "configs" / "qwen_image_edit_fewstep.jsonnet"
     config = load_config(path, ["lightning=true"], ENVIRONMENT)
-    assert check.problems(config) == []
+    assert report.problems(config) == []
     assert config.renderer["lora_weight_name"].startswith("Qwen-Image-Edit-Lightning-8steps")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rl.system.metric_names import markdown_table
+from rl.run.metric_table import markdown_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_metric_table_is_the_one_in_the_code() -> None:
-    assert markdown_table() in README, "paste rl.system.metric_names.markdown_table() there"
+    assert markdown_table() in README, "paste rl.run.metric_table.markdown_table() there"
 
 
 def test_every_file_it_names_exists() -> None:

@@ -12,8 +12,11 @@ import tiny_qwen
 import torch
 from huggingface_hub.utils import validate_repo_id
 
-from rl.policies import _emu3_loading, _qwen_loading, emu3, qwen2_5_vl
-from rl.system.adapter_base import Base, base_of, is_hub_id, noted
+from rl.policies.emu3 import loading as emu3_loading
+from rl.policies.emu3 import plug as emu3
+from rl.policies.qwen2_5_vl import loading as qwen_loading
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.record.adapter_base import Base, base_of, is_hub_id, noted
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 EDITOR = {
@@ -23,7 +26,7 @@ EDITOR = {
 
 
 def qwen(**section: Any) -> Base:
-    return _qwen_loading.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
+    return qwen_loading.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,7 @@ def qwen(**section: Any) -> Base:
         (qwen(model_path="some/model", revision="v2"), "some/model", "v2", ""),
         (qwen(model_path="model-of-one-word"), "model-of-one-word", None, ""),
         (
-            _emu3_loading.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
+            emu3_loading.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
             "a/b",
             "c",
             "",

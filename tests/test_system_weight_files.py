@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_weight_files import displace, num_askew
 
-from rl.policies import emu3
-from rl.renderers import emu3_vq, qwen_image_edit, sd3
-from rl.system.weight_files import align_weights
+from rl.files.weights import align_weights
+from rl.policies.emu3 import plug as emu3
+from rl.renderers import qwen_image_edit
+from rl.renderers.emu3_vq import plug as emu3_vq
+from rl.renderers.sd3 import plug as sd3
 
 Modules = list[torch.nn.Module]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl.types import Action, Completion, Prompt, Row
+from rl.api.types import Action, Completion, Prompt, Row
 
 
 def act(policy: Any, rows: Sequence[Row]) -> list[Action]:

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from tiny_rounding import PICTURE
 
+from rl.api.types import HiddenStates, RenderJob, Sample
+from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers import qwen_image_edit
-from rl.renderers._qwen_image_loop import QwenImageRenderer
-from rl.renderers._qwen_image_parts import EditorParts
-from rl.renderers._qwen_vae2d import FrameVae
-from rl.system.wheels import mend_mismatched_wheels
-from rl.types import HiddenStates, RenderJob, Sample
+from rl.renderers.qwen_image.components import EditorParts
+from rl.renderers.qwen_image.loop import QwenImageRenderer
+from rl.renderers.qwen_image.vae2d import FrameVae
 
 mend_mismatched_wheels()
 

@@ -25,8 +25,8 @@ from tokenizers import (
     trainers,
 )
 
-from rl.system.wheels import mend_mismatched_wheels
-from rl.types import Sample
+from rl.api.types import Sample
+from rl.ranks.wheels import mend_mismatched_wheels
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from rl.system.wheels import mend_mismatched_wheels
+from rl.ranks.wheels import mend_mismatched_wheels
 
 mend_mismatched_wheels()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl.types import Completion, Prompt
+from rl.api.types import Completion, Prompt
 
 
 def trainer_logprobs(policy: Any, prompt: Prompt, group: Sequence[Completion]) -> torch.Tensor:

@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL import Image
 
-from rl.config import JudgeConfig
-from rl.system.judge_question import Question
-from rl.system.judge_reply import read_scores, scores_schema
+from rl.config.schema import JudgeConfig
+from rl.judge.question import Question
+from rl.judge.reply import read_scores, scores_schema
 from rl.tiny_world.judge_server import JudgeHandler, JudgeServer
 
 MODEL = "tiny-judge"

@@ -12,7 +12,7 @@ from typing import Any
 import tiny_emu3
 import torch
 
-from rl.types import Completion, ImageVocabulary, Prompt
+from rl.api.types import Completion, ImageVocabulary, Prompt
 
 GRIDS = [(2, 3), (1, 1), (3, 2), (4, 1)]
 EAGERNESS_NATS = 5.5
@@ -39,7 +39,7 @@ def save_writer_folder(folder: Path) -> str:
 
 def build_policy(folder: str, lora: Any = None) -> Any:
     """The real policy, float32, constrained."""
-    from rl.policies import emu3
+    from rl.policies.emu3 import plug as emu3
 
     config = emu3.Config(
         type="emu3", model_path=folder, dtype="float32", max_prompt_tokens=64, lora=lora

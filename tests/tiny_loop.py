@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rl.system.files import read_rows
+from rl.files.atomic import read_rows
 
 TESTS = Path(__file__).parent
 REPO = TESTS.parent

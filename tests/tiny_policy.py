@@ -16,12 +16,12 @@ import tiny_qwen
 import torch
 
 from rl.algorithm.metrics import Metrics
-from rl.config import RunConfig
-from rl.learner import Learner
-from rl.learner_backends import StepOutcome, TorchBackend
-from rl.policies import qwen2_5_vl
-from rl.system.dist import Dist
-from rl.types import Prompt, TrainSequence
+from rl.api.types import Prompt, TrainSequence
+from rl.config.schema import RunConfig
+from rl.learner.backends import StepOutcome, TorchBackend
+from rl.learner.learner import Learner
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.ranks.dist import Dist
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 NUM_ITERATIONS = 10

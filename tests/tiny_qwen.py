@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rl.system.wheels import mend_mismatched_wheels
-from rl.types import PromptTemplate, Sample
+from rl.api.types import PromptTemplate, Sample
+from rl.ranks.wheels import mend_mismatched_wheels
 
 SYSTEM = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "

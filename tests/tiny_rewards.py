@@ -8,9 +8,9 @@ from typing import Any
 
 from tiny_faulty_judge import MODEL, quick_config
 
-from rl.system.judge_client import JudgeClient
+from rl.api.types import Evidence, Grade, Sample
+from rl.judge.client import JudgeClient
 from rl.tiny_world.judge_server import JudgeServer
-from rl.types import Evidence, Grade, Sample
 
 
 def ask(

@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image
 
-from rl.config import RunConfig
-from rl.types import Action, Completion, Episode, Prompt, Sample, Status
+from rl.api.types import Action, Completion, Episode, Prompt, Sample, Status
+from rl.config.schema import RunConfig
 
 BLUE, YELLOW = (Image.new("RGB", (48, 32), colour) for colour in ("blue", "yellow"))
 SAMPLE = Sample("row-7", "make it red", BLUE, YELLOW, category="colour")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from tokenizers import pre_tokenizers
 
-from rl.renderers import sd3
-from rl.renderers._sd3_loop import SD3Parts, SD3Renderer
-from rl.renderers._sd3_text import TextParts
-from rl.system.wheels import mend_mismatched_wheels
-from rl.types import RenderJob, Sample
+from rl.api.types import RenderJob, Sample
+from rl.ranks.wheels import mend_mismatched_wheels
+from rl.renderers.sd3 import plug as sd3
+from rl.renderers.sd3.loop import SD3Parts, SD3Renderer
+from rl.renderers.sd3.text import TextParts
 
 mend_mismatched_wheels()
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from rl import learner_deepspeed, train
-from rl.policies import _logprobs
-from rl.run import Run
-from rl.system.judge_client import JudgeRefused
-from rl.types import Evidence, Grade
+from rl import train
+from rl.api.types import Evidence, Grade
+from rl.judge.client import JudgeRefused
+from rl.learner import deepspeed
+from rl.policies.shared import logprobs
+from rl.run.run import Run
 from tests.brightness_reward import Brightness
 
 LOGITS_PER_CHUNK = 1500
@@ -53,8 +54,8 @@ def trouble_last_rank(trouble: str, at: int) -> None:
 
 
 if __name__ == "__main__":
-    learner_deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
-    _logprobs.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
+    deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
+    logprobs.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
     save = Run.save
 
     def save_and_note(run: Run, done: int, **options: Any) -> None:

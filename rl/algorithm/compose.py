@@ -1,7 +1,7 @@
 """Several rewards -> the one number in [0, 1] that GRPO sees.
 
 What: the final reward. What not: a reward's inner composition (its own room), statuses (rollout).
-Called by `rollout.py`.
+Called by `rollout/stream.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rl.config import FinalReward
+from rl.config.schema import FinalReward
 
 
 def compose(values: Mapping[str, float | None], final: FinalReward) -> float | None:

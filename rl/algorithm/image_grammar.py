@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rl.types import ImageVocabulary
+from rl.api.types import ImageVocabulary
 
 LANGUAGE = -1
 """Any id below `visual_start`: the image token has not been written yet."""

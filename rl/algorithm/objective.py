@@ -21,7 +21,7 @@ from rl.algorithm.losses import (
     policy_terms,
     token_weights,
 )
-from rl.config import AlgorithmConfig
+from rl.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,17 @@
 
     {"image": "photos/pagoda.jpg", "instruction": "make it dusk", "id": "p-1", "category": "light"}
 
-Plug of `rl/data`. What: the file's config, and checking it. What not: its lines (`_jsonl.py`), its
-pictures and columns (`_rows.py`).
+Plug of `rl/data`. What: the file's config, and checking it. What not: its lines
+(`shared/jsonl.py`), its pictures and columns (`shared/rows.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rl.config import Section
-from rl.data._jsonl import count_lines, read_jsonl, row_problems
-from rl.data._rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows
+from rl.config.schema import Section
+from rl.data.shared.jsonl import count_lines, read_jsonl, row_problems
+from rl.data.shared.rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows
 
 
 class Config(Section):

@@ -1,7 +1,7 @@
 """A Hugging Face data set: a hub id, or a local parquet, arrow, csv or json file or folder.
 
 Plug of `rl/data`. What: opening it, its split, its filter, its columns. What not: pictures and
-rows, see `_rows.py`. `datasets` runs no code from a data set's repository (it dropped loading
+rows, see `shared/rows.py`. `datasets` runs no code from a data set's repository (it dropped loading
 scripts), and is imported when a run starts, never by a config check.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.config import Section
-from rl.data._rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows, pick
-from rl.system.wheels import mend_mismatched_wheels
+from rl.config.schema import Section
+from rl.data.shared.rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows, pick
+from rl.ranks.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from rl.config import Section
-from rl.data._jsonl import read_jsonl, read_lines, row_problems
-from rl.data._rows import BadRowError, Columns, OnBadRow, Rows
+from rl.config.schema import Section
+from rl.data.shared.jsonl import read_jsonl, read_lines, row_problems
+from rl.data.shared.rows import BadRowError, Columns, OnBadRow, Rows
 
 BUILT_IN = Path(__file__).parent / "prompts"
 """One JSONL file per split, categories in turn, so that any beginning of one is balanced."""

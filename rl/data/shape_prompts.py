@@ -11,10 +11,10 @@ import functools
 import random
 from typing import TYPE_CHECKING, Literal
 
-from rl.data._made import MadeConfig, MadeSource
-from rl.data._made import check as check
-from rl.data._made import count as count
-from rl.types import Sample
+from rl.api.types import Sample
+from rl.data.shared.synthetic import MadeConfig, MadeSource
+from rl.data.shared.synthetic import check as check
+from rl.data.shared.synthetic import count as count
 
 if TYPE_CHECKING:
     from rl.tiny_world.captions import UserPrompt

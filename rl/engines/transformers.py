@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl.config import Section
-from rl.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.config.schema import Section
 
 if TYPE_CHECKING:
     import torch
 
-    from rl.system.dist import Dist
+    from rl.ranks.dist import Dist
 
 
 SAMPLES_WITH_TRAINER = True
@@ -42,7 +42,7 @@ def build(
 
 
 class TransformersEngine:
-    """See `rl.contracts.Engine`."""
+    """See `rl.api.contracts.Engine`."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy

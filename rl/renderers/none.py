@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rl.config import Section
-from rl.types import ActionKind, PromptTemplate, RenderJob, Sample
+from rl.api.types import ActionKind, PromptTemplate, RenderJob, Sample
+from rl.config.schema import Section
 
 ACCEPTS: ActionKind = "text"
 MAKES_IMAGES = False
@@ -52,7 +52,7 @@ def build(config: Config, device: str) -> NoRenderer:
 
 
 class NoRenderer:
-    """See `rl.contracts.Renderer`."""
+    """See `rl.api.contracts.Renderer`."""
 
     state_dim = None
 

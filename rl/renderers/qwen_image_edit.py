@@ -1,12 +1,13 @@
 """Renderer plug: Qwen-Image-Edit, conditioned on the policy's hidden states.
 
 What: its template. What not: the rest of the contract and the loop, which it shares with Edit-Plus
-(`_qwen_image.py`, `_qwen_image_loop.py`). Called by `build.py` and the config check.
+(`qwen_image/config.py`, `qwen_image/loop.py`). Called by `build.py` and the config check.
 """
 
 from __future__ import annotations
 
-from rl.renderers._qwen_image import (
+from rl.api.types import PromptTemplate
+from rl.renderers.qwen_image.config import (
     ACCEPTS,
     MAKES_IMAGES,
     QwenImageConfig,
@@ -17,7 +18,6 @@ from rl.renderers._qwen_image import (
     parameter_counts,
     validate,
 )
-from rl.types import PromptTemplate
 
 __all__ = [
     "ACCEPTS",

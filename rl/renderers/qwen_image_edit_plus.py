@@ -2,7 +2,7 @@
 
 What: its template ("Picture 1: ...") and the 384^2 px picture its text encoder reads. What not:
 several source pictures; 2511's `zero_cond_t`, which is in the transformer's own config; the rest,
-shared with Edit (`_qwen_image.py`, `_qwen_image_loop.py`). Called by `build.py` and the check.
+shared with Edit (`qwen_image/config.py`, `qwen_image/loop.py`). Called by `build.py` and the check.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl.renderers._qwen_image import (
+from rl.api.types import PromptTemplate
+from rl.renderers.qwen_image.config import (
     ACCEPTS,
     MAKES_IMAGES,
     QwenImageConfig,
@@ -22,7 +23,6 @@ from rl.renderers._qwen_image import (
     parameter_counts,
     validate,
 )
-from rl.types import PromptTemplate
 
 __all__ = [
     "ACCEPTS",

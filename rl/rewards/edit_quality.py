@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
-from rl.rewards._readings import RepeatsConfig, mean_grade
-from rl.system.judge_question import Question, fill_prompt, read_prompt
-from rl.system.judge_reply import fields_schema, read_fields
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.judge.question import Question, fill_prompt, read_prompt
+from rl.judge.reply import fields_schema, read_fields
+from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
 
 if TYPE_CHECKING:
-    from rl.system.judge_client import JudgeClient
+    from rl.judge.client import JudgeClient
 
 NEEDS = frozenset({"source", "image"})
 NEEDS_JUDGE = True

@@ -1,16 +1,16 @@
 """Does the completion have the asked form: `<think>...</think><answer>...</answer>`, whole?
 
 1 when it does, else 0. White space may stand around the blocks; each tag occurs exactly once, and
-neither block is empty. What not: whether the answer is right (`accuracy.py`).
+neither block is empty. What not: whether the answer is right (`accuracy/plug.py`).
 
 Called by the rollout.
 """
 
 from __future__ import annotations
 
-from rl.config import Section
-from rl.rewards._tags import TagName, last_block
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.config.schema import Section
+from rl.rewards.shared.tags import TagName, last_block
 
 NEEDS = frozenset({"text"})
 NEEDS_JUDGE = False

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
-from rl.rewards._readings import RepeatsConfig, mean_grade
-from rl.system.judge_question import Question, read_prompt
-from rl.system.judge_reply import fields_schema, read_fields
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.judge.question import Question, read_prompt
+from rl.judge.reply import fields_schema, read_fields
+from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
 
 if TYPE_CHECKING:
-    from rl.system.judge_client import JudgeClient
+    from rl.judge.client import JudgeClient
 
 NEEDS = frozenset({"target", "image"})
 NEEDS_JUDGE = True

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import re
 
-from rl.config import Section
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.config.schema import Section
 
 NEEDS = frozenset({"text"})
 NEEDS_JUDGE = False

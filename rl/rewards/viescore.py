@@ -2,7 +2,7 @@
 
 Semantic consistency, from source and edited picture: was the edit done (`edit_success`), and was
 everything else left alone (`over_edit`, 10 = untouched). Perceptual quality, from the edited
-picture alone. The arithmetic is in `_viescore.py`; the value is overall / 10.
+picture alone. The arithmetic is in `shared/viescore.py`; the value is overall / 10.
 
 Called by the rollout.
 """
@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from rl.rewards import _viescore
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.rewards.shared import viescore
 
 if TYPE_CHECKING:
-    from rl.system.judge_client import JudgeClient
+    from rl.judge.client import JudgeClient
 
 NEEDS = frozenset({"source", "image"})
 NEEDS_JUDGE = True
-UNIT_PARTS = _viescore.UNIT_PARTS
+UNIT_PARTS = viescore.UNIT_PARTS
 """Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
 
 SEMANTIC_MARKS = ("edit_success", "over_edit")
 
 
-class Config(_viescore.VieScoreConfig):
+class Config(viescore.VieScoreConfig):
     """Which words the judge is asked in, and how often. The source picture precedes the question
     about meaning, the edited one follows it."""
 
@@ -43,7 +43,7 @@ class VieScore:
     """Grades one edit."""
 
     def __init__(self, config: Config, judge: JudgeClient) -> None:
-        self._questions = _viescore.PairedQuestions(config, judge, SEMANTIC_MARKS)
+        self._questions = viescore.PairedQuestions(config, judge, SEMANTIC_MARKS)
 
     async def grade(self, evidence: Evidence) -> Grade:
         """Value in [0, 1], or none when the judge is in trouble."""

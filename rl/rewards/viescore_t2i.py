@@ -2,7 +2,7 @@
 
 Semantic consistency, from the user's ORIGINAL prompt and the picture: is what was asked for in it
 (`prompt_following`). Perceptual quality, from the picture alone. The arithmetic is in
-`_viescore.py`; the value is overall / 10.
+`shared/viescore.py`; the value is overall / 10.
 
 Called by the rollout.
 """
@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from rl.rewards import _viescore
-from rl.types import Evidence, Grade
+from rl.api.types import Evidence, Grade
+from rl.rewards.shared import viescore
 
 if TYPE_CHECKING:
-    from rl.system.judge_client import JudgeClient
+    from rl.judge.client import JudgeClient
 
 NEEDS = frozenset({"image"})
 NEEDS_JUDGE = True
-UNIT_PARTS = _viescore.UNIT_PARTS
+UNIT_PARTS = viescore.UNIT_PARTS
 """Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
 
 SEMANTIC_MARKS = ("prompt_following",)
 
 
-class Config(_viescore.VieScoreConfig):
+class Config(viescore.VieScoreConfig):
     """Which words the judge is asked in, and how often. The picture follows either question."""
 
     own_semantics: ClassVar[str] = "viescore_t2i_semantics.txt"
@@ -42,7 +42,7 @@ class VieScoreT2I:
     """Grades one picture against the words it was asked for with."""
 
     def __init__(self, config: Config, judge: JudgeClient) -> None:
-        self._questions = _viescore.PairedQuestions(config, judge, SEMANTIC_MARKS)
+        self._questions = viescore.PairedQuestions(config, judge, SEMANTIC_MARKS)
 
     async def grade(self, evidence: Evidence) -> Grade:
         """Value in [0, 1], or none when the judge is in trouble."""

@@ -5,9 +5,9 @@ Two lessons, of the kind the other tiny policies get (`policy.py`):
  2. doubt  a shorter one on what a beginner writes: some nouns mostly right, all else mostly wrong.
 The first code that an edit changes decides what becomes of the shape; the later ones follow it.
 
-Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3.py`): words compete
-with words, codes with codes, and what the sampler is made to write is not taught.
-Rounded to fp16 it goes to `rl/tiny_world/weights/emu3`.
+Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3/plug.py`): words
+compete with words, codes with codes, and what the sampler is made to write is not taught. Rounded
+to fp16 it goes to `rl/tiny_world/weights/emu3`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from tokenizers import AddedToken
 from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFast
 
-from rl.policies import emu3
+from rl.api.types import Prompt, Sample
+from rl.policies.emu3 import plug as emu3
 from rl.tiny_world.scenes import apply, make_instruction, make_scene
 from rl.tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_scene
-from rl.types import Prompt, Sample
 from tiny_world.export import WEIGHTS
 from tiny_world.policy import beginner_ops, make_optimizer, take_step
 from tiny_world.tokenizer import byte_pairs

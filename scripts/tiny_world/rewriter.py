@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rl.policies._prompting import chat_template, tokenize
+from rl.policies.shared.prompting import chat_template, tokenize
 from rl.tiny_world.captions import (
     CELL_OF_PLACE,
     KINDS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.config import Section
+from rl.config.schema import Section
 
 EMITS = frozenset({"text"})
 ACCEPTS = "text"

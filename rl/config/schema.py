@@ -1,0 +1,338 @@
+"""The one config schema, nested by room, and how a Jsonnet file becomes it.
+
+What: `RunConfig` and its sections; every key has a docstring with unit and range, unknown keys are
+refused. `load_config` reads the file and the command line's overrides. What not: plug sections
+(`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the plug's own
+`Config`, see `build.py`; Jsonnet itself is `jsonnet.py`'s. Light: pydantic and jsonnet only.
+Called by the launcher, `--check` and every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl.config import earl_fields
+from rl.config.jsonnet import evaluate
+from rl.config.messages import validate
+
+PlugSection = dict[str, Any]
+"""`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
+
+
+class Section(BaseModel):
+    """Base of every config section, plugs' included: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class SamplingConfig(Section):
+    """How completions are drawn. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Softmax temperature; the trainer divides its logits by the same number."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass; 1 = off."""
+    top_k: int = -1
+    """Keep the k likeliest tokens; -1 = off."""
+    max_completion_tokens: Annotated[int, Field(ge=1)] = 256
+    """Longest completion, tokens, stop token included."""
+
+
+class AlgorithmConfig(Section):
+    """GRPO and its published variations; each is a pure function in `rl/algorithm`."""
+
+    advantage_scale: Literal["none", "group_std", "batch_std"] = "group_std"
+    """Divisor of the centred rewards (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std)."""
+    advantage_eps: Annotated[float, Field(ge=0)] = 1e-4
+    """Added to that standard deviation, in reward units (0..1)."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
+    """grpo: clipped, mean over the global batch's tokens; dapo: the same with clip_high > clip_low;
+    dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo: sequence-level ratio;
+    cispo: clipped, detached importance weight times log-prob."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip distance of the ratio."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """Upper clip distance of the ratio (DAPO: 0.28)."""
+    kl_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of KL(policy || reference); 0 = no reference pass at all."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator (Schulman 2020, 'Approximating KL divergence')."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """loss: added to the loss; reward: subtracted from the advantage, token by token."""
+    importance_correction: Literal["none", "token", "sequence"] = "token"
+    """Truncated importance weight pi_trainer / pi_sampler against sampler mismatch."""
+    importance_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Upper bound of that weight."""
+    zero_spread_groups: Literal["drop", "keep"] = "drop"
+    """drop: groups whose rewards are all equal carry no policy-gradient and no KL tokens."""
+    truncated_completions: Literal["floor", "mask", "score"] = "score"
+    """A completion that hit max_completion_tokens: reward policy_failed_reward | graded but out of
+    the loss | graded as it is."""
+    policy_failed_reward: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Reward of an episode whose completion cannot be used."""
+    shuffle_rewards: bool = False
+    """Control arm: rewards permuted over the whole batch; such a run must not learn."""
+
+
+class OptimizerConfig(Section):
+    """The learner: what holds the state, and how it steps."""
+
+    backend: Literal["torch", "deepspeed"] = "deepspeed"
+    """torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """DeepSpeed ZeRO stage; ignored by backend torch. 1 for adapters: one reduction a step, and no
+    rank waits for another before it. 2 for full fine-tuning in bfloat16: it shards gradients, and
+    reduces them in every backward. 3 shards the weights as well, and gathers them in every layer.
+    """
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak AdamW learning rate."""
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Learning rate at the last iteration over the peak; linear decay in between (1 = constant)."""
+    warmup_iterations: Annotated[int, Field(ge=0)] = 0
+    """Linear warm-up, iterations."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW moments' decay."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Global gradient-norm clip."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    """Tokens of one forward/backward on one rank: whole groups, each prompt counted once. A group
+    that is longer is cut between completions, its prompt once per piece."""
+    max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Tokens whose rollout forward is kept for the backward, so that the learner runs no second
+    one (exact; used where it is: first update, no dropout, not ZeRO-3, max_staleness 0).
+    null = all of the iteration's, 0 = none; less memory."""
+    updates_per_iteration: Annotated[int, Field(ge=1)] = 1
+    """Optimiser steps per batch of rollouts; the batch is split into that many parts by group."""
+    gradient_checkpointing: bool | Literal["mlp"] = False
+    """Recompute activations in the backward. true: whole layers, about a third more compute for the
+    least memory; 'mlp': only the MLPs' insides, a quarter of the memory of false for a sixth more
+    compute."""
+
+
+class JudgeConfig(Section):
+    """The OpenAI-compatible endpoint that rewards ask."""
+
+    api_base: str = ""
+    """URL with or without /v1, a file that holds one, or 'embedded' for the tiny world's judge on
+    loopback. '' = no judge."""
+    model: str = "Qwen/Qwen2.5-VL-72B-Instruct"
+    """Model name sent with every request."""
+    api_key_env: str = ""
+    """NAME of the environment variable that holds the key ('' = none); the key itself is never
+    written anywhere."""
+    max_concurrency: Annotated[int, Field(ge=1)] = 32
+    """Requests in flight per rank."""
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Per request, s."""
+    max_attempts: Annotated[int, Field(ge=1)] = 6
+    """Tries per question, transport errors and unreadable replies together."""
+    backoff_s: Annotated[float, Field(gt=0)] = 1.0
+    """First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured."""
+    breaker_failures: Annotated[int, Field(ge=1)] = 20
+    """This many transport failures in a row open the circuit breaker."""
+    breaker_pause_s: Annotated[float, Field(gt=0)] = 15.0
+    """How long an open breaker holds requests back before one is let through, s."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Judge sampling temperature of the first try; a retry after an unreadable reply adds 0.3."""
+    max_tokens: Annotated[int, Field(ge=16)] = 512
+    """Longest judge reply, tokens."""
+    image_side_px: Annotated[int, Field(ge=32)] = 768
+    """Images are downscaled so that their longer side is at most this."""
+    guided_json: Literal["never", "on_retry", "always"] = "never"
+    """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
+    reply; for endpoints that take it (vLLM and OpenAI do)."""
+    max_outage_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long an open breaker may hold questions back before they are given up as UNGRADED, s."""
+    max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
+    UNGRADED."""
+
+
+class EvaluationConfig(Section):
+    """The held-out run of the same rollout: one completion per sample, greedy by default."""
+
+    every_n_iterations: Annotated[int, Field(ge=0)] = 0
+    """0 = never; else before the first iteration, every n, and after the last."""
+    num_samples: Annotated[int, Field(ge=1)] = 64
+    """First samples of the validation mixture, over all ranks."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Softmax temperature; 0 = the likeliest token. Image tokens want 1: their likeliest are dull.
+    Draws depend on the sample alone."""
+    top_k: int = -1
+    """Keep the k likeliest tokens; -1 = off."""
+    reference_drift: bool = True
+    """Also score the reference completions where the data has them: separates renderer drift from
+    the policy's own mistakes."""
+
+
+class CheckpointConfig(Section):
+    """What is written, how often, and what stays."""
+
+    save_every_n_iterations: Annotated[int, Field(ge=1)] = 50
+    """Resume points."""
+    keep_every_n_iterations: Annotated[int, Field(ge=0)] = 0
+    """Of those, which stay for ever; 0 = only the newest two."""
+    keep: Literal["all", "model"] = "all"
+    """What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
+    fine-tuning: six times smaller)."""
+    push_to_hub_every_n_iterations: Annotated[int, Field(ge=0)] = 0
+    """0 = never. `main` gets the model, a branch ckpt_000020 keeps that of 20 iterations; training
+    goes on meanwhile. A failed push is logged, never fatal."""
+    push_to_hub_repo_id: str = ""
+    """Hub repository, e.g. 'me/my-run'."""
+
+
+class TrackingConfig(Section):
+    """What one sees. metrics.jsonl, episode records and images are always written."""
+
+    wandb: Literal["online", "offline", "off"] = "off"
+    """wandb is a view of the record; a run never needs the network."""
+    wandb_project: str = "rl"
+    """wandb project name."""
+    log_episodes_every_n_iterations: Annotated[int, Field(ge=0)] = 1
+    """Episode records (text, parts, replies, images); 0 = never."""
+    images_per_iteration: Annotated[int, Field(ge=0)] = 16
+    """Pictures written per logged iteration and rank."""
+
+
+class DataConfig(Section):
+    """Where samples come from. Each mixture entry is a plug section plus `weight` (default 1), or
+    `coefficient`: its weight is then coefficient x its rows, 1 for all = one big heap."""
+
+    train: list[PlugSection]
+    """Weighted mixture: entry i is drawn with probability weight_i / sum."""
+    validation: list[PlugSection] = []
+    """Held-out mixture, in order, for evaluation."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count."""
+    max_image_side_px: Annotated[int, Field(ge=16)] = 8192
+    """A picture with a longer side is a bad row."""
+
+
+class FinalReward(Section):
+    """How rewards' values become the one number in [0, 1]."""
+
+    op: Literal["weighted_sum", "geometric_mean"] = "weighted_sum"
+    """weighted_sum: sum(w x) / sum(w); geometric_mean: prod(x^w)^(1/sum(w))."""
+    weights: dict[str, float] = {}
+    """Reward name (or `<reward>/<part>` for parts scaled 0..1) -> weight; {} = 1 for every reward
+    that is not a mere diagnostic."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-'."""
+    base_exp_dir: str
+    """Runs live in <base_exp_dir>/<run_name>/."""
+    seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    """Everything random derives from it (Jsonnet numbers are exact below 2^53)."""
+    num_iterations: Annotated[int, Field(ge=1)] | None = None
+    """Iterations (one batch of rollouts each); exactly one of this and num_epochs."""
+    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training mixture."""
+    prompts_per_iteration: Annotated[int, Field(ge=1)]
+    """Prompts per iteration over all ranks."""
+    generations_per_prompt: Annotated[int, Field(ge=1)]
+    """G, completions per prompt (a group)."""
+    max_staleness: Literal[0, 1] = 0
+    """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: while the judge reads
+    one iteration's pictures the next is sampled and rendered, and the ratio corrects for the one
+    update between (an approximation; `policy/ratio_mean` and `policy/clip_fraction` say how far it
+    moved); hides any judge latency below an iteration's time."""
+    images_per_completion: Annotated[int, Field(ge=1)] = 1
+    """Pictures rendered per completion (different noise); their rewards are averaged."""
+    baseline_arm: Literal["always", "evaluation", "never"] = "always"
+    """Also render and grade the user's own words under the same noise, one picture per prompt, so
+    that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
+    there only, or not at all. Never trained on."""
+    world_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
+    gpu_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 141
+    """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
+    for. A start plans for the GPUs it finds; --gpu-gb overrides both."""
+    policy: PlugSection
+    """A plug of rl/policies."""
+    engine: PlugSection
+    """A plug of rl/engines."""
+    renderer: PlugSection
+    """A plug of rl/renderers."""
+    rewards: dict[str, PlugSection]
+    """Name -> a plug of rl/rewards."""
+    final_reward: FinalReward = FinalReward()
+    data: DataConfig
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    judge: JudgeConfig = JudgeConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run's record and checkpoints live."""
+        return Path(self.base_exp_dir) / self.run_name
+
+
+class ConfigError(ValueError):
+    """A config that cannot run; `problems` holds every one, each with its key and remedy."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+def listed(problems: Sequence[str]) -> str:
+    """One bullet each, further lines of a problem under its first."""
+    return "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems)
+
+
+def missing_model(key: str, path: str) -> list[str]:
+    """What is wrong with a model's path: [] for a folder that is there and for what looks like a
+    hub id ('owner/name', taken on trust: a config is checked without the network)."""
+    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
+    if (path and Path(path).is_dir()) or is_hub_id:
+        return []
+    return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ
+) -> RunConfig:
+    """Read a Jsonnet file into a `RunConfig`.
+
+    `std.extVar('APP__X')` reads the environment variable of that name; only names that begin with
+    APP__ are visible. Each override is `key.sub=value` (a list's entries by number:
+    `data.train.0.path=...`); the value is Jsonnet, a bare word that is not Jsonnet is a string.
+    Overrides act inside Jsonnet, so what the file derives from `$.run_name` follows them.
+
+    Raises:
+        ConfigError: with every problem found, not only the first.
+    """
+    if not Path(path).is_file():
+        raise ConfigError([f"{path}: no such config file (the shipped ones are in configs/)"])
+    values, problems = evaluate(Path(path), overrides, env)
+    if values is None:
+        raise ConfigError(problems)
+    required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
+    if earl_fields.is_flat(values, required):
+        unread = earl_fields.misspelt(values)
+        if unread:
+            raise ConfigError(problems + [f"{path}: {problem}" for problem in unread])
+        values, untold = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
+        problems += untold
+    config, wrong = validate(RunConfig, values)
+    if config is None or problems:
+        raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
+    return config

@@ -1,0 +1,189 @@
+"""Edits whose pictures are already codes: a `tokenized_datalist.json` and one file per edit.
+
+    {"prefix": "<folder>", "path_list": ["1.pth", "2.pth", ...]}
+
+Plug of `rl/data`. What: the list, where its files lie, samples out of them. What not: a single file
+(`files/atomic.py`), making such sets (`scripts/prepare_data.py`), fetching the published ones
+(`scripts/setup_datasets.sh`). Pictures are drawn by the renderer when rewards or records want them.
+The written reasoning some sets carry is not shown to the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rl.api.types import Sample
+from rl.config.schema import Section
+from rl.data.emu3_tokens import files
+from rl.data.shared.rows import BadRowError, OnBadRow, shorten
+
+NUM_CHECKED = 64
+"""Entries looked for by a config check, from the top of the list."""
+
+_SPLIT = re.compile(r"(train|training|validation|val|test|dev)(_|$)")
+
+
+class Config(Section):
+    """One list of tokenised edits."""
+
+    type: str
+    """This plug's name."""
+    path: str
+    """The list; a relative path counts from the working directory. Its files are looked for under
+    its `prefix` (from the working directory, then from the list's own folder), then in the folder
+    above the list's and in `feature/` there."""
+    category: str = ""
+    """Label of these samples for per-category metrics; '' = the data set folder's name."""
+
+
+@dataclass(frozen=True)
+class EditList:
+    """A list that was read."""
+
+    file: Path
+    entries: Sequence[str]
+    prefix: str | None
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the entries lie. Raises BadRowError when none of the first ones is anywhere."""
+        above = self.file.parent.parent
+        stated = [] if self.prefix is None else [Path(self.prefix), self.file.parent / self.prefix]
+        places = list(dict.fromkeys([*stated, above, above / "feature"]))
+        for place in places:
+            if any((place / entry).is_file() for entry in self.entries[:NUM_CHECKED]):
+                return place
+        raise BadRowError(
+            f"{self.file}: its files are nowhere, e.g. {self.entries[0]!r}; looked in "
+            + ", ".join(map(str, places))
+            + ". Put them into one of these folders, or mend the list's 'prefix'"
+        )
+
+    def missing(self, entries: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """(number, what is wrong) of every one of the first entries that is not there."""
+        present: dict[Path, frozenset[str]] = {}
+        for number, entry in enumerate(entries):
+            file = self.folder / entry
+            if file.parent not in present:  # one listing per folder: a stat per file takes minutes
+                is_folder = file.parent.is_dir()
+                names = (f.name for f in file.parent.iterdir()) if is_folder else ()
+                present[file.parent] = frozenset(names)
+            if file.name not in present[file.parent]:
+                yield number, f"{self.file}, entry {number}: {file} does not exist"
+
+
+class TokenisedEdits:
+    """`DataSource` over a list's files, each read when its sample is taken."""
+
+    def __init__(self, edits: EditList, category: str, bad: Sequence[int]) -> None:
+        """`bad`: numbers of the entries to leave out."""
+        left_out = frozenset(bad)
+        self.num_skipped = len(left_out)
+        """Entries left out."""
+        self._files = [
+            edits.folder / entry
+            for number, entry in enumerate(edits.entries)
+            if number not in left_out
+        ]
+        dataset, split = _names(edits.file)
+        self._category = category or (dataset if _SPLIT.match(split) else split)
+        self._label = f"{dataset}/{split}"
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Raises BadRowError when the file turns out to be unusable."""
+        file = self._files[index]
+        try:
+            edit = files.read(file)
+        except FileNotFoundError as error:
+            raise BadRowError(f"{file} does not exist (any more)") from error
+        except files.UnreadableError as error:
+            raise BadRowError(f"{file}: {error}") from error
+        return Sample(
+            id=f"{self._label}/{edit.id}",
+            instruction=edit.instruction,
+            source_codes=edit.source_codes,
+            target_codes=edit.target_codes,
+            category=self._category,
+        )
+
+
+def provides(config: Config) -> frozenset[str]:
+    """What samples carry, in the words of a reward's `NEEDS`; pictures once the renderer drew."""
+    return frozenset({"source_codes", "target_codes", "source", "target"})
+
+
+def count(config: Config) -> int | None:
+    """Entries of the list, missing files included; None when there is no list."""
+    try:
+        return len(read_list(config.path).entries)
+    except BadRowError:
+        return None
+
+
+def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
+    """Everything that is wrong with the list and its first files, without opening one of them."""
+    try:
+        edits = read_list(config.path)
+        problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]
+    except BadRowError as error:
+        return [str(error)]
+    if on_bad_row == "skip" or not problems:
+        return []
+    looked = min(NUM_CHECKED, len(edits.entries))
+    return [*shorten(problems), f"{edits.file}: {len(problems)} of the first {looked} are missing"]
+
+
+def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> TokenisedEdits:
+    """The list as a `DataSource`. Raises BadRowError (a ValueError) naming list and entries."""
+    edits = read_list(config.path)
+    bad = dict(edits.missing(edits.entries))
+    if bad and on_bad_row == "error":
+        raise BadRowError(
+            "\n".join(shorten(list(bad.values()))) + "\nPut these files there, or leave their "
+            "entries out with data.on_bad_row: 'skip'."
+        )
+    return TokenisedEdits(edits, config.category, list(bad))
+
+
+def read_list(path: str | Path) -> EditList:
+    """The list at `path`. Raises BadRowError when it is not there or not such a list.
+
+    EARL's own set-up linked `<set>/list` into `<set>/feature/` with a link that led nowhere; a path
+    through it is understood.
+    """
+    file = Path(path)
+    if not file.is_file() and file.parent.parent.name == "feature":
+        file = file.parent.parent.parent / file.parent.name / file.name
+    if file.is_dir():
+        raise BadRowError(f"{path} is a folder; name the tokenized_datalist.json in it")
+    if not file.is_file():
+        raise BadRowError(
+            f"{path} does not exist (from {Path.cwd()}); fetch the published sets with "
+            "scripts/setup_datasets.sh, or tokenise your own with scripts/prepare_data.py"
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadRowError(f"{file}: is not JSON ({error})") from error
+    entries = content.get("path_list") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise BadRowError(f'{file}: is not a list {{"prefix": ..., "path_list": ["1.pth", ...]}}')
+    if not entries:
+        raise BadRowError(f"{file}: its path_list is empty")
+    prefix = content.get("prefix")
+    return EditList(file, entries, prefix if isinstance(prefix, str) else None)
+
+
+def _names(file: Path) -> tuple[str, str]:
+    """(data set, split) as the folders above `[feature/]list/` are called."""
+    folders = [name for name in file.resolve().parent.parts if name not in ("list", "feature")]
+    dataset, split = ["", *folders][-2:]
+    return dataset, split

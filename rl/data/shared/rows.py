@@ -1,0 +1,239 @@
+"""Rows of a user's own data as samples: which column is what, and what makes a row bad.
+
+What: `Columns` (the mapping), `Rows` (a lazily decoding `DataSource`), the checks every row passes
+before a run starts. What not: where rows come from (`edit_jsonl`, `hf_dataset`) and what a single
+picture must be (`pictures.py`). Called by those two plugs; `BadRowError` also by
+`rl/rollout/prompt_order.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from rl.api.types import Sample, UnusableSampleError
+from rl.config.schema import Section
+from rl.data.shared.pictures import UnusableError, check_header, decode, locate
+
+OnBadRow = Literal["error", "skip"]
+PictureCheck = Literal["exists", "header", "pixels"]
+MAX_PROBLEMS_SHOWN = 10
+_LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
+    "exists": lambda _located, _max_side_px: None,
+    "header": check_header,
+    "pixels": decode,
+}
+_MISSING = object()
+
+
+class BadRowError(UnusableSampleError):
+    """A row that cannot become a sample; the message names file, row and remedy."""
+
+
+class Columns(Section):
+    """Which key of a row is what. `a.b.0` reaches into nested records and lists.
+
+    A key that the config names must be in every row, and hidden ones not null there. `target`, `id`
+    and `category` are also found under their default keys in the rows that have them. Questions
+    with an answer to check: `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
+    """
+
+    instruction: str = "instruction"
+    """The user's words (edit instruction, question or prompt); every row needs them."""
+    source: str = "image"
+    """Source picture: a path, or an image cell; '' = rows have none."""
+    source_optional: bool = False
+    """True: a row without that cell, or with null in it, is a text-only sample."""
+    target: str = "target_image"
+    """Reference edit, a picture for rewards only; '' = not read. Name it when a reward needs it."""
+    reference: str = ""
+    """A right completion, text; '' = rows have none."""
+    id: str = "id"
+    """Stable, unique identity; rows without one are called '<file>:<row number>'."""
+    category: str = "category"
+    """Free label for per-category metrics."""
+    hidden: dict[str, str] = {}
+    """Name -> column: what rewards may see and the policy may not (answers, labels)."""
+    hidden_optional: bool = False
+    """True: a hidden column may hold null, where no reward needs it."""
+
+    @model_validator(mode="after")
+    def _nothing_hidden_is_shown(self) -> Columns:
+        for name, column in self.hidden.items():
+            if column in (self.instruction, self.source):
+                raise ValueError(
+                    f"hidden.{name}: column {column!r} is also what the policy reads; name the "
+                    "column that holds the answer alone"
+                )
+        return self
+
+    def required(self) -> list[str]:
+        """The columns every row must have."""
+        by_choice = [key for key in ("target", "id", "category") if key in self.model_fields_set]
+        source = () if self.source_optional else ("source",)
+        keys = ["instruction", *source, "reference", *by_choice]
+        return [name for name in [*(getattr(self, k) for k in keys), *self.hidden.values()] if name]
+
+    def pictures(self) -> dict[str, str]:
+        """'source' and 'target' -> column."""
+        return {key: name for key in ("source", "target") if (name := getattr(self, key))}
+
+    def provides(self) -> frozenset[str]:
+        """What every sample carries beyond its instruction, in the words of a reward's `NEEDS`."""
+        keys = [k for k in ("source", "target", "reference") if getattr(self, k) in self.required()]
+        return frozenset([*keys, *(f"hidden:{name}" for name in self.hidden)])
+
+
+def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
+    """The cell at `column`, which may be a dotted path; KeyError without a default."""
+    if column in row:
+        return row[column]
+    cell: Any = row
+    for part in column.split("."):
+        if isinstance(cell, Mapping) and part in cell:
+            cell = cell[part]
+        elif isinstance(cell, list) and part.isdecimal() and int(part) < len(cell):
+            cell = cell[int(part)]
+        elif default is _MISSING:
+            raise KeyError(column)
+        else:
+            return default
+    return cell
+
+
+class Rows:
+    """A finite list of rows as a `DataSource`: pictures are decoded when a sample is taken."""
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        numbers: Sequence[int],
+        origin: str,
+        columns: Columns,
+        folder: Path,
+        max_image_side_px: int,
+    ) -> None:
+        """`numbers[i]` is the number of row i in `origin` (a file, or data set and split), for
+        messages and default ids; relative picture paths count from `folder`."""
+        self.num_skipped = 0
+        """Rows left out by `keep_good`."""
+        self._rows = rows
+        self._numbers = numbers
+        self._origin = origin
+        self._columns = columns
+        self._folder = folder
+        self._max_side_px = max_image_side_px
+        self._kept: Sequence[int] = range(len(rows))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
+        index = self._kept[index]
+        row, columns = self._rows[index], self._columns
+        try:
+            _check_text(row, columns)
+            pictures = self._each_picture(row, decode)
+        except (UnusableError, KeyError) as error:
+            raise BadRowError(self._sentence(index, error)) from error
+        return Sample(
+            id=self._id(index, row),
+            instruction=pick(row, columns.instruction).strip(),
+            category=_label(pick(row, columns.category, "")) if columns.category else "",
+            reference=pick(row, columns.reference) if columns.reference else None,
+            hidden={name: pick(row, column) for name, column in columns.hidden.items()},
+            **pictures,
+        )
+
+    def keep_good(
+        self, on_bad_row: OnBadRow, picture_check: PictureCheck, unreadable: Sequence[str] = ()
+    ) -> None:
+        """Look at every row; leave the bad ones out and count them, or raise BadRowError.
+
+        `unreadable` are sentences about what did not even become a row.
+        """
+        bad = dict(self.problems(picture_check))
+        sentences = [*unreadable, *bad.values()]
+        if sentences and on_bad_row == "error":
+            raise BadRowError(
+                "\n".join(shorten(sentences)) + "\nMend these rows, or leave them out with "
+                "data.on_bad_row: 'skip'."
+            )
+        self._kept = [index for index in range(len(self._rows)) if index not in bad]
+        self.num_skipped = len(sentences)
+        if not self._kept:
+            raise BadRowError("\n".join([f"{self._origin}: no row is left:", *shorten(sentences)]))
+
+    def problems(self, picture_check: PictureCheck) -> Iterator[tuple[int, str]]:
+        """(index, what is wrong with it) of every bad row."""
+        owners: dict[str, int] = {}
+        for index, row in enumerate(self._rows):
+            try:
+                _check_text(row, self._columns)
+                self._each_picture(row, _LOOKS[picture_check])
+            except (UnusableError, KeyError) as error:
+                yield index, self._sentence(index, error)
+                continue
+            identity = self._id(index, row)
+            owner = owners.setdefault(identity, self._numbers[index])
+            if owner != self._numbers[index]:
+                yield index, f"{self._place(index)}: id {identity!r} is already that of row {owner}"
+
+    def _each_picture(
+        self, row: Mapping[str, Any], use: Callable[[Path | bytes, int], Any]
+    ) -> dict[str, Any]:
+        used = {}
+        required = self._columns.required()
+        for key, column in self._columns.pictures().items():
+            cell = pick(row, column, None)
+            if cell is None and column not in required:
+                continue
+            try:
+                used[key] = use(locate(cell, self._folder), self._max_side_px)
+            except UnusableError as error:
+                raise UnusableError(f"{key} picture ({column!r}): {error}") from error
+        return used
+
+    def _place(self, index: int) -> str:
+        return f"{self._origin}, row {self._numbers[index]}"
+
+    def _sentence(self, index: int, error: Exception) -> str:
+        if isinstance(error, KeyError):
+            keys = ", ".join(map(str, self._rows[index])) or "nothing"
+            return f"{self._place(index)}: has no {error.args[0]!r}; it has {keys}"
+        return f"{self._place(index)}: {error}"
+
+    def _id(self, index: int, row: Mapping[str, Any]) -> str:
+        given = pick(row, self._columns.id, None) if self._columns.id else None
+        # The folder is left out: moving the data must not change seeds that derive from ids.
+        name = self._origin.rsplit("/", 1)[-1]
+        return f"{name}:{self._numbers[index]}" if given is None else str(given)
+
+
+def shorten(problems: Sequence[str]) -> list[str]:
+    """The first of many problems, and how many more there are."""
+    more = len(problems) - MAX_PROBLEMS_SHOWN
+    tail = [f"... and {more} more bad rows"] if more > 0 else []
+    return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
+
+
+def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
+    for column in columns.required():
+        pick(row, column)
+    for name, column in columns.hidden.items():
+        if pick(row, column) is None and not columns.hidden_optional:
+            raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
+    for column in filter(None, (columns.instruction, columns.reference)):
+        text = pick(row, column)
+        if not isinstance(text, str):
+            raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
+        if not text.strip():
+            raise UnusableError(f"{column!r} is empty; write what is wanted")
+
+
+def _label(value: Any) -> str:
+    return "" if value is None else str(value)

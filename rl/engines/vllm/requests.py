@@ -1,0 +1,73 @@
+"""One prompt as vLLM's engine takes it, one of its outputs as the loop takes it.
+
+What: `engine_input`, ids and pictures as the policy has them already, so that nothing is tokenised,
+preprocessed or encoded twice and the two sides cannot read a picture differently; `completion`.
+What not: how requests are drawn and run (`plug.py`, which calls this).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+from vllm.inputs import mm_input, tokens_input
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+from rl.algorithm.image_grammar import forced_tokens
+from rl.api.types import Completion, ImageVocabulary, Prompt
+
+
+def engine_input(
+    prompt: Prompt,
+    features: torch.Tensor | None,
+    image_token_id: int | None,
+    dtype: torch.dtype,
+) -> Any:
+    """vLLM's `EngineInput`.
+
+    `features`: [N_img, D] what the policy's vision tower makes of the prompt's picture, for an
+    engine that has none; else pixels go in, in the model's own `dtype`. `image_token_id`: fills a
+    picture's place in the prompt; None for models that read ids only.
+    """
+    ids = list(prompt.token_ids)
+    if not prompt.images:
+        return tokens_input(ids)
+    assert image_token_id is not None, "it reads ids only"
+    [picture] = prompt.images
+    # By the picture's name the engine finds what it has encoded: a group's members share it.
+    name = hashlib.blake2b(picture.tobytes(), key=repr(picture.size).encode()).hexdigest()
+    grid = prompt.model_inputs["image_grid_thw"]
+    if features is None:
+        key, values = "pixel_values", prompt.model_inputs["pixel_values"].to(dtype)
+    else:
+        # On the CPU, as vLLM expects what comes from outside.
+        key, values = "image_embeds", features.cpu()
+    fields = {
+        key: MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(values)])),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    inputs = {key: values, "image_grid_thw": grid}
+    place = PlaceholderRange(offset=ids.index(image_token_id), length=ids.count(image_token_id))
+    return mm_input(
+        ids,
+        mm_kwargs=MultiModalKwargsItems.from_hf_inputs(inputs, fields),
+        mm_hashes={"image": [name]},
+        mm_placeholders={"image": [place]},
+    )
+
+
+def completion(
+    output: Any,
+    stop_ids: Collection[int],
+    grid: tuple[int, int] | None,
+    vocabulary: ImageVocabulary | None,
+) -> Completion:
+    """Of vLLM's `CompletionOutput` with flat log-probs of its own tokens alone. `grid`: to which it
+    was held by `vocabulary`, None: it was free."""
+    ids = tuple(output.token_ids)
+    assert tuple(output.logprobs.token_ids) == ids, "one log-prob a token, its own"
+    forced = forced_tokens(ids, grid, vocabulary) if grid and vocabulary else None
+    finish: Literal["stop", "length"] = "stop" if ids[-1] in stop_ids else "length"
+    return Completion(ids, tuple(output.logprobs.logprobs), finish, forced)

@@ -1,0 +1,102 @@
+"""Starting vLLM inside somebody else's process: what has to be told, and what must not be touched.
+
+What: the model's class, the shell that holds pictures to their grids, the globals that vLLM would
+keep for itself, and its noise at the end. What not: the engine's arguments and its life
+(`plug.py`, which calls this).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rl.api.types import ImageVocabulary
+from rl.ranks.seeding import rng_state, set_rng_state
+
+SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
+"""Architectures that vLLM does not list, and the class of its own that computes the same."""
+
+GRID = "image_grid"
+"""Key of a request's (h, w) in `SamplingParams.extra_args`; absent: the request is not held."""
+VOCABULARY = "image_vocabulary"
+"""Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
+
+
+def register_in_process(folder: str) -> None:
+    """Tell vLLM the model's class, which it would else look at in a subprocess (12 s)."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models
+    for architecture in AutoConfig.from_pretrained(folder).architectures:
+        lazy = known.get(architecture) or known.get(SERVED_AS.get(architecture, ""))
+        if lazy is None:
+            raise ValueError(
+                f"vLLM cannot serve {architecture} (config.json in policy.model_path): use "
+                "engine.type 'transformers'"
+            )
+        if hasattr(lazy, "module_name"):
+            module = importlib.import_module(lazy.module_name)
+            ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
+
+
+def grammar_arguments(
+    folder: str, arguments: Mapping[str, Any], vocabulary: ImageVocabulary
+) -> dict[str, Any]:
+    """What holds an engine's requests to their grids: the shell that its model runner takes."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        from rl.engines.vllm import grammar
+    except ImportError as error:
+        raise RuntimeError(
+            "this vLLM has other logits-processor interfaces than the ones written for (see the "
+            "pin in requirements.txt): install that version, or use engine.type 'transformers'"
+        ) from error
+    # Two runners, each of which refuses the other's class; only the finished configuration knows.
+    planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
+    shell = grammar.V2Grammar if planned.use_v2_model_runner else grammar.V1Grammar
+    return {
+        "logits_processors": [shell],
+        "additional_config": {VOCABULARY: asdict(vocabulary)},
+    }
+
+
+def multiply_by_one_adapter() -> None:
+    """On a CPU: adapters through `OneAdapter` instead of vLLM's own way."""
+    from vllm.platforms import current_platform
+
+    from rl.engines.vllm.one_adapter import OneAdapter
+
+    name = f"{OneAdapter.__module__}.{OneAdapter.__name__}"
+    type(current_platform).get_punica_wrapper = classmethod(lambda _: name)
+
+
+@contextmanager
+def untouched_globals() -> Iterator[None]:
+    """vLLM's start seeds every global generator and, on a CPU, makes `torch.set_num_threads` a
+    no-op; the trainer keeps its own."""
+    import torch
+
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    random_state = rng_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        set_rng_state(random_state)
+
+
+def mute_teardown() -> None:
+    """An engine that stays until its process ends (see `close`) still holds Triton's objects, and
+    their binding lists all of them on stderr once Python is gone. On a CPU only: a GPU's teardown
+    may have something to say."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

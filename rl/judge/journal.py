@@ -1,0 +1,56 @@
+"""Replies already paid for, on disk: a resumed iteration asks only for what it does not have.
+
+What: an append-only JSONL file of `{"key", "reply"}` and its index in memory. It also makes a
+resume exact when the judge samples. What not: a record for people (episodes keep their replies),
+nor a lock: one process per file. Called by the judge client.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from rl.files.atomic import lines_of, row_of
+
+log = logging.getLogger(__name__)
+
+
+class ReplyJournal:
+    """Key -> raw reply. The first reply under a key stays."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._replies = _load(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def get(self, key: str) -> str | None:
+        return self._replies.get(key)
+
+    def put(self, key: str, reply: str) -> None:
+        """On disk (past this process, not past a power cut) when this returns."""
+        self._replies[key] = reply
+        self._file.write(json.dumps({"key": key, "reply": reply}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _load(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    lines = lines_of(path)
+    if lines and not lines[-1].endswith(b"\n"):
+        # A process killed while writing leaves half a line; the next line must not join it.
+        with path.open("r+b") as file:
+            file.truncate(sum(map(len, lines[:-1])))
+        lines.pop()
+    replies: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        match row_of(line):
+            case {"key": str(key), "reply": str(reply)}:
+                replies.setdefault(key, reply)
+            case _:
+                log.warning("%s line %d is no journal entry; it will be asked again", path, number)
+    return replies

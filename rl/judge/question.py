@@ -1,0 +1,105 @@
+"""What a judge is asked: texts and pictures in order, and the prompt files they come from.
+
+What: `Question`, its parts as JSON, prompt files. What not: HTTP (`client.py`) and the
+reading of replies (`reply.py`). Called by the rewards that ask a judge, and by the judge
+client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from rl.files.images import downscale, png_bytes
+
+INSTRUCTION = "{instruction}"
+"""The one placeholder of a prompt file."""
+
+CACHED_PICTURES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One user message."""
+
+    parts: tuple[str | Image.Image, ...]
+    """In the order the judge sees them. What a whole group shares comes first (the source picture,
+    then the rubric), so that the judge's prefix cache serves the group."""
+    reply_schema: Mapping[str, Any]
+    """JSON schema of the reply, sent when `judge.guided_json` says so."""
+    temperature: float | None = None
+    """Judge sampling temperature; None: `judge.temperature`."""
+
+
+def read_prompt(path: Path, key: str, needs_instruction: bool) -> str:
+    """The text of a prompt file. Raises ValueError naming `key` when it cannot serve."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{key}: cannot read the prompt file {path} ({error})") from None
+    if not text:
+        raise ValueError(f"{key}: the prompt file {path} is empty")
+    if needs_instruction and INSTRUCTION not in text:
+        raise ValueError(
+            f"{key}: the prompt file {path} has no {INSTRUCTION}; put it where the user's words go"
+        )
+    return text
+
+
+def fill_prompt(text: str, instruction: str) -> str:
+    """`text` with the user's words in place. Other braces (JSON examples) stay as they are."""
+    return text.replace(INSTRUCTION, instruction)
+
+
+def repeat_temperature(num_repeats: int, temperature: float) -> float:
+    """`temperature`, if that many repeats make sense at it; ValueError otherwise."""
+    if num_repeats > 1 and temperature == 0:
+        raise ValueError(
+            f"n_evals={num_repeats} at judge temperature 0 buys one answer {num_repeats} times: "
+            "set the reward's temperature above 0, or its n_evals to 1"
+        )
+    return temperature
+
+
+def png_data_url(image: Image.Image, side_px: int) -> str:
+    """Lossless on purpose: a JPEG would put its own artefacts before the judge of artefacts."""
+    png = png_bytes(downscale(image.convert("RGB"), side_px))
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def picture_part(image: Image.Image, side_px: int) -> bytes:
+    """A picture as it stands in a request, JSON."""
+    url = png_data_url(image, side_px)
+    return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
+
+
+class PartEncoder:
+    """Parts of questions as they stand in a request. Pictures are encoded in worker threads, each
+    once: a group shares its source, and two questions share an edited picture. Belongs to one event
+    loop."""
+
+    def __init__(self, side_px: int) -> None:
+        self._side_px = side_px
+        # The picture is kept beside its bytes: an id is only unique while its object lives.
+        self._recent: OrderedDict[int, tuple[Image.Image, asyncio.Future[bytes]]] = OrderedDict()
+
+    async def encode(self, part: str | Image.Image) -> bytes:
+        """JSON of one part."""
+        if isinstance(part, str):
+            return json.dumps({"type": "text", "text": part}).encode()
+        entry = self._recent.get(id(part))
+        if entry is None:
+            work = asyncio.ensure_future(asyncio.to_thread(picture_part, part, self._side_px))
+            entry = self._recent[id(part)] = (part, work)
+            if len(self._recent) > CACHED_PICTURES:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(id(part))
+        return await asyncio.shield(entry[1])

@@ -1,0 +1,145 @@
+"""Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable.
+
+What: the judge's words out of an HTTP body; one JSON object out of them, and its numbers, never
+guessed, never clipped. What not: the retry that follows an unreadable reply (`client.py`).
+Called by the rewards that ask a judge, and by the judge client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from rl.record.untrusted import without_lone_surrogates
+
+MAX_REPLY_CHARS = 100_000
+
+
+class UnreadableReplyError(ValueError):
+    """The reply is not what was asked for; says why, without quoting the reply."""
+
+
+def chat_content(body: bytes) -> str:
+    """The judge's words in a chat completion; '' when it said none.
+
+    What is longer than any readable reply is cut where `read_scores` still calls it too long.
+    Raises `UnreadableReplyError`.
+    """
+    try:
+        content = _parsed(body)["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        raise UnreadableReplyError("no choices[0].message.content") from None
+    if not isinstance(content, str | None):
+        raise UnreadableReplyError(f"{type(content).__name__} under content, a text asked for")
+    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1])
+
+
+def served_models(body: bytes) -> list[str] | None:
+    """The names in a `/models` reply; None when it is not one."""
+    try:
+        names = [model["id"] for model in _parsed(body)["data"]]
+    except (UnreadableReplyError, LookupError, TypeError):
+        return None
+    return names if all(isinstance(name, str) for name in names) else None
+
+
+def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:
+    """The numbers of `{"score": [...]}`: exactly `count`, each in [low, high].
+
+    Raises `UnreadableReplyError`.
+    """
+    scores = _find_object(text).get("score")
+    if not isinstance(scores, list):
+        raise UnreadableReplyError('no list under "score"')
+    if len(scores) != count:
+        raise UnreadableReplyError(f'{len(scores)} numbers under "score", {count} asked for')
+    return tuple(_number(score, "score", low, high) for score in scores)
+
+
+def read_fields(text: str, names: Sequence[str], low: float, high: float) -> tuple[float, ...]:
+    """The numbers under `names`, in that order, each in [low, high].
+
+    Raises `UnreadableReplyError`.
+    """
+    found = _find_object(text)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UnreadableReplyError(f"nothing under {', '.join(missing)}")
+    return tuple(_number(found[name], name, low, high) for name in names)
+
+
+def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
+    """JSON schema of what `read_scores` reads."""
+    number = {"type": "number", "minimum": low, "maximum": high}
+    scores = {"type": "array", "items": number, "minItems": count, "maxItems": count}
+    return _object_schema({"score": scores})
+
+
+def fields_schema(names: Sequence[str], low: float, high: float) -> Mapping[str, Any]:
+    """JSON schema of what `read_fields` reads."""
+    number = {"type": "number", "minimum": low, "maximum": high}
+    return _object_schema(dict.fromkeys(names, number))
+
+
+def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Reasoning first: the numbers are then written in the light of it.
+    properties = {"reasoning": {"type": "string"}, **properties}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _parsed(body: bytes) -> Any:
+    """JSON as it travels: UTF-8 (RFC 8259), whatever charset the headers claim."""
+    try:
+        return json.loads(body.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        raise UnreadableReplyError("no JSON") from None
+
+
+def _find_object(text: str) -> dict[str, Any]:
+    """The one JSON object of a reply, bare, fenced or after prose.
+
+    A brace that opens anything else makes the reply unreadable: to look inside a broken object for
+    a whole one would be a guess.
+    """
+    if len(text) > MAX_REPLY_CHARS:
+        raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")
+    start = text.find("{")
+    if start < 0:
+        raise UnreadableReplyError("no JSON object")
+    # strict=False: raw newlines inside the reasoning are common and harm nothing.
+    decoder = json.JSONDecoder(
+        object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, strict=False
+    )
+    try:
+        found, end = decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, UnreadableReplyError) else "broken JSON"
+        raise UnreadableReplyError(str(reason)) from None
+    if "{" in text[end:]:
+        raise UnreadableReplyError("more than one JSON object")
+    return dict(found)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise UnreadableReplyError("a key twice in the JSON object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise UnreadableReplyError(f"{name} is not a number")
+
+
+def _number(value: Any, name: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnreadableReplyError(f'{type(value).__name__} under "{name}", a number asked for')
+    if not low <= value <= high:
+        raise UnreadableReplyError(f'"{name}" outside {low:g}..{high:g}')
+    return float(value)

@@ -1,0 +1,209 @@
+"""What holds the optimiser's state: plain PyTorch, behind the seam that DeepSpeed shares.
+
+What: the `Backend` seam (forward, backward, step, read and write the state) and its plain
+implementation. What not: losses, micro-batches, metrics (`train_step.py`) or ZeRO
+(`deepspeed.py`). Made by `learner.py`.
+
+Two promises make the backends interchangeable. Gradients are SUMMED over backward calls and ranks,
+because every loss is already divided by a global denominator. And the state is read and written
+whole, in float32, under the names of `module.named_parameters()`, so a run can go on under another
+backend, ZeRO stage or number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rl.api.types import TokenBatch, TokenOutputs
+from rl.config.schema import OptimizerConfig
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one `Backend.step` did."""
+
+    grad_norm: float
+    """Global L2 norm before clipping; inf or NaN when the step was skipped."""
+    applied: bool
+    """False: the gradient was not finite, and weights and moments are untouched."""
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """The optimiser's whole state; empty dicts away from rank 0 when read for a checkpoint."""
+
+    masters: Tensors
+    """name -> float32 weights."""
+    exp_avg: Tensors
+    exp_avg_sq: Tensors
+
+
+class Backend(Protocol):
+    """Every method is collective; `forward` and `backward` only where `in_step` says so."""
+
+    in_step: bool
+    """Ranks must run the same number of forwards and backwards, in the same order."""
+    keeps_graphs: bool
+    """Several forwards may come before their backwards, which may come in any order; each rank may
+    decide for itself which."""
+
+    def forward(self, batch: TokenBatch) -> TokenOutputs: ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add d loss / d weights to this step's gradient."""
+        ...
+
+    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
+        """Sum the gradient over ranks, multiply it by `gradient_scale` (> 0, the same on every
+        rank), clip its global norm, take one AdamW step, clear it.
+
+        A loss is divided before the last one is known, so by what was planned; the scale is what
+        was planned over what came.
+        """
+        ...
+
+    def masters(self) -> Tensors:
+        """The trainable weights, whole, float32, on every rank. May alias the live ones."""
+        ...
+
+    def adam_state(self) -> AdamState:
+        """CPU copies for a checkpoint, complete on rank 0."""
+        ...
+
+    def load(self, state: AdamState, num_steps: int) -> None:
+        """Put back what `adam_state` gave; whole on every rank."""
+        ...
+
+
+def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that require a gradient, by name.
+
+    Raises ValueError when there are none or they mix dtypes.
+    """
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not named:
+        raise ValueError("the policy has no trainable parameter: add a LoRA, or train it in full")
+    dtypes = {p.dtype for p in named.values()}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"trainable parameters must share one dtype, not {sorted(map(str, dtypes))}"
+        )
+    return named
+
+
+def make_adamw(parameters: Sequence[torch.Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    """PyTorch's own AdamW: DeepSpeed's fused ones are compiled at first use."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+    )
+
+
+class TorchBackend:
+    """Replicated weights; gradients summed over ranks by hand; float32 masters where needed."""
+
+    in_step = False
+    keeps_graphs = True
+
+    def __init__(self, module: torch.nn.Module, config: OptimizerConfig, dist: Dist) -> None:
+        self._module = module
+        self._dist = dist
+        self._max_grad_norm = config.max_grad_norm
+        self._parameters = trainable_parameters(module)
+        self._masters = {
+            name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
+            for name, p in self._parameters.items()
+        }
+        self._adamw = make_adamw(list(self._masters.values()), config)
+
+    def forward(self, batch: TokenBatch) -> TokenOutputs:
+        return self._module(batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        for name, parameter in self._parameters.items():
+            master = self._masters[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            # Micro-batches add up in float32: bfloat16 sums would drop the small ones.
+            grad = parameter.grad.float()
+            master.grad = grad if master.grad is None else master.grad + grad
+            parameter.grad = None
+
+    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
+        masters = list(self._masters.values())
+        for master in masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            self._dist.sum_(master.grad).mul_(gradient_scale)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm))
+        applied = math.isfinite(grad_norm)
+        if applied:
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.step()
+            self._write_back()
+        self._adamw.zero_grad(set_to_none=True)
+        return StepOutcome(grad_norm, applied)
+
+    def _write_back(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
+
+    def masters(self) -> Tensors:
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def adam_state(self) -> AdamState:
+        if self._dist.rank != 0:
+            return AdamState({}, {}, {})
+        return AdamState(
+            {name: cpu_copy(master) for name, master in self._masters.items()},
+            {name: self._moment(name, "exp_avg") for name in self._masters},
+            {name: self._moment(name, "exp_avg_sq") for name in self._masters},
+        )
+
+    def _moment(self, name: str, key: str) -> torch.Tensor:
+        master = self._masters[name]
+        state = self._adamw.state.get(master, {})
+        return cpu_copy(state[key]) if key in state else torch.zeros(master.shape)
+
+    def load(self, state: AdamState, num_steps: int) -> None:
+        write_plain_state(self._adamw, self._masters, state, num_steps)
+        self._write_back()
+
+
+def write_plain_state(
+    adamw: torch.optim.AdamW,
+    masters: Mapping[str, torch.nn.Parameter],
+    state: AdamState,
+    num_steps: int,
+) -> None:
+    """Put weights and moments into an AdamW that holds unsharded parameters."""
+    with torch.no_grad():
+        for name, master in masters.items():
+            master.copy_(state.masters[name])
+            adamw.state[master] = {
+                "step": torch.tensor(float(num_steps)),
+                "exp_avg": state.exp_avg[name].to(master.device, copy=True),
+                "exp_avg_sq": state.exp_avg_sq[name].to(master.device, copy=True),
+            }
+
+
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous float32 copy on the CPU, its own memory."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()

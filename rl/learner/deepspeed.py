@@ -1,0 +1,279 @@
+"""DeepSpeed ZeRO 0-3 behind the learner's seam.
+
+What: `DeepSpeedBackend`. What not: anything the plain backend does not do as well. DeepSpeed is
+imported here only. Made by `learner.py`.
+
+What DeepSpeed is told, and why:
+- A client `torch.optim.AdamW`: its own optimisers are compiled at first use (minutes, a compiler).
+- `managed_gradient_accumulation: false`: the number of micro-batches varies; we say when to step.
+- No `bf16` section while the trainable parameters are float32 (LoRA on a bfloat16 base): it would
+  cast the WHOLE module, adapters included. Without it DeepSpeed leaves dtypes as the policy made
+  them. bfloat16 trainable parameters (full fine-tune) get it, and with it float32 masters.
+- It averages gradients over ranks; we need the sum, so every loss is multiplied by the world size.
+- `step`'s gradient scale goes in as the loss scale of mixed precision, which ZeRO divides out again
+  before norm and clip.
+- Batch sizes mean nothing to it, since we cut the micro-batches and say when to step: all are 1.
+- Its checkpoints stay unused (not atomic, tied to stage and world size): see `adam_state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl.api.types import TokenBatch, TokenOutputs
+from rl.config.schema import OptimizerConfig
+from rl.learner.backends import (
+    AdamState,
+    StepOutcome,
+    Tensors,
+    cpu_copy,
+    make_adamw,
+    trainable_parameters,
+    write_plain_state,
+)
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+PERSISTENCE_THRESHOLD_NUMEL = 100_000
+"""ZeRO-3 leaves parameters smaller than this whole on every rank (DeepSpeed's default)."""
+MAX_BUCKET_NUMEL = 500_000_000
+"""Upper bound of the gradient bucket (DeepSpeed's default)."""
+
+
+def deepspeed_config(
+    config: OptimizerConfig, dtype: torch.dtype, world_size: int, num_trainable: int
+) -> dict[str, Any]:
+    """The dictionary `deepspeed.initialize` gets.
+
+    Raises ValueError for a stage that cannot keep float32 masters of bfloat16 parameters.
+    """
+    stage = config.zero_stage
+    if dtype != torch.float32 and stage in (0, 1):
+        raise ValueError(
+            f"optimizer.zero_stage {stage} keeps no readable float32 masters for {dtype} trainable "
+            "parameters: use zero_stage 2 or 3, or optimizer.backend 'torch'"
+        )
+    bucket = max(1, min(MAX_BUCKET_NUMEL, num_trainable))
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = PERSISTENCE_THRESHOLD_NUMEL
+        # Its replacement for F.linear breaks non-reentrant checkpointing ("recomputed shape [0]").
+        zero["memory_efficient_linear"] = False
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": world_size,
+        "managed_gradient_accumulation": False,
+        # Stage 0 clips in our hook, where the norm can also be read and checked.
+        "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+    if dtype == torch.bfloat16:
+        settings["bf16"] = {"enabled": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+class DeepSpeedBackend:
+    """One `deepspeed` engine around the policy's module."""
+
+    def __init__(self, module: torch.nn.Module, config: OptimizerConfig, dist: Dist) -> None:
+        deepspeed = _import_deepspeed(dist)
+        self._dist = dist
+        self._stage = config.zero_stage
+        # Stage 2 reduces in every backward, stage 3 gathers in every forward besides.
+        self.in_step = dist.world_size > 1 and self._stage >= 2
+        # Stage 3 could, if ranks agreed on which: a forward that one saves is one that others wait
+        # for.
+        self.keeps_graphs = self._stage < 3
+        self._max_grad_norm = config.max_grad_norm
+        self._parameters = trainable_parameters(module)
+        parameters = list(self._parameters.values())
+        self._dtype = parameters[0].dtype
+        num_trainable = sum(p.numel() for p in parameters)
+        settings = deepspeed_config(config, self._dtype, dist.world_size, num_trainable)
+        self._adamw = make_adamw(parameters, config)
+        self._stage0_scale, self._stage0_norm = 1.0, 0.0
+        if self._stage == 0:
+            self._adamw.register_step_pre_hook(self._guard_stage0)
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=self._adamw, config=settings
+        )
+
+    def forward(self, batch: TokenBatch) -> TokenOutputs:
+        return self._engine(batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._stage > 0:
+            # ZeRO closes its books on a backward at the next forward, and adds the next one up only
+            # then; another backward may come first.
+            self._engine.optimizer.clear_backward_seen_flag()
+        self._engine.backward(loss * self._dist.world_size, scale_wrt_gas=False)
+
+    def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._stage == 0:
+            self._stage0_scale = gradient_scale
+            self._engine.step()
+            return StepOutcome(self._stage0_norm, math.isfinite(self._stage0_norm))
+        if self._stage == 1:
+            self._complete_gradients()
+        optimizer.loss_scale = 1 / gradient_scale
+        self._engine.step()
+        optimizer.loss_scale = 1.0
+        return StepOutcome(
+            float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
+        )
+
+    def _complete_gradients(self) -> None:
+        """Stage 1 reduces what this rank's backwards reached; ranks must bring the same tensors, a
+        rank that ran no backward included."""
+        self._engine.optimizer.setup_buckets()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _guard_stage0(self, adamw: torch.optim.AdamW, *_: Any) -> None:
+        """Stage 0 neither reports its norm nor checks it: do both between all-reduce and step.
+
+        AdamW passes over parameters without a gradient, so clearing them skips the step.
+        """
+        parameters = list(self._parameters.values())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._stage0_scale)
+        self._stage0_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
+        if not math.isfinite(self._stage0_norm):
+            adamw.zero_grad(set_to_none=True)
+
+    def masters(self) -> Tensors:
+        if self._stage < 3 and self._dtype == torch.float32:
+            return {name: p.detach() for name, p in self._parameters.items()}
+        return {name: self._gather(p) for name, p in self._parameters.items()}
+
+    def adam_state(self) -> AdamState:
+        state = AdamState({}, {}, {})
+        for name, parameter in self._parameters.items():
+            # Every rank gathers, one tensor at a time, and only rank 0 keeps it.
+            master = self._gather(parameter)
+            exp_avg = self._gather(parameter, "exp_avg")
+            exp_avg_sq = self._gather(parameter, "exp_avg_sq")
+            if self._dist.rank == 0:
+                state.masters[name] = cpu_copy(master)
+                state.exp_avg[name] = cpu_copy(exp_avg)
+                state.exp_avg_sq[name] = cpu_copy(exp_avg_sq)
+        return state
+
+    def _gather(self, parameter: torch.nn.Parameter, key: str | None = None) -> torch.Tensor:
+        """One parameter's whole float32 master or Adam moment (zeros before the first step)."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if key is not None and not self._has_moments():
+            return torch.zeros(_whole_shape(parameter))
+        if self._stage == 0:
+            return parameter.detach() if key is None else self._adamw.state[parameter][key]
+        if key is None:
+            whole = safe_get_full_fp32_param(parameter)
+        else:
+            whole = safe_get_full_optimizer_state(parameter, key)
+        return whole.detach().reshape(_whole_shape(parameter))
+
+    def _flat_masters(self) -> list[torch.Tensor]:
+        """The tensors AdamW really steps: this rank's flat shards, or the parameters (stage 0)."""
+        if self._stage == 3:
+            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return [p for group in self._adamw.param_groups for p in group["params"]]
+
+    def _has_moments(self) -> bool:
+        return all("exp_avg" in self._adamw.state.get(p, {}) for p in self._flat_masters())
+
+    def load(self, state: AdamState, num_steps: int) -> None:
+        if self._stage == 0:
+            write_plain_state(self._adamw, self._parameters, state, num_steps)
+            return
+        for flat in self._flat_masters():
+            moments = self._adamw.state[flat]
+            moments.setdefault("exp_avg", torch.zeros_like(flat))
+            moments.setdefault("exp_avg_sq", torch.zeros_like(flat))
+            moments["step"] = torch.tensor(float(num_steps))
+        if self._stage == 3:
+            self._load_partitioned(state)
+        else:
+            self._load_sharded(state)
+
+    def _load_sharded(self, state: AdamState) -> None:
+        """Stages 1 and 2: whole parameters, sharded masters and moments."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        # Links parameters to AdamW's state, which DeepSpeed else does after its first step.
+        self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self._parameters.items():
+            device = parameter.device
+            safe_set_full_fp32_param(parameter, state.masters[name].to(device))
+            safe_set_full_optimizer_state(parameter, state.exp_avg[name].to(device), "exp_avg")
+            safe_set_full_optimizer_state(
+                parameter, state.exp_avg_sq[name].to(device), "exp_avg_sq"
+            )
+        self._engine.optimizer.update_lp_params()
+
+    def _load_partitioned(self, state: AdamState) -> None:
+        """Stage 3: parameters, masters and moments are all sharded."""
+        import deepspeed
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        for name, parameter in self._parameters.items():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if self._dist.rank == 0:
+                    parameter.data.copy_(state.masters[name])
+            safe_set_local_fp32_param(parameter, self._shard(parameter, state.masters[name]))
+            for key, moments in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
+                shard = self._shard(parameter, moments[name])
+                safe_set_local_optimizer_state(parameter, shard, key)
+
+    def _shard(self, parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of `whole`; shards are equal, so the last one is padded with zeros."""
+        size = parameter.ds_tensor.numel()
+        flat = whole.flatten().to(parameter.device)
+        padding = size * self._dist.world_size - flat.numel()
+        flat = torch.nn.functional.pad(flat, (0, padding))
+        return flat.narrow(0, size * self._dist.rank, size)
+
+
+def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _import_deepspeed(dist: Dist) -> Any:
+    """Import DeepSpeed without its surprises, and join (or make) the process group."""
+    on_cpu = dist.device == "cpu"
+    os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    # It calls collectives under names that torch now deprecates, several times a step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if on_cpu:
+        # Only the lookup of a shared-memory op for CPU inference reads this; finding it would
+        # compile C++ for a minute, and a stale lock file would hang the run for ever.
+        deepspeed.ops.__compatible_ops__ = {}
+    if not torch.distributed.is_initialized():
+        # DeepSpeed insists on a group; one process needs no port for it.
+        store = torch.distributed.HashStore()
+        backend = "gloo" if on_cpu else "nccl"
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    deepspeed.init_distributed(
+        "gloo" if on_cpu else "nccl", auto_mpi_discovery=False, verbose=False
+    )
+    return deepspeed

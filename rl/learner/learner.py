@@ -1,0 +1,234 @@
+"""The learner: what one batch of rollouts does to the weights.
+
+What: `Learner`: opens an iteration's `Update`, and gives the weights and state for others to read.
+What not: the update itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
+optimiser's state (`backends.py`, `deepspeed.py`), rewards and advantages. Called by
+`train.py`, `weight_sync.py` and the checkpoints.
+
+Axes: `_P` prompts on this rank, `_G` completions of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl.algorithm.learning_rate import learning_rate
+from rl.algorithm.losses import Denominators
+from rl.api.types import PolicyWeights, Prompt, Row
+from rl.config.schema import RunConfig
+from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
+from rl.learner.micro_batches import FILLER, in_step, pack_groups, shared_filler, split_evenly
+from rl.learner.train_step import Part, Update
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
+"""Prefixes of the checkpoint's tensors: `<part>/<parameter name>`."""
+
+
+class Learner:
+    """Trains `policy.module`. Every method is collective over `dist`."""
+
+    def __init__(self, policy: Any, config: RunConfig, dist: Dist, num_iterations: int) -> None:
+        """`policy`: a `contracts.Policy` whose module lies on `dist.device`; with `kl_coeff` > 0
+        its `reference()` is a context manager under which the module is the frozen reference.
+
+        Raises ValueError when nothing is trainable or the backend cannot hold it.
+        """
+        self._policy = policy
+        self._config = config
+        self._dist = dist
+        self._num_iterations = num_iterations
+        self._num_steps = 0
+        _copy_from_rank_0(trainable_parameters(policy.module), dist)
+        self._backend = _make_backend(policy.module, config, dist)
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps taken so far; skipped ones do not count."""
+        return self._num_steps
+
+    def begin(
+        self,
+        iteration: int,
+        prompts_P: Sequence[Prompt],
+        ids_PG: Sequence[Sequence[Sequence[int]]],
+        num_completions_P: Sequence[int],
+    ) -> Update:
+        """Open an iteration's learning; nothing is forwarded yet. Collective.
+
+        Args:
+            iteration: 0-based, over the whole run; sets the learning rate.
+            prompts_P: this rank's; may be empty, on some ranks or on all.
+            ids_PG: token ids of every completion to forward, the baseline arm's last.
+            num_completions_P: how many of each group may be trained.
+        """
+        config = self._config.optimizer
+        collective = _is_sharded(self._policy.module)
+        together = collective or self._backend.in_step
+        rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
+        filler = shared_filler(rows, self._dist) if together else None
+        parts = []
+        for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
+            packs = pack_groups(
+                prompts_P[groups.start : groups.stop],
+                ids_PG[groups.start : groups.stop],
+                config.max_tokens_per_micro_batch,
+                groups.start,
+            )
+            if together:
+                packs = in_step(packs, filler, self._dist)
+            lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
+            parts.append(Part(packs, self._planned(lengths)))
+        exact = self._config.max_staleness == 0 and not _has_dropout(self._policy.module)
+        return Update(
+            policy=self._policy,
+            backend=self._backend,
+            config=self._config,
+            dist=self._dist,
+            learning_rate=learning_rate(
+                iteration,
+                self._num_iterations,
+                config.learning_rate,
+                config.warmup_iterations,
+                config.final_lr_fraction,
+            ),
+            group_sizes=num_completions_P,
+            parts=parts,
+            keeps_graphs=exact and self._backend.keeps_graphs,
+            collective=collective,
+            on_step=self._count_step,
+        )
+
+    def _planned(self, lengths: Sequence[int]) -> Denominators:
+        """Of one step, as if every completion's every token were graded, over all ranks."""
+        config = self._config
+        num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
+        planned = config.prompts_per_iteration * config.generations_per_prompt
+        return Denominators(
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            num_completions=planned / config.optimizer.updates_per_iteration,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+        )
+
+    def _count_step(self) -> None:
+        self._num_steps += 1
+
+    # --- what others read ---------------------------------------------------------------------
+
+    def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+        """The trainer's log-probs of every completion token of this rank's rows, nats.
+
+        Ranks may bring different numbers of rows, none included.
+        """
+        filler = shared_filler(rows, self._dist)
+        budget = self._config.optimizer.max_tokens_per_micro_batch
+        packs = pack_groups([p for p, _ in rows], [[ids] for _, ids in rows], budget)
+        self._policy.module.eval()
+        result: list[list[float]] = []
+        for pack in in_step(packs, filler, self._dist):
+            with torch.no_grad():
+                outputs = self._backend.forward(self._policy.collate(pack.rows))
+            if FILLER not in pack.members:
+                result += [
+                    values_C[: len(ids)]
+                    for values_C, (_, ids) in zip(outputs.logprobs.tolist(), pack.rows, strict=True)
+                ]
+        return result
+
+    def trainable_tensors(self) -> dict[str, torch.Tensor]:
+        """The trained weights, whole, float32, keyed as `policy.module.named_parameters()`.
+
+        Detached, but they may alias the live weights: copy what must outlive the next update.
+        """
+        return self._backend.masters()
+
+    def export_weights(self) -> PolicyWeights:
+        """What the sampler must hold now: the weights of the trainer's own forward.
+
+        Float32 masters of a fully trained model, whole, are twice its size, and an engine is awake
+        beside them: they are gathered only where ZeRO-3 leaves nothing whole.
+        """
+        live = trainable_parameters(self._policy.module)
+        sharded = _is_sharded(self._policy.module)
+        tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
+        return self._policy.export_weights(tensors, self._num_steps)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Weights and Adam moments under `<part>/<name>`, float32 on the CPU, and JSON-able meta.
+
+        Whole on rank 0, empty on the others. It fits any backend, ZeRO stage and number of ranks.
+        The learning rate is a function of the iteration, so no scheduler needs saving.
+        """
+        state = self._backend.adam_state()
+        tensors = {
+            f"{part}/{name}": tensor
+            for part, named in zip(
+                STATE_PARTS, (state.masters, state.exp_avg, state.exp_avg_sq), strict=True
+            )
+            for name, tensor in named.items()
+        }
+        return tensors, {"version": self._num_steps}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+        """Continue from what `state()` gave; every rank brings the whole of it.
+
+        Raises ValueError when names or shapes are not this policy's.
+        """
+        shapes = self._shapes()
+        wanted = {f"{part}/{name}" for part in STATE_PARTS for name in shapes}
+        strangers = sorted(wanted ^ set(tensors))
+        misshapen = sorted(
+            key for key in wanted & set(tensors)
+            if tensors[key].shape != shapes[key.partition("/")[2]]
+        )  # fmt: skip
+        if strangers or misshapen:
+            raise ValueError(
+                f"this checkpoint is of another policy: {len(strangers)} tensors are missing or "
+                f"unknown, {len(misshapen)} have another shape (first: "
+                f"{(strangers + misshapen)[0]}). Use the config it was written with (same base "
+                "model, LoRA rank and targets), or start under a new run_name."
+            )
+        parts = ({name: tensors[f"{part}/{name}"] for name in shapes} for part in STATE_PARTS)
+        self._num_steps = int(meta["version"])
+        self._backend.load(AdamState(*parts), self._num_steps)
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {
+            name: getattr(p, "ds_shape", p.shape)
+            for name, p in trainable_parameters(self._policy.module).items()
+        }
+
+
+def _copy_from_rank_0(parameters: Mapping[str, torch.nn.Parameter], dist: Dist) -> None:
+    """Start all ranks from rank 0's trainable weights, should their random init differ."""
+    with torch.no_grad():
+        for parameter in parameters.values():
+            if dist.rank != 0:
+                parameter.zero_()
+            dist.sum_(parameter.data)
+
+
+def _make_backend(module: torch.nn.Module, config: RunConfig, dist: Dist) -> Backend:
+    if config.optimizer.backend == "torch":
+        return TorchBackend(module, config.optimizer, dist)
+    from rl.learner.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(module, config.optimizer, dist)
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    """ZeRO-3: every forward gathers weights from all ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def _has_dropout(module: torch.nn.Module) -> bool:
+    """Whether a training forward is another function than the one that rollouts are judged on."""
+    return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in module.modules())

@@ -1,0 +1,127 @@
+"""What one iteration's learning looks like in numbers.
+
+What: `Tally`, which adds up over packs, and what of it becomes a metric. What not: the numbers
+themselves (`algorithm/`) or when they are taken (`train_step.py`).
+
+Metrics (each over all ranks; the README says what they mean):
+`loss/total`, `loss/policy`, `loss/kl`, `kl/reference_k1`, `kl/reference_k3`, `policy/entropy`,
+`policy/clip_fraction`, `policy/ratio_mean`, `policy/ratio_max`, `mismatch/k1`, `mismatch/k3`,
+`mismatch/max_abs_dlogp`, `mismatch/ess`, `mismatch/weight_mean`, `mismatch/weight_capped`,
+`optimizer/grad_norm`, `optimizer/learning_rate`, `optimizer/steps`, `optimizer/skipped_steps`,
+`tokens/trained`, `seconds/learn_reference`, `seconds/learn_forward`, `seconds/learn_backward`,
+`seconds/learn_step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl.algorithm.importance import effective_sample_share, mismatch
+from rl.algorithm.kl import kl_per_token
+from rl.algorithm.metrics import Metrics
+from rl.algorithm.objective import Objective
+
+if TYPE_CHECKING:
+    from rl.learner.loss_inputs import LossInputs
+    from rl.ranks.dist import Dist
+
+
+@dataclass
+class Tally:
+    """What one iteration adds up before it can be a metric."""
+
+    metrics: Metrics = field(default_factory=Metrics)
+    num_applied: int = 0
+    num_skipped: int = 0
+    num_tokens: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    """This step's, still divided by the planned denominators."""
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Wall seconds, added up."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def measure(
+        self,
+        inputs: LossInputs,
+        loss: Objective,
+        logprobs: torch.Tensor,
+        old: torch.Tensor,
+        reference: torch.Tensor | None,
+        entropy: torch.Tensor,
+        importance_cap: float,
+    ) -> None:
+        """One pack's share; all tensors [B, C] and detached but the loss."""
+        for name, value in (
+            ("total", loss.total),
+            ("policy", loss.policy_loss),
+            ("kl", loss.kl_loss),
+        ):
+            self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
+        if not inputs.mask.any():
+            return
+        self._policy(inputs.mask, loss, entropy)
+        self._mismatch(inputs, old, loss.importance, importance_cap)
+        if reference is not None:
+            for estimator in ("k1", "k3"):
+                kl = kl_per_token(logprobs, reference, estimator)[inputs.mask]
+                self.metrics.add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
+
+    def _policy(self, mask: torch.Tensor, loss: Objective, entropy: torch.Tensor) -> None:
+        ratio = loss.policy.ratio[mask]
+        clipped = loss.policy.clipped[mask].float()
+        means = torch.stack([entropy[mask].mean(), clipped.mean(), ratio.mean()])
+        names = ("entropy", "clip_fraction", "ratio_mean")
+        for name, value in zip(names, means.tolist(), strict=True):
+            self.metrics.add(f"policy/{name}", value, ratio.numel())
+        self.metrics.maximum("policy/ratio_max", float(ratio.max()))
+        self.metrics.total("tokens/trained", ratio.numel())
+
+    def _mismatch(
+        self, inputs: LossInputs, old: torch.Tensor, importance: torch.Tensor, cap: float
+    ) -> None:
+        sums = mismatch(old, inputs.sampler_logprobs, inputs.mask)
+        self.num_tokens += sums.num_tokens
+        self.weight += sums.weight
+        self.weight_squared += sums.weight_squared
+        used = importance[inputs.mask]
+        capped = (used >= cap).float()
+        add = self.metrics.add
+        add("mismatch/k1", sums.k1 / sums.num_tokens, sums.num_tokens)
+        add("mismatch/k3", sums.k3 / sums.num_tokens, sums.num_tokens)
+        add("mismatch/weight_mean", float(used.mean()), sums.num_tokens)
+        add("mismatch/weight_capped", float(capped.mean()), sums.num_tokens)
+        self.metrics.maximum("mismatch/max_abs_dlogp", sums.max_abs_dlogp)
+
+    def close_step(self, gradient_scale: float, num_steps: int) -> None:
+        """The step's losses, brought to its true denominators; means over `num_steps` steps."""
+        for name, value in self.losses.items():
+            self.metrics.total(f"loss/{name}", value * gradient_scale / num_steps)
+        self.losses.clear()
+
+    def report(self, learning_rate: float, dist: Dist) -> Metrics:
+        """Everything, those numbers included that need all ranks' sums first. Collective."""
+        metrics = self.metrics
+        metrics.add("optimizer/learning_rate", learning_rate)
+        num_tokens, weight, squared = dist.sum_floats(
+            [self.num_tokens, self.weight, self.weight_squared]
+        )
+        if num_tokens:
+            metrics.add("mismatch/ess", effective_sample_share(num_tokens, weight, squared))
+        metrics.maximum("optimizer/steps", self.num_applied)
+        metrics.maximum("optimizer/skipped_steps", self.num_skipped)
+        for phase, seconds in self.seconds.items():
+            metrics.maximum(f"seconds/{phase}", seconds)
+        return metrics

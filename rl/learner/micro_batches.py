@@ -1,0 +1,167 @@
+"""A rank's groups in packs, the rows that are forwarded together, and who forwards them.
+
+What: `Pack`; groups packed by a token budget; packs that only keep the ranks in step; `Forwards`,
+what a rollout reads of whoever runs them, and `Inference`, which keeps nothing. What not: model
+inputs (the policy's `collate`), or the forwards of training, whose graphs may be kept for the
+backward (`learner_update.Update`). Called by the learner, by `run/evaluation.py`, and by
+`rollout/stream.py`.
+
+Axes: `_P` prompts on this rank, `_G` completions of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rl.api.contracts import Policy
+from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+Member = tuple[int, int]
+"""(p, g): completion g of this rank's prompt p."""
+FILLER: Member = (-1, 0)
+"""A row that is nobody's and only keeps this rank in step with the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Rows of one packed forward: whole groups, as many as the token budget takes."""
+
+    rows: tuple[Row, ...]
+    members: tuple[Member, ...]
+    """Whose rows these are."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the packed row: each group's prompt once."""
+        prompts = {id(prompt): len(prompt.token_ids) for prompt, _ in self.rows}
+        return sum(prompts.values()) + sum(len(ids) for _, ids in self.rows)
+
+    def rows_of(self, members: Sequence[Member]) -> list[Row]:
+        """Those members' rows, in their order."""
+        row_of = dict(zip(self.members, self.rows, strict=True))
+        return [row_of[member] for member in members]
+
+
+def pack_groups(
+    prompts_P: Sequence[Prompt],
+    ids_PG: Sequence[Sequence[Sequence[int]]],
+    max_tokens: int,
+    first: int = 0,
+) -> list[Pack]:
+    """The groups, in order, in packs of at most `max_tokens`; `first` is the first one's p.
+
+    A group that is longer than that is cut between completions, and a single completion that is
+    longer stands alone.
+    """
+    packs: list[Pack] = []
+    rows: list[Row] = []
+    members: list[Member] = []
+    size = 0
+
+    def close() -> None:
+        nonlocal rows, members, size
+        if rows:
+            packs.append(Pack(tuple(rows), tuple(members)))
+        rows, members, size = [], [], 0
+
+    for p, (prompt, ids_G) in enumerate(zip(prompts_P, ids_PG, strict=True), start=first):
+        whole = len(prompt.token_ids) + sum(len(ids) for ids in ids_G)
+        if size + whole > max_tokens:
+            close()
+        for g, ids in enumerate(ids_G):
+            opens_group = not rows or rows[-1][0] is not prompt
+            if rows and size + len(ids) > max_tokens:
+                close()
+                opens_group = True
+            size += len(ids) + (len(prompt.token_ids) if opens_group else 0)
+            rows.append((prompt, ids))
+            members.append((p, g))
+    close()
+    return packs
+
+
+def split_evenly(num_groups: int, num_parts: int) -> list[range]:
+    """`num_parts` ranges of group numbers, as even as they come, in order; some may be empty."""
+    bounds = [num_groups * part // num_parts for part in range(num_parts + 1)]
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def in_step(packs: Sequence[Pack], filler: Row | None, dist: Dist) -> list[Pack]:
+    """The packs, followed by fillers up to the largest rank's number of packs. Collective."""
+    missing = dist.max_int(len(packs)) - len(packs)
+    if not missing:
+        return list(packs)
+    assert filler is not None, "some rank has a row"
+    return [*packs, *(Pack((filler,), (FILLER,)) for _ in range(missing))]
+
+
+def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
+    """A row for fillers: the rank's own first, or another rank's if it has none.
+
+    Collective. None when no rank has a row.
+    """
+    own = rows[0] if rows else None
+    if not dist.any(own is None):
+        return own
+    portable = None
+    if own is not None:
+        prompt = own[0]
+        # What the forward needs travels, pictures included: every rank must run the vision tower.
+        sample = replace(prompt.sample, source=None, target=None)
+        portable = (replace(prompt, sample=sample), own[1])
+    gathered = [row for row in dist.gather(portable) if row is not None]
+    return own or (gathered[0] if gathered else None)
+
+
+class Forwards(Protocol):
+    """Packs of a batch's rows, and the forward over each."""
+
+    collective: bool
+    """Whether a forward needs every rank in it (ZeRO-3 gathers weights): then all of them come
+    before anything that ranks do at their own pace."""
+
+    @property
+    def packs(self) -> Sequence[Pack]: ...
+
+    def forward(self, pack: Pack) -> tuple[TokenBatch, TokenOutputs]: ...
+
+
+class Inference:
+    """Forwards without a graph, the module in evaluation mode."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts_P: Sequence[Prompt],
+        ids_PG: Sequence[Sequence[Sequence[int]]],
+        max_tokens: int,
+        dist: Dist,
+    ) -> None:
+        """`max_tokens`: of a pack. Collective where forwards are."""
+        self._policy = policy
+        self.collective = any(hasattr(p, "ds_id") for p in policy.module.parameters())
+        packs = pack_groups(prompts_P, ids_PG, max_tokens)
+        if self.collective:
+            rows = [row for pack in packs for row in pack.rows]
+            packs = in_step(packs, shared_filler(rows, dist), dist)
+        self.packs: Sequence[Pack] = packs
+
+    def forward(self, pack: Pack) -> tuple[TokenBatch, TokenOutputs]:
+        """Of all the pack's rows."""
+        module = self._policy.module
+        was_training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                batch = self._policy.collate(pack.rows)
+                return batch, module(batch)
+        finally:
+            module.train(was_training)

@@ -1,0 +1,215 @@
+"""Weights and tokenizer of an Emu3, from folders or hub ids, never by running their code.
+
+What: whether they are there, reading both forms in which Emu3 is published (transformers' own, and
+BAAI's with a custom `model_type` and a tiktoken vocabulary), and the one folder an outside sampler
+needs. What not: prompts, the forward. Called by `plug.py`.
+
+BAAI's repositories ask for `trust_remote_code`; it is never needed here. Their weights have
+transformers' names, and their tokenizer is byte-level BPE behind Qwen's split pattern.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.config.schema import missing_model
+from rl.files.progress_bars import only_download_bars
+from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
+from rl.policies.shared.lora import adapter_problems, add_adapter
+from rl.policies.shared.policy import attention_problems
+from rl.policies.shared.training_cycle import schedule_problems
+from rl.ranks.wheels import mend_mismatched_wheels
+from rl.record.adapter_base import Base
+
+if TYPE_CHECKING:
+    from rl.policies.emu3.plug import Config
+
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen's: words, single digits, punctuation, white space."""
+TEXT_SPECIALS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *(f"<|extra_{i}|>" for i in range(205)),
+)
+"""Special tokens between the byte pairs and the lines of the vision tokens' file, by id."""
+LAYERS_ONLY = r".*\.layers\..*\.({names})"
+"""The head is projected slice by slice, which an adapter on it could not be."""
+TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
+TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
+"""`model_type` of transformers' and of BAAI's configs."""
+SAME_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "initializer_range",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+"""Of BAAI's config, what transformers' knows under the same name."""
+
+
+def validate(config: Config) -> list[str]:
+    """What is wrong across fields, each with its key and remedy; [] when all is well."""
+    problems = missing_model("model_path", config.model_path)
+    if config.tokenizer_path:
+        problems += missing_model("tokenizer_path", config.tokenizer_path)
+    problems += adapter_problems(config.adapter_path, config.lora)
+    problems += attention_problems(config)
+    problems += schedule_problems(config)
+    if "<|image token|>" in config.assistant_prefill:
+        problems.append(
+            "assistant_prefill: holds '<|image token|>', after which rows begin and no constraint "
+            "would know it; end the prefill before it"
+        )
+    return problems
+
+
+def base(config: Config) -> Base:
+    """The weights that training starts from."""
+    return Base(config.model_path, config.revision)
+
+
+def load_tokenizer(config: Config) -> Any:
+    """From `tokenizer.json`, or from BAAI's tiktoken vocabulary. Raises ValueError when the folder
+    holds neither."""
+    mend_mismatched_wheels()
+    from transformers import PreTrainedTokenizerFast
+
+    path = config.tokenizer_path or config.model_path
+    revision = None if config.tokenizer_path else config.revision
+    folder = local_folder(path, revision, TEXT_FILES)
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if (folder / TIKTOKEN_FILE).is_file() and (folder / VISION_FILE).is_file():
+        return PreTrainedTokenizerFast(
+            tokenizer_object=_read_tiktoken(folder),
+            bos_token="<|extra_203|>",
+            eos_token="<|extra_204|>",
+            pad_token="<|endoftext|>",
+            clean_up_tokenization_spaces=False,
+        )
+    raise ValueError(
+        f"policy.tokenizer_path: {path!r} holds neither tokenizer.json nor {TIKTOKEN_FILE} with "
+        f"{VISION_FILE}; name the repository the model was trained with (BAAI/Emu3-Stage1)"
+    )
+
+
+def _read_tiktoken(folder: Path) -> Any:
+    """The vocabulary as `tokenizers` takes it: byte pairs, text specials, vision tokens, by id."""
+    from tokenizers import normalizers
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    class Converter(TikTokenConverter):
+        """tiktoken's own reader keeps a copy by path, and would miss that a file has changed."""
+
+        @staticmethod
+        def load_tiktoken_bpe(path: str) -> dict[bytes, int]:
+            lines = (line.split() for line in Path(path).read_bytes().split(b"\n"))
+            return {base64.b64decode(token): int(rank) for token, rank in filter(None, lines)}
+
+    vision = (folder / VISION_FILE).read_bytes().decode().split("\n")
+    tokenizer = Converter(
+        vocab_file=str(folder / TIKTOKEN_FILE),
+        pattern=SPLIT_PATTERN,
+        extra_special_tokens=[*TEXT_SPECIALS, *(line.strip() for line in vision if line.strip())],
+    ).converted()
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def read_model_config(folder: Path) -> Any:
+    """`Emu3TextConfig` of a model folder of either form; dropout is 0, since the policy that
+    samples has none. Raises ValueError for a `config.json` of anything else."""
+    from transformers import Emu3TextConfig
+
+    written = json.loads((folder / "config.json").read_text())
+    model_type = written.get("model_type")
+    if model_type == TEXT_MODEL:
+        config = Emu3TextConfig.from_dict(written)
+    elif model_type == PUBLISHED_MODEL:
+        config = Emu3TextConfig(**{k: written[k] for k in SAME_FIELDS if k in written})
+        config.rope_parameters = _rope(written)
+    else:
+        raise ValueError(
+            f"policy.model_path: {folder} holds a {model_type!r}, not an Emu3 language model: "
+            f"{TEXT_MODEL!r}, or {PUBLISHED_MODEL!r} as in BAAI/Emu3-Gen and BAAI/Emu3-Stage1"
+        )
+    config.architectures = ["Emu3ForCausalLM"]
+    config.attention_dropout = 0.0
+    return config
+
+
+def _rope(written: dict[str, Any]) -> dict[str, Any]:
+    scaling = dict(written.get("rope_scaling") or {"type": "default"})
+    old_name = scaling.pop("type", None)
+    rope_type = scaling.pop("rope_type", old_name)
+    return {"rope_type": rope_type, "rope_theta": written.get("rope_theta", 1e6), **scaling}
+
+
+def load_model(config: Config) -> Any:
+    """`Emu3ForCausalLM` on the CPU, in the configured dtype, not yet adapted.
+
+    Raises ValueError when the files lack weights.
+    """
+    mend_mismatched_wheels()
+    import torch
+    from transformers import Emu3ForCausalLM
+
+    from rl.policies.shared.packed_attention import register
+
+    folder = _model_folder(config)
+    with only_download_bars():
+        model, report = Emu3ForCausalLM.from_pretrained(
+            folder,
+            config=read_model_config(folder),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=register(),
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ValueError(
+            f"policy.model_path: {config.model_path!r} lacks {len(missing)} weights of an Emu3 "
+            f"({missing[0]}, ...)"
+        )
+    return model
+
+
+def _model_folder(config: Config) -> Path:
+    return local_folder(config.model_path, config.revision, [*TEXT_FILES, "*.safetensors"])
+
+
+def adapt(model: Any, config: Config) -> Any:
+    """The model with a trainable LoRA, or itself with everything to be trained."""
+    if config.lora is None:
+        model.requires_grad_(True)
+        return model
+    targets = LAYERS_ONLY.format(names="|".join(config.lora.target_modules))
+    return add_adapter(model, config.lora, config.adapter_path, targets)
+
+
+def sampler_folder(config: Config, tokenizer: Any, overlay: Path) -> str:
+    """A folder that a sampler loads without anyone's code: links to the weights, beside
+    transformers' own config and tokenizer files. Filled once; the caller owns `overlay`."""
+    if not (overlay / "config.json").exists():
+        folder = _model_folder(config)
+        read_model_config(folder).to_json_file(overlay / "config.json")
+        tokenizer.save_pretrained(overlay)
+        link_files(folder, overlay, skip=(".py", ".bin", "token"))
+    return str(overlay)

@@ -1,0 +1,109 @@
+"""What the vision tower makes of pictures, made once a picture.
+
+What: `Picture`, `PictureFeatures`. What not: where features go in a row (`module.py`), pixels
+(`prompts.py`). Called by the Qwen-VL module.
+
+A group shows its picture in every one of its rollout, reference and training forwards, and in the
+negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl.policies.shared.cost import count_pictures
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """What one prompt shows; on the CPU."""
+
+    key: bytes
+    """Equal exactly for equal pictures."""
+    pixel_values: torch.Tensor
+    """[patches, C] float32, as transformers' image processor gives them."""
+    grid: torch.Tensor
+    """[1, 3] int64: frames, rows and columns of patches."""
+
+
+class PictureFeatures:
+    """Of one vision tower, the last `max_kept` of them if it is frozen."""
+
+    def __init__(self, trained: bool, max_kept: int) -> None:
+        """`trained`: whether anything in the tower is. Asked here once: under the reference an
+        adapter's parameters look frozen."""
+        self._trained = trained
+        self._max_kept = max_kept
+        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
+        """Each picture's [N_img, D] features. None: no picture, and none of a blank either.
+
+        A frozen tower looks at each missing picture alone: with others beside it the last bits
+        could be others, and a resumed run, which has other pictures at hand, would not be exact.
+        Under ZeRO-3 collective: its weights are gathered from all ranks, so that a rank that misses
+        fewer pictures looks at blanks. A trained one looks at all of them together and always runs:
+        ZeRO-2 reduces in the backward what it reached, which has to be the same on all ranks.
+        """
+        visual = vl_model.model.visual
+        wanted = {picture.key: picture for picture in pictures}
+        missing = [picture for key, picture in wanted.items() if key not in self._kept]
+        found = {key: self._kept[key] for key in wanted if key in self._kept}
+        blank: list[torch.Tensor] = []
+        if self._trained:
+            encoded = _encode(missing or [_blank(visual)], vl_model, trained=True)
+            if missing:
+                found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
+            else:
+                # Not one feature of the blank enters, but the backward goes as elsewhere.
+                blank = [encoded[0][:0]]
+        else:
+            for number in range(_most_on_any_rank(len(missing), visual)):
+                if number < len(missing):
+                    picture = missing[number]
+                    [found[picture.key]] = _encode([picture], vl_model, trained=False)
+                else:
+                    _encode([_blank(visual)], vl_model, trained=False)
+            self._keep(found)
+        features = [found[picture.key] for picture in pictures] + blank
+        return features or None
+
+    def _keep(self, found: dict[bytes, torch.Tensor]) -> None:
+        for key, features in found.items():
+            self._kept[key] = features
+            self._kept.move_to_end(key)
+        while len(self._kept) > self._max_kept:
+            self._kept.popitem(last=False)
+
+
+def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[torch.Tensor]:
+    device = vl_model.device
+    pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
+    grid = torch.cat([picture.grid for picture in pictures]).to(device)
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
+    grids = [(rows, columns) for p in pictures for _, rows, columns in p.grid.tolist()]
+    count_pictures(vl_model.config.vision_config, grids, encoded.pooler_output[0].element_size())
+    return list(encoded.pooler_output)
+
+
+def _blank(visual: Any) -> Picture:
+    """The smallest picture there is, all zeros."""
+    side, embed = visual.spatial_merge_size, visual.patch_embed
+    num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+    grid = torch.tensor([[1, side, side]])
+    return Picture(b"", torch.zeros(side * side, num_values), grid)
+
+
+def _most_on_any_rank(here: int, visual: Any) -> int:
+    """The number on this rank or, where the tower's weights are sharded, the largest of any."""
+    if not any(hasattr(parameter, "ds_id") for parameter in visual.parameters()):
+        return here
+    most = torch.tensor(here, device=next(visual.parameters()).device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)

@@ -1,0 +1,196 @@
+"""The reading and spelling half of a Qwen2.5-VL policy; no weights.
+
+What: samples to prompts (template, resize, image processor, ids), rows to packed micro-batches, ids
+to text and back. What not: the model. Called by `plug.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from rl.api.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
+from rl.policies.shared import prompting
+from rl.policies.shared.packing import pack, positions
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from rl.policies.qwen2_5_vl.pictures import Picture
+
+    PositionsOf = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """(ids [P], grids of its pictures [n, 3] or None) -> positions [3, P]."""
+
+STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+MAX_ROUNDING_PX = 46
+"""Two roundings, to multiples of 32 (a thin side may be lifted to 32) and of 28, lengthen a side by
+less than this."""
+THINNEST = 14.3
+"""(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
+
+
+class QwenPrompts:
+    """A tokenizer and an image processor under one prompt template."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_processor: Any,
+        template: PromptTemplate,
+        needs_picture: bool,
+        max_prompt_tokens: int,
+    ) -> None:
+        """`needs_picture`: a sample without one is an error, not a text-only prompt."""
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self._template = template
+        self._needs_picture = needs_picture
+        self._max_prompt_tokens = max_prompt_tokens
+        self._image_id = tokenizer.convert_tokens_to_ids(prompting.IMAGE_TOKEN)
+        self._picture_keys: WeakKeyDictionary[Prompt, bytes] = WeakKeyDictionary()
+
+    def prompt(self, sample: Sample, words: str) -> Prompt:
+        """`words` about the sample's picture. Raises ValueError naming the sample when a picture is
+        missing or the prompt is too long."""
+        template = self._template
+        if self._needs_picture and sample.source is None:
+            raise UnusableSampleError(
+                f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
+            )
+        images: tuple[Image, ...] = ()
+        inputs: dict[str, Any] = {}
+        if sample.source is not None and "{image}" in template.text:
+            images = (self._sized(sample.source),)
+            inputs = dict(self.image_processor(images=list(images), return_tensors="pt"))
+        return self._written(sample, words, images, inputs)
+
+    def other_words(self, prompt: Prompt, words: str) -> Prompt:
+        """`words` about the same picture, which is not processed again."""
+        return self._written(prompt.sample, words, prompt.images, prompt.model_inputs)
+
+    def _written(
+        self,
+        sample: Sample,
+        words: str,
+        images: tuple[Image, ...],
+        inputs: Mapping[str, Any],
+    ) -> Prompt:
+        template = self._template
+        if sample.source is None:
+            template = PromptTemplate(template.text.replace("{image}", ""), template.drop_prefix)
+        lengths = []
+        if images:
+            lengths = [int(inputs["image_grid_thw"].prod()) // self.image_processor.merge_size**2]
+        short_ids = prompting.tokenize(self.tokenizer, template, words)
+        token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
+        if len(token_ids) > self._max_prompt_tokens:
+            raise UnusableSampleError(
+                f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
+                f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
+                f"{self._max_prompt_tokens}: raise it, lower policy.image_max_pixels, or drop the "
+                "sample"
+            )
+        return Prompt(
+            sample=sample,
+            token_ids=tuple(token_ids),
+            images=images,
+            model_inputs=inputs,
+            num_dropped_tokens=prompting.num_prefix_tokens(self.tokenizer, template, token_ids),
+        )
+
+    def _sized(self, image: Image) -> Image:
+        """The picture after BOTH resizes (the renderer's and the processor's), so that the
+        trainer's and the sampler's processors, which resize differently, find nothing to do."""
+        from PIL import Image as PILImage
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        image = image.convert("RGB")
+        if self._template.image_area_px is not None:
+            image = prompting.resize_to_area(
+                image, self._template.image_area_px, self._template.image_multiple_px
+            )
+        processor = self.image_processor
+        height, width = smart_resize(
+            image.height,
+            image.width,
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+        return image.resize((width, height), PILImage.Resampling(processor.resample))
+
+    @property
+    def picture_bounds(self) -> tuple[int, int]:
+        """(smallest, largest) area of a prompt's picture, px: the processor's bounds, the upper one
+        narrowed to what the template's area can become by rounding its sides."""
+        size = self.image_processor.size
+        smallest, largest = size["shortest_edge"], size["longest_edge"]
+        if self._template.image_area_px is not None:
+            area = max(smallest, self._template.image_area_px)
+            sides = THINNEST * area**0.5
+            largest = min(largest, int(area + MAX_ROUNDING_PX * sides + MAX_ROUNDING_PX**2))
+        return smallest, largest
+
+    def completion_ids(self, text: str) -> tuple[int, ...]:
+        """`text` as the policy would have spelt it, and its stop token."""
+        stop = self.tokenizer.convert_tokens_to_ids(STOP_TOKENS[0])
+        return (*prompting.plain_ids(self.tokenizer, text), stop)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens and surrounding white space."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
+
+    def token_roles(self, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(stop ids, the turn's own end first; banned ids: the other specials and the vocabulary's
+        unused tail, which no text decodes to)."""
+        stops = tuple(self.tokenizer.convert_tokens_to_ids(list(STOP_TOKENS)))
+        added = self.tokenizer.added_tokens_decoder.items()
+        specials = {token_id for token_id, token in added if token.special}
+        unused = set(range(len(self.tokenizer), vocab_size))
+        return stops, tuple(sorted((specials | unused) - set(stops)))
+
+    def collate(self, rows: Sequence[Row], device: str, positions_of: PositionsOf) -> TokenBatch:
+        """Groups packed into a row on `device`, with their M-RoPE positions (`position_ids`,
+        [3, S]) and, in the order of the prompts that show one, their `pictures`."""
+        import torch
+
+        ids, groups, prompts = pack(rows)
+        prompt_positions = [
+            positions_of(torch.tensor(prompt.token_ids), prompt.model_inputs.get("image_grid_thw"))
+            for prompt in prompts
+        ]
+        return TokenBatch(
+            input_ids=torch.tensor(ids, device=device),
+            groups=groups,
+            model_inputs={
+                "position_ids": positions(groups, prompt_positions).to(device),
+                "pictures": tuple(self.pictures(prompts)),
+            },
+        )
+
+    def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
+        """Of the prompts that show one, in their order."""
+        from rl.policies.qwen2_5_vl.pictures import Picture
+
+        return [
+            Picture(
+                self.picture_key(prompt),
+                prompt.model_inputs["pixel_values"],
+                prompt.model_inputs["image_grid_thw"],
+            )
+            for prompt in prompts
+            if prompt.images
+        ]
+
+    def picture_key(self, prompt: Prompt) -> bytes:
+        """By content: two sets of data may call different pictures by one id, and one picture may
+        come with several instructions."""
+        if prompt not in self._picture_keys:
+            digest = hashlib.blake2b(digest_size=16)
+            for image in prompt.images:
+                digest.update(f"{image.size}".encode() + image.tobytes())
+            self._picture_keys[prompt] = digest.digest()
+        return self._picture_keys[prompt]

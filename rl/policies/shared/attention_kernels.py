@@ -1,0 +1,276 @@
+"""Attention over runs, with the log-sum-exp that lets results over several sets of keys be joined.
+
+What: three kernels of one form, and the choice among them. What not: which runs there are
+(`packing.py`), joining (`packed_attention.py`). Called by the latter.
+
+A kernel is two functions. `forward` gives the attention over the keys it is shown; `backward`
+gives their share of the gradients, where `out` and `lse` are those over ALL keys: with
+P = exp(q k - lse), dV = P' dO and dS = P * (dO V' - sum(dO * out)) hold key by key (the
+recomputation of FlashAttention, Dao et al. 2022, section 3.1), so shares simply add up.
+
+Axes: `_T` queries, `_K` keys, `_H` heads, `_D` their width; keys may have fewer heads, each then
+shared by neighbouring query heads. Scores are scaled by 1/sqrt(D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from rl.policies.shared.packing import Runs
+
+Name = Literal["auto", "sdpa", "varlen"]
+Tensors = tuple[torch.Tensor, ...]
+Attended = tuple[torch.Tensor, torch.Tensor]
+HALF = (torch.bfloat16, torch.float16)
+FLASH_CAPABILITY = (8, 0)
+"""CUDA compute capability from which the flash kernels run (Ampere)."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """See above."""
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Runs], Attended]
+    """(query [T, H, D], key [K, Hk, D], value [K, Hk, D], runs) -> (out [T, H, D], lse [H, T]
+    float32, natural logarithm). Out of an empty run: nothing; of a run without keys: undefined."""
+    backward: Callable[..., Tensors]
+    """(grad_out, query, key, value, out, lse, runs) -> shares of the gradients of query, key and
+    value."""
+
+
+def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
+    """'auto' is 'varlen' where that runs. Raises ValueError where 'varlen' was asked for and does
+    not run."""
+    kind = torch.device(device)
+    capable = kind.type == "cuda" and torch.cuda.get_device_capability(kind) >= FLASH_CAPABILITY
+    if name == "varlen" and not (capable and dtype in HALF):
+        raise ValueError(
+            "policy.attn_implementation: 'varlen' needs bfloat16 or float16 weights on a CUDA "
+            f"device of compute capability 8.0 or more, not {dtype} on {device}; use 'auto'"
+        )
+    if name != "sdpa" and capable and dtype in HALF:
+        return VARLEN
+    return CPU if kind.type == "cpu" else PLAIN
+
+
+def _by_heads(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """[T, H, D] -> [Hk, H / Hk, T, D], a view: the query heads that share a key head together."""
+    return query.unflatten(1, (num_key_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _by_tokens(by_heads: torch.Tensor) -> torch.Tensor:
+    """`_by_heads` undone."""
+    return by_heads.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _shared(key: torch.Tensor, num_sharing: int) -> torch.Tensor:
+    """[K, Hk, D] -> [Hk, H / Hk, K, D], a view: nothing is repeated in memory."""
+    return key.transpose(0, 1)[:, None].expand(-1, num_sharing, -1, -1)
+
+
+# On the CPU: PyTorch's own flash kernels, run by run.
+
+
+def _run_forward(step: Callable[..., Tensors]) -> Callable[..., Attended]:
+    """A kernel's forward from that of one run, in heads-first layout."""
+
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs
+    ) -> Attended:
+        num_heads, num_key_heads = query.shape[1], key.shape[1]
+        num_sharing = num_heads // num_key_heads
+        out = torch.empty_like(query)
+        lse = query.new_empty(num_heads, len(query), dtype=torch.float32)
+        for q, k, v, out_of_run, lse_of_run in zip(
+            query.split(runs.query_lens),
+            key.split(runs.key_lens),
+            value.split(runs.key_lens),
+            out.split(runs.query_lens),
+            lse.split(runs.query_lens, dim=1),
+            strict=True,
+        ):
+            if not len(q):
+                continue
+            part, part_lse = step(
+                _by_heads(q, num_key_heads),
+                _shared(k, num_sharing),
+                _shared(v, num_sharing),
+                runs.causal,
+            )
+            out_of_run.copy_(_by_tokens(part))
+            lse_of_run.copy_(part_lse.flatten(0, 1))
+        return out, lse
+
+    return forward
+
+
+def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """The same of a backward."""
+
+    def backward(
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        runs: Runs,
+    ) -> Tensors:
+        num_key_heads = key.shape[1]
+        num_sharing = query.shape[1] // num_key_heads
+        grads = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for grad, q, k, v, o, log_sum, into_q, into_k, into_v in zip(
+            grad_out.split(runs.query_lens),
+            query.split(runs.query_lens),
+            key.split(runs.key_lens),
+            value.split(runs.key_lens),
+            out.split(runs.query_lens),
+            lse.split(runs.query_lens, dim=1),
+            grads[0].split(runs.query_lens),
+            grads[1].split(runs.key_lens),
+            grads[2].split(runs.key_lens),
+            strict=True,
+        ):
+            if not len(q):
+                continue
+            of_query, of_key, of_value = step(
+                _by_heads(grad, num_key_heads),
+                _by_heads(q, num_key_heads),
+                _shared(k, num_sharing),
+                _shared(v, num_sharing),
+                _by_heads(o, num_key_heads),
+                log_sum.unflatten(0, (num_key_heads, -1)),
+                runs.causal,
+            )
+            into_q.copy_(_by_tokens(of_query))
+            into_k.copy_(of_key.sum(1).transpose(0, 1))
+            into_v.copy_(of_value.sum(1).transpose(0, 1))
+        return grads
+
+    return backward
+
+
+def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Tensors:
+    result: Tensors = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal
+    )
+    return result
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+) -> Tensors:
+    result: Tensors = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal
+    )
+    return result
+
+
+# Where there is no flash kernel (float32 or old GPUs): the definition, in float32.
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+    scores = q.float() @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5
+    if not causal:
+        return scores
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Tensors:
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ v.float()).to(q.dtype), lse
+
+
+def _plain_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+) -> Tensors:
+    probs = (_scores(q, k, causal) - lse[..., None]).exp()
+    grad = grad.float()
+    of_value = probs.transpose(-1, -2) @ grad
+    inner = (grad * out.float()).sum(-1, keepdim=True)
+    of_scores = probs * (grad @ v.float().transpose(-1, -2) - inner) * q.shape[-1] ** -0.5
+    of_query, of_key = of_scores @ k.float(), of_scores.transpose(-1, -2) @ q.float()
+    return of_query.to(q.dtype), of_key.to(k.dtype), of_value.to(v.dtype)
+
+
+# On CUDA: all runs in one call. PyTorch has no public backward that takes `out` and `lse` from
+# elsewhere, so these are the operators beneath its public function.
+
+
+@lru_cache(maxsize=16)
+def _cumulative(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[runs + 1] int32: where each run starts, and the end. Every layer asks for the same."""
+    return torch.tensor((0, *lens), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+
+
+def _varlen_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs
+) -> Attended:
+    from torch.nn.attention import varlen
+
+    out, lse, _ = varlen._varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        _cumulative(runs.query_lens, query.device),
+        _cumulative(runs.key_lens, query.device),
+        max(runs.query_lens),
+        max(runs.key_lens),
+        is_causal=runs.causal,
+        enable_gqa=True,
+    )
+    return out, lse
+
+
+def _varlen_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    runs: Runs,
+) -> Tensors:
+    from torch.nn.attention import varlen
+
+    # Dropout's random state: read by nobody, since there is none.
+    no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    result: Tensors = varlen._varlen_attn_backward(
+        grad_out.contiguous(),
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        out.contiguous(),
+        lse.contiguous(),
+        _cumulative(runs.query_lens, query.device),
+        _cumulative(runs.key_lens, query.device),
+        max(runs.query_lens),
+        max(runs.key_lens),
+        runs.causal,
+        no_state,
+    )
+    return result
+
+
+CPU = Kernel(_run_forward(_flash_forward), _run_backward(_flash_backward))
+PLAIN = Kernel(_run_forward(_plain_forward), _run_backward(_plain_backward))
+VARLEN = Kernel(_varlen_forward, _varlen_backward)

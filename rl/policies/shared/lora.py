@@ -1,0 +1,73 @@
+"""The adapter section that the policies share, and wrapping a model in what it asks for.
+
+What: `LoraSection`, its cross-field mistakes, and the PEFT model. What not: which layers a policy
+adapts (it names them), names and files of adapters (`adapters.py`). Called by the policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rl.config.schema import Section
+
+
+class LoraSection(Section):
+    """The adapter that is trained; the base stays frozen."""
+
+    r: Annotated[int, Field(ge=1)] = 32
+    """Rank."""
+    alpha: Annotated[float, Field(gt=0)] = 64
+    """The adapter's output is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of linear layers, in the language model only while the vision tower is frozen."""
+    init_seed: int = 0
+    """Seed of the adapter's initial A matrices (B starts at zero)."""
+
+
+def adapter_problems(adapter_path: str, lora: LoraSection | None) -> list[str]:
+    """What keeps `adapter_path` from being the adapter to start from, each with its key."""
+    problems = []
+    if adapter_path and not Path(adapter_path, "adapter_config.json").is_file():
+        problems.append(f"adapter_path: {adapter_path!r} holds no adapter_config.json")
+    if adapter_path and lora is None:
+        problems.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
+    return problems
+
+
+def add_adapter(
+    model: Any, lora: LoraSection, adapter_path: str, targets: str | Sequence[str]
+) -> Any:
+    """The model with a trainable LoRA on the layers `targets` names (PEFT: a regex or names), fresh
+    or from `adapter_path`.
+
+    Raises ValueError when `adapter_path` holds another shape than `lora` asks for.
+    """
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if adapter_path:
+        adapted = PeftModel.from_pretrained(model, adapter_path, is_trainable=True)
+        found = adapted.peft_config["default"]
+        if (found.r, found.lora_alpha) != (lora.r, lora.alpha):
+            raise ValueError(
+                f"policy.adapter_path {adapter_path} has r={found.r} alpha="
+                f"{found.lora_alpha}, policy.lora asks for r={lora.r} "
+                f"alpha={lora.alpha}: make them equal"
+            )
+        return adapted
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    with torch.random.fork_rng(devices=[]):
+        # Every rank starts from the same adapter, whatever it drew before.
+        torch.manual_seed(lora.init_seed)
+        return get_peft_model(model, config)

@@ -1,0 +1,140 @@
+"""Attention of packed rows, as transformers calls it: a group's prompt is read once, not G times.
+
+What: the attention function that the policies' models are loaded with. What not: the kernels
+(`attention_kernels.py`), what attends to what (`packing.py`). Called by transformers' layers, to
+which the `Packing` travels as an argument of the forward; without one (token by token, with a
+key-value cache) it is plain attention.
+
+Own runs and prompts are attended to apart, and joined by their log-sum-exps: no key is ever
+copied per completion, no padding is computed, and nothing of size [S, S] exists. For the backward
+only q, k, v and the result are kept, as of a plain row.
+
+Axes: as in `attention_kernels.py`; `_S` tokens of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rl.policies.shared.packing import Packing
+
+NAME = "packed_groups"
+"""Under which transformers knows it."""
+
+
+def register() -> str:
+    """Make it known to transformers; no mask is registered with it, so none is built."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    return NAME
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """[1, H, S, D] -> [1, S, H, D] of a packed row; without `packing`, [B, H, T, D] -> [B, T, H, D]
+    under `attention_mask`, or else causally."""
+    assert not dropout, "the policy that samples has none"
+    if packing is None:
+        out = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None and query.shape[2] > 1,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2), None
+    tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = _PackedAttention.apply(*tokens_first, packing)
+    return out[None], None
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packing: Packing,
+    ) -> torch.Tensor:
+        out, lse = packing.kernel.forward(query, key, value, packing.own)
+        if packing.across.num_queries:
+            prompts, completions = packing.prompt_slices, packing.completion_slices
+            over_prompt = packing.kernel.forward(
+                _take(query, completions),
+                _take(key, prompts),
+                _take(value, prompts),
+                packing.across,
+            )
+            _join_(out, lse, *over_prompt, packing)
+        ctx.packing = packing
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        packing: Packing = ctx.packing
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        grads = packing.kernel.backward(grad_out, query, key, value, out, lse, packing.own)
+        if packing.across.num_queries:
+            prompts, completions = packing.prompt_slices, packing.completion_slices
+            shares = packing.kernel.backward(
+                _take(grad_out, completions),
+                _take(query, completions),
+                _take(key, prompts),
+                _take(value, prompts),
+                _take(out, completions),
+                _take(lse, completions, dim=1),
+                packing.across,
+            )
+            for grad, share, slices in zip(
+                grads, shares, (completions, prompts, prompts), strict=True
+            ):
+                _add_(grad, share, slices)
+        return (*grads, None)
+
+
+def _join_(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    other_out: torch.Tensor,
+    other_lse: torch.Tensor,
+    packing: Packing,
+) -> None:
+    """Make `out` [S, H, D] and `lse` [H, S] of the completions those over both sets of keys."""
+    lens = packing.across.query_lens
+    for where, other, other_sum in zip(
+        packing.completion_slices, other_out.split(lens), other_lse.split(lens, dim=1), strict=True
+    ):
+        joined = torch.logaddexp(lse[:, where], other_sum)
+        share = (lse[:, where] - joined).exp().T[..., None]
+        out[where] = torch.lerp(other.float(), out[where].float(), share)
+        lse[:, where] = joined
+
+
+def _take(tensor: torch.Tensor, slices: Sequence[slice], dim: int = 0) -> torch.Tensor:
+    """The slices one after the other; a view where there is one."""
+    parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _add_(tensor: torch.Tensor, share: torch.Tensor, slices: Sequence[slice]) -> None:
+    """Add what `_take` would have taken."""
+    lens = [part.stop - part.start for part in slices]
+    for where, part in zip(slices, share.split(lens), strict=True):
+        tensor[where] += part

@@ -1,0 +1,142 @@
+"""A packed row's arithmetic: which token lies where, sees what, and predicts which other.
+
+What: rows -> groups and ids, positions, the runs that attention is cut into, and where log-probs
+are read. What not: attention itself (`packed_attention.py`), pictures. Called by the policies'
+prompts and modules.
+
+A row is [prompt | completion | completion | ... | prompt | completion | ...], without padding. A
+prompt attends to itself, a completion to its prompt and to itself, both causally:
+
+    prompt      x            x: everything before it in its own run (`Packing.own`)
+    first       o x          o: all of its group's prompt (`Packing.across`)
+    second      o . x
+
+Axes: `_S` tokens of the row, `_N` completion tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from rl.api.types import PackedGroup, Prompt, Row
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl.policies.shared.attention_kernels import Kernel
+
+
+def pack(rows: Sequence[Row]) -> tuple[list[int], tuple[PackedGroup, ...], list[Prompt]]:
+    """(ids of the row, its groups, their prompts); neighbours that share their `Prompt` object are
+    one group."""
+    members: list[tuple[Prompt, list[Sequence[int]]]] = []
+    for prompt, ids in rows:
+        if not members or members[-1][0] is not prompt:
+            members.append((prompt, []))
+        members[-1][1].append(ids)
+    packed: list[int] = []
+    groups = []
+    for prompt, completions in members:
+        lens = tuple(len(ids) for ids in completions)
+        groups.append(PackedGroup(len(packed), len(prompt.token_ids), lens))
+        packed.extend(prompt.token_ids)
+        for ids in completions:
+            packed.extend(ids)
+    return packed, tuple(groups), [prompt for prompt, _ in members]
+
+
+def positions(
+    groups: Sequence[PackedGroup], prompt_positions: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """[..., S]: each prompt's own [..., P], every completion counting on from its largest."""
+    import torch
+
+    parts = []
+    for group, own in zip(groups, prompt_positions, strict=True):
+        following = own.max() + 1
+        counted = [following + torch.arange(length) for length in group.completion_lens]
+        parts += [own, *(count.expand(*own.shape[:-1], -1) for count in counted)]
+    return torch.cat(parts, dim=-1)
+
+
+def completion_spans(groups: Iterable[PackedGroup]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each of the B completions in the row."""
+    for group in groups:
+        ends = accumulate(group.completion_lens, initial=group.start + group.prompt_len)
+        yield from pairwise(ends)
+
+
+def completion_tokens(groups: Sequence[PackedGroup]) -> torch.Tensor:
+    """[4, N] int64 of every completion token: row b, column in it, position in S, and position of
+    the state that predicts it (a first token's is the last of its prompt)."""
+    import torch
+
+    spans = completion_spans(groups)
+    tokens = []
+    for group in groups:
+        last_of_prompt = group.start + group.prompt_len - 1
+        tokens += [(next(spans), last_of_prompt) for _ in group.completion_lens]
+    columns_BC = [torch.arange(end - start) for (start, end), _ in tokens]
+    rows_BC = [torch.full_like(columns, b) for b, columns in enumerate(columns_BC)]
+    columns_N, rows_N = torch.cat(columns_BC), torch.cat(rows_BC)
+    starts_B = torch.tensor([start for (start, _), _ in tokens])
+    prompt_ends_B = torch.tensor([last for _, last in tokens])
+    positions_N = starts_B[rows_N] + columns_N
+    predictors_N = torch.where(columns_N == 0, prompt_ends_B[rows_N], positions_N - 1)
+    return torch.stack([rows_N, columns_N, positions_N, predictors_N])
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Attention in pieces: run i of the queries sees run i of the keys and nothing else."""
+
+    query_lens: tuple[int, ...]
+    """Together they cover the queries."""
+    key_lens: tuple[int, ...]
+    causal: bool
+    """Within a run, query n sees keys up to n; else all of them. Causal runs are square."""
+
+    @cached_property
+    def num_queries(self) -> int:
+        return sum(self.query_lens)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one packed row attends; made once a forward, read by every layer."""
+
+    groups: tuple[PackedGroup, ...]
+    kernel: Kernel
+
+    @cached_property
+    def own(self) -> Runs:
+        """Every token of the row, within its own prompt or completion."""
+        lens = [(group.prompt_len, *group.completion_lens) for group in self.groups]
+        flat = tuple(length for group_lens in lens for length in group_lens)
+        return Runs(flat, flat, causal=True)
+
+    @cached_property
+    def across(self) -> Runs:
+        """Completions, all of a group as one run, looking at their prompt."""
+        return Runs(
+            tuple(sum(group.completion_lens) for group in self.groups),
+            tuple(group.prompt_len for group in self.groups),
+            causal=False,
+        )
+
+    @cached_property
+    def prompt_slices(self) -> list[slice]:
+        """Of each group's prompt in the row."""
+        return [slice(group.start, group.start + group.prompt_len) for group in self.groups]
+
+    @cached_property
+    def completion_slices(self) -> list[slice]:
+        """Of each group's completions, which lie side by side."""
+        return [
+            slice(prompt.stop, prompt.stop + length)
+            for prompt, length in zip(self.prompt_slices, self.across.query_lens, strict=True)
+        ]

@@ -1,0 +1,113 @@
+"""From a template, the user's words and a picture to token ids.
+
+What: ids with one placeholder per picture (as the sampler takes them) and with every picture
+expanded to its image tokens (as the model takes them), and the picture at the size both processors
+agree on. What not: the model. Called by the Qwen-VL policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl.api.types import PromptTemplate
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_TOKEN = "<|image_pad|>"
+PICTURE = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
+"""What `{image}` becomes; a template may also write the two brackets itself."""
+
+
+def chat_template(system_prompt: str) -> PromptTemplate:
+    """Qwen's chat format, for renderers that bring no words of their own."""
+    system = f"<|im_start|>system\n{system_prompt}<|im_end|>\n" if system_prompt else ""
+    user = "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n"
+    return PromptTemplate(system + user)
+
+
+def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:
+    """Ids of the filled template, ONE image placeholder per `{image}`.
+
+    The user's words never become special tokens: an instruction that spells '<|im_end|>' would
+    otherwise end its own turn, and one that spells '<|image_pad|>' would be given a picture. Such
+    an instruction is tokenised by itself, letter by letter where need be.
+
+    Raises ValueError when the template does not hold `{instruction}` exactly once.
+    """
+    text = template.text.replace(PICTURE.replace(IMAGE_TOKEN, "{image}"), "{image}")
+    parts = text.replace("{image}", PICTURE).split("{instruction}")
+    if len(parts) != 2:
+        raise ValueError(
+            f"the prompt template must hold {{instruction}} exactly once, not {len(parts) - 1} "
+            f"times: {template.text!r}"
+        )
+    before, after = parts
+    if not any(special in instruction for special in special_texts(tokenizer)):
+        return _ids(tokenizer, before + instruction + after)
+    return _ids(tokenizer, before) + plain_ids(tokenizer, instruction) + _ids(tokenizer, after)
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of `text` as ordinary words, even where it spells a special token."""
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    return list(ids)
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """How the tokenizer's special tokens are spelt."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
+    """How many leading tokens `template.drop_prefix` is; 64 for Qwen-Image-Edit's.
+
+    Raises ValueError when the prefix is not where the prompt starts, token by token.
+    """
+    prefix = _ids(tokenizer, template.drop_prefix) if template.drop_prefix else []
+    if list(token_ids[: len(prefix)]) != prefix:
+        raise ValueError(
+            f"the template's drop_prefix {template.drop_prefix!r} is not the beginning of its text "
+            f"as this tokenizer reads it; end it at a special token or a line break"
+        )
+    return len(prefix)
+
+
+def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int]) -> list[int]:
+    """Each placeholder repeated to its picture's number of image tokens.
+
+    Raises ValueError when placeholders and pictures do not pair up.
+    """
+    if list(token_ids).count(image_id) != len(lengths):
+        raise ValueError(
+            f"{list(token_ids).count(image_id)} image placeholders for {len(lengths)} pictures"
+        )
+    remaining = iter(lengths)
+    expanded: list[int] = []
+    for token in token_ids:
+        expanded += [token] * (next(remaining) if token == image_id else 1)
+    return expanded
+
+
+def resize_to_area(image: Image, area_px: int, multiple_px: int) -> Image:
+    """Aspect kept, about `area_px` pixels, both sides multiples of `multiple_px`.
+
+    Lanczos, and rounding, as diffusers' Qwen-Image-Edit pipelines do before their own encoder.
+    """
+    from PIL import Image as PILImage
+
+    ratio = image.width / image.height
+    width_px = math.sqrt(area_px * ratio)
+    height_px = width_px / ratio
+
+    def rounded(side_px: float) -> int:
+        return max(1, round(side_px / multiple_px)) * multiple_px
+
+    size = (rounded(width_px), rounded(height_px))
+    return image.resize(size, PILImage.Resampling.LANCZOS)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)

@@ -1,0 +1,86 @@
+"""What a forward keeps for its backward: as little as the same floats allow.
+
+What: `spare_activations`, on a loaded model. What not: attention, which keeps as little by itself
+(`packed_attention.py`). Called by `policy.py`.
+
+A half-precision layer of transformers and PEFT keeps more of float32 than of its own dtype: each
+norm a copy of its input, each adapter another one of its. Neither copy holds anything that the
+half-precision tensor, which is kept anyway, does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+def spare_activations(model: Any, gradient_checkpointing: bool | Literal["mlp"]) -> None:
+    """Make the decoder's layers keep less; `gradient_checkpointing` as in the config."""
+    if gradient_checkpointing is True:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    for layer in model.get_decoder().layers:
+        if gradient_checkpointing == "mlp":
+            recompute(layer.mlp)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            if norm.weight.dtype != torch.float32:
+                recompute(norm, preserve_rng_state=False)
+    _keep_adapters_inputs(model)
+
+
+def recompute(module: Any, **options: Any) -> None:
+    """Keep nothing of this module's inside for the backward but its input."""
+    forward: Callable[[torch.Tensor], torch.Tensor] = module.forward
+
+    def recomputed(hidden: torch.Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(hidden)
+        return checkpoint(forward, hidden, use_reentrant=False, **options)
+
+    module.forward = recomputed
+
+
+def _keep_adapters_inputs(model: Any) -> None:
+    """As they come, one for all the adapters that read it; float32 again in the backward.
+
+    Not under dropout, which PEFT applies to the float32 copy.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for name, down in layer.lora_A.items():
+            if isinstance(layer.lora_dropout[name], torch.nn.Identity):
+                layer.cast_input_dtype_enabled = False
+                down.forward = _DownProjection(down)
+
+
+class _DownProjection:
+    """The forward of an adapter's A."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = _FloatLinear.apply(hidden, self._linear.weight)
+        return projected
+
+
+class _FloatLinear(torch.autograd.Function):
+    """[*, D] of any float dtype, times a float32 weight [R, D] -> [*, R] float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return functional.linear(hidden.to(weight.dtype), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = ctx.saved_tensors
+        rows = hidden.to(weight.dtype).flatten(0, -2)
+        return (grad @ weight).to(hidden.dtype), grad.flatten(0, -2).T @ rows

@@ -1,0 +1,157 @@
+"""One policy's trainable weights: as they were before training, and as they leave.
+
+What: `TrainedWeights`: the reference swap, copies for the sampler, folders for the world. What not:
+files and names as such (`adapters.py`), loading (each policy brings `load_base`), gathering shards
+(the learner brings whole tensors). Called by the policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.api.types import PolicyWeights
+from rl.files.weights import align_weights
+from rl.policies.shared import adapters
+from rl.record.adapter_base import Base, noted
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TrainedWeights:
+    """Of a module that keeps its (PEFT) model under `model`."""
+
+    def __init__(
+        self,
+        module: Any,
+        adapted: bool,
+        dtype: str,
+        base: Base,
+        load_base: Callable[[], Any],
+        tied_embedding: str | None,
+    ) -> None:
+        """`base`: what an adapter says it belongs to. `load_base()`: the untrained transformers
+        model, on the CPU, in `dtype`. `tied_embedding`: name of the weight that is also the head's,
+        if one is."""
+        self._module = module
+        self._adapted = adapted
+        self._dtype = dtype
+        self._base_weights = base
+        self._load_base = load_base
+        self._tied_embedding = tied_embedding
+        self._base_state: dict[str, torch.Tensor] | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Under ZeRO-3 every forward is collective: no rank may skip one that another makes."""
+        return any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the module is the policy as it was before training.
+
+        LoRA: the adapter is off. Full fine-tuning: the checkpoint's weights, kept on the CPU from
+        the first use on, stand in for the trained ones; ValueError under ZeRO-3, which holds no
+        whole tensors to exchange.
+        """
+        if self._adapted:
+            with self._module.model.disable_adapter():
+                yield
+            return
+        if self.sharded:
+            raise ValueError(
+                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
+                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
+            )
+        base = self._base()
+        trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        held = {name: parameter.data for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                parameter.data = base[name.removeprefix(adapters.WRAPPER)].to(parameter)
+            yield
+        finally:
+            for name, parameter in trained.items():
+                parameter.data = held[name]
+
+    def _base(self) -> dict[str, torch.Tensor]:
+        if self._base_state is None:
+            base = self._load_base()
+            align_weights(base, next(self._module.parameters()).device.type)
+            self._base_state = base.state_dict()
+        return self._base_state
+
+    def export(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """An adapter as copies, since a sampler scales its matrices in place. Full weights in the
+        policy's dtype, and where they have it already as they are: a second copy of a large model
+        would not fit beside an engine that is awake. Read them before the next update."""
+        named = self._outside_names(tensors)
+        return PolicyWeights(
+            kind="lora" if self._adapted else "full",
+            tensors=named,
+            lora_config=self._lora_config() if self._adapted else None,
+            version=version,
+            fingerprint=adapters.fingerprint(named),
+        )
+
+    def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """base + alpha / r B A, under transformers' names, of each layer that is adapted; its
+        neighbours as they are, since samplers fuse some of them. Summed in float32, rounded once to
+        the base's dtype; the base is only read, never written to. Not under ZeRO-3."""
+        import torch
+
+        model = self._module.model.get_base_model()
+        adapted = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
+        with torch.no_grad():
+            for parent in sorted({name.rpartition(".")[0] for name in adapted}):
+                for name, layer in model.get_submodule(parent).named_children():
+                    linear = getattr(layer, "base_layer", layer)
+                    if not isinstance(linear, torch.nn.Linear):
+                        continue
+                    weight = linear.weight.detach()
+                    if linear is not layer:
+                        delta = layer.get_delta_weight("default")
+                        weight = (weight.float() + delta.float()).to(weight.dtype)
+                    yield f"{parent}.{name}.weight", weight
+                    if linear.bias is not None:
+                        yield f"{parent}.{name}.bias", linear.bias.detach()
+
+    def save(
+        self,
+        folder: str,
+        tensors: Mapping[str, torch.Tensor],
+        save_rest: Callable[[Path], None],
+    ) -> None:
+        """LoRA: a PEFT adapter. Full: a transformers folder, whose files other than weights
+        `save_rest` writes."""
+        named = self._outside_names(tensors)
+        if self._adapted:
+            adapters.write_adapter(folder, named, self._lora_config())
+            return
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_rest(path)
+        adapters.write_safetensors(path / "model.safetensors", {**self._base(), **named})
+
+    def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._adapted:
+            return {adapters.peft_name(n): t.detach().clone() for n, t in tensors.items()}
+        import torch
+
+        dtype = getattr(torch, self._dtype)
+        named = {
+            name.removeprefix(adapters.WRAPPER): tensor.detach().to(dtype)
+            for name, tensor in tensors.items()
+        }
+        if self._tied_embedding is not None:
+            # A sampler keeps its own head even where the weights are tied.
+            named["lm_head.weight"] = named[self._tied_embedding]
+        return named
+
+    def _lora_config(self) -> dict[str, Any]:
+        config = adapters.plain_config(self._module.model.peft_config["default"])
+        model_class = type(self._module.model.get_base_model()).__name__
+        return {**config, **noted(self._base_weights, model_class)}

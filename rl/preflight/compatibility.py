@@ -1,0 +1,225 @@
+"""Do the chosen plugs run together? Asked before any process starts.
+
+What: `fit_problems`, the rules across rooms: what the policy emits and the renderer takes, what
+policy and rewards need of the data, judge, batch arithmetic. What not: the rules within a section
+(`config/messages.py`) and within a plug (its own `Config`), memory (`memory_remedies.py`). Called
+by `report.py` and `memory_remedies.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rl.build import claims
+from rl.config.schema import RunConfig
+from rl.judge.endpoint import auth_header, resolve_api_base
+from rl.ranks import placement
+
+if TYPE_CHECKING:
+    from rl.build import Resolved
+
+RANKS_OF_A_NODE = 8
+"""More ranks than this are taken to be on several machines."""
+
+
+def fit_problems(resolved: Resolved) -> list[str]:
+    """Everything that keeps these plugs from running together, each with its key and remedy."""
+    return [*plug_problems(resolved), *_data_problems(resolved)]
+
+
+def plug_problems(resolved: Resolved) -> list[str]:
+    """The same without a look into the data."""
+    return [
+        *_room_problems(resolved),
+        *_reward_problems(resolved),
+        *_judge_problems(resolved),
+        *_learning_problems(resolved),
+        *_batch_problems(resolved.config),
+        *_placement_problems(resolved),
+    ]
+
+
+def _room_problems(resolved: Resolved) -> Iterable[str]:
+    policy, renderer = resolved.policy, resolved.renderer
+    accepts, emits = renderer.module.ACCEPTS, policy.module.EMITS
+    if accepts not in emits:
+        yield (
+            f"renderer.type: {renderer.name} takes {accepts}, but policy {policy.name} emits "
+            f"{' or '.join(sorted(emits))}; choose a renderer that takes one of these"
+        )
+    sources = [*resolved.train, *resolved.validation]
+    for need in sorted(policy.module.NEEDS):
+        lacking = [s.key for s in sources if need not in s.module.provides(s.config)]
+        if lacking:
+            yield (
+                f"policy.type: {policy.name} reads each sample's {need!r}, which "
+                f"{', '.join(lacking)} does not provide; tokenise the data with "
+                "scripts/prepare_data.py"
+            )
+    for plug in (policy, renderer):
+        yield from (f"{plug.key}.{problem}" for problem in plug.module.validate(plug.config))
+    length = getattr(resolved.engine.config, "max_model_len", None)
+    longest = resolved.config.sampling.max_completion_tokens
+    prompt = getattr(policy.config, "max_prompt_tokens", 0)
+    if length is not None and length < prompt + longest:
+        yield (
+            f"engine.max_model_len: {length} tokens hold no prompt of {prompt} "
+            f"(policy.max_prompt_tokens) with a completion of {longest} "
+            f"(sampling.max_completion_tokens); needs {prompt + longest}"
+        )
+
+
+def _reward_problems(resolved: Resolved) -> Iterable[str]:
+    if not resolved.rewards:
+        yield "rewards: empty; give at least one, e.g. { viescore: { type: 'viescore' } }"
+    sources = [*resolved.train, *resolved.validation]
+    for plug in resolved.rewards.values():
+        for need in sorted(plug.module.NEEDS):
+            if need == "text":
+                continue
+            if need == "image":
+                if not resolved.renderer.module.MAKES_IMAGES:
+                    makes_none = f"renderer {resolved.renderer.name} makes none"
+                    yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
+                continue
+            named = need if need in ("source", "target", "reference") else f"hidden:{need}"
+            lacking = [s.key for s in sources if named not in s.module.provides(s.config)]
+            if lacking:
+                yield (
+                    f"{plug.key}: needs each sample's {need!r}, which {', '.join(lacking)} does "
+                    "not provide; map a column to it"
+                )
+    known = set(resolved.rewards)
+    for name, plug in resolved.rewards.items():
+        known |= {f"{name}/{part}" for part in getattr(plug.module, "UNIT_PARTS", ())}
+    for name, weight in resolved.config.final_reward.weights.items():
+        if name not in known:
+            yield f"final_reward.weights.{name}: no such reward; known: {', '.join(sorted(known))}"
+        if not 0 <= weight < math.inf:
+            yield f"final_reward.weights.{name}: {weight} given, must be >= 0"
+    weights = resolved.config.final_reward.weights
+    if weights and not any(weights.values()):
+        yield "final_reward.weights: all zero; give at least one reward a weight > 0"
+    diagnostic = all(
+        getattr(plug.module, "DIAGNOSTIC", False) for plug in resolved.rewards.values()
+    )
+    if resolved.rewards and diagnostic and not weights:
+        yield (
+            "rewards: only diagnostics, which do not count by themselves; name one in "
+            "final_reward.weights"
+        )
+
+
+def _judge_problems(resolved: Resolved) -> Iterable[str]:
+    judge = resolved.config.judge
+    if not resolved.needs_judge:
+        return
+    if judge.api_base != "embedded":
+        try:
+            resolve_api_base(judge.api_base)
+        except ValueError as error:
+            yield str(error)
+    try:
+        auth_header(judge.api_key_env)
+    except ValueError as error:
+        yield str(error)
+
+
+def _learning_problems(resolved: Resolved) -> Iterable[str]:
+    algorithm, optimizer = resolved.config.algorithm, resolved.config.optimizer
+    in_loss = algorithm.kl_coeff > 0 and algorithm.kl_placement == "loss"
+    if in_loss and algorithm.kl_estimator == "k1":
+        yield (
+            "algorithm.kl_estimator: 'k1' in the loss pulls nowhere (on-policy its expected "
+            "gradient is zero); use 'k2' or 'k3', or kl_placement 'reward'"
+        )
+    if algorithm.loss == "dapo" and algorithm.clip_high <= algorithm.clip_low:
+        yield (
+            f"algorithm.clip_high: {algorithm.clip_high} is not above clip_low, so that 'dapo' is "
+            "'grpo'; use 0.28, or loss 'grpo'"
+        )
+    if resolved.config.max_staleness and optimizer.updates_per_iteration > 1:
+        yield (
+            "max_staleness: 1 is one update behind, and optimizer.updates_per_iteration "
+            f"{optimizer.updates_per_iteration} makes it more; use 1 update, or max_staleness 0"
+        )
+    shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
+    if shards and getattr(resolved.engine.module, "SAMPLES_WITH_TRAINER", False):
+        yield (
+            f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
+            "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
+        )
+
+
+def _placement_problems(resolved: Resolved) -> Iterable[str]:
+    """As far as words go: what the machine has is seen when a run starts on it."""
+    num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
+    stated = getattr(resolved.policy.config, "device", "auto")
+    if "+" in stated:
+        return [
+            f"policy.device: {stated!r} counts from the rank's own device, which is the policy's; "
+            "give 'auto', or the device itself"
+        ]
+    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
+    return placement.problems(claims(resolved), owns, machine=None)
+
+
+def _batch_problems(config: RunConfig) -> Iterable[str]:
+    if (config.num_iterations is None) == (config.num_epochs is None):
+        both = config.num_iterations is not None
+        yield (
+            "num_iterations, num_epochs: both given; keep one"
+            if both
+            else "num_iterations, num_epochs: neither given; set one"
+        )
+    prompts, ranks = config.prompts_per_iteration, config.world_size
+    if prompts % ranks:
+        below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
+        near = f"{below} or {above}" if below else f"{above}"
+        yield (
+            f"prompts_per_iteration: {prompts} prompts cannot be shared by {ranks} ranks "
+            f"(world_size); use {near}"
+        )
+    elif config.optimizer.updates_per_iteration > prompts // ranks:
+        yield (
+            f"optimizer.updates_per_iteration: {config.optimizer.updates_per_iteration} updates, "
+            f"but each rank has only {prompts // ranks} groups an iteration to split among them"
+        )
+    if config.generations_per_prompt == 1:
+        yield (
+            "generations_per_prompt: 1 completion is always its own mean, so nothing is ever "
+            "learnt; use 2 or more (8 is usual)"
+        )
+    if config.optimizer.warmup_iterations >= (config.num_iterations or math.inf):
+        yield (
+            f"optimizer.warmup_iterations: {config.optimizer.warmup_iterations} covers all "
+            f"{config.num_iterations} iterations of the run; make it smaller"
+        )
+    if (
+        config.checkpoint.push_to_hub_every_n_iterations
+        and not config.checkpoint.push_to_hub_repo_id
+    ):
+        yield "checkpoint.push_to_hub_repo_id: empty; name the hub repository to push to"
+
+
+def _data_problems(resolved: Resolved) -> Iterable[str]:
+    data = resolved.config.data
+    if not resolved.train:
+        yield "data.train: empty; give at least one source (EARL's fields: train_paths_file)"
+    if resolved.config.evaluation.every_n_iterations and not resolved.validation:
+        yield (
+            "data.validation: empty, and evaluation.every_n_iterations asks for a held-out run; "
+            "give a source or set that key to 0"
+        )
+    template = resolved.renderer.module.prompt_template(resolved.renderer.config)
+    needs_picture = template is not None and "{image}" in template.text
+    for plug in [*resolved.train, *resolved.validation]:
+        found = plug.module.check(plug.config, data.on_bad_row, data.max_image_side_px)
+        yield from (f"{plug.key}: {problem}" for problem in found)
+        if needs_picture and "source" not in plug.module.provides(plug.config):
+            yield (
+                f"{plug.key}: renderer {resolved.renderer.name} edits a picture, and these samples "
+                "have no source; map a column to it"
+            )

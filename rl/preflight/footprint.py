@@ -1,0 +1,215 @@
+"""What a config's models want of one GPU: the memory plan's sizes, read off the chosen plugs.
+
+What: `footprint`, the token counts behind it, and `unknowns`: what it does not know. What not: the
+arithmetic (`memory_plan.py`), whether it fits (`memory_remedies.py`) or loading anything: shapes
+come from a table or from a folder's headers. Keys that only some plugs have are read where they are
+there. Called by `report.py`, `memory_remedies.py` and `run/set_up.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.build import Plug, Resolved
+from rl.files.weights import num_parameters
+from rl.preflight import memory_plan
+from rl.preflight.engine_memory import Sampler
+from rl.preflight.memory_plan import FrozenModel, LanguageModel, Plan, Sizes
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
+"""What a model's config.json has to say of it."""
+
+
+def footprint(resolved: Resolved, gpu_gb: float) -> Plan | None:
+    """The plan for one rank's GPU; None where the policy's shape is not known."""
+    found = sizes(resolved)
+    return None if found is None else memory_plan.plan(found, gpu_gb)
+
+
+def unknowns(resolved: Resolved) -> list[str]:
+    """What the plan leaves out because nobody knows its size, each with its key."""
+    found = []
+    if _policy_model(resolved) is None:
+        found.append(
+            f"policy: {origin(resolved.policy.config)!r} is neither a local folder of safetensors "
+            f"nor one of {', '.join(memory_plan.KNOWN)}"
+        )
+    engine = resolved.engine
+    samples_itself = getattr(engine.module, "SAMPLES_WITH_TRAINER", False)
+    if not (samples_itself or hasattr(engine.config, "gpu_memory_utilization")):
+        found.append(f"engine: {engine.name} does not say what it takes")
+    for plug in (resolved.renderer, *resolved.rewards.values()):
+        runs_a_model = getattr(plug.config, "device", "cpu") != "cpu"
+        if runs_a_model and not sum(_counts(plug, "parameter_counts").values()):
+            of = f" of {where!r}" if (where := origin(plug.config)) else ""
+            found.append(f"{plug.key}: {plug.name} does not know the size{of}")
+    return found
+
+
+def origin(config: Any) -> str:
+    """The model or data a plug reads, where its section names one."""
+    names = ("init_text_encoder_from", "model_path", "path")
+    return next((value for name in names if (value := getattr(config, name, ""))), "")
+
+
+def group_tokens(resolved: Resolved) -> int:
+    """The longest group as a packed row, its prompt once, cut nowhere."""
+    config = resolved.config
+    completions = config.generations_per_prompt * config.sampling.max_completion_tokens
+    return _prompt_tokens(resolved) + completions
+
+
+def kept_tokens(resolved: Resolved) -> tuple[int, str]:
+    """(tokens of one iteration and rank whose forwards are kept, why it is not all of them)."""
+    config, optimizer = resolved.config, resolved.config.optimizer
+    lora = getattr(resolved.policy.config, "lora", None)
+    if config.max_staleness:
+        return 0, "max_staleness 1"
+    if lora is not None and lora.dropout:
+        return 0, "policy.lora.dropout"
+    if optimizer.backend == "deepspeed" and optimizer.zero_stage == 3:
+        return 0, "optimizer.zero_stage 3"
+    all_of_them = iteration_tokens(resolved)
+    first_update = all_of_them // optimizer.updates_per_iteration
+    if optimizer.max_kept_tokens is not None and optimizer.max_kept_tokens < first_update:
+        return optimizer.max_kept_tokens, "optimizer.max_kept_tokens"
+    why = "optimizer.updates_per_iteration" if optimizer.updates_per_iteration > 1 else ""
+    return first_update, why
+
+
+def iteration_tokens(resolved: Resolved) -> int:
+    """Of one rank's groups, each as long as it can be."""
+    config = resolved.config
+    return config.prompts_per_iteration // config.world_size * group_tokens(resolved)
+
+
+def _prompt_tokens(resolved: Resolved) -> int:
+    return int(getattr(resolved.policy.config, "max_prompt_tokens", 2048))
+
+
+def sizes(resolved: Resolved) -> Sizes | None:
+    """What decides the memory of one rank's GPU; None where the policy's shape is not known, or
+    lies on no GPU."""
+    config, optimizer = resolved.config, resolved.config.optimizer
+    policy = resolved.policy.config
+    model = _policy_model(resolved)
+    if model is None or policy_device(resolved) == "cpu":
+        return None
+    lora = getattr(policy, "lora", None)
+    prompt, completion = _prompt_tokens(resolved), config.sampling.max_completion_tokens
+    kept, not_all = kept_tokens(resolved)
+    # A completion that is longer than the budget is a row of its own.
+    longest_row = max(optimizer.max_tokens_per_micro_batch, prompt + completion)
+    return Sizes(
+        model=model,
+        bytes_per_weight=BYTES[getattr(policy, "dtype", "bfloat16")],
+        lora_rank=lora.r if lora else None,
+        lora_modules=lora.target_modules if lora else (),
+        zero_stage=_zero_stage(resolved),
+        world_size=config.world_size,
+        forward_tokens=min(longest_row, iteration_tokens(resolved)),
+        kept_tokens=kept,
+        all_kept=not not_all,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        num_completions=config.prompts_per_iteration
+        // config.world_size
+        * config.generations_per_prompt,
+        checkpointing=optimizer.gradient_checkpointing,
+        sampler=_sampler(resolved, model, prompt + completion),
+        reads_reference=lora is None and config.algorithm.kl_coeff > 0,
+        frozen=[
+            _frozen(plug, policy_device(resolved))
+            for plug in (resolved.renderer, *resolved.rewards.values())
+        ],
+    )
+
+
+def policy_device(resolved: Resolved) -> str:
+    """Where the policy lies, as its section says it."""
+    return str(getattr(resolved.policy.config, "device", "auto"))
+
+
+def _zero_stage(resolved: Resolved) -> int:
+    optimizer = resolved.config.optimizer
+    return optimizer.zero_stage if optimizer.backend == "deepspeed" else 0
+
+
+def _policy_model(resolved: Resolved) -> LanguageModel | None:
+    policy = resolved.policy.config
+    editor, subfolder = origin(policy), getattr(policy, "text_encoder_subfolder", "")
+    places = (f"{editor}/{subfolder}", editor, getattr(policy, "model_path", ""))
+    return next((model for place in places if (model := _language_model(place))), None)
+
+
+def _sampler(resolved: Resolved, model: LanguageModel, longest: int) -> Sampler | None:
+    engine, policy = resolved.engine.config, resolved.policy.config
+    share = getattr(engine, "gpu_memory_utilization", None)
+    if share is None:
+        return None
+    dtype = getattr(engine, "dtype", "auto")
+    num_bytes = BYTES[getattr(policy, "dtype", "bfloat16") if dtype == "auto" else dtype]
+    # It reads the features of a frozen tower, which ZeRO-3 shards (`engines/vllm/plug.py`).
+    without_tower = getattr(policy, "freeze_vision_tower", False) and _zero_stage(resolved) < 3
+    params = model.params - (model.tower_params if without_tower else 0)
+    cache_mb = getattr(engine, "kv_cache_memory_mb", None)
+    return Sampler(
+        share=share,
+        cache_gb=None if cache_mb is None else cache_mb * 2**20 / 1e9,
+        weights_gb=params * num_bytes / 1e9,
+        kv_bytes=model.kv_bytes(num_bytes),
+        step_bytes=model.mlp_bytes(num_bytes),
+        longest_tokens=getattr(engine, "max_model_len", None) or longest,
+        max_num_seqs=getattr(engine, "max_num_seqs", 1),
+        residency=getattr(engine, "residency", "auto"),
+    )
+
+
+def _frozen(plug: Plug, own_device: str) -> FrozenModel:
+    """A plug that runs a model of its own says how large it is; one that runs none says nothing."""
+    device = getattr(plug.config, "device", "auto")
+    return FrozenModel(
+        name=plug.key,
+        device="auto" if _is_own(device, own_device) else device,
+        bytes_per_value=BYTES[getattr(plug.config, "dtype", "bfloat16")],
+        weights=_counts(plug, "parameter_counts"),
+        activations=_counts(plug, "activation_counts"),
+    )
+
+
+def _counts(plug: Plug, name: str) -> Mapping[str, float]:
+    counts: Mapping[str, float] = getattr(plug.module, name, lambda config: {})(plug.config)
+    return counts
+
+
+def _is_own(device: str, own: str) -> bool:
+    """Whether that is the policy's device, on rank 0."""
+    return device in ("auto", "cuda:+0", "cuda:0" if own == "auto" else own)
+
+
+def _language_model(path: str) -> LanguageModel | None:
+    """Shape by hub id, or from a local folder's config.json and safetensors headers; None where
+    these do not tell."""
+    file = Path(path) / "config.json"
+    if not path or not file.is_file():
+        return memory_plan.KNOWN.get(path)
+    values = json.loads(file.read_text(encoding="utf-8"))
+    text = values.get("text_config", values)
+    params = num_parameters(path)
+    if not params or not text.keys() >= SHAPE:
+        return None
+    heads = text["num_attention_heads"]
+    return LanguageModel(
+        layers=text["num_hidden_layers"],
+        hidden=text["hidden_size"],
+        ffn=text["intermediate_size"],
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads", heads),
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        params=params,
+        tower_params=num_parameters(path, lambda name: "visual" in name.split(".")),
+    )

@@ -1,0 +1,350 @@
+"""How much GPU memory a run will want, from sizes alone.
+
+What: `plan`, plain arithmetic over numbers that `footprint.py` collects; every assumption is in the
+code below and in `Plan.assumptions`. `residency`: whether the sampler may stay where it is while
+others work. What not: measuring, or reading models: fragmentation and other programs are not in it,
+so a tenth of the GPU is left free; what is wrong with a plan (`memory_remedies.py`). Called by
+`footprint.py`, `memory_remedies.py`, `report.py` and `run/set_up.py`.
+
+GB is 1e9 bytes throughout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rl.preflight.engine_memory import Sampler
+
+CONTEXT_GB = 2.0
+"""CUDA context, NCCL buffers and kernels' workspaces of one process."""
+LOGITS_GB = 0.8
+"""A chunk of 2**26 float32 logits, its softmax and its gradient."""
+FREE_SHARE = 0.1
+"""Of the GPU, left to what no plan knows."""
+PHASES = ("generate", "render", "reference", "learn")
+TRAINER = ("render", "reference", "learn")
+"""The policy's forwards begin with the first picture's."""
+
+Checkpointing = bool | Literal["mlp"]
+"""`optimizer.gradient_checkpointing`."""
+
+
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder's layer."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Shape of a policy's language model."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    params: float
+    """All of them, embeddings, head and vision tower included."""
+    tower_params: float = 0.0
+    """Of these, the vision tower's."""
+
+    def lora_params(self, rank: int, modules: Sequence[str]) -> int:
+        """Parameters of the adapters on these linear layers; names outside the language model's
+        seven count nothing."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = {
+            "q_proj": self.hidden + q,
+            "k_proj": self.hidden + kv,
+            "v_proj": self.hidden + kv,
+            "o_proj": q + self.hidden,
+            "gate_proj": self.hidden + self.ffn,
+            "up_proj": self.hidden + self.ffn,
+            "down_proj": self.ffn + self.hidden,
+        }
+        return self.layers * rank * sum(sides.get(module, 0) for module in modules)
+
+    def kv_bytes(self, bytes_per_value: int) -> int:
+        """Key-value cache of one token."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * bytes_per_value
+
+    def kept_bytes(
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Checkpointing
+    ) -> int:
+        """Of one token, what a forward keeps for its backward, all layers.
+
+        `adapted`: the linear layers that LoRA trains; None: full fine-tuning.
+        """
+        around, inside = self._layer_bytes(adapted, bytes_per_value)
+        state = self.hidden * bytes_per_value
+        of_layer = {False: around + inside, "mlp": around + state, True: state}
+        return self.layers * of_layer[checkpointing]
+
+    def working_bytes(
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Checkpointing
+    ) -> int:
+        """Of one token, a layer's backward: what is recomputed, and its MLP's gradients."""
+        around, inside = self._layer_bytes(adapted, bytes_per_value)
+        recomputed = {False: 0, "mlp": inside, True: around + inside}
+        return recomputed[checkpointing] + self.mlp_bytes(bytes_per_value)
+
+    def mlp_bytes(self, bytes_per_value: int) -> int:
+        """Of one token, gate, up and product: what a layer holds at most while it runs."""
+        return 3 * self.ffn * bytes_per_value
+
+    def _layer_bytes(self, adapted: Sequence[str] | None, bytes_per_value: int) -> tuple[int, int]:
+        """(around, inside the MLP): what a layer keeps of one token (measured, see the test).
+
+        The inputs of both norms; of attention queries, keys, values and result; of the MLP gate, up
+        and the activation; of trained layers their input, if it is none of these.
+        """
+        trains = ADAPTABLE if adapted is None else adapted
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        around = 2 * self.hidden + 2 * wide + 2 * narrow
+        around += self.hidden if {"q_proj", "k_proj", "v_proj"} & set(trains) else 0
+        inside = 3 * self.ffn
+        inside += self.hidden if {"gate_proj", "up_proj"} & set(trains) else 0
+        inside += self.ffn if "down_proj" in trains else 0
+        return around * bytes_per_value, inside * bytes_per_value
+
+
+_QWEN_7B = LanguageModel(28, 3584, 18944, 28, 4, 128, 8.29e9, 0.68e9)
+_EMU3 = LanguageModel(32, 4096, 14336, 32, 8, 128, 8.49e9)
+KNOWN: Mapping[str, LanguageModel] = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": LanguageModel(36, 2048, 11008, 16, 2, 128, 3.75e9, 0.67e9),
+    "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN_7B,
+    "Qwen/Qwen2.5-VL-72B-Instruct": LanguageModel(80, 8192, 29568, 64, 8, 128, 73.4e9, 0.70e9),
+    "BAAI/Emu3-Gen": _EMU3,
+    "BAAI/Emu3-Stage1": _EMU3,
+    "mair-lab/sft-simple": _EMU3,
+    "mair-lab/thinking-sft-simple": _EMU3,
+}
+"""Models that are usually on the hub rather than on the laptop that checks the config."""
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is only read: the renderer, a reward's own."""
+
+    name: str
+    device: str
+    """'auto': the rank's own GPU, the one planned for."""
+    bytes_per_value: int
+    weights: Mapping[str, float]
+    """Part -> parameters."""
+    activations: Mapping[str, float]
+    """Part -> values alive at the peak of one forward."""
+
+    @property
+    def weights_gb(self) -> float:
+        """All parts' together."""
+        return sum(self.weights.values()) * self.bytes_per_value / 1e9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides the memory of one rank."""
+
+    model: LanguageModel
+    bytes_per_weight: int
+    """Of the policy: 4 float32, 2 bfloat16."""
+    lora_rank: int | None
+    """None: full fine-tuning."""
+    lora_modules: Sequence[str]
+    zero_stage: int
+    """0 for backend torch, which shards nothing."""
+    world_size: int
+    forward_tokens: int
+    """Of the longest packed row."""
+    kept_tokens: int
+    """Whose forwards are kept for the backward, at most."""
+    all_kept: bool
+    """So that the learner runs no forward of its own."""
+    prompt_tokens: int
+    completion_tokens: int
+    num_completions: int
+    """Of one iteration on this rank."""
+    checkpointing: Checkpointing
+    sampler: Sampler | None
+    """None: the engine samples from the policy itself."""
+    reads_reference: bool
+    """Full fine-tuning with a KL term: the starting weights come to the GPU to be read."""
+    frozen: Sequence[FrozenModel]
+    """Renderer and reward models."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One occupant of the GPU."""
+
+    part: str
+    gb: float
+    phases: Sequence[str]
+    """When it is there."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All occupants of one GPU, and the sum per phase."""
+
+    rows: Sequence[Row]
+    """With the engine as it will be: there all the time, or while it samples."""
+    assumptions: Sequence[str]
+    engine: Row | None = None
+    """Whose of the rows is the engine's own memory; None: it has none."""
+    elsewhere: Mapping[str, float] = field(default_factory=dict)
+    """Other device -> GB of the models that lie there, at work."""
+
+    def total_gb(self, phase: str) -> float:
+        """Sum of what is there in that phase."""
+        return sum(row.gb for row in self.rows if phase in row.phases)
+
+    @property
+    def peak_gb(self) -> float:
+        """The largest of the phases."""
+        return max(self.total_gb(phase) for phase in PHASES)
+
+    def with_engine(self, phases: Sequence[str]) -> Plan:
+        """As it would be if the engine's memory were taken in those phases."""
+        if self.engine is None:
+            return self
+        engine = replace(self.engine, phases=phases)
+        rows = [engine if row is self.engine else row for row in self.rows]
+        return replace(self, rows=rows, engine=engine)
+
+
+def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
+    """Whether the sampler may keep its memory while the others work: waking it costs seconds."""
+    fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
+    return "resident" if fits else "sleep"
+
+
+def residency_line(planned: Plan, gpu_gb: float) -> str:
+    """What `residency` finds, and why, in one line."""
+    everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
+    if residency(planned, gpu_gb) == "resident":
+        return f"the sampler may stay while others work: {everything}"
+    return f"the sampler has to sleep while others work: {everything}, and a tenth should stay free"
+
+
+def plan(sizes: Sizes, gpu_gb: float) -> Plan:
+    """Memory per GPU when one rank has it to itself, sampler, renderer and learner included."""
+    weights_gb = sizes.model.params * sizes.bytes_per_weight / 1e9
+    frozen_rows, elsewhere = _frozen(sizes.frozen)
+    assumptions = [
+        f"one forward: up to {sizes.forward_tokens} tokens; kept until the rewards are there: "
+        f"{sizes.kept_tokens}",
+        f"{_trained(sizes) / 1e6:.1f} M trained parameters, float32 moments and gradients",
+        *elsewhere,
+    ]
+    rows = [
+        Row("CUDA context", CONTEXT_GB, PHASES),
+        *_state_rows(sizes, weights_gb),
+        *frozen_rows,
+        *_forward_rows(sizes),
+    ]
+    engine, sampler = None, sizes.sampler
+    if sampler is None:
+        num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
+        cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
+        rows.append(Row("key-value cache", cache_gb, ("generate",)))
+    else:
+        stated = f"{sampler.share:.0%} of the GPU" if sampler.cache_gb is None else "as stated"
+        engine = Row(f"engine ({stated})", sampler.claimed_gb(gpu_gb), ("generate",))
+        rows.append(engine)
+        assumptions.append(_engine_fit(sizes, sampler, gpu_gb))
+    planned = Plan(rows, assumptions, engine, _per_device(sizes.frozen))
+    chosen = "auto" if sampler is None else sampler.residency
+    if chosen == "auto":
+        chosen = residency(planned, gpu_gb)
+    return planned.with_engine(PHASES) if chosen == "resident" else planned
+
+
+def _trained(sizes: Sizes) -> float:
+    if sizes.lora_rank is None:
+        return sizes.model.params
+    return sizes.model.lora_params(sizes.lora_rank, sizes.lora_modules)
+
+
+def _state_rows(sizes: Sizes, weights_gb: float) -> list[Row]:
+    """Weights, what the optimiser holds beside them, gradients."""
+    ranks, stage = sizes.world_size, sizes.zero_stage
+    full, trained = sizes.lora_rank is None, _trained(sizes)
+    # float32 moments, and a float32 master beside weights that are not float32 themselves.
+    extra_master = full and sizes.bytes_per_weight != 4
+    state_gb = trained * (12 if extra_master else 8) / 1e9 / (ranks if stage >= 1 else 1)
+    gradient_gb = trained * 4 / 1e9 / (ranks if stage >= 2 else 1)
+    rows = [
+        Row("policy weights", weights_gb / (ranks if stage == 3 else 1), PHASES),
+        Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
+        # Where no rank waits for another, backwards run while the judge still reads.
+        Row("gradients", gradient_gb, TRAINER if ranks == 1 or stage < 2 else ("learn",)),
+    ]
+    if sizes.reads_reference:
+        rows.append(Row("reference weights", weights_gb, ("reference",)))
+    return rows
+
+
+def _forward_rows(sizes: Sizes) -> list[Row]:
+    """What the policy's forwards and backwards want besides."""
+    model, per_value = sizes.model, sizes.bytes_per_weight
+    adapted = None if sizes.lora_rank is None else sizes.lora_modules
+    kept_gb = model.kept_bytes(adapted, per_value, sizes.checkpointing) / 1e9
+    forward_gb = model.mlp_bytes(per_value) / 1e9
+    backward_gb = model.working_bytes(adapted, per_value, sizes.checkpointing) / 1e9
+    rows = [
+        Row("activations, kept", sizes.kept_tokens * kept_gb, TRAINER),
+        Row("a forward, working", sizes.forward_tokens * forward_gb, ("render", "reference")),
+        Row("a backward, working", sizes.forward_tokens * backward_gb, ("learn",)),
+        Row("logits, one chunk", LOGITS_GB, TRAINER),
+    ]
+    if not sizes.all_kept:
+        rows.append(Row("activations, one forward", sizes.forward_tokens * kept_gb, ("learn",)))
+    return rows
+
+
+def _frozen(models: Sequence[FrozenModel]) -> tuple[list[Row], list[str]]:
+    """Rows of those on the planned GPU, a line for each that lies elsewhere."""
+    rows, elsewhere = [], []
+    for model in models:
+        weights, working = (
+            {part: count * model.bytes_per_value / 1e9 for part, count in counts.items()}
+            for counts in (model.weights, model.activations)
+        )
+        if model.device != "auto":
+            elsewhere.append(
+                f"{model.name} lies on {model.device}: {sum(weights.values()):.2f} GB of weights "
+                f"there, {sum(working.values()):.2f} while it works"
+            )
+            continue
+        rows += [Row(f"{model.name} {part}", gb, PHASES) for part, gb in weights.items()]
+        rows += [
+            Row(f"{model.name} {part}, working", gb, ("render",)) for part, gb in working.items()
+        ]
+    return rows, elsewhere
+
+
+def _per_device(models: Sequence[FrozenModel]) -> dict[str, float]:
+    """GB at work on each device but the planned one."""
+    devices: dict[str, float] = defaultdict(float)
+    for model in models:
+        if model.device != "auto":
+            working = sum(model.activations.values()) * model.bytes_per_value / 1e9
+            devices[model.device] += model.weights_gb + working
+    return dict(devices)
+
+
+def _engine_fit(sizes: Sizes, sampler: Sampler, gpu_gb: float) -> str:
+    beside_gb = sampler.weights_gb + sampler.workspace_gb(gpu_gb)
+    cache_gb = sampler.claimed_gb(gpu_gb) - beside_gb
+    if sampler.starves(gpu_gb):
+        return "the engine's share leaves no room for one completion beside its weights"
+    num_tokens = int(cache_gb * 1e9 / sampler.kv_bytes)
+    per_completion = sizes.prompt_tokens + sizes.completion_tokens
+    at_once = min(sampler.max_num_seqs, num_tokens // per_completion)
+    return (
+        f"the engine's cache holds {num_tokens} tokens, {at_once} full-length completions at once "
+        "(more where prompts are shared)"
+    )

@@ -1,0 +1,224 @@
+"""What a config would do, without doing it: `python -m rl.simple_launch --check config.jsonnet`.
+
+What: `problems` (everything wrong, asked quietly before every launch), `problems_here` (whether it
+fits this machine's GPUs) and `report` (the same aloud, with the batch arithmetic, the memory plan
+and what the judge will be asked). What not: the rules themselves (`build.py`, `config/messages.py`,
+`compatibility.py`, `memory_remedies.py`) and sizes (`footprint.py`). No torch, no vLLM, no GPU:
+seconds on a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+from rl import build
+from rl.config.schema import ConfigError, RunConfig, listed
+from rl.preflight import compatibility, footprint, memory_plan
+from rl.preflight.memory_plan import PHASES, Plan
+from rl.preflight.memory_remedies import memory_problems
+from rl.preflight.resume import check_resume
+from rl.ranks import placement
+from rl.record.checkpoint import find
+from rl.record.scrub import scrubbed
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Everything that keeps this config from running, each with its key and remedy."""
+    try:
+        resolved = build.resolve(config)
+    except ConfigError as error:
+        return list(error.problems)
+    return compatibility.fit_problems(resolved) + _resume(config)[1]
+
+
+def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int) -> list[str]:
+    """What does not fit the GPUs of `machine`, on which `num_ranks` ranks start; [] where the
+    policy lies on none. `problems` comes first."""
+    resolved = build.resolve(config)
+    stated = getattr(resolved.policy.config, "device", "auto")
+    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
+    sizes_gb = {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
+    own_gb = min((sizes_gb[own] for own in owns if own in sizes_gb), default=None)
+    if own_gb is None:
+        return []
+
+    def size_of(device: str) -> float:
+        places = [placement.resolve_device(device, own) for own in owns]
+        return min((sizes_gb[place] for place in places if place in sizes_gb), default=math.inf)
+
+    return memory_problems(resolved, own_gb, size_of)
+
+
+def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
+    """(what the run would be, exit code: 1 when something is wrong); the last lines say which."""
+    try:
+        resolved = build.resolve(config)
+    except ConfigError as error:
+        return _verdict(list(error.problems), [])
+    state, conflicts = _resume(config)
+    unfit = memory_problems(resolved, gpu_gb)
+    blocks = {
+        f"run {config.run_name} in {config.run_dir}: {state}": [],
+        "plugs": _plug_lines(resolved),
+        "placement": placement.describe(build.claims(resolved)),
+        "batch": _batch_lines(resolved),
+        f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
+        "judge": _judge_lines(resolved),
+    }
+    lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
+    found = [*compatibility.fit_problems(resolved), *unfit, *conflicts]
+    last, code = _verdict(found, footprint.unknowns(resolved))
+    return "\n".join([*lines, last]), code
+
+
+def _indented(lines: Iterable[str]) -> Iterable[str]:
+    return (f"  {line}" for line in lines)
+
+
+def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
+    if found:
+        return f"{len(found)} wrong\n{listed(found)}", 1
+    if unknowns:
+        what = " and ".join(unknown.partition(":")[0] for unknown in unknowns)
+        return f"no mistake found; whether it fits its GPUs is unknown ({what}: see above)", 0
+    return "nothing is wrong", 0
+
+
+def _plug_lines(resolved: build.Resolved) -> list[str]:
+    plugs = [resolved.policy, resolved.engine, resolved.renderer]
+    plugs += [*resolved.rewards.values(), *resolved.train, *resolved.validation]
+    return [
+        f"{plug.key:<20} {plug.name:<22} {footprint.origin(plug.config)}".rstrip() for plug in plugs
+    ]
+
+
+def _batch_lines(resolved: build.Resolved) -> list[str]:
+    config, ranks = resolved.config, resolved.config.world_size
+    prompts = config.prompts_per_iteration
+    completions = prompts * config.generations_per_prompt
+    pictures = completions * config.images_per_completion
+    if not resolved.renderer.module.MAKES_IMAGES:
+        pictures = 0
+    questions = pictures * _questions_per_picture(resolved)
+
+    def row(name: str, count: float) -> str:
+        return f"{name:<20} {count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
+
+    optimizer, group = config.optimizer, footprint.group_tokens(resolved)
+    per_update = completions / ranks / optimizer.updates_per_iteration
+    kept, why = footprint.kept_tokens(resolved)
+    return [
+        row("prompts", prompts),
+        row("completions", completions),
+        row("pictures", pictures),
+        row("judge questions", questions),
+        f"{'optimiser steps':<20} {optimizer.updates_per_iteration:>8} an iteration, each of "
+        f"{per_update:g} completions a rank",
+        f"{'forwards':<20} in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group "
+        f"is {group} at the most",
+        f"{'kept for backward':<20} {kept} tokens on each rank, "
+        + (f"not all ({why})" if why else "all there can be"),
+        f"{'whole run':<20} {_length(resolved)}",
+    ]
+
+
+def _length(resolved: build.Resolved) -> str:
+    """Iterations <-> epochs, as far as the number of samples is known."""
+    config = resolved.config
+    counts = [plug.module.count(plug.config) for plug in resolved.train]
+    prompts = config.prompts_per_iteration
+    if any(count is None for count in counts):
+        if config.num_epochs is not None:
+            return f"{config.num_epochs:g} epochs; iterations are known once the data is loaded"
+        return f"{config.num_iterations} iterations; epochs are known once the data is loaded"
+    num_samples = sum(counts)
+    if not num_samples:
+        return "no samples"
+    if (config.num_iterations is None) == (config.num_epochs is None):
+        return f"{num_samples} samples"
+    iterations = build.num_iterations(config, num_samples)
+    return (
+        f"{iterations} iterations of {prompts} prompts = {iterations * prompts / num_samples:.3g} "
+        f"epochs of {num_samples} samples"
+    )
+
+
+def _questions_per_picture(resolved: build.Resolved) -> int:
+    return sum(
+        plug.module.num_questions(plug.config)
+        for plug in resolved.rewards.values()
+        if plug.module.NEEDS_JUDGE
+    )
+
+
+def _judge_lines(resolved: build.Resolved) -> list[str]:
+    config, judge = resolved.config, resolved.config.judge
+    per_picture = _questions_per_picture(resolved)
+    if not per_picture:
+        return ["is not asked"]
+    pictures = config.generations_per_prompt * config.images_per_completion
+    training = config.prompts_per_iteration * pictures * per_picture
+    lines = [f"{judge.model} at {judge.api_base}"]
+    lines += [
+        f"{name}: {plug.name}, {plug.module.num_questions(plug.config)} questions a picture"
+        for name, plug in resolved.rewards.items()
+        if plug.module.NEEDS_JUDGE
+    ]
+    lines.append(
+        f"{training} questions an iteration: {training * 60} an hour at one iteration a minute; up "
+        f"to {judge.max_concurrency * config.world_size} in flight, {judge.max_attempts} tries each"
+    )
+    if config.evaluation.every_n_iterations:
+        runs = 2 if config.evaluation.reference_drift else 1
+        held_out = config.evaluation.num_samples * config.images_per_completion * per_picture
+        every = config.evaluation.every_n_iterations
+        lines.append(f"held-out run: up to {held_out * runs} more every {every} iterations")
+    return lines
+
+
+def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:
+    unknown = [f"unknown: {text}" for text in footprint.unknowns(resolved)]
+    planned = footprint.footprint(resolved, gpu_gb)
+    if planned is None:
+        device = footprint.policy_device(resolved)
+        return unknown or [f"not planned: policy.device is {device!r}"]
+    lines = [f"{'GB':<28}" + "".join(f"{phase:>10}" for phase in PHASES)]
+    for row in planned.rows:
+        cells = (f"{row.gb:>10.2f}" if phase in row.phases else f"{'':>10}" for phase in PHASES)
+        lines.append(f"{row.part:<28}" + "".join(cells))
+    totals = "".join(f"{planned.total_gb(phase):>10.2f}" for phase in PHASES)
+    lines += [f"{'sum':<28}{totals}", *(f"assumed: {text}" for text in planned.assumptions)]
+    if planned.engine is not None:
+        lines.append(memory_plan.residency_line(planned, gpu_gb))
+    return [*lines, *unknown, _room_line(planned, gpu_gb, unfit, unknown)]
+
+
+def _room_line(planned: Plan, gpu_gb: float, unfit: Sequence[str], unknown: Sequence[str]) -> str:
+    free_gb = gpu_gb - planned.peak_gb
+    if free_gb < 0:
+        return f"DOES NOT FIT by {-free_gb:.1f} GB"
+    if unfit:
+        return f"DOES NOT FIT, though the sum leaves {free_gb:.1f} GB: see below"
+    tight = ", which is tight (a tenth should stay free)" if free_gb < gpu_gb / 10 else ""
+    fits = "what is known fits" if unknown else "fits"
+    return f"{fits} with {free_gb:.1f} GB to spare{tight}"
+
+
+def _resume(config: RunConfig) -> tuple[str, list[str]]:
+    """(state of the run folder in words, what forbids to go on from it)."""
+    found = find(config.run_dir, hashes=False)
+    if found.problem:
+        return "has no whole checkpoint", [f"run_name: {found.problem}"]
+    if found.path is None:
+        recorded = (config.run_dir / "metrics.jsonl").is_file()
+        return "starts afresh" + (", and sets aside what is recorded there" * recorded), []
+    state = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
+    today = scrubbed(config.model_dump(mode="json"), (config.judge.api_key_env,))
+    words = "; ".join((f"goes on after {state['iteration']} iterations", *found.remarks))
+    try:
+        noted = check_resume(state["meta"]["config"], today)
+    except ValueError as error:
+        return words, [f"run_name: {error}"]
+    return words + (f" (changed: {', '.join(noted)})" if noted else ""), []

@@ -1,0 +1,194 @@
+"""The other ranks: who they are, and every collective the loop uses.
+
+What: `Dist`, made once by `train.py` BEFORE any engine (an engine that finds no process group makes
+its own, and then ours cannot be made). What not: gradients (the learner's backend reduces them),
+starting processes (`simple_launch.py`) and how they find each other (`rendezvous.py`). With one
+process no process group exists and every collective is the identity.
+
+A collective is called by all ranks or by none. torch is imported on first use only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rl.ranks.rendezvous import INIT_METHOD
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""The defaults (10 min NCCL, 30 min gloo) are shorter than one rank's wait for a slow judge."""
+
+
+class MergeableMetrics(Protocol):
+    """`rl/algorithm/metrics.py`, seen from a room that may not import it."""
+
+    def state(self) -> Any: ...
+
+    @staticmethod
+    def merge(states: Sequence[Any]) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Dist:
+    """This process among its peers."""
+
+    rank: int = 0
+    """0 .. world_size - 1 over all nodes."""
+    world_size: int = 1
+    local_rank: int = 0
+    """Index on this node; picks the CUDA device."""
+    device: str = "cpu"
+    """'cpu', 'mps' or 'cuda:<index>': where this rank's trainable policy lives."""
+    _cpu_group: Any = None
+    """gloo group for objects and CPU tensors; None with one process."""
+
+    @classmethod
+    def from_env(cls, device: str = "auto") -> Dist:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, which the launcher sets as torchrun does, and join
+        the group they describe.
+
+        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'mps' (one process only),
+        'cuda' (the local rank's) or 'cuda:<index>'.
+        Raises ValueError when the variables contradict each other or CUDA is asked for and absent.
+        """
+        rank, world_size, local_rank = _read_env(os.environ)
+        device = _resolve_device(device, local_rank)
+        if not device.startswith("cuda"):
+            # transformers imports DeepSpeed where it is installed, which else warns about the CPU.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        else:
+            import torch
+
+            torch.cuda.set_device(device)
+        if world_size == 1:
+            return cls(device=device)
+
+        import torch.distributed as td
+
+        if device == "mps":
+            raise ValueError("device 'mps' holds one process: start one rank, or use device 'cpu'")
+        td.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            init_method=os.environ.get(INIT_METHOD, "env://"),
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        cpu_group = td.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        return cls(rank, world_size, local_rank, device, cpu_group)
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: the one that decides, writes and prints."""
+        return self.rank == 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place, any shape and dtype; returns the same tensor.
+
+        Every rank ends with the same bits. CPU tensors go over gloo, CUDA tensors over NCCL.
+        """
+        if self.world_size > 1:
+            import torch.distributed as td
+
+            td.all_reduce(tensor, group=None if tensor.is_cuda else self._cpu_group)
+        return tensor
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        """Elementwise float64 sum over ranks, exactly rounded: free of the ranks' order.
+
+        Raises ValueError when the ranks disagree on the length.
+        """
+        rows = self.gather([float(value) for value in values])
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError(f"ranks brought {[len(row) for row in rows]} numbers to one sum")
+        return [math.fsum(column) for column in zip(*rows, strict=True)]
+
+    def max_int(self, value: int) -> int:
+        """Largest of the ranks' integers."""
+        return max(self.gather(int(value)))
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank when it is true on one."""
+        return bool(self.max_int(int(flag)))
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank; the others' argument is ignored."""
+        if self.world_size == 1:
+            return value
+        import torch.distributed as td
+
+        box = [value]
+        td.broadcast_object_list(box, src=0, group=self._cpu_group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on every rank. Values travel pickled."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as td
+
+        values: list[Any] = [None] * self.world_size
+        td.all_gather_object(values, value, group=self._cpu_group)
+        return values
+
+    def reduce(self, metrics: MergeableMetrics) -> dict[str, float]:
+        """One dict for all ranks: each metric over its own global denominator."""
+        return type(metrics).merge(self.gather(metrics.state()))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            import torch.distributed as td
+
+            td.barrier(group=self._cpu_group)
+
+    def close(self) -> None:
+        """Leave the process group; the last call of a run that ended well."""
+        if self.world_size > 1:
+            import torch.distributed as td
+
+            td.destroy_process_group()
+
+
+def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, world_size, local_rank); one process when torchrun did not start us."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if int(environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1, 0
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start "
+            "several ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
+        )
+    rank, world_size, local_rank = (int(environ[name]) for name in names)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not within WORLD_SIZE={world_size}")
+    return rank, world_size, local_rank
+
+
+def _resolve_device(device: str, local_rank: int) -> str:
+    """'auto' | 'cpu' | 'mps' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'mps' | 'cuda:<i>'."""
+    if device in ("cpu", "mps"):
+        return device
+    import torch
+
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto" and num_devices == 0:
+        return "cpu"
+    index = int(device.partition(":")[2]) if ":" in device else local_rank
+    if index >= num_devices:
+        raise ValueError(
+            f"rank with LOCAL_RANK={local_rank} wants cuda:{index} but this machine shows "
+            f"{num_devices} CUDA devices: start fewer ranks (--nproc), or use device 'cpu'"
+        )
+    return f"cuda:{index}"

@@ -1,0 +1,268 @@
+"""Which model lies on which device, and how much memory each may take there.
+
+What: the words a `device` key takes, what is wrong with a set of them (pure, no torch), and memory
+limits, set where torch can keep them. What not: moving models, which each plug does by
+`resolve_device`; planning how much they need (`preflight/memory_plan.py`). Called by the plugs, by
+`--check` and by `run/set_up.py`.
+
+GB is 1e9 bytes throughout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rl.config.schema import Section
+
+WORDS = (
+    "'auto' (the rank's own), 'cpu', 'mps', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
+)
+_FORM = re.compile(r"auto|cpu|mps|cuda:\+?\d+")
+
+
+class PlacedSection(Section):
+    """What every section of a frozen model says of its place."""
+
+    device: str = "auto"
+    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
+    plus 1)."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
+    halved, as when the GPU itself is full."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One model that wants a place."""
+
+    key: str
+    """The section that states it, e.g. 'renderer'."""
+    device: str
+    """As stated there; one of `WORDS`."""
+    max_memory_gb: float | None = None
+    """Most it may take, GB; None = no limit."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What devices there are; memory in GB."""
+
+    cuda_gb: tuple[float, ...] = ()
+    """Size of each CUDA device."""
+    mps_gb: float | None = None
+    """What Apple's driver recommends to stay below; None: no such device."""
+
+
+def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
+    """The claims of (key, plug config) pairs; a plug without a `device` runs no model."""
+    return [
+        Claim(key, config.device, getattr(config, "max_memory_gb", None))
+        for key, config in sections
+        if getattr(config, "device", None) is not None
+    ]
+
+
+def resolve_device(asked: str, own: str) -> str:
+    """The device a plug loads onto; `own`: the rank's ('cpu', 'mps', 'cuda:<index>').
+
+    Raises ValueError for 'cuda:+<n>' on a rank that has no CUDA device of its own.
+    """
+    if asked == "auto":
+        return own
+    if not asked.startswith("cuda:+"):
+        return asked
+    if not own.startswith("cuda:"):
+        raise ValueError(f"device {asked!r} counts from the rank's own CUDA device, which is {own}")
+    return f"cuda:{int(own[5:]) + int(asked[6:])}"
+
+
+def problems(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | None) -> list[str]:
+    """Everything wrong with where models are to lie, each with its key and remedy.
+
+    Args:
+        claims: of every rank, the same for all.
+        owns: the own device of each rank of one machine.
+        machine: what it has; None where only the words can be checked (a laptop that checks a
+            server's config).
+    """
+    found = [
+        f"{claim.key}.device: {claim.device!r} is no device; give {WORDS}"
+        for claim in claims
+        if not _FORM.fullmatch(claim.device)
+    ]
+    if found:
+        return found
+    cpu = [own for own in owns if not own.startswith("cuda:")]
+    if cpu:
+        found = [
+            f"{claim.key}.device: {claim.device!r} counts from the rank's own CUDA device, which "
+            f"is {cpu[0]}; give 'auto', or the device itself"
+            for claim in claims
+            if "+" in claim.device
+        ]
+    return (
+        found
+        or _missing(claims, owns, machine)
+        or [
+            *_shared(claims, owns),
+            *_crowded_mps(claims, owns[0]),
+            *_unlimited(claims, owns[0], machine),
+        ]
+    )
+
+
+def _missing(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | None) -> list[str]:
+    if machine is None:
+        return []
+    found = []
+    for claim in claims:
+        for device in dict.fromkeys(resolve_device(claim.device, own) for own in owns):
+            given = f"{claim.key}.device: {claim.device!r} given"
+            if claim.device not in (device, "auto"):
+                given += f", which is {device} for one of the ranks"
+            if device == "mps" and machine.mps_gb is None:
+                found.append(f"{given}, this machine has no MPS device; give 'auto' or 'cpu'")
+            elif device.startswith("cuda:") and int(device[5:]) >= len(machine.cuda_gb):
+                count = len(machine.cuda_gb)
+                found.append(
+                    f"{given}, this machine shows {count} CUDA devices; give {_cuda_range(count)}"
+                )
+    return found
+
+
+def _cuda_range(count: int) -> str:
+    return "'auto' or 'cpu'" if count == 0 else f"'auto' or 'cuda:0' to 'cuda:{count - 1}'"
+
+
+def _shared(claims: Sequence[Claim], owns: Sequence[str]) -> list[str]:
+    """Two ranks on one CUDA device: each would load its own copy there, unseen by the other."""
+    found = []
+    for claim in claims:
+        users: dict[str, list[int]] = defaultdict(list)
+        for rank, own in enumerate(owns):
+            users[resolve_device(claim.device, own)].append(rank)
+        for device, ranks in users.items():
+            others = [rank for rank, own in enumerate(owns) if own == device and rank not in ranks]
+            if device.startswith("cuda:") and len(ranks) + len(others) > 1:
+                crowd = ", ".join(map(str, sorted([*ranks, *others])))
+                found.append(
+                    f"{claim.key}.device: {claim.device!r} puts models of ranks {crowd} on "
+                    f"{device}; give 'auto' (each rank's own device), or 'cuda:+{len(owns)}' (its "
+                    f"number plus {len(owns)}: the devices behind the ranks' own)"
+                )
+                break
+    return found
+
+
+def _crowded_mps(claims: Sequence[Claim], own: str) -> list[str]:
+    """Rewards work while pictures are rendered, each in a thread of its own, and torch's MPS part
+    brings the process down when two threads use it at once (pytorch issue 197805). The policy rests
+    meanwhile."""
+    busy = [c for c in claims if c.key != "policy" and resolve_device(c.device, own) == "mps"]
+    return [
+        f"{claim.key}.device: {claim.device!r} given, and {busy[0].key} works on mps at the same "
+        "time, which torch does not survive there; give 'cpu'"
+        for claim in busy[1:]
+    ]
+
+
+def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> list[str]:
+    """Limits that cannot be kept: the allocator knows devices, not models."""
+    found = []
+    for device, sharing in _by_device(claims, own).items():
+        limited = [claim for claim in sharing if claim.max_memory_gb is not None]
+        free = [claim.key for claim in sharing if claim.max_memory_gb is None]
+        if device == "cpu" or not limited:
+            continue
+        key = f"{limited[0].key}.max_memory_gb"
+        if free:
+            found.append(
+                f"{key}: {device} also holds {', '.join(free)}, without a limit, so that none can "
+                "be kept there; place it apart, or among models that all have one, or drop this key"
+            )
+            continue
+        total = sum(claim.max_memory_gb or 0 for claim in sharing)
+        size = _size_gb(device, machine)
+        if size is not None and total > size:
+            found.append(f"{key}: {total:g} GB on {device} (all models there), which has {size:g}")
+    return found
+
+
+def _by_device(claims: Sequence[Claim], own: str) -> dict[str, list[Claim]]:
+    places: dict[str, list[Claim]] = defaultdict(list)
+    for claim in claims:
+        places[resolve_device(claim.device, own)].append(claim)
+    return places
+
+
+def _size_gb(device: str, machine: Machine | None) -> float | None:
+    if machine is None or device == "cpu":
+        return None
+    return machine.mps_gb if device == "mps" else machine.cuda_gb[int(device[5:])]
+
+
+def limits_gb(claims: Sequence[Claim], own: str) -> dict[str, float]:
+    """Device -> the most that its models may take together; the CPU's memory is not limited."""
+    return {
+        device: sum(claim.max_memory_gb or 0 for claim in sharing)
+        for device, sharing in _by_device(claims, own).items()
+        if device != "cpu" and all(claim.max_memory_gb is not None for claim in sharing)
+    }
+
+
+def describe(claims: Sequence[Claim]) -> list[str]:
+    """One line per model, for `--check` and the console."""
+    lines = []
+    for claim in claims:
+        place = "the rank's own device" if claim.device == "auto" else claim.device
+        limit = "" if claim.max_memory_gb is None else f", at most {claim.max_memory_gb:g} GB"
+        lines.append(f"{claim.key:<20} {place}{limit}")
+    return lines
+
+
+def look_at_machine() -> Machine:
+    """What torch finds here."""
+    import torch
+
+    sizes = [
+        torch.cuda.get_device_properties(index).total_memory / 1e9
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    mps = torch.backends.mps.is_available()
+    return Machine(tuple(sizes), torch.mps.recommended_max_memory() / 1e9 if mps else None)
+
+
+def own_devices(own: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The own devices of all ranks of this machine, from this rank's and torchrun's variables."""
+    num_ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_ranks == 1 or not own.startswith("cuda:"):
+        return [own] * num_ranks
+    return [f"cuda:{rank}" for rank in range(num_ranks)]
+
+
+def enforce(claims: Sequence[Claim], own: str) -> None:
+    """Refuse what cannot be placed here, then set the memory limits; before any model is loaded.
+
+    A model that reaches its device's limit meets `torch.OutOfMemoryError`, as on a full device.
+    Raises ValueError with every problem.
+    """
+    machine = look_at_machine()
+    found = problems(claims, own_devices(own), machine)
+    if found:
+        raise ValueError("\n".join(found))
+    for device, limit_gb in limits_gb(claims, own).items():
+        import torch
+
+        size_gb = _size_gb(device, machine)
+        assert size_gb is not None, "problems() refuses devices that are not there"
+        if device == "mps":
+            torch.mps.set_per_process_memory_fraction(limit_gb / size_gb)
+        else:
+            torch.cuda.set_per_process_memory_fraction(limit_gb / size_gb, device)

@@ -1,0 +1,82 @@
+"""Being asked to stop: SIGTERM, SIGINT and SIGHUP set a flag; the loop looks at it between phases.
+
+What: `install` and `stop_requested`, so that a pre-empted run saves and leaves instead of dying in
+mid-write, and `die_with_parent`, so that a killed launcher leaves no orphans on the GPUs. What not:
+the saving (`train.py`) and the forwarding to ranks (the launcher). SIGHUP is one of the three
+because the launcher forwards a lost terminal as such.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+from rl.ranks.dist import Dist
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ECHO_S = 3.0
+"""Ctrl-C reaches a rank twice within milliseconds (from the terminal and from the launcher), and a
+dying launcher sends one more; only a signal later than this after the first means impatience."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Received:
+    """Signal handlers belong to the process, and so does what they heard."""
+
+    first: signal.Signals | None = None
+    first_s: float = 0.0
+
+
+_received = _Received()
+
+
+def install() -> None:
+    """Take over the stop signals, and ask for one when the launcher dies. Main thread, once, early.
+
+    The first signal sets the flag. One more, at least `ECHO_S` later, ends the process at once.
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, _handle)
+    die_with_parent()
+
+
+def stop_requested(dist: Dist) -> bool:
+    """True on every rank once any rank was asked to stop.
+
+    Collective, at the price of one small message: ranks that look at their own flag only would
+    leave at different iterations and hang each other.
+    """
+    return dist.any(stop_heard())
+
+
+def stop_heard() -> bool:
+    """Whether THIS rank was asked to stop, for leaving a long stretch without collectives early;
+    `stop_requested` must follow, to tell the others."""
+    return _received.first is not None
+
+
+def die_with_parent() -> None:
+    """Have Linux send this process SIGTERM when its parent dies, however it dies."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before the request was placed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _handle(signum: int, _: FrameType | None) -> None:
+    name = signal.Signals(signum).name
+    if _received.first is None:
+        _received.first, _received.first_s = signal.Signals(signum), time.monotonic()
+        # os.write: print is not re-entrant, and the signal may have interrupted one.
+        os.write(2, f"\n{name}: will save and leave; once more to leave at once\n".encode())
+    elif time.monotonic() - _received.first_s > ECHO_S:
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)

@@ -1,0 +1,104 @@
+"""One rank's first and last moments: what every process does around the training script.
+
+What: tie its life to the launcher's, send its output where the launcher said, run the script, and
+note how it ended where the launcher reads it: a sentence for an error that was foreseen (its
+traceback goes to the rank's log), else the traceback. What not: the process group (`dist.py`), stop
+signals (`signals.py`). Started by `simple_launch.py` as
+`python -m rl.ranks.worker <log folder> <note folder> <module | script.py> [arguments ...]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+from rl.ranks import error_messages
+from rl.ranks.signals import die_with_parent
+
+
+def main() -> None:
+    """Run the script as `__main__`, with `sys.argv` as if it had been started directly."""
+    die_with_parent()
+    log_dir, note_dir, target, *args = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    log = Path(log_dir) / f"rank_{rank}.log"
+    _send_output_to(log, on_console=rank == 0)
+    note = Path(note_dir) / f"rank_{rank}.json"
+    note.write_text(json.dumps({"process_group": os.getpgid(0)}))
+    sys.argv = [target, *args]
+    try:
+        if target.endswith(".py"):
+            sys.path[0] = str(Path(target).resolve().parent)
+            runpy.run_path(target, run_name="__main__")
+        else:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        _note_end(note, f"SystemExit: {error.code}")
+        raise
+    except Exception as error:
+        trace = _own_traceback(error)
+        text = error_messages.sentence(error)
+        _note_end(note, text or trace)
+        if text is not None:
+            with open(log, "a", encoding="utf-8") as file:
+                print(trace, file=file)
+        print(text or trace, file=sys.stderr)
+        sys.exit(1)
+
+
+def _note_end(note: Path, reason: str) -> None:
+    """The time tells cause from consequence: peers fail milliseconds after the first."""
+    known = json.loads(note.read_text())
+    note.write_text(json.dumps({**known, "ended_ns": time.time_ns(), "reason": reason}))
+
+
+def _own_traceback(error: Exception) -> str:
+    """The traceback from the script's first frame on."""
+    frame = error.__traceback__
+    while frame and (
+        "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__
+    ):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+
+
+def _send_output_to(path: Path, on_console: bool) -> None:
+    """Both streams, in order, into one file that later starts of the run append to.
+
+    With `on_console` the streams keep going where they went. A terminal is then left alone
+    (progress lines redraw themselves many times a second); anything else is copied to the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if on_console and sys.stdout.isatty():
+        return
+    file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open until the end
+    file.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n")
+    if on_console:
+        sys.stdout, sys.stderr = _Copied(sys.stdout, file), _Copied(sys.stderr, file)
+    else:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+class _Copied:
+    """A text stream whose text also goes to a file (what C libraries write does not)."""
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream, self._file = stream, file
+
+    def write(self, text: str) -> int:
+        self._file.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Which weights an adapter belongs to, as its `adapter_config.json` says it.
+
+What: `Base`, how it is written so that PEFT and transformers load it (`noted`), and how it is read
+back (`base_of`, our older spelling too). What not: the adapter's tensors and shape
+(`policies/shared/adapters.py`). Called by the policies, `hub.py`, `enhance.py` and
+`scripts/export_adapter.py`.
+
+Loaders hand `base_model_name_or_path` to the hub as it is, so it is a folder or a repository's id
+and nothing else. They know no field for a subfolder, and warn of any key that is not theirs; what
+`auto_mapping` holds beside the class they read is left alone (PEFT 0.21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
+SUBFOLDER, WORDS = "base_model_subfolder", "base_model_tokenizer"
+"""Keys of ours in `auto_mapping`."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The untrained weights under an adapter."""
+
+    path: str
+    """Folder or hub id."""
+    revision: str | None = None
+    """Hub revision; None = the newest."""
+    subfolder: str = ""
+    """Of the hub's repository; a folder names it in its path."""
+    words: str = ""
+    """Folder or hub id of tokenizer and image processor; '' = the same."""
+
+    @classmethod
+    def of_editor(cls, editor: str, subfolder: str, words: str) -> Base:
+        """The text encoder of an editor."""
+        if Path(editor).is_dir():
+            return cls(f"{editor.rstrip('/')}/{subfolder}", words=words)
+        return cls(editor, subfolder=subfolder, words=words)
+
+    def policy_keys(self) -> dict[str, Any]:
+        """The keys of a policy section that load it. Raises ValueError when the tokenizer's place
+        is needed and not known."""
+        if self.words:
+            editor, subfolder = self.path, self.subfolder
+            if not subfolder:
+                editor, _, subfolder = self.path.rstrip("/").rpartition("/")
+            return {
+                "model_path": self.words,
+                "init_text_encoder_from": editor,
+                "text_encoder_subfolder": subfolder,
+            }
+        if self.subfolder:
+            raise ValueError(
+                f"the adapter belongs to {self.subfolder!r} of {self.path} and does not say whose "
+                f"tokenizer goes with it: write {MAPPING}.{WORDS} into its adapter_config.json "
+                "(the run's policy.model_path)"
+            )
+        return {"model_path": self.path} | ({"revision": self.revision} if self.revision else {})
+
+
+def noted(base: Base, model_class: str) -> dict[str, Any]:
+    """The keys of an adapter_config.json that name its base, of that class of transformers.
+
+    No task type: with one, PEFT's Auto classes take a class of their own, which knows no model
+    that reads pictures.
+    """
+    own = {SUBFOLDER: base.subfolder, WORDS: base.words}
+    return {
+        NAME: base.path,
+        "revision": base.revision,
+        "task_type": None,
+        MAPPING: {
+            "base_model_class": model_class,
+            "parent_library": "transformers",
+            **{key: value for key, value in own.items() if value},
+        },
+    }
+
+
+def base_of(adapter_config: Mapping[str, Any]) -> Base:
+    """What an adapter_config.json says, anybody's. Raises ValueError when it names no base."""
+    path = adapter_config.get(NAME)
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"adapter_config.json names no base ({NAME})")
+    mapping = adapter_config.get(MAPPING) or {}
+    subfolder = mapping.get(SUBFOLDER, "")
+    repository, _, last = path.rpartition("/")
+    if last == "text_encoder" and repository.count("/") == 1 and is_hub_id(repository):
+        path, subfolder = repository, last  # as it was written before
+    return Base(path, adapter_config.get("revision"), subfolder, mapping.get(WORDS, ""))
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether the hub takes that as a repository's id, and no folder of that name lies here."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return not path.startswith("~") and not Path(path).exists()

@@ -1,0 +1,363 @@
+"""Resume points: written aside, proven by a manifest, renamed into place; never half of one loaded.
+
+What: `Checkpoints` and the layout
+
+    <run>/checkpoints/step_000010/
+        state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
+        state.json             iteration, world size, and whatever JSON the loop hands over
+        rng_rank0000.pt ...    every rank's generators, tensors and plain values only
+        model/                 PEFT adapter or transformers folder, with its model card
+        manifest.json          size and sha256 of every file above, written last
+    <run>/last_checkpoint.txt  the name of the last one, outside: a run whose checkpoints are gone
+                               is told from one that never had any
+
+With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/step_<n> does.
+
+What not: which tensors (learner), whether two configs fit (`preflight/resume.py`), the upload
+(`hub.py`). Rank 0 alone writes and decides; the others hand over their generators and hear the
+outcome. The run folder has to be on a file system that all nodes see. `train.py` calls this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.config.schema import CheckpointConfig
+from rl.files.atomic import fsync, write_atomically
+from rl.ranks.dist import Dist
+from rl.record import hub
+from rl.record.console import warn
+from rl.record.scrub import scrub
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL_FOLDER = "model"
+KEPT_MODELS_FOLDER = "models"
+"""Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
+LAST_WRITTEN = "last_checkpoint.txt"
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name for it."""
+FORMAT = 1
+_NUM_NEWEST_KEPT = 2
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+_ASIDE_PREFIX = ".tmp-"
+_ASIDE_NAME = re.compile(r"\.tmp-(?:damaged-|pruned-)?step_\d{6,}")
+
+
+class SaveError(RuntimeError):
+    """The last checkpoint of a run could not be written."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """What one rank reads from a checkpoint."""
+
+    iteration: int
+    """Iterations completed when it was written; the run goes on with the next."""
+    tensors: dict[str, torch.Tensor]
+    """The learner's, on the CPU, the same on every rank."""
+    meta: dict[str, Any]
+    """The JSON that was handed to `save`."""
+    rng: dict[str, Any] | None
+    """This rank's generators for `set_rng_state`; None when the world size has changed since."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every method is collective unless it says otherwise."""
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, dist: Dist) -> None:
+        self.folder = run_dir / "checkpoints"
+        self._config = config
+        self._dist = dist
+        self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
+
+    def due(self, iteration: int) -> bool:
+        """Whether to save once `iteration` iterations are complete. Local."""
+        cadences = (
+            self._config.save_every_n_iterations,
+            self._config.push_to_hub_every_n_iterations,
+        )
+        return any(cadence and iteration % cadence == 0 for cadence in cadences)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that is whole (every size and sha256), or None before the first.
+
+        One that is damaged or gone is named in a warning and passed over. Raises ValueError when
+        there are or were checkpoints and none is whole: a run never restarts silently from the base
+        weights.
+        """
+        found = find(self.folder.parent) if self._dist.is_main else Found()
+        for remark in found.remarks:
+            warn(remark)
+        found = self._dist.broadcast(found)
+        if found.problem:
+            raise ValueError(found.problem)
+        return found.path
+
+    def save(
+        self,
+        iteration: int,
+        tensors: Mapping[str, torch.Tensor],
+        meta: Mapping[str, Any],
+        rng: Mapping[str, Any],
+        write_model: Callable[[Path], None],
+        model_card: str,
+        final: bool = False,
+    ) -> Path | None:
+        """Write a checkpoint, prune old ones, begin a push to the hub when that is due.
+
+        `tensors` (CPU, contiguous), `meta` (JSON), `write_model` (fills the folder it is given; no
+        collectives inside) and `model_card` (markdown) are read on rank 0 only; `rng` on every
+        rank. A failure leaves the older checkpoints as they were, warns and returns None: training
+        is worth more than one resume point. Raises `SaveError`, on every rank, when `final`.
+        """
+        rng_by_rank = self._dist.gather(dict(rng))
+        path, problem = None, ""
+        if self._dist.is_main:
+            content = _Content(iteration, tensors, meta, rng_by_rank, write_model, model_card)
+            path, problem = self._try_write(content)
+        path, problem = self._dist.broadcast((path, problem))
+        if problem and final:
+            raise SaveError(problem)
+        if path is not None and self._dist.is_main and self._push_due(iteration, final):
+            self._pusher.push(path / MODEL_FOLDER, iteration)
+        return path
+
+    def close(self, say: Callable[[str], None]) -> None:
+        """Wait, for a bounded time, for pushes to the hub under way; `say` tells the user. Local.
+
+        The other ranks have nothing to wait for.
+        """
+        self._pusher.close(say)
+
+    def load(self, path: Path) -> Loaded:
+        """Read a checkpoint that `latest` found; no pickle is executed.
+
+        Raises ValueError when a rank cannot see the folder.
+        """
+        from safetensors.torch import load_file
+
+        if self._dist.any(not (path / "manifest.json").is_file()):
+            raise ValueError(
+                f"{path} is not visible on every node: put base_exp_dir on a file system they share"
+            )
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        rng = None
+        if state["world_size"] == self._dist.world_size:
+            import torch
+
+            rng = torch.load(path / _rng_name(self._dist.rank), weights_only=True)
+        tensors = load_file(path / "state.safetensors")
+        return Loaded(state["iteration"], tensors, state["meta"], rng)
+
+    def _try_write(self, content: _Content) -> tuple[Path | None, str]:
+        final = self.folder / f"step_{content.iteration:06d}"
+        try:
+            if final.is_dir() and problem_of(final) is None:
+                return final, ""  # an iteration may be due by cadence and by being the last
+            self._sweep()
+            aside = self.folder / f"{_ASIDE_PREFIX}{final.name}"
+            aside.mkdir(parents=True)
+            content.write(aside)
+            _seal(aside)
+            if final.exists():  # damaged, or it would have been returned above
+                final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{final.name}")
+            aside.rename(final)
+            fsync(self.folder)
+        # Any library may fail in any way on a full or vanished disk; training goes on.
+        except Exception as error:
+            problem = f"checkpoint {final.name} could not be written: {error!r}"
+            warn(f"{problem}. Older checkpoints are intact.")
+            shutil.rmtree(self.folder / f"{_ASIDE_PREFIX}{final.name}", ignore_errors=True)
+            return None, problem
+        try:
+            write_atomically(self.folder.parent / LAST_WRITTEN, f"{final.name}\n")
+            self._prune()
+            self._sweep()
+        except OSError as error:
+            warn(f"old checkpoints could not be deleted: {error}")
+        return final, ""
+
+    def _prune(self) -> None:
+        """Move out of sight all but the newest two whole checkpoints and the ones kept for ever,
+        of which the model alone may be what stays."""
+        steps = _steps(self.folder)
+        whole = [path for path in steps if problem_of(path, hashes=False) is None]
+        kept = set(whole[-_NUM_NEWEST_KEPT:])
+        every = self._config.keep_every_n_iterations
+        for_ever = {path for path in whole if every and _iteration_of(path) % every == 0} - kept
+        if self._config.keep == "all":
+            kept |= for_ever
+        else:
+            for path in for_ever:
+                self._keep_model(path)
+        for path in steps:
+            if path not in kept:
+                path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
+
+    def _keep_model(self, path: Path) -> None:
+        """Move a checkpoint's model to where no resume looks for one; the rest is then damaged, and
+        the next prune takes it away should this process end here."""
+        models = self.folder.parent / KEPT_MODELS_FOLDER
+        models.mkdir(exist_ok=True)
+        if not (models / path.name).exists():
+            (path / MODEL_FOLDER).rename(models / path.name)
+
+    def _sweep(self) -> None:
+        """Delete what a kill, a failure or `_prune` left aside."""
+        for path in self.folder.glob(f"{_ASIDE_PREFIX}*"):
+            if _ASIDE_NAME.fullmatch(path.name):
+                shutil.rmtree(path)
+
+    def _push_due(self, iteration: int, final: bool) -> bool:
+        every = self._config.push_to_hub_every_n_iterations
+        return every > 0 and (final or iteration % every == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """Everything that goes into one checkpoint folder."""
+
+    iteration: int
+    tensors: Mapping[str, torch.Tensor]
+    meta: Mapping[str, Any]
+    rng_by_rank: list[dict[str, Any]]
+    write_model: Callable[[Path], None]
+    model_card: str
+
+    def write(self, folder: Path) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        save_file(dict(self.tensors), folder / "state.safetensors")
+        for rank, rng in enumerate(self.rng_by_rank):
+            torch.save(rng, folder / _rng_name(rank))
+        state = {
+            "format": FORMAT,
+            "iteration": self.iteration,
+            "world_size": len(self.rng_by_rank),
+            "meta": self.meta,
+        }
+        (folder / "state.json").write_text(scrub(json.dumps(state, indent=1)), encoding="utf-8")
+        model_folder = folder / MODEL_FOLDER
+        model_folder.mkdir()
+        self.write_model(model_folder)
+        (model_folder / "README.md").write_text(scrub(self.model_card), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run may go on from."""
+
+    path: Path | None = None
+    """The newest whole checkpoint, or None."""
+    remarks: tuple[str, ...] = ()
+    """A sentence for each newer one that is damaged or gone."""
+    problem: str = ""
+    """Why the run may not start, or ''."""
+
+
+def find(run_dir: Path, hashes: bool = True) -> Found:
+    """Look for the checkpoint to go on from. `hashes` as in `problem_of`."""
+    folder = run_dir / "checkpoints"
+    candidates = _steps(folder)
+    written = run_dir / LAST_WRITTEN
+    last = written.read_text(encoding="utf-8").strip() if written.is_file() else ""
+    way_out = (
+        f"choose another run_name to start from the base weights, or move {run_dir} away to start "
+        "so under this one"
+    )
+    remarks = []
+    is_name = _STEP_NAME.fullmatch(last) is not None
+    if is_name and candidates and _iteration_of(Path(last)) > _iteration_of(candidates[-1]):
+        remarks.append(
+            f"checkpoint {last} was the last to be written and is gone: going on from an older one"
+        )
+    for path in reversed(candidates):
+        problem = problem_of(path, hashes)
+        if problem is None:
+            return Found(path, tuple(remarks))
+        remarks.append(
+            f"checkpoint {path.name} is damaged ({problem}): falling back to an older one"
+        )
+    if candidates:
+        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one, "
+        return Found(None, tuple(remarks), problem + way_out)
+    if last:
+        problem = f"{folder} holds no checkpoint, though {last} was written there: restore it, "
+        return Found(None, (), problem + way_out)
+    return Found()
+
+
+def model_folder(path: Path) -> Path:
+    """Where the model lies in a run (its newest whole checkpoint) or a checkpoint; any other folder
+    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole."""
+    steps = _steps(path / "checkpoints")
+    folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
+    if steps and folder == path:
+        raise ValueError(f"{path}: none of its {len(steps)} checkpoints is whole")
+    return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+
+
+def problem_of(path: Path, hashes: bool = True) -> str | None:
+    """Why the checkpoint at `path` is not whole, or None when it is.
+
+    Every file's size is compared with the manifest, and with `hashes` its sha256 too (about 1 GB/s,
+    once per start, on rank 0).
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"no readable manifest.json: {error}"
+    for name, (size, sha256) in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if hashes and _sha256(file) != sha256:
+            return f"{name} does not match its sha256"
+    return None
+
+
+def _seal(folder: Path) -> None:
+    """Make everything in `folder` durable, then write the manifest that vouches for it."""
+    paths = sorted(folder.rglob("*"))
+    manifest = {}
+    for path in paths:
+        fsync(path)
+        if path.is_file():
+            entry = {"size": path.stat().st_size, "sha256": _sha256(path)}
+            manifest[path.relative_to(folder).as_posix()] = entry
+    manifest_path = folder / "manifest.json"
+    manifest_path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    fsync(manifest_path)
+    fsync(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, whole or not."""
+    named = [path for path in folder.glob("step_*") if _STEP_NAME.fullmatch(path.name)]
+    return sorted((path for path in named if path.is_dir()), key=_iteration_of)
+
+
+def _iteration_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _rng_name(rank: int) -> str:
+    return f"rng_rank{rank:04d}.pt"

@@ -1,0 +1,271 @@
+"""What one sees while a run goes: a line per phase, a summary line per iteration, where time went.
+
+What: `Console` (rank 0 prints, the others are mute), `PhaseTimer` (seconds and work per phase,
+every rank) and `warn`. What not: records and wandb, who counts the work (`meter/flop_meter.py`).
+With a terminal the phase under way is shown live; in a log file every line is plain text.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+
+from rl.meter import flop_meter
+from rl.meter.flop_meter import Ceilings
+
+SUMMARY = {
+    "reward/mean": "reward",
+    "eval/reward": "held-out",
+    "kl/reference_k3": "kl",
+    "optimizer/grad_norm": "grad",
+    "memory/peak_gb": "peak GB",
+}
+"""Metrics of the summary line and what they are called there; absent ones are left out."""
+_ETA_WINDOW = 20
+"""Iterations that the time per iteration is averaged over."""
+
+
+def warn(text: str) -> None:
+    """One loud line on stderr. Callers pick the rank."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """'8.2 s', '4 min 05 s', '3 h 07 min'."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Console:
+    """The run's face. Colours and live lines only where the stream is a terminal."""
+
+    def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
+        """`enabled`: rank 0. `stream`: default stdout."""
+        self._rich = RichConsole(
+            file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True
+        )
+        self._live = enabled and self._rich.is_terminal
+        self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
+
+    def say(self, text: str) -> None:
+        """One plain line."""
+        self._rich.print(text, markup=False)
+
+    def status(self, text: str) -> Status | None:
+        """A live line on a terminal, else None."""
+        return self._rich.status(text) if self._live else None
+
+    def phase(self, name: str, seconds: float, note: str) -> None:
+        """The line of a finished phase."""
+        self._rich.print(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip(), markup=False)
+
+    def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
+        """The line of a finished iteration; `iteration` counts from 1."""
+        parts = [f"[{iteration}/{num_iterations}]"]
+        parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
+        if "time/iteration_s" in metrics:
+            self._iteration_s.append(metrics["time/iteration_s"])
+            mean_s = sum(self._iteration_s) / len(self._iteration_s)
+            parts.append(f"{duration(mean_s)}/it")
+            parts.append(f"ETA {duration(mean_s * (num_iterations - iteration))}")
+        self._rich.print("  ".join(parts), markup=False, style="bold")
+
+    def where_time_went(self, timer: PhaseTimer) -> None:
+        """The closing table: every phase's time and work on this rank, the longest first."""
+        headings = ("phase", "time", "share of wall", "TFLOP", "floor", "floor/time")
+        table = Table(*headings, title="where did the time go (rank 0)")
+        for name, seconds, share, tflop, floor_s, floor_share in timer.closing_rows():
+            table.add_row(
+                name,
+                duration(seconds),
+                f"{share:.1%}",
+                "" if tflop is None else f"{tflop:.3g}",
+                "" if floor_s is None else f"{floor_s:.3g} s",
+                "" if floor_share is None else f"{floor_share:.1%}",
+            )
+        self._rich.print(table)
+        if timer.ceilings is not None:
+            self.say(
+                "floor: the same work at the rates that this device showed before the run, "
+                f"{timer.ceilings.flops_per_s / 1e12:.3g} TFLOP/s and "
+                f"{timer.ceilings.bytes_per_s / 1e9:.3g} GB/s"
+            )
+
+
+CLOSING_COLUMNS = ("phase", "time_s", "wall_share", "tflop", "floor_s", "floor_share")
+ClosingRow = tuple[str, float, float, float | None, float | None, float | None]
+"""None where a phase ran no model that is counted."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a phase took."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    floor_s: float = 0.0
+    """Seconds that its work takes at best; 0 where the device's ceilings are not known."""
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.seconds + other.seconds, self.flops + other.flops, self.floor_s + other.floor_s
+        )
+
+    @property
+    def tflop(self) -> float | None:
+        """None: nothing was counted."""
+        return self.flops / 1e12 or None
+
+    @property
+    def floor_share(self) -> float | None:
+        """Floor over time, 1 at best; None: there is no floor."""
+        return self.floor_s / self.seconds if self.floor_s else None
+
+
+@dataclass
+class Phase:
+    """A phase under way."""
+
+    name: str
+    text: str = ""
+    status: Status | None = None
+    """The live line, which a phase shares with those inside it."""
+
+    def note(self, text: str) -> None:
+        """What to show beside the seconds; the last call's text stays."""
+        self.text = text
+        self.show()
+
+    def show(self) -> None:
+        """Put this phase on the live line."""
+        if self.status is not None:
+            self.status.update(escape(f"{self.name}: {self.text}" if self.text else self.name))
+
+
+class PhaseTimer:
+    """Wall seconds and work per phase, of this iteration and of the whole run, on this rank.
+
+    A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
+    time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
+    often. Code that has phases of its own and shall count as one runs with `silent()`.
+    """
+
+    def __init__(self, console: Console | None = None, ceilings: Ceilings | None = None) -> None:
+        """`console`: where lines go; None: nowhere. `ceilings`: of the device that does the work;
+        None: no floors are told."""
+        self._console = console
+        self.ceilings = ceilings
+        self._start_s = self._lap_s = self._settled_s = time.perf_counter()
+        self._settled_work = flop_meter.done()
+        self._this_iteration: dict[str, Spent] = {}
+        self._unprinted: dict[str, Spent] = {}
+        self._notes: dict[str, str] = {}
+        self._under_way: list[Phase] = []
+        self.total: dict[str, Spent] = {}
+        """Since the start, by phase."""
+
+    @property
+    def wall_s(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._start_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Time a block; a phase entered several times in an iteration adds up."""
+        with self._live_line(name) as status:
+            self._settle()
+            phase = Phase(name, self._notes.get(name, ""), status)
+            phase.show()
+            self._under_way.append(phase)
+            try:
+                yield phase
+            finally:
+                self._settle()
+                self._under_way.pop()
+                self._notes[name] = phase.text
+                if self._under_way:
+                    self._under_way[-1].show()
+                else:
+                    unprinted, self._unprinted = self._unprinted, {}
+                    notes, self._notes = self._notes, {}
+        if self._console is not None and not self._under_way:
+            for ended, spent in unprinted.items():
+                self._console.phase(ended, spent.seconds, notes[ended])
+
+    @contextmanager
+    def _live_line(self, name: str) -> Iterator[Status | None]:
+        """The outermost phase's, which ends with it; None where there is no terminal."""
+        if self._under_way:
+            yield self._under_way[0].status
+            return
+        status = self._console.status(name) if self._console else None
+        with status or nullcontext():
+            yield status
+
+    def _settle(self) -> None:
+        """Book what was spent since the last settling on the innermost phase under way."""
+        now_s, now_work = time.perf_counter(), flop_meter.done()
+        if self._under_way:
+            name = self._under_way[-1].name
+            piece = now_work - self._settled_work
+            floor_s = self.ceilings.floor_s(piece) if self.ceilings else 0.0
+            spent = Spent(now_s - self._settled_s, piece.flops, floor_s)
+            for totals in (self._this_iteration, self._unprinted, self.total):
+                totals[name] = totals.get(name, Spent()) + spent
+        self._settled_s, self._settled_work = now_s, now_work
+
+    def silent(self) -> PhaseTimer:
+        """A timer for code that runs inside a phase: it prints nothing and counts nowhere."""
+        return PhaseTimer()
+
+    def lap(self) -> dict[str, float]:
+        """`time/<phase>_s`, `work/<phase>_tflop` and `work/<phase>_floor_share` since the last lap,
+        and the same of the whole `iteration`; starts the next one."""
+        now_s = time.perf_counter()
+        whole = replace(_sum(self._this_iteration), seconds=now_s - self._lap_s)
+        metrics: dict[str, float] = {}
+        for name, spent in [*self._this_iteration.items(), ("iteration", whole)]:
+            metrics[f"time/{name}_s"] = spent.seconds
+            if spent.tflop is not None:
+                metrics[f"work/{name}_tflop"] = spent.tflop
+            if spent.floor_share is not None:
+                metrics[f"work/{name}_floor_share"] = spent.floor_share
+        self._this_iteration, self._lap_s = {}, now_s
+        return metrics
+
+    def closing_rows(self) -> list[ClosingRow]:
+        """`CLOSING_COLUMNS` of every phase of the run, the longest first, and of their sum."""
+        wall_s = max(self.wall_s, 1e-9)
+        phases = _sum(self.total)
+        rows = sorted(self.total.items(), key=lambda item: -item[1].seconds)
+        rows.append(("(other)", Spent(max(0.0, wall_s - phases.seconds))))
+        rows.append(("wall", replace(phases, seconds=wall_s)))
+        return [
+            (
+                name,
+                spent.seconds,
+                spent.seconds / wall_s,
+                spent.tflop,
+                spent.floor_s or None,
+                spent.floor_share,
+            )
+            for name, spent in rows
+        ]
+
+
+def _sum(phases: Mapping[str, Spent]) -> Spent:
+    return sum(phases.values(), Spent())

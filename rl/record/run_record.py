@@ -1,0 +1,189 @@
+"""The run's own record on disk: every number and every episode, traceable, without any service.
+
+What: `RunRecord` and the layout
+
+    <run>/config.json                        resolved config, environment secrets scrubbed
+    <run>/metrics.jsonl                      one line per iteration, all ranks reduced
+    <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
+    <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png`, `..._target.png`:
+                                             the group's source and reference edit
+    <run>/set_aside/                         what is done again since (`rewind.py`)
+
+What not: wandb (`tracking.py`, a view of this), checkpoints. Iterations count from 1; iteration 0
+is what was measured before training. Not collective: each rank writes its own files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rl.api.types import Episode
+from rl.config.schema import RunConfig
+from rl.files.atomic import append_line, json_line, write_atomically
+from rl.files.images import png_bytes
+from rl.ranks.dist import Dist
+from rl.record.rewind import rewind
+from rl.record.scrub import scrub, scrubbed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_LOGPROB_DIGITS = 6
+"""Float32 log-probs carry no more, and the shortest float64 spelling is three times as long."""
+
+
+class RunRecord:
+    """The files of one run, as one rank writes them."""
+
+    def __init__(self, run_dir: Path, config: RunConfig, dist: Dist) -> None:
+        self.run_dir = run_dir
+        self._dist = dist
+        self._tracking = config.tracking
+        self._secret_names = (config.judge.api_key_env,)
+        self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"), self._secret_names)
+        """The resolved config as it may be written anywhere."""
+        self._lock: IO[str] | None = None
+
+    def claim(self, wait_s: float = 30.0) -> None:
+        """Hold the run folder for this run; collective, rank 0 holds it for all.
+
+        Two runs under one name would tear each other's files. Waits for a predecessor that is
+        still saving; raises ValueError when the folder is still held after `wait_s`.
+        """
+        problem = self._try_claim(wait_s) if self._dist.is_main else ""
+        problem = self._dist.broadcast(problem)
+        if problem:
+            raise ValueError(problem)
+
+    def _try_claim(self, wait_s: float) -> str:
+        """Why the folder could not be had, or ''."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (self.run_dir / ".lock").open("a+", encoding="utf-8")
+        deadline_s = time.monotonic() + wait_s
+        while not _try_lock(lock):
+            if time.monotonic() > deadline_s:
+                lock.seek(0)
+                owner = lock.read() or "unknown"
+                lock.close()
+                return (
+                    f"{self.run_dir} is in use by process {owner}: wait for it, stop it, or choose "
+                    "another run_name"
+                )
+            time.sleep(0.2)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+        return ""
+
+    def release(self) -> None:
+        """Let go of the run folder; the end of the process does it too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_config(self) -> None:
+        """`config.json` (rank 0)."""
+        if self._dist.is_main:
+            text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
+            write_atomically(self.run_dir / "config.json", text)
+
+    def rewind(self, iteration: int) -> list[str]:
+        """Set aside what came after `iteration` (-1: all of it), which will be done again (rank 0);
+        returns what to tell the user."""
+        return rewind(self.run_dir, iteration) if self._dist.is_main else []
+
+    def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Append one line, flushed (rank 0). NaN and infinities are written as null."""
+        if self._dist.is_main:
+            line = json_line({"iteration": iteration, **metrics})
+            append_line(self.run_dir / "metrics.jsonl", line)
+
+    def write_episodes(
+        self,
+        iteration: int,
+        episodes_PG: Sequence[Sequence[Episode]],
+        advantages_PG: Sequence[Sequence[float | None]],
+    ) -> None:
+        """This rank's episodes and, whole groups first, its first `images_per_iteration` pictures.
+
+        Every rank calls it; does nothing on iterations that `log_episodes_every_n_iterations`
+        leaves out.
+        """
+        every = self._tracking.log_episodes_every_n_iterations
+        if every == 0 or iteration % every != 0:
+            return
+        lines: list[str] = []
+        images_left = self._tracking.images_per_iteration
+        for p, (episodes_G, advantages_G) in enumerate(
+            zip(episodes_PG, advantages_PG, strict=True)
+        ):
+            stem = f"images/it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
+            files: dict[str, str | None] = {"source_file": None, "target_file": None}
+            if images_left > 0 and episodes_G:
+                sample = episodes_G[0].prompt.sample
+                files["source_file"] = self._write_image(sample.source, f"{stem}_source")
+                files["target_file"] = self._write_image(sample.target, f"{stem}_target")
+            for g, (episode, advantage) in enumerate(zip(episodes_G, advantages_G, strict=True)):
+                picture = episode.image if images_left > 0 else None
+                image = self._write_image(picture, f"{stem}_m{g}")
+                images_left -= image is not None
+                row = provenance(episode, advantage)
+                row |= {"rank": self._dist.rank, "member": g}
+                row |= files | {"image_file": image}
+                lines.append(scrub(json_line(row), self._secret_names))
+        path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines), encoding="utf-8")
+
+    def _write_image(self, image: Image | None, stem: str) -> str | None:
+        """Path relative to the run folder, or None without a picture."""
+        if image is None:
+            return None
+        path = self.run_dir / f"{stem}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png_bytes(image))
+        return f"{stem}.png"
+
+
+def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
+    """Everything it takes to trace one reward: what was asked, sampled, drawn, replied, concluded.
+
+    `advantage` is None where the episode teaches nothing (UNGRADED).
+    """
+    sample, completion = episode.prompt.sample, episode.completion
+    return {
+        "sample_id": sample.id,
+        "group_id": episode.group_id,
+        "category": sample.category,
+        "instruction": sample.instruction,
+        "completion": episode.action.text,
+        "finish": completion.finish,
+        "status": episode.status.value,
+        "failure": episode.failure,
+        "reward": episode.reward,
+        "advantage": advantage,
+        "parts": dict(episode.parts),
+        "judge_s": episode.judge_s,
+        "replies": {name: list(replies) for name, replies in episode.replies.items()},
+        "noise_seed": episode.noise_seed,
+        "token_ids": list(completion.token_ids),
+        "sampler_logprobs": [round(logprob, _LOGPROB_DIGITS) for logprob in completion.logprobs],
+        "forced": None if completion.forced is None else [int(f) for f in completion.forced],
+    }
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: better no guard than no run
+        return True
+    return True

@@ -1,0 +1,126 @@
+"""Where Emu3's picture tokenizer lies in a checkpoint, and what its tensors are called there.
+
+Three kinds of folder or hub repository are read, none by running its code:
+- `Emu3VQVAE.save_pretrained` of transformers;
+- `BAAI/Emu3-VisionTokenizer`, whose own class names its config keys and tensors differently (loaded
+  as it is, transformers would leave most of its weights random, with a warning);
+- a whole Emu3 (`BAAI/Emu3-Gen-hf`), which holds the tokenizer under `model.vqmodel.`.
+
+What: names, config keys, counts. What not: tensors, which `codec.py` loads. Light.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.config.schema import missing_model
+from rl.files.weights import num_parameters
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+HUB_PARAMETERS: Mapping[str, float] = dict.fromkeys(
+    (
+        "BAAI/Emu3-VisionTokenizer",
+        "BAAI/Emu3-Gen-hf",
+        "BAAI/Emu3-Chat-hf",
+        "Emu3-community/Emu3-Gen-hf",
+        "Emu3-community/Emu3-Chat-hf",
+    ),
+    270.74e6,
+)
+"""Parameters of the tokenizer alone: encoder 109.5 M, decoder 161.1 M, codebook 0.1 M."""
+
+_ORIGINAL_CONFIG_KEYS = {
+    "ch": "base_channels",
+    "ch_mult": "channel_multiplier",
+    "z_channels": "latent_channels",
+    "double_z": "double_latent",
+}
+_SHARED_CONFIG_KEYS = (
+    "codebook_size",
+    "embed_dim",
+    "in_channels",
+    "out_channels",
+    "temporal_downsample_factor",
+    "num_res_blocks",
+    "attn_resolutions",
+)
+_ORIGINAL_TENSOR_NAMES = (
+    (r"\.mid\.attn_1\.norm\.", ".mid.attn_norm."),
+    (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."),
+    (r"\.([qkv])\.(weight|bias)$", r".\1_proj.\2"),
+    (r"\.proj_out\.", ".out_proj."),
+    (r"\.mid\.", ".middle_block."),
+    (r"\.down\.", ".down_block.down."),
+    (r"\.up\.", ".up_block.up."),
+)
+_PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
+
+
+def is_original(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of BAAI's own tokenizer class."""
+    return config.get("model_type") == "Emu3VisionVQ"
+
+
+def tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Emu3VQVAEConfig` in a `config.json`. Raises ValueError for another model's.
+
+    Keys that a checkpoint leaves out keep transformers' defaults, which are the published ones.
+    """
+    if is_original(config):
+        renamed = {new: config[old] for old, new in _ORIGINAL_CONFIG_KEYS.items() if old in config}
+        renamed |= {key: config[key] for key in _SHARED_CONFIG_KEYS if key in config}
+        width, factors = renamed.get("base_channels", 256), renamed.get("channel_multiplier", [4])
+        return renamed | {"hidden_size": width * factors[-1]}
+    if config.get("model_type") == "emu3_vqgan":
+        return dict(config)
+    if config.get("model_type") == "emu3":
+        return dict(config.get("vq_config") or {})
+    raise ValueError(
+        f"config.json is that of a {config.get('model_type')!r} model, which holds no Emu3 picture "
+        "tokenizer; give BAAI/Emu3-VisionTokenizer, an Emu3VQVAE folder or a whole '-hf' Emu3"
+    )
+
+
+def tensor_name(name: str, original: bool) -> str | None:
+    """A checkpoint tensor's name in `Emu3VQVAE`; None when it belongs to another part."""
+    name = re.sub(r"^(model\.)?vqmodel\.", "", name)
+    if not name.startswith(_PARTS):
+        return None
+    for pattern, replacement in _ORIGINAL_TENSOR_NAMES if original else ():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def path_problems(model_path: str) -> list[str]:
+    """What keeps a local folder from being loaded; a hub id is believed."""
+    folder = Path(model_path)
+    if not folder.is_dir():
+        return missing_model("model_path", model_path)
+    if not (folder / "config.json").is_file():
+        return [f"model_path: {model_path} lacks config.json"]
+    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        return [f"model_path: {model_path} lacks {WEIGHTS} or {INDEX} (only safetensors are read)"]
+    try:
+        tokenizer_config(json.loads((folder / "config.json").read_text()))
+    except ValueError as error:
+        return [f"model_path: {model_path}: {error}"]
+    return []
+
+
+def count_parameters(model_path: str) -> float | None:
+    """Parameters of the tokenizer, from safetensors headers; None for an unknown hub id."""
+    folder = Path(model_path)
+    if not folder.is_dir():
+        return HUB_PARAMETERS.get(model_path)
+    return num_parameters(folder, _is_parameter)
+
+
+def _is_parameter(name: str) -> bool:
+    is_buffer = name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+    return tensor_name(name, original=False) is not None and not is_buffer

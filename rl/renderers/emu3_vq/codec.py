@@ -1,0 +1,235 @@
+"""Pictures as codes and back, with transformers' Emu3VQVAE, one frame instead of four.
+
+What: loading, `encode`, `decode`, and the grid a picture is put on. What not: which jobs share a
+batch and what a failure is (`loop.py`). Called by that loop and by `scripts/prepare_data.py`.
+Imports torch, so the plug imports this inside `build`.
+
+Emu3's tokenizer is made for video: the stock `encode` runs its 2-D encoder on four copies of a
+picture, and the stock `decode` paints four frames of which it returns the first. Here one is
+encoded and one is painted; the 3-D convolutions in between are causal in time and see the same
+values. That is a quarter of the time and memory, and equal but for float rounding. (They stay 3-D:
+on four channels they are a hundred-thousandth of the work.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rl.files.weights import align_weights
+from rl.ranks.wheels import mend_mismatched_wheels
+from rl.renderers.emu3_vq.checkpoint import (
+    INDEX,
+    WEIGHTS,
+    is_original,
+    tensor_name,
+    tokenizer_config,
+)
+
+if TYPE_CHECKING:
+    from transformers import Emu3ImageProcessor, Emu3VQVAE
+
+MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
+"""Of the published tokenizer's pixels; transformers' own default for its processor is CLIP's."""
+
+
+class Emu3Codec:
+    """The frozen tokenizer, in evaluation mode, with its pixel statistics."""
+
+    def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
+        """Without a processor pixels run from -1 to 1."""
+        self.model = model.eval().requires_grad_(False)
+        self.processor = processor or default_processor()
+
+    @property
+    def codebook_size(self) -> int:
+        """Codes run from 0 to this, exclusive."""
+        return int(self.model.config.codebook_size)
+
+    @property
+    def patch_px(self) -> int:
+        """Side of the square that one code stands for, px."""
+        return int(self.model.spatial_scale_factor)
+
+    @torch.no_grad()
+    def decode_tensor(self, codes: torch.Tensor) -> torch.Tensor:
+        """codes [B, h, w] int64 -> pixels [B, 3, h * patch_px, w * patch_px] float32, normalised.
+
+        The first frame of `Emu3VQVAE.decode`.
+        """
+        model, decoder = self.model, self.model.decoder
+        quant = model.quantize.embedding(codes.to(model.device)).permute(0, 3, 1, 2).unsqueeze(2)
+        video = torch.cat([model.post_quant_conv(quant), quant])
+        for layer in decoder.time_res_stack:
+            video = layer(video)
+        for layer in decoder.time_conv:
+            video = layer(video)
+            video = video * torch.sigmoid(video)
+        hidden, quant = video[:, :, 0].chunk(2)
+        hidden = decoder.conv_in(hidden)
+        hidden = decoder.middle_block(hidden, quant)
+        hidden = decoder.up_block(hidden, quant)
+        hidden = decoder.norm_out(hidden, quant)
+        hidden = hidden * torch.sigmoid(hidden)
+        return decoder.conv_out(hidden).float()
+
+    @torch.no_grad()
+    def encode_tensor(self, pixels: torch.Tensor) -> torch.Tensor:
+        """pixels [B, 3, H, W], normalised -> codes [B, h, w] int64; H and W multiples of patch_px.
+
+        The codes of `Emu3VQVAE.encode`.
+        """
+        model, encoder = self.model, self.model.encoder
+        hidden = encoder.conv_in(pixels.to(model.device, model.dtype))
+        hidden = encoder.down_block(hidden)
+        hidden = encoder.middle_block(hidden)
+        hidden = encoder.norm_out(hidden)
+        hidden = encoder.conv_out(hidden * torch.sigmoid(hidden))
+        video = hidden.unsqueeze(2).repeat(1, 1, model.config.temporal_downsample_factor, 1, 1)
+        for layer in encoder.time_conv:
+            video = layer(video)
+            video = video * torch.sigmoid(video)
+        for layer in encoder.time_res_stack:
+            video = layer(video)
+        codes: torch.Tensor = model.quantize(model.quant_conv(video).permute(0, 2, 1, 3, 4))
+        return codes.squeeze(1)
+
+    def to_pictures(self, pixels: torch.Tensor) -> list[Image.Image]:
+        """[B, 3, H, W] normalised, finite -> RGB pictures, as the stock processor makes them."""
+        arrays = list(pixels.float().cpu().numpy())
+        pictures: list[Image.Image] = self.processor.postprocess(arrays)["pixel_values"]
+        return pictures
+
+    def encode(
+        self, pictures: Sequence[Image.Image], area_px: int, batch_size: int
+    ) -> list[np.ndarray]:
+        """Codes [h, w] int32 of each picture, scaled to about `area_px`; `batch_size` at a time."""
+        scaled = [fit(picture, area_px, self.patch_px) for picture in pictures]
+        of_size: dict[tuple[int, int], list[int]] = {}
+        for index, picture in enumerate(scaled):
+            of_size.setdefault(picture.size, []).append(index)
+        codes: dict[int, np.ndarray] = {}
+        for members in of_size.values():
+            for start in range(0, len(members), batch_size):
+                batch = members[start : start + batch_size]
+                pixels = [self._to_pixels(scaled[index]) for index in batch]
+                rows = self.encode_tensor(torch.stack(pixels)).cpu().numpy().astype(np.int32)
+                codes.update(zip(batch, rows, strict=True))
+        return [codes[index] for index in range(len(pictures))]
+
+    def _to_pixels(self, picture: Image.Image) -> torch.Tensor:
+        """[3, H, W] float32, normalised."""
+        values = self.processor.preprocess(picture, do_resize=False, do_pad=False)["pixel_values"]
+        return torch.as_tensor(np.asarray(values[0]))
+
+
+def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
+    """The picture, bicubically scaled to about `area_px` in its aspect, sides in whole patches.
+
+    The grid is that of the published sets. There pictures were scaled to the area alone, and the
+    encoder then cut off the right and lower rest, less than a patch; here nothing is cut, the
+    aspect gives by less than a patch instead.
+    """
+    scale = math.sqrt(area_px / (picture.width * picture.height))
+    sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)
+    width, height = sides
+    return picture.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+
+
+def default_processor() -> Emu3ImageProcessor:
+    """The stock image processor with the published tokenizer's pixel statistics."""
+    mend_mismatched_wheels()
+    from transformers import Emu3ImageProcessor
+
+    mean, std = MEAN_AND_STD
+    return Emu3ImageProcessor(image_mean=mean, image_std=std)
+
+
+def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:
+    """Load the tokenizer of a hub id or folder; see `record/checkpoint.py` for what may lie there.
+
+    Raises OSError for what cannot be found, ValueError for what is no Emu3 tokenizer.
+    """
+    mend_mismatched_wheels()
+    from transformers import Emu3VQVAE, Emu3VQVAEConfig
+
+    with open(_file(model_path, revision, "config.json")) as stream:
+        config = json.load(stream)
+    with torch.device("meta"):
+        model = Emu3VQVAE(Emu3VQVAEConfig(**tokenizer_config(config)))
+    tensors = _read_tensors(model_path, revision, is_original(config), device)
+    expected = model.state_dict().keys()
+    if missing := sorted(expected - tensors.keys()):
+        raise ValueError(
+            f"{model_path}: {len(missing)} of the tokenizer's {len(expected)} tensors are not "
+            f"there, e.g. {missing[0]}; give a complete checkpoint"
+        )
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model.to(getattr(torch, dtype))
+    align_weights(model, device)
+    return Emu3Codec(model, _load_processor(model_path, revision))
+
+
+def _read_tensors(
+    model_path: str, revision: str | None, original: bool, device: str
+) -> dict[str, torch.Tensor]:
+    """The tokenizer's tensors under transformers' names; files without any are not fetched."""
+    from safetensors import safe_open
+
+    tensors = {}
+    for file in _weight_files(model_path, revision):
+        with safe_open(file, framework="pt", device=device) as stored:
+            for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
+                name = tensor_name(stored_name, original)
+                if name is not None:
+                    tensors[name] = _as_linear(name, stored.get_tensor(stored_name))
+    return tensors
+
+
+def _as_linear(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Attention's 1x1 convolutions of the original are linear layers in transformers."""
+    return tensor.flatten(1) if name.endswith("_proj.weight") else tensor
+
+
+def _weight_files(model_path: str, revision: str | None) -> list[str]:
+    index = _file(model_path, revision, INDEX, optional=True)
+    if index is None:
+        return [_file(model_path, revision, WEIGHTS)]
+    with open(index) as stream:
+        file_of: dict[str, str] = json.load(stream)["weight_map"]
+    needed = {file for name, file in file_of.items() if tensor_name(name, original=False)}
+    return [_file(model_path, revision, file) for file in sorted(needed)]
+
+
+def _load_processor(model_path: str, revision: str | None) -> Emu3ImageProcessor:
+    """With the checkpoint's own pixel statistics where it states them."""
+    from transformers import Emu3ImageProcessor
+
+    stated = any(
+        _file(model_path, revision, name, optional=True)
+        for name in ("preprocessor_config.json", "processor_config.json")
+    )
+    if not stated:
+        return default_processor()
+    processor: Emu3ImageProcessor = Emu3ImageProcessor.from_pretrained(
+        model_path, revision=revision or "main"
+    )
+    return processor
+
+
+def _file(model_path: str, revision: str | None, name: str, optional: bool = False) -> Any:
+    """Path of a checkpoint's file, fetched when it lies on the hub; None for an absent optional."""
+    from transformers.utils import cached_file
+
+    return cached_file(
+        model_path,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=not optional,
+    )

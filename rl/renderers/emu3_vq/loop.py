@@ -1,0 +1,141 @@
+"""The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once.
+
+What: which codes share a batch, what a failure is, the pictures of samples. What not: the decoder
+(`codec.py`). Imports torch, so the plug imports this inside `build`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.meter import flop_meter
+from rl.renderers.emu3_vq.codec import Emu3Codec
+from rl.renderers.shared.batches import Outcome, render_in_batches
+
+NUM_KEPT_PICTURES = 256
+"""Sources and targets kept between calls (0.2 MB each at 256^2)."""
+
+BATCH_UNIT_PX = 256 * 256
+"""Area of the picture that `batch_size` counts; of larger ones accordingly fewer go together."""
+
+Grid = tuple[int, ...]
+"""Shape of a picture's codes: those of one shape share a batch."""
+
+
+class Emu3VqRenderer:
+    """See `rl.api.contracts.Renderer`. Pictures are RGB; equal codes give one and the same
+    picture."""
+
+    state_dim = None
+
+    def __init__(self, codec: Emu3Codec, batch_size: int) -> None:
+        self.codec = codec
+        self.batch_size = batch_size
+        self._kept: OrderedDict[bytes, Image.Image] = OrderedDict()
+
+    def take_stats(self) -> dict[str, float]:
+        """Nothing to report."""
+        return {}
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
+
+        Codes that are no codes are the policy's fault; what the decoder cannot do is its own.
+        """
+        drawn: dict[bytes, Outcome] = {}
+
+        def place(codes: np.ndarray) -> Grid | Outcome:
+            if reason := self._refuse(codes):
+                return RenderFailure(reason, blame="policy")
+            return drawn.get(_key(codes), codes.shape)
+
+        def draw(batch: Sequence[np.ndarray], grid: Grid) -> list[Outcome]:
+            new = {_key(codes): codes for codes in batch if _key(codes) not in drawn}
+            if new:
+                drawn.update(zip(new, self._draw_batch(list(new.values())), strict=True))
+            return [drawn[_key(codes)] for codes in batch]
+
+        return render_in_batches((job.payload for job in jobs), place, self._batch_size_of, draw)
+
+    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with `source` and `target` decoded from their codes where they are missing.
+
+        Raises ValueError when a sample's codes are not this decoder's, RuntimeError when the
+        decoder fails on them.
+        """
+        wanted: dict[bytes, np.ndarray] = {}
+        for sample in samples:
+            for name, codes in _missing_pictures(sample):
+                if reason := self._refuse(codes):
+                    raise ValueError(
+                        f"sample {sample.id}: its {name} cannot be drawn: {reason}; tokenise the "
+                        "data with the renderer's own model_path (scripts/prepare_data.py)"
+                    )
+                wanted[_key(codes)] = codes
+        drawn = {key: self._kept[key] for key in wanted if key in self._kept}
+        missing = [codes for key, codes in wanted.items() if key not in drawn]
+        for number, outcome in render_in_batches(
+            missing,
+            place=lambda codes: codes.shape,
+            size_of=self._batch_size_of,
+            render=lambda batch, grid: self._draw_batch(batch),
+        ):
+            if isinstance(outcome, RenderFailure):
+                raise RuntimeError(f"a sample's own picture cannot be decoded: {outcome.reason}")
+            drawn[_key(missing[number])] = outcome
+        self._keep(drawn)
+        pictures_of: list[dict[str, Any]]
+        pictures_of = [{n: drawn[_key(c)] for n, c in _missing_pictures(s)} for s in samples]
+        return [replace(s, **pictures) for s, pictures in zip(samples, pictures_of, strict=True)]
+
+    def _keep(self, drawn: dict[bytes, Image.Image]) -> None:
+        for key, picture in drawn.items():
+            self._kept[key] = picture
+            self._kept.move_to_end(key)
+        while len(self._kept) > NUM_KEPT_PICTURES:
+            self._kept.popitem(last=False)
+
+    def _refuse(self, codes: np.ndarray) -> str | None:
+        if codes.ndim != 2 or not codes.size:
+            return f"bad_grid: codes of shape {list(codes.shape)}, not [h, w]"
+        low, high = int(codes.min()), int(codes.max())
+        if low >= 0 and high < self.codec.codebook_size:
+            return None
+        wrong = low if low < 0 else high
+        return f"bad_code: {wrong} is not in the codebook's 0..{self.codec.codebook_size - 1}"
+
+    def _batch_size_of(self, grid: Grid) -> int:
+        area_px = grid[0] * grid[1] * self.codec.patch_px**2
+        return min(self.batch_size, max(1, self.batch_size * BATCH_UNIT_PX // area_px))
+
+    def _draw_batch(self, grids: Sequence[np.ndarray]) -> list[Outcome]:
+        codes = torch.from_numpy(np.stack(grids).astype(np.int64))
+        with flop_meter.counted(self.codec.model, codes.shape):
+            pixels = self.codec.decode_tensor(codes)
+        finite = torch.isfinite(pixels).flatten(1).all(dim=1).tolist()
+        pictures = self.codec.to_pictures(torch.nan_to_num(pixels))
+        return [
+            picture if good else RenderFailure("non_finite: the decoder produced NaN or infinity")
+            for picture, good in zip(pictures, finite, strict=True)
+        ]
+
+
+def _missing_pictures(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
+    """('source' or 'target', its codes) for each picture that exists as codes alone."""
+    if sample.source is None and sample.source_codes is not None:
+        yield "source", sample.source_codes
+    if sample.target is None and sample.target_codes is not None:
+        yield "target", sample.target_codes
+
+
+def _key(codes: np.ndarray) -> bytes:
+    """Equal exactly for equal grids."""
+    return np.array(codes.shape, np.int64).tobytes() + codes.astype(np.int64).tobytes()

@@ -1,0 +1,253 @@
+"""One denoising step: our forward over the checkpoint's own QwenImageTransformer2DModel.
+
+What: velocity from latents, with nothing computed that no one reads. Against the stock forward:
+rows' words lie behind each other without padding, so no attention is masked; what no step changes
+(text and source projections, rotary tables) is made once per batch; shift and scale of the
+modulation table are the layer norms' own weights; in the last block only the picture's own tokens
+ask, and go on. What not: the schedule and guidance, and how far rounding moves a picture: see
+`loop.py`; CUDA graphs, which want fixed shapes, where rows here have as many words as
+the policy wrote. Imports torch.
+
+Legend: R rows of a forward (pictures, twice with guidance in one forward); N tokens of the picture,
+M of its source, S = N + M; L words of all rows together; H heads of E values; D = H E the
+transformer's width; P as in `modulation.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl.renderers.qwen_image.modulation import StepModulation
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(queries [B, S, H, E], keys and values [B, S', H, E]) -> [B, S, H, E]; every key is read."""
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values [..., H, E] of one stream."""
+
+EPSILON = 1e-6
+"""Of every norm in the transformer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Conditioning:
+    """What the steps of a batch share."""
+
+    words: torch.Tensor
+    """[L, D], projected."""
+    num_words: tuple[int, ...]
+    """Of each row; they add up to L."""
+    sources: torch.Tensor
+    """[R, M, D], projected."""
+    word_rotary: torch.Tensor
+    """[L, 1, E / 2, 2] float32, cosine and sine; every row counts from the same position."""
+    image_rotary: torch.Tensor
+    """[S, 1, E / 2, 2] float32."""
+
+
+class Stream(nn.Module):
+    """The layers of one block that see one kind of token: images, or words."""
+
+    def __init__(self, block: Any, *, of_words: bool) -> None:
+        super().__init__()
+        attn = block.attn
+        self.query, self.key, self.value, self.query_norm, self.key_norm, self.out, self.mlp = (
+            (
+                *(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+                *(attn.norm_added_q, attn.norm_added_k, attn.to_add_out, block.txt_mlp),
+            )
+            if of_words
+            else (
+                *(attn.to_q, attn.to_k, attn.to_v),
+                *(attn.norm_q, attn.norm_k, attn.to_out[0], block.img_mlp),
+            )
+        )
+
+
+class Denoiser:
+    """The transformer at work. Reads its modules, changes none."""
+
+    def __init__(self, transformer: Any, attention: Attention, *, compiled: bool = False) -> None:
+        self._model = transformer
+        self._attention = attention
+        self._streams = [
+            (Stream(block, of_words=False), Stream(block, of_words=True))
+            for block in transformer.transformer_blocks
+        ]
+        self._before, self._after = before_attention, after_attention
+        if compiled:
+            # Attention stays outside: it is one kernel, and rows' lengths would enter the graph.
+            self._before = torch.compile(before_attention, dynamic=True, fullgraph=True)
+            self._after = torch.compile(after_attention, dynamic=True, fullgraph=True)
+
+    def prepare(
+        self,
+        states_R: Sequence[torch.Tensor],
+        sources: torch.Tensor,
+        shapes: Sequence[tuple[int, int, int]],
+    ) -> Conditioning:
+        """What stays the same over the steps of a batch.
+
+        Args:
+            states_R: [words, joint_attention_dim] of each row.
+            sources: [R, M, in_channels] packed latents.
+            shapes: (1, height, width) of picture and source, in 16 px patches.
+        """
+        model = self._model
+        lengths = tuple(len(states) for states in states_R)
+        states = torch.cat([states.to(model.device, model.dtype) for states in states_R])
+        image_rotary, word_rotary = (
+            torch.view_as_real(positions).unsqueeze(1)
+            for positions in model.pos_embed(
+                [list(shapes)], max_txt_seq_len=max(lengths), device=model.device
+            )
+        )
+        return Conditioning(
+            words=model.txt_in(model.txt_norm(states)),
+            num_words=lengths,
+            sources=model.img_in(sources),
+            word_rotary=torch.cat([word_rotary[:length] for length in lengths]),
+            image_rotary=image_rotary,
+        )
+
+    def velocity(
+        self, latents: torch.Tensor, given: Conditioning, modulation: StepModulation
+    ) -> torch.Tensor:
+        """[R, N, in_channels] noisy latents -> [R, N, in_channels]."""
+        num_targets = latents.shape[1]
+        image = torch.cat([self._model.img_in(latents), given.sources], dim=1)
+        words = given.words
+        last = len(self._streams) - 1
+        for index, (image_stream, word_stream) in enumerate(self._streams):
+            image_mod, word_mod = modulation.image[index], modulation.words[index]
+            asking = (num_targets, 0) if index == last else (image.shape[1], len(words))
+            image_heads = self._before(
+                image_stream, image, image_mod, given.image_rotary, num_targets, asking[0]
+            )
+            word_heads = self._before(
+                word_stream, words, word_mod, given.word_rotary, len(words), asking[1]
+            )
+            word_reads, image_reads = self._attend(word_heads, image_heads, given.num_words)
+            if index == last:
+                image, image_mod = image[:, :num_targets], image_mod[:1]
+            else:
+                words = self._after(word_stream, words, word_mod, word_reads, len(words))
+            image = self._after(image_stream, image, image_mod, image_reads, num_targets)
+        shift, scale = modulation.out.unsqueeze(1)
+        velocity: torch.Tensor = self._model.proj_out(_norm(image, shift, scale, num_targets))
+        return velocity
+
+    def _attend(
+        self, words: Heads, image: Heads, num_words: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention within each row over its words and image, words first.
+
+        Returns what the words read [.., D] and the image [R, .., D]; both only where they ask.
+        """
+        # Neighbouring rows of one length share a call.
+        runs = [(len(list(run)), length) for length, run in itertools.groupby(num_words)]
+        joint = (_by_run(*streams, runs) for streams in zip(words, image, strict=True))
+        num_asking = image[0].shape[1]
+        word_reads, image_reads = [], []
+        for queries, keys, values in zip(*joint, strict=True):
+            reads = self._attention(queries, keys, values).flatten(2)
+            word_reads.append(reads[:, :-num_asking].flatten(0, 1))
+            image_reads.append(reads[:, -num_asking:])
+        return torch.cat(word_reads), torch.cat(image_reads)
+
+
+def _by_run(
+    words: torch.Tensor, image: torch.Tensor, runs: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Words [L or 0, H, E] before image [R, .., H, E], for each run of (rows, words in each)."""
+    sizes = [rows * length if len(words) else 0 for rows, length in runs]
+    pairs = zip(words.split(sizes), image.split([rows for rows, _ in runs]), strict=True)
+    return [torch.cat([w.unflatten(0, (len(i), -1)), i], dim=1) for w, i in pairs]
+
+
+def before_attention(
+    stream: Stream,
+    tokens: torch.Tensor,
+    modulation: torch.Tensor,
+    rotary: torch.Tensor,
+    num_first: int,
+    num_asking: int,
+) -> Heads:
+    """Queries of the first `num_asking` tokens, keys and values of all.
+
+    Args:
+        tokens: [.., tokens, D].
+        modulation: [P, 6, D]; where P is 2, the second is of the tokens from `num_first` on.
+        rotary: [tokens, 1, E / 2, 2] float32.
+    """
+    normed = _norm(tokens, modulation[:, 0], modulation[:, 1], num_first)
+    asking = normed.narrow(-2, 0, num_asking)
+    size = stream.query_norm.weight.shape
+    queries, keys, values = (
+        layer(given).unflatten(-1, (-1, *size))
+        for layer, given in (
+            (stream.query, asking),
+            (stream.key, normed),
+            (stream.value, normed),
+        )
+    )
+    queries = F.rms_norm(queries, size, stream.query_norm.weight, EPSILON)
+    keys = F.rms_norm(keys, size, stream.key_norm.weight, EPSILON)
+    return _rotate(queries, rotary[:num_asking]), _rotate(keys, rotary), values
+
+
+def after_attention(
+    stream: Stream,
+    tokens: torch.Tensor,
+    modulation: torch.Tensor,
+    reads: torch.Tensor,
+    num_first: int,
+) -> torch.Tensor:
+    """[.., tokens, D] with what they read added, then what the MLP makes of that."""
+    tokens = _add(tokens, stream.out(reads), modulation[:, 2], num_first)
+    normed = _norm(tokens, modulation[:, 3], modulation[:, 4], num_first)
+    tokens = _add(tokens, stream.mlp(normed), modulation[:, 5], num_first)
+    # As stock: a float16 overflow would spread as infinity.
+    return tokens.clip(-65504, 65504) if tokens.dtype == torch.float16 else tokens
+
+
+def _norm(
+    tokens: torch.Tensor, shift_PD: torch.Tensor, scale_PD: torch.Tensor, num_first: int
+) -> torch.Tensor:
+    parts = zip(_parts(tokens, shift_PD, num_first), scale_PD, shift_PD, strict=True)
+    return _join([F.layer_norm(part, w.shape, w, b, EPSILON) for part, w, b in parts])
+
+
+def _add(
+    tokens: torch.Tensor, branch: torch.Tensor, gate_PD: torch.Tensor, num_first: int
+) -> torch.Tensor:
+    into, what = (_parts(side, gate_PD, num_first) for side in (tokens, branch))
+    return _join([torch.addcmul(*part) for part in zip(into, gate_PD, what, strict=True)])
+
+
+def _parts(tokens: torch.Tensor, like_PD: torch.Tensor, num_first: int) -> Sequence[torch.Tensor]:
+    return [tokens] if len(like_PD) == 1 else tokens.tensor_split([num_first], dim=-2)
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)
+
+
+def _rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021): neighbouring values of a head are one complex number."""
+    pairs = heads.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        # Same numbers. A compiler fuses these and has nothing for complex ones, which run fastest
+        # where each operation is a pass over memory.
+        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotary.unbind(-1)
+        turned = (real * cos - imaginary * sin, real * sin + imaginary * cos)
+        return torch.stack(turned, dim=-1).flatten(-2).type_as(heads)
+    product = torch.view_as_complex(pairs) * torch.view_as_complex(rotary)
+    return torch.view_as_real(product).flatten(-2).type_as(heads)

@@ -1,0 +1,259 @@
+"""The Qwen-Image-Edit render loop: hidden states and source pictures in, edited pictures out.
+
+What: batches by size, sources encoded once, the denoising steps, guidance; at stock settings it
+equals `QwenImageEditPipeline` up to float rounding. What not: the pipelines' `__call__` and
+`encode_prompt` are never used: the first resizes every source to 1024^2 and squashes mixed aspects,
+the second drops M-RoPE. Imports torch, so the plugs import this inside `build`.
+
+Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
+as ours lies from the stock pipeline: in float32 about 2e-6 of the 0..1 range with random weights,
+3e-5 with the tiny world's, 1e-4 there under guidance of 4. In bfloat16 it is up to 2e-2 (5/255,
+tiny size), so there a picture repeats exactly only in the same batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
+from rl.meter import flop_meter
+from rl.renderers.qwen_image.attention import attention_of
+from rl.renderers.qwen_image.components import EditorParts
+from rl.renderers.qwen_image.config import PATCH_PX, QwenImageConfig, fit_area, output_size
+from rl.renderers.qwen_image.denoiser import Conditioning, Denoiser
+from rl.renderers.qwen_image.modulation import ModulationTables, StepModulation
+from rl.renderers.qwen_image.step_cache import extrapolate, is_computed
+from rl.renderers.shared.batches import render_in_batches
+from rl.renderers.shared.cost import denoising_work
+from rl.renderers.shared.decoding import decode_in_slices, in_slices, to_pictures
+from rl.renderers.shared.scheduling import resolution_shift
+
+NUM_KEPT_SOURCES = 64
+"""Source latents kept between batches and calls (0.5 MB each at 1024^2 in bfloat16)."""
+
+NUM_ROTARY_ROWS = 4096
+"""Rows of the transformer's rotary table: half the longer picture side plus the text must fit."""
+
+Size = tuple[int, int]
+"""(width, height), px."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What jobs must agree on to share a batch."""
+
+    output: Size
+    """Of the rendered picture."""
+    condition: Size
+    """Of the source as the VAE sees it."""
+
+
+class QwenImageRenderer:
+    """The renderer of the Qwen-Image-Edit plugs; see `rl.api.contracts.Renderer`."""
+
+    def __init__(self, config: QwenImageConfig, parts: EditorParts) -> None:
+        from diffusers.image_processor import VaeImageProcessor
+
+        self.config = config
+        self.parts = parts
+        self.state_dim = parts.transformer.config.joint_attention_dim
+        self._denoiser = Denoiser(
+            parts.transformer,
+            attention_of(config.attention_backend, parts.transformer.device),
+            compiled=config.compile_blocks,
+        )
+        self._modulation = ModulationTables(parts.transformer)
+        self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
+        self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
+        self._source_latents = OrderedDict()
+
+    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+        """As they are: an editor's samples come with their pictures."""
+        return list(samples)
+
+    def take_stats(self) -> dict[str, float]:
+        """Nothing to report."""
+        return {}
+
+    def render(
+        self, jobs: Iterable[RenderJob]
+    ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
+        """Yield `(number of the job, picture or failure)`, batch by batch, as batches fill.
+
+        Pictures are RGB. A failing batch fails its own jobs only; one that does not fit in memory
+        is halved until it does. Raises ValueError when guidance is on and a payload has no
+        negative states: that is a policy that does not fit this renderer, not a bad sample.
+        """
+        return render_in_batches(
+            jobs, self._place, lambda _: self.config.batch_size, self._render_batch
+        )
+
+    def _place(self, job: RenderJob) -> Bucket | RenderFailure:
+        """Where a job waits for its batch, or why it never will."""
+        payload: HiddenStates = job.payload
+        if job.sample.source is None:
+            return RenderFailure("no_source: an editor needs a source picture")
+        if self.config.true_cfg_scale > 1 and payload.negative_embeds is None:
+            raise ValueError(
+                "true_cfg_scale > 1 needs negative_embeds from the policy; set true_cfg_scale: 1 "
+                "or use a policy that encodes the renderer's negative prompt"
+            )
+        bucket = self.bucket_of(job.sample.source)
+        room = NUM_ROTARY_ROWS - max(*bucket.output, *bucket.condition) // (2 * PATCH_PX)
+        if len(payload.embeds) <= room:
+            return bucket
+        reason = f"too_long: {len(payload.embeds)} conditioning tokens, room for {room}"
+        return RenderFailure(reason, blame="policy")
+
+    def bucket_of(self, source: Image.Image) -> Bucket:
+        """Sizes of the picture made from `source`, and of `source` as the VAE sees it."""
+        return Bucket(
+            output=output_size(self.config, source.size),
+            condition=fit_area(self.config.condition_area_px, source.size),
+        )
+
+    def _render_batch(
+        self, jobs: Sequence[RenderJob], bucket: Bucket
+    ) -> list[Image.Image | RenderFailure]:
+        return to_pictures(self.render_tensor(jobs, bucket), self._pixels)
+
+    @torch.no_grad()
+    def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
+        """Render jobs of one bucket: [B, 3, H, W], the renderer's dtype, -1..1."""
+        transformer = self.parts.transformer
+        width, height = (side // PATCH_PX for side in bucket.output)
+        noise = [
+            make_noise(job.noise_seed, transformer.config.in_channels // 4, height, width)
+            for job in jobs
+        ]
+        latents = torch.cat(noise).to(transformer.device, transformer.dtype)
+        conditionings = self._conditionings(jobs, bucket)
+        scheduler = copy.deepcopy(self.parts.scheduler)
+        set_timesteps(scheduler, self.config.num_steps, latents.shape[1], transformer.device)
+        table = self._modulation.of_schedule(scheduler.timesteps)
+        computed: list[tuple[int, torch.Tensor]] = []
+        for step, (timestep, modulation) in enumerate(zip(scheduler.timesteps, table, strict=True)):
+            if is_computed(step, self.config.step_cache_interval):
+                velocity = self._predict(latents, conditionings, modulation.to(transformer.device))
+                computed = [*computed[-1:], (step, velocity)]
+            else:
+                velocity = extrapolate(computed, step)
+            latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        return decode_in_slices(unpack(latents, height, width), self.parts.vae.decode)
+
+    def _predict(
+        self,
+        latents: torch.Tensor,
+        conditionings: Sequence[Conditioning],
+        modulation: StepModulation,
+    ) -> torch.Tensor:
+        """Velocity [B, tokens, channels], guided if there are negative rows."""
+        outputs: list[torch.Tensor] = []
+        for given in conditionings:
+            repeats = len(given.num_words) // len(latents)
+            rows = latents.repeat(repeats, 1, 1)
+            outputs.extend(self._denoiser.velocity(rows, given, modulation).chunk(repeats))
+            sizes = rows.shape[1], given.sources.shape[1], given.num_words
+            config = self.parts.transformer.config
+            flop_meter.add(denoising_work(config, *sizes, bytes_per_value=rows.element_size()))
+        if len(outputs) == 1:
+            return outputs[0]
+        positive, negative = outputs
+        return guide(positive, negative, self.config.true_cfg_scale)
+
+    def _conditionings(self, jobs: Sequence[RenderJob], bucket: Bucket) -> list[Conditioning]:
+        """One per forward of a step: of B rows, of 2B (positive, then negative), or two of B."""
+        payloads: list[HiddenStates] = [job.payload for job in jobs]
+        forwards = [[payload.embeds for payload in payloads]]
+        if self.config.true_cfg_scale > 1:
+            negatives = [payload.negative_embeds for payload in payloads]
+            forwards.append([states for states in negatives if states is not None])
+            assert len(forwards[1]) == len(jobs), "`_place` lets no payload without them pass"
+            if self.config.cfg_in_one_forward:
+                forwards = [forwards[0] + forwards[1]]
+        pictures = [job.sample.source for job in jobs if job.sample.source is not None]
+        assert len(pictures) == len(jobs), "`_place` gives no bucket to a job without a source"
+        sources = self._encode_sources(pictures, bucket.condition)
+        shapes = [
+            (1, height // PATCH_PX, width // PATCH_PX)
+            for width, height in (bucket.output, bucket.condition)
+        ]
+        return [
+            self._denoiser.prepare(rows, sources.repeat(len(rows) // len(jobs), 1, 1), shapes)
+            for rows in forwards
+        ]
+
+    def _encode_sources(self, pictures_B: Sequence[Image.Image], size: Size) -> torch.Tensor:
+        """Packed VAE latents [B, tokens, channels], each picture object encoded once; the new ones
+        of a batch together."""
+        kept = self._source_latents
+        new = list({id(p): p for p in pictures_B if (id(p), size) not in kept}.values())
+        if new:
+            width, height = size
+            rgb = [picture.convert("RGB") for picture in new]
+            pixels = self._pixels.preprocess(rgb, height, width)
+            latents = pack(in_slices(pixels, self.parts.vae.encode, width * height))
+            # Pictures are kept beside their latents: a freed one's id could be another's later.
+            kept.update(
+                ((id(picture), size), (picture, row))
+                for picture, row in zip(new, latents.split(1), strict=True)
+            )
+        for picture in pictures_B:
+            kept.move_to_end((id(picture), size))
+        sources = torch.cat([kept[id(picture), size][1] for picture in pictures_B])
+        while len(kept) > NUM_KEPT_SOURCES:
+            kept.popitem(last=False)
+        return sources
+
+
+def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:
+    """Packed standard-normal noise [1, height * width, 4 * channels], float32 on the CPU.
+
+    Drawn alike whatever the device, the dtype and the batch; sizes are in 16 px patches.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shape = (1, num_channels, 2 * height, 2 * width)
+    return pack(torch.randn(shape, generator=generator, dtype=torch.float32))
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """[B, C, 2h, 2w] -> [B, h * w, 4C]: 2x2 latents become one token."""
+    batch, channels, height, width = latents.shape
+    latents = latents.view(batch, channels, height // 2, 2, width // 2, 2)
+    return latents.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * 4)
+
+
+def unpack(latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """[B, height * width, 4C] -> [B, C, 2 * height, 2 * width]."""
+    batch, _, channels = latents.shape
+    latents = latents.view(batch, height, width, channels // 4, 2, 2)
+    return latents.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, 2 * height, 2 * width)
+
+
+def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
+    """Classifier-free guidance (Ho & Salimans 2022, eq. 6) with the editor's own norm rescale.
+
+    `negative + scale * (positive - negative)`, each token then brought back to the norm of its
+    positive prediction. All [B, tokens, channels].
+    """
+    combined = negative + scale * (positive - negative)
+    return combined * (
+        torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
+    )
+
+
+def set_timesteps(scheduler: Any, num_steps: int, num_tokens: int, device: Any) -> None:
+    """Prepare a scheduler: uniform sigmas, shifted by the picture's own token count; condition
+    tokens do not count."""
+    sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
+    shift = resolution_shift(scheduler, num_tokens)
+    scheduler.set_timesteps(sigmas=sigmas, device=device, mu=shift)
+    scheduler.set_begin_index(0)

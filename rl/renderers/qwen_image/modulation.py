@@ -1,0 +1,108 @@
+"""The transformer's modulation as a table over the schedule, its weights off the device.
+
+What: a third of the transformer's parameters (6.8 of 20.4 B, the `img_mod` and `txt_mod` of every
+block) turn the timestep into shifts, scales and gates, and read nothing else; so they run once per
+schedule, all steps at once, and lie in host memory (13.6 GB less on the device in bfloat16).
+What not: applying it (`denoiser.py`). Called by the loading and the loop. Imports torch.
+
+Legend: T steps of a schedule; P parts of the image tokens that are modulated apart: 1, or 2 with
+`zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
+transformer's width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rl.renderers.qwen_image.config import MODULATIONS
+
+NUM_KEPT_SCHEDULES = 32
+"""Tables kept, in host memory: 4.4 MB a step each in bfloat16. Sizes differ in their shift."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepModulation:
+    """What one step applies: before attention its shift, scale and gate, then the MLP's. Scales
+    have their 1 added, which makes them the weights of a layer norm and shifts its biases."""
+
+    image: torch.Tensor
+    """[blocks, P, 6, D]."""
+    words: torch.Tensor
+    """[blocks, 1, 6, D]."""
+    out: torch.Tensor
+    """[2, D]: shift and scale before the last projection."""
+
+    def to(self, device: Any) -> StepModulation:
+        return StepModulation(*(t.to(device) for t in (self.image, self.words, self.out)))
+
+
+class ModulationTables:
+    """The tables of one transformer, each made when its schedule is first met."""
+
+    def __init__(self, transformer: Any) -> None:
+        self._transformer = transformer
+        self._tables: OrderedDict[tuple[float, ...], list[StepModulation]] = OrderedDict()
+
+    def of_schedule(self, timesteps_T: torch.Tensor) -> list[StepModulation]:
+        """One entry per step, in host memory; `timesteps_T`: the scheduler's, 1000 down to 0."""
+        key = tuple(timesteps_T.tolist())
+        if key not in self._tables:
+            self._tables[key] = build_table(self._transformer, timesteps_T)
+        self._tables.move_to_end(key)
+        if len(self._tables) > NUM_KEPT_SCHEDULES:
+            self._tables.popitem(last=False)
+        return self._tables[key]
+
+
+@torch.no_grad()
+def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulation]:
+    """Run every modulation over a schedule.
+
+    The weights come to the device one layer at a time, so that the arithmetic is the stock
+    forward's; all 13.6 GB of them once per schedule.
+    """
+    device, dtype, num_steps = transformer.device, transformer.dtype, len(timesteps_T)
+    # Stock rounds the timestep to the latents' dtype before dividing.
+    fractions = timesteps_T.to(device, dtype) / 1000
+    if transformer.config.zero_cond_t:
+        fractions = torch.cat([fractions, fractions.new_zeros(1)])
+    embedding = transformer.time_text_embed(fractions, torch.empty(0, dtype=dtype, device=device))
+    activated = F.silu(embedding)
+
+    def run(modulation: Any) -> torch.Tensor:
+        """Of (SiLU, linear layer): [T, 6, D], a row more with `zero_cond_t`; scales with their 1"""
+        weight, bias = modulation[1].weight.to(device), modulation[1].bias.to(device)
+        rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
+        rows[:, [1, 4]] += 1
+        return rows
+
+    def by_part(rows: torch.Tensor) -> torch.Tensor:
+        """[T, P, 6, D]"""
+        parts = [rows[:num_steps]]
+        if transformer.config.zero_cond_t:
+            parts.append(rows[num_steps:].expand_as(parts[0]))
+        return torch.stack(parts, dim=1)
+
+    blocks = transformer.transformer_blocks
+    image = torch.stack([by_part(run(block.img_mod)) for block in blocks], dim=1)
+    words = torch.stack([run(block.txt_mod)[:num_steps, None] for block in blocks], dim=1)
+    scale, shift = transformer.norm_out.linear(activated[:num_steps]).chunk(2, dim=-1)
+    out = torch.stack([shift, 1 + scale], dim=1)
+    return [StepModulation(*step).to("cpu") for step in zip(image, words, out, strict=True)]
+
+
+def move_without_modulation(transformer: Any, device: str) -> None:
+    """Move everything but the modulation, which stays where it is: in host memory, and where it is
+    as the checkpoint has it, on pages of the file that all ranks of a machine share."""
+    for name, child in transformer.named_children():
+        if name != "transformer_blocks":
+            child.to(device)
+    for block in transformer.transformer_blocks:
+        for name, child in block.named_children():
+            if name not in MODULATIONS:
+                child.to(device)

@@ -1,0 +1,257 @@
+"""The Stable Diffusion 3 render loop: written prompts in, pictures out.
+
+What: loads the pipeline's parts, encodes prompts (`text.py`) and denoises in batches; at stock
+settings a picture rendered alone equals `StableDiffusion3Pipeline`'s bit for bit in float32. What
+not: the pipeline's `__call__`, which encodes a prompt once per picture, and its IP adapter and
+skip-layer guidance. Imports torch, so the plug imports this inside `build`.
+
+Determinism: a picture depends on its job alone. Batch mates move it by float rounding only: in
+float32 by 2e-6 to 4e-6 of the 0..1 range, by CPU. Noise is drawn in float32 on the CPU, whatever
+device and dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl.api.types import RenderJob, Sample
+from rl.files.progress_bars import only_download_bars
+from rl.files.weights import align_weights
+from rl.meter import flop_meter
+from rl.ranks.wheels import mend_mismatched_wheels
+from rl.renderers.sd3.text import PromptEncoder, TextParts, TextStates
+from rl.renderers.shared.batches import Outcome, render_in_batches
+from rl.renderers.shared.decoding import decode_in_slices, to_pictures
+from rl.renderers.shared.scheduling import override_scheduler, resolution_shift
+
+if TYPE_CHECKING:
+    from rl.renderers.sd3.plug import Config
+
+LATENT_PX = 8
+"""The VAE shrinks pictures this many times."""
+
+
+@dataclass(frozen=True)
+class SD3Parts:
+    """The frozen modules, in evaluation mode, on one device and in one dtype."""
+
+    transformer: Any
+    """SD3Transformer2DModel."""
+    vae: Any
+    """AutoencoderKL."""
+    scheduler: Any
+    """FlowMatchEulerDiscreteScheduler; stateful, so every batch runs on a copy."""
+    text: TextParts
+
+
+def load_parts(config: Config, device: str) -> SD3Parts:
+    """Load every part from a hub id or folder."""
+    mend_mismatched_wheels()
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+
+    origin = {"pretrained_model_name_or_path": config.model_path, "revision": config.revision}
+    weights = {
+        "torch_dtype": getattr(torch, config.dtype),
+        "use_safetensors": True,
+        # Straight to the device: eight ranks would otherwise hold eight copies in host memory.
+        "device_map": {"": device},
+    }
+    transformer = SD3Transformer2DModel.from_pretrained(
+        subfolder="transformer", **origin, **weights
+    )
+    vae = AutoencoderKL.from_pretrained(subfolder="vae", **origin, **weights)
+    align_weights(transformer, device)
+    align_weights(vae, device)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
+    with only_download_bars():
+        text = _load_text_parts(config, device)
+    return SD3Parts(
+        transformer=transformer.eval().requires_grad_(False),
+        vae=vae.eval().requires_grad_(False),
+        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
+        text=text,
+    )
+
+
+def _load_text_parts(config: Config, device: str) -> TextParts:
+    from transformers import (
+        CLIPTextModelWithProjection,
+        CLIPTokenizer,
+        T5EncoderModel,
+        T5TokenizerFast,
+    )
+
+    def load(part_class: Any, subfolder: str, **options: Any) -> Any:
+        return part_class.from_pretrained(
+            config.model_path, subfolder=subfolder, revision=config.revision, **options
+        )
+
+    def load_model(part_class: Any, subfolder: str) -> Any:
+        model = load(
+            part_class,
+            subfolder,
+            dtype=getattr(torch, config.dtype),
+            use_safetensors=True,
+            device_map={"": device},
+        )
+        align_weights(model, device)
+        return model.eval().requires_grad_(False)
+
+    return TextParts(
+        tokenizers=(load(CLIPTokenizer, "tokenizer"), load(CLIPTokenizer, "tokenizer_2")),
+        encoders=(
+            load_model(CLIPTextModelWithProjection, "text_encoder"),
+            load_model(CLIPTextModelWithProjection, "text_encoder_2"),
+        ),
+        tokenizer_3=load(T5TokenizerFast, "tokenizer_3") if config.use_t5 else None,
+        encoder_3=load_model(T5EncoderModel, "text_encoder_3") if config.use_t5 else None,
+    )
+
+
+class SD3Renderer:
+    """The renderer of the `sd3` plug; see `rl.api.contracts.Renderer`."""
+
+    state_dim = None
+
+    def __init__(self, config: Config, parts: SD3Parts) -> None:
+        from diffusers.image_processor import VaeImageProcessor
+
+        patch_px = LATENT_PX * parts.transformer.config.patch_size
+        longest = patch_px * parts.transformer.config.pos_embed_max_size
+        for key in ("height_px", "width_px"):
+            if getattr(config, key) > longest:
+                raise ValueError(
+                    f"renderer.{key}: {config.model_path} makes pictures of at most {longest} px a "
+                    f"side, {getattr(config, key)} given"
+                )
+        self.config = config
+        self.parts = parts
+        self._prompts = PromptEncoder(
+            parts.text, config.max_t5_tokens, parts.transformer.config.joint_attention_dim
+        )
+        self._pixels = VaeImageProcessor(vae_scale_factor=LATENT_PX)
+        self._cuts: list[tuple[int, int]] = []
+
+    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+        """As they are: these samples hold no codes."""
+        return list(samples)
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
+
+        A job's payload is the prompt. Pictures are RGB. A failing batch fails its own jobs only;
+        one that does not fit in memory is halved until it does.
+        """
+        return render_in_batches(
+            jobs,
+            place=lambda job: "all of one size",
+            size_of=lambda size: self.config.batch_size,
+            render=lambda batch, size: self._render_batch(batch),
+        )
+
+    def _render_batch(self, jobs: Sequence[RenderJob]) -> list[Outcome]:
+        return to_pictures(self.render_tensor(jobs), self._pixels)
+
+    def take_stats(self) -> dict[str, float]:
+        """What the text encoders cut off since the last call, as means over pictures; {} when none
+        were rendered.
+
+        `clip_cut_share`: 0..1, pictures whose prompt is longer than CLIP's 77 tokens;
+        `clip_cut_tokens`: tokens CLIP never saw, per picture; `t5_cut_share`: 0..1, pictures whose
+        prompt is longer than max_t5_tokens.
+        """
+        cuts, self._cuts = self._cuts, []
+        if not cuts:
+            return {}
+        return {
+            "clip_cut_share": sum(clip > 0 for clip, _ in cuts) / len(cuts),
+            "clip_cut_tokens": sum(clip for clip, _ in cuts) / len(cuts),
+            "t5_cut_share": sum(t5 > 0 for _, t5 in cuts) / len(cuts),
+        }
+
+    @torch.no_grad()
+    def render_tensor(self, jobs: Sequence[RenderJob]) -> torch.Tensor:
+        """Render a batch: [B, 3, H, W], the renderer's dtype, nominally -1..1."""
+        config, transformer = self.config, self.parts.transformer
+        height, width = config.height_px // LATENT_PX, config.width_px // LATENT_PX
+        states_B = [self._prompts.encode(job.payload) for job in jobs]
+        noise = [
+            make_noise(job.noise_seed, transformer.config.in_channels, height, width)
+            for job in jobs
+        ]
+        latents = torch.cat(noise).to(transformer.device, transformer.dtype)
+        conditionings = self._conditionings(states_B)
+        scheduler = copy.deepcopy(self.parts.scheduler)
+        num_tokens = height * width // transformer.config.patch_size**2
+        shift = resolution_shift(scheduler, num_tokens)
+        scheduler.set_timesteps(config.num_steps, device=transformer.device, mu=shift)
+        scheduler.set_begin_index(0)
+        for timestep in scheduler.timesteps:
+            velocity = self._predict(latents, conditionings, timestep)
+            latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        pictures = decode_in_slices(latents, self._decode)
+        self._cuts += [(states.num_clip_cut, states.num_t5_cut) for states in states_B]
+        return pictures
+
+    @cached_property
+    def _negative(self) -> TextStates:
+        """Of the one prompt that every guided picture needs: encoded once a run."""
+        return self._prompts.encode(self.config.negative_prompt)
+
+    def _conditionings(
+        self, states_B: Sequence[TextStates]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(embeds, pooled) per forward of a step: one of B rows, one of 2B (negatives first), or
+        two of B."""
+        rows = [list(states_B)]
+        if self.config.guidance_scale > 1:
+            negatives = [self._negative] * len(states_B)
+            rows = [negatives, *rows]
+            if self.config.cfg_in_one_forward:
+                rows = [[*negatives, *states_B]]
+        return [
+            (torch.cat([s.embeds for s in states]), torch.cat([s.pooled for s in states]))
+            for states in rows
+        ]
+
+    def _predict(
+        self,
+        latents: torch.Tensor,
+        conditionings: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        timestep: torch.Tensor,
+    ) -> torch.Tensor:
+        """Velocity [B, C, h, w], guided (Ho & Salimans 2022, eq. 6) where there are negatives."""
+        outputs: list[torch.Tensor] = []
+        for embeds, pooled in conditionings:
+            rows = latents.repeat(len(embeds) // len(latents), 1, 1, 1)
+            with flop_meter.counted(self.parts.transformer, rows.shape, embeds.shape):
+                output = self.parts.transformer(
+                    hidden_states=rows,
+                    timestep=timestep.expand(len(rows)),
+                    encoder_hidden_states=embeds,
+                    pooled_projections=pooled,
+                    return_dict=False,
+                )[0]
+            outputs.extend(output.split(len(latents)))
+        if len(outputs) == 1:
+            return outputs[0]
+        negative, positive = outputs
+        return negative + self.config.guidance_scale * (positive - negative)
+
+    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
+        vae = self.parts.vae
+        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
+        with flop_meter.counted(vae.decoder, latents.shape):
+            return vae.decode(latents, return_dict=False)[0]
+
+
+def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:
+    """Standard-normal noise [1, C, height, width], float32 on the CPU; sizes are in latents."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn((1, num_channels, height, width), generator=generator, dtype=torch.float32)

@@ -1,0 +1,143 @@
+"""Renderer plug: Stable Diffusion 3 and 3.5, from a written prompt.
+
+What: config, checks and counts, without torch. What not: encoding and denoising (`text.py`,
+`loop.py`). The policy writes the prompt under its own system prompt: this renderer has no
+words of its own to ask with. Called by `build.py` and the config check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from rl.api.types import ActionKind, PromptTemplate
+from rl.ranks.placement import PlacedSection, resolve_device
+from rl.renderers.shared.checkpoint_folder import count_parameters, path_problems
+from rl.renderers.shared.scheduling import SchedulerOverrides
+
+if TYPE_CHECKING:
+    from rl.renderers.sd3.loop import SD3Renderer
+
+ACCEPTS: ActionKind = "text"
+MAKES_IMAGES = True
+
+PATCH_PX = 16
+"""One transformer token is 16x16 px: the VAE shrinks 8 times, patches are 2x2."""
+
+TEXT_TOKENS_CLIP = 77
+"""CLIP's context, markers included."""
+
+_ENCODERS = {"text_encoder": 123.65e6, "text_encoder_2": 694.66e6, "text_encoder_3": 4.762e9}
+HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
+    f"stabilityai/stable-diffusion-{name}": {"transformer": size, **_ENCODERS, "vae": 83.82e6}
+    for name, size in (
+        ("3-medium-diffusers", 2.028e9),
+        ("3.5-medium", 2.243e9),
+        ("3.5-large", 8.057e9),
+        ("3.5-large-turbo", 8.057e9),
+    )
+}
+
+
+class Config(PlacedSection):
+    """A frozen Stable Diffusion 3. The defaults are the stock pipeline's."""
+
+    type: str
+    """'sd3'."""
+    model_path: str = "stabilityai/stable-diffusion-3-medium-diffusers"
+    """Hub id (Stability's are gated: accept the licence on the hub, export HF_TOKEN), or a local
+    folder as the pipeline saves it (safetensors)."""
+    revision: str | None = None
+    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of every part and of the latents; weights stored otherwise are converted when loaded."""
+    num_steps: Annotated[int, Field(ge=1)] = 28
+    """Denoising steps, transformer forwards per picture (twice that with guidance)."""
+    guidance_scale: Annotated[float, Field(ge=1)] = 7.0
+    """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
+    negative_prompt: str = ""
+    """What guidance steers away from; read only when guidance_scale > 1."""
+    cfg_in_one_forward: bool = True
+    """True: one forward over negative and positive rows together, as the stock pipeline; False: two
+    forwards, half the activation memory."""
+    height_px: Annotated[int, Field(ge=PATCH_PX)] = 1024
+    """Picture height, px, multiple of 16."""
+    width_px: Annotated[int, Field(ge=PATCH_PX)] = 1024
+    """Picture width, px, multiple of 16."""
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    """Pictures denoised together; halved for a batch that does not fit in memory."""
+    use_t5: bool = True
+    """False leaves the third text encoder out (4.8 B parameters, 9.5 GB in bfloat16): prompts are
+    followed less closely, and CLIP's 77 tokens are then all that is read."""
+    max_t5_tokens: Annotated[int, Field(ge=1, le=512)] = 256
+    """Prompt tokens the third encoder reads; shorter prompts are padded to it. Without that encoder
+    as many zeros stand in its place, as in the stock pipeline."""
+    scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
+    """Replaced keys of the checkpoint's scheduler config."""
+
+
+def prompt_template(config: Config) -> PromptTemplate | None:
+    """None: the policy's own template stands."""
+    return None
+
+
+def negative_prompt(config: Config) -> str | None:
+    """None: the renderer encodes its negative prompt itself."""
+    return None
+
+
+def _parts(config: Config) -> list[str]:
+    encoders = ["text_encoder", "text_encoder_2", *(["text_encoder_3"] if config.use_t5 else [])]
+    return ["transformer", *encoders, "vae"]
+
+
+def validate(config: Config) -> list[str]:
+    """What is wrong across fields, each with its key and remedy; [] when all is well."""
+    problems = []
+    for key in ("height_px", "width_px"):
+        side = getattr(config, key)
+        if side % PATCH_PX:
+            near = round(side / PATCH_PX) * PATCH_PX
+            problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
+    files = [f"{part}/config.json" for part in _parts(config)]
+    files += [f"tokenizer{n}/tokenizer_config.json" for n in ("", "_2")]
+    files += ["tokenizer_3/tokenizer_config.json"] if config.use_t5 else []
+    return problems + path_problems(config.model_path, [*files, "scheduler/scheduler_config.json"])
+
+
+def parameter_counts(config: Config) -> dict[str, float]:
+    """Parameters per resident part, for a memory plan.
+
+    Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+    """
+    parts = _parts(config)
+    if Path(config.model_path).is_dir():
+        return count_parameters(config.model_path, parts)
+    known = HUB_PARAMETERS.get(config.model_path)
+    return {part: known[part] for part in parts} if known else {}
+
+
+def activation_counts(config: Config) -> dict[str, float]:
+    """Values alive at the peak of a forward, per part, for a memory plan.
+
+    About 20 tensors of [tokens, 1536] in the transformer, 8 feature maps of 128 channels in the
+    VAE, one 1024^2 picture (or as many smaller ones) at once.
+    """
+    rows = config.batch_size * (2 if config.guidance_scale > 1 and config.cfg_in_one_forward else 1)
+    area_px = config.height_px * config.width_px
+    num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
+    decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
+    return {"transformer": 20 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
+
+
+def build(config: Config, device: str) -> SD3Renderer:
+    """Load the pipeline's parts onto `config.device`, or onto `device` (the rank's) when 'auto'.
+
+    Raises ValueError when the checkpoint cannot make pictures of the configured size.
+    """
+    from rl.renderers.sd3.loop import SD3Renderer, load_parts
+
+    return SD3Renderer(config, load_parts(config, resolve_device(config.device, device)))

@@ -1,0 +1,131 @@
+"""Stable Diffusion 3's three text encoders: a prompt in, what the transformer reads out.
+
+What: `PromptEncoder`: tokenising, encoding each distinct prompt once, counting what the tokenizers
+cut off. What not: pictures. Imports torch; called by `loop.py`.
+
+A prompt is encoded by itself, never among others: its states then depend on it alone, whatever was
+asked for before, so a resumed run renders the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl.meter import flop_meter
+
+logger = logging.getLogger(__name__)
+
+NUM_KEPT_PROMPTS = 64
+"""Encoded prompts kept between batches and calls (2.7 MB each in bfloat16)."""
+
+
+@dataclass(frozen=True, eq=False)
+class TextStates:
+    """One prompt, as the transformer reads it."""
+
+    embeds: torch.Tensor
+    """[1, 77 + max_t5_tokens, D]: both CLIPs side by side, zero-padded to D; then T5."""
+    pooled: torch.Tensor
+    """[1, P]: both CLIPs' projections."""
+    num_clip_cut: int
+    """Tokens beyond CLIP's 77, which it never saw; 0 = it read all (markers count)."""
+    num_t5_cut: int
+    """The same of the third encoder and max_t5_tokens; 0 without it."""
+
+
+@dataclass(frozen=True)
+class TextParts:
+    """The frozen text encoders with their tokenizers."""
+
+    tokenizers: tuple[Any, Any]
+    """CLIPTokenizer of CLIP-L and of CLIP-G."""
+    encoders: tuple[Any, Any]
+    """CLIPTextModelWithProjection, CLIP-L and CLIP-G."""
+    tokenizer_3: Any | None
+    """T5 tokenizer; None: the third encoder is left out, and its states are zeros."""
+    encoder_3: Any | None
+    """T5EncoderModel, or None."""
+
+
+class PromptEncoder:
+    """Encodes prompts as `StableDiffusion3Pipeline.encode_prompt` does for one, bit for bit."""
+
+    def __init__(self, parts: TextParts, max_t5_tokens: int, states_dim: int) -> None:
+        """`states_dim`: D, the width that the transformer reads."""
+        self.parts = parts
+        self._max_clip_tokens = parts.tokenizers[0].model_max_length
+        self._max_t5_tokens = max_t5_tokens
+        self._states_dim = states_dim
+        self._kept: OrderedDict[str, TextStates] = OrderedDict()
+        self._warned = False
+
+    def encode(self, prompt: str) -> TextStates:
+        """From memory where it was asked for lately."""
+        if prompt not in self._kept:
+            self._kept[prompt] = self._encode(prompt)
+            if len(self._kept) > NUM_KEPT_PROMPTS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(prompt)
+        return self._kept[prompt]
+
+    @torch.no_grad()
+    def _encode(self, prompt: str) -> TextStates:
+        parts = self.parts
+        states, pooled, num_cut = [], [], 0
+        for tokenizer, encoder in zip(parts.tokenizers, parts.encoders, strict=True):
+            ids, cut = _tokenize(tokenizer, prompt, self._max_clip_tokens)
+            with flop_meter.counted(encoder, ids.shape):
+                output = encoder(ids.to(encoder.device), output_hidden_states=True)
+            states.append(output.hidden_states[-2])
+            pooled.append(output.text_embeds)
+            num_cut = max(num_cut, cut)
+        clip = torch.cat(states, dim=-1)
+        clip = torch.nn.functional.pad(clip, (0, self._states_dim - clip.shape[-1]))
+        t5, num_t5_cut = self._encode_t5(prompt, like=clip)
+        self._warn(prompt, num_cut, num_t5_cut)
+        return TextStates(
+            torch.cat([clip, t5], dim=-2), torch.cat(pooled, dim=-1), num_cut, num_t5_cut
+        )
+
+    def _encode_t5(self, prompt: str, like: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """([1, max_t5_tokens, D], tokens cut off). Padding is attended to, as in training."""
+        tokenizer, encoder = self.parts.tokenizer_3, self.parts.encoder_3
+        if tokenizer is None or encoder is None:
+            return like.new_zeros(1, self._max_t5_tokens, self._states_dim), 0
+        ids, num_cut = _tokenize(tokenizer, prompt, self._max_t5_tokens)
+        with flop_meter.counted(encoder, ids.shape):
+            return encoder(ids.to(encoder.device))[0], num_cut
+
+    def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
+        """Once a run; `take_stats` of the renderer goes on counting."""
+        if self._warned or not (num_clip_cut or num_t5_cut):
+            return
+        self._warned = True
+        cuts = []
+        if num_clip_cut:
+            reads = "no encoder" if self.parts.encoder_3 is None else "only the third encoder"
+            cuts.append(
+                f"{num_clip_cut} tokens beyond CLIP's {self._max_clip_tokens}, which {reads} reads"
+            )
+        if num_t5_cut:
+            cuts.append(f"{num_t5_cut} tokens beyond renderer.max_t5_tokens={self._max_t5_tokens}")
+        logger.warning(
+            "renderer sd3: a prompt has %s; ask for fewer words in policy.system_prompt, or lower "
+            "sampling.max_completion_tokens (said once, counted always). The prompt: %.300s",
+            " and ".join(cuts),
+            prompt,
+        )
+
+
+def _tokenize(tokenizer: Any, prompt: str, length: int) -> tuple[torch.Tensor, int]:
+    """([1, length] ids, padded or cut, and how many tokens were cut off)."""
+    ids = tokenizer(
+        prompt, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    ).input_ids
+    whole = tokenizer(prompt, verbose=False).input_ids
+    return ids, max(0, len(whole) - length)

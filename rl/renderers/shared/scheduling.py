@@ -1,0 +1,55 @@
+"""Noise schedules of flow-matching checkpoints: keys to override, the shift by picture size.
+
+What: what the diffusion renderers share about `FlowMatchEulerDiscreteScheduler`. What not: the
+steps, which each render loop takes. Light: the scheduler comes from the caller.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from rl.config.schema import Section
+
+
+class SchedulerOverrides(Section):
+    """Keys of the checkpoint's scheduler config to replace; one that is not given stays as it is.
+
+    Lightning adapters: base_shift = max_shift = log 3 and shift_terminal = null.
+    """
+
+    use_dynamic_shifting: bool | None = None
+    """Shift the sigmas by the picture's size (base_shift, max_shift) rather than by `shift`."""
+    base_shift: float | None = None
+    """Log shift of a picture of base_image_seq_len tokens (usually 256)."""
+    max_shift: float | None = None
+    """Log shift of a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); linear in
+    the tokens between the two."""
+    shift: Annotated[float, Field(gt=0)] | None = None
+    """Constant shift factor, with use_dynamic_shifting: false."""
+    shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Last sigma before 0, to which the schedule is stretched; null = no stretching."""
+
+    @model_validator(mode="after")
+    def _null_is_a_value_of_shift_terminal_only(self) -> SchedulerOverrides:
+        for key in sorted(self.model_fields_set - {"shift_terminal"}):
+            if getattr(self, key) is None:
+                raise ValueError(f"{key}: null is no value; drop the key to keep the checkpoint's")
+        return self
+
+
+def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
+    """A scheduler with the given keys of its config replaced."""
+    given = overrides.model_dump(exclude_unset=True)
+    return type(scheduler).from_config(scheduler.config, **given)
+
+
+def resolution_shift(scheduler: Any, num_tokens: int) -> float:
+    """Log shift of a picture of `num_tokens`, linear between the checkpoint's two anchors
+    (Esser et al. 2024, section 5.3.2); read by the scheduler under `use_dynamic_shifting` only."""
+    anchors = scheduler.config
+    slope = (anchors.max_shift - anchors.base_shift) / (
+        anchors.max_image_seq_len - anchors.base_image_seq_len
+    )
+    return float(num_tokens * slope + (anchors.base_shift - slope * anchors.base_image_seq_len))

@@ -1,0 +1,107 @@
+"""Whether two expressions are equal, asked of a process that is allowed to die.
+
+What: one worker (`maths_worker.py`, math-verify on SymPy), asked one question at a time, started
+again after a death. math-verify bounds its time by signals, which work in a main thread alone, and
+nothing bounds a power tower in C: hence the process. What not: what to compare (`answers.py`).
+Called by `plug.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, cast
+
+Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_costly"]
+
+START_TIMEOUT_S = 300.0
+REMEMBERED_QUESTIONS = 8192
+
+
+class MathsProcess:
+    """Answers from one worker process; safe to call from several threads."""
+
+    def __init__(self, cpu_s: int) -> None:
+        """Starts the worker, and does not wait for it. `cpu_s`: CPU time per question, s."""
+        self._cpu_s = cpu_s
+        self._wall_s = 30.0 + 20 * cpu_s
+        self._lock = threading.Lock()
+        self._process = self._start()
+        self._is_ready = False
+        # What a group agrees on is asked once.
+        self._remembered = lru_cache(REMEMBERED_QUESTIONS)(self._ask)
+
+    def compare(self, gold: str, answer: str | None) -> Verdict:
+        """Of two LaTeX expressions; without an answer, whether the gold can be read.
+
+        A worker that dies over a question found it too costly. Raises TimeoutError when the machine
+        is too busy to say, RuntimeError when no worker can be had.
+        """
+        with self._lock:
+            return self._remembered(gold, answer)
+
+    def close(self) -> None:
+        """End the worker."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, gold: str, answer: str | None) -> Verdict:
+        if self._is_ready and self._process.poll() is not None:
+            self._restart()  # it died between questions: none of them is to blame
+        if not self._is_ready:
+            self._await_ready()
+        question = {"gold": gold, "answer": answer, "cpu_s": self._cpu_s}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            reply = self._read_line(self._wall_s)
+        except BrokenPipeError:
+            reply = ""
+        except TimeoutError:
+            self._restart()
+            raise
+        if reply:
+            return cast(Verdict, reply)
+        self._restart()
+        return "too_costly"
+
+    def _await_ready(self) -> None:
+        try:
+            line = self._read_line(START_TIMEOUT_S)
+        except TimeoutError:
+            line = ""
+        if line != "ready":
+            self.close()
+            raise RuntimeError(
+                "the process that compares answers did not start (its error is in the log): is "
+                "math-verify installed? (pip install -r requirements.txt)"
+            )
+        self._is_ready = True
+
+    def _read_line(self, timeout_s: float) -> str:
+        """Without its end; '' when the worker has died. Raises TimeoutError."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                raise TimeoutError(f"no word within {timeout_s:.0f} s")
+        return self._process.stdout.readline().decode().strip()
+
+    def _restart(self) -> None:
+        self.close()
+        self._process, self._is_ready = self._start(), False
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # -P: this folder is no place to import from; it has a `format.py`.
+        script = Path(__file__).with_name("_maths_worker.py")
+        return subprocess.Popen(
+            [sys.executable, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )

@@ -1,0 +1,138 @@
+"""Is the answer right? 1 when the policy's answer equals the known one, else 0.
+
+What: the last `<answer>...</answer>` of the completion against `Sample.hidden['answer']`: multiple
+choice by letter or text, numbers with percent, units and thousands commas, text without regard to
+case and punctuation, formulas by symbolic equality (math-verify, in a process that is bounded in
+time and memory). What not: the form of the completion (`format.py`); which letter stands for which
+text when only the question says so.
+
+A gold that cannot be read leaves the episode ungraded (`gold: ...`): it is not the policy's fault.
+Called by the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rl.api.types import Evidence, Grade
+from rl.config.schema import Section
+from rl.rewards.accuracy import answers
+from rl.rewards.accuracy.maths import MathsProcess
+from rl.rewards.shared.tags import TagName, last_block
+
+NEEDS = frozenset({"text", "answer"})
+NEEDS_JUDGE = False
+
+_BOXED = r"\boxed{"
+
+
+class Config(Section):
+    """Where the answer stands, and what a comparison may cost."""
+
+    type: str = "accuracy"
+    """This plug."""
+    answer_tag: TagName = "answer"
+    """The answer is what the last complete block of this name holds."""
+    tag_required: bool = True
+    """false: without such a block, the content of the last \\boxed{} will do."""
+    max_answer_chars: Annotated[int, Field(ge=1, le=10_000)] = 400
+    """A longer answer is wrong, unread."""
+    max_cpu_s: Annotated[int, Field(ge=1)] = 3
+    """CPU time for comparing two formulas; an answer that takes more is wrong, and `undecided`."""
+
+
+class UnreadableGoldError(ValueError):
+    """The known answer is missing or is nothing that an answer could be compared with."""
+
+
+class Accuracy:
+    """Reads completions; formulas are compared in another process, off the event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._maths = MathsProcess(config.max_cpu_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accuracy")
+
+    async def grade(self, evidence: Evidence) -> Grade:
+        """1.0 or 0.0. Parts: `parsed`, an answer was found; `undecided`, it was too costly to
+        compare. No value when the gold cannot be read or the machine is too busy."""
+        started = time.monotonic()
+        answer = self._answer(evidence.text)
+        try:
+            gold = read_gold(evidence.sample.hidden, self._config.answer_tag)
+            right, undecided = await self._compare(gold, answer)
+        except UnreadableGoldError as error:
+            # Its text stays out: failures are written into episode records.
+            return Grade(None, failure=f"gold: of sample {evidence.sample.id!r}: {error}")
+        except TimeoutError as error:
+            return Grade(None, failure=f"timeout: {error}")
+        parts = {"parsed": float(bool(answer)), "undecided": float(undecided)}
+        return Grade(float(right), parts, seconds=time.monotonic() - started)
+
+    def _answer(self, text: str) -> str:
+        """The policy's bare answer; '' when there is none that may be read."""
+        found = last_block(text, self._config.answer_tag)
+        if found is None and not self._config.tag_required:
+            found = last_boxed(text)
+        if found is None or len(found) > self._config.max_answer_chars:
+            return ""
+        return answers.bare(found)
+
+    async def _compare(self, gold: str, answer: str) -> tuple[bool, bool]:
+        """(equal, undecided). Raises UnreadableGoldError and TimeoutError."""
+        if answers.needs_verifier(gold) and await self._ask_maths(gold, None) != "readable":
+            raise UnreadableGoldError("cannot be read as a formula")
+        if not answer:
+            return False, False
+        same = answers.compare(gold, answer)
+        if same is not None:
+            return same, False
+        verdict = await self._ask_maths(gold, answer)
+        return verdict == "equal", verdict == "too_costly"
+
+    async def _ask_maths(self, gold: str, answer: str | None) -> str:
+        latex = None if answer is None else answers.as_latex(answer)
+        asking = partial(self._maths.compare, answers.as_latex(gold), latex)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, asking)
+
+
+def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
+    """The bare known answer, which may come in the tags of a model's completion.
+
+    Raises UnreadableGoldError.
+    """
+    gold = hidden.get("answer")
+    if isinstance(gold, bool) or not isinstance(gold, str | int | float):
+        raise UnreadableGoldError(f"{type(gold).__name__} under 'answer', a text asked for")
+    text = str(gold)
+    tagged = last_block(text, answer_tag)
+    text = answers.bare(text if tagged is None else tagged)
+    if not text:
+        raise UnreadableGoldError("empty")
+    return text
+
+
+def last_boxed(text: str) -> str | None:
+    """What the last complete \\boxed{} holds."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    depth = 1
+    for brace in re.finditer(r"[{}]", text[start + len(_BOXED) :]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start + len(_BOXED) :][: brace.start()]
+    return None
+
+
+def build(config: Config, judge: object, device: str) -> Accuracy:
+    """The reward; its worker process starts meanwhile."""
+    return Accuracy(config)

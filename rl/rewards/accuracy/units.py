@@ -1,0 +1,136 @@
+"""Plain numbers and the units behind them: '1,200.5 cm', '50%', '$3', '1 1/2', '90 degrees'.
+
+Pure text to exact fractions. Called by `answers.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_NUMBER_CHARS = 60
+RELATIVE_TOLERANCE = Fraction(1, 10**6)
+"""0.333333 is a third. Whole numbers are compared exactly."""
+
+_SYMBOLS = {
+    "°": ("degree", "deg"),
+    "m": ("meter", "metre"),
+    "cm": ("centimeter", "centimetre"),
+    "mm": ("millimeter", "millimetre"),
+    "km": ("kilometer", "kilometre"),
+    "in": ("inch", "inches"),
+    "ft": ("foot", "feet"),
+    "mi": ("mile",),
+    "g": ("gram",),
+    "kg": ("kilogram",),
+    "mg": ("milligram",),
+    "s": ("second", "sec"),
+    "min": ("minute",),
+    "h": ("hour", "hr"),
+    "L": ("liter", "litre", "l"),
+    "mL": ("milliliter", "millilitre", "ml"),
+    "$": ("dollar", "usd"),
+    "€": ("euro", "eur"),
+    "%": ("percent", "percentage", "pct"),
+}
+_SYMBOL_OF = {
+    spelt: symbol
+    for symbol, names in _SYMBOLS.items()
+    for name in names
+    for spelt in (name, f"{name}s")
+}
+_KNOWN_SYMBOLS = frozenset(
+    ("°C", "°F", "K", "N", "J", "W", "V", "A", "Hz", "Pa", "lb", "m/s", "km/h", "cm/s", "£", "¥")
+).union(_SYMBOLS)
+_POWERS = {"square ": "^2", "sq ": "^2", "sq. ": "^2", "cubic ": "^3"}
+_NO_UNITS = frozenset(
+    ("hundred", "thousand", "million", "billion", "dozen", "half", "third", "quarter")
+).union(("and", "plus", "minus", "times", "over", "not", "squared", "cubed"))
+"""Words that change a number instead of naming what is counted."""
+
+_NUMBER = re.compile(
+    r"""(?P<currency>[$€£¥])?\s*(?P<sign>[+-])?\s*(?P<currency2>[$€£¥])?\s*
+    (?: (?P<whole>\d+)\s+(?P<over>\d+)/(?P<under>\d+)
+      | (?P<numerator>\d+)\s*/\s*(?P<denominator>\d+)
+      | (?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE](?P<power>[+-]?\d{1,2}))?
+    )
+    (?P<space>\s*)(?P<unit>[^\d\s].*)?""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number and what it counts."""
+
+    number: Fraction
+    unit: str
+    """'' when none is named; '%' and '$' are units."""
+
+
+def read_quantity(text: str) -> Quantity | None:
+    """The quantity that the whole text is; None when it is anything else."""
+    if len(text) > MAX_NUMBER_CHARS or not text.isprintable():
+        return None
+    found = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
+    if found is None:
+        return None
+    number = _number(found)
+    unit = _unit(found["unit"] or "", bool(found["space"]))
+    currency = found["currency"] or found["currency2"] or ""
+    if number is None or unit is None or (unit and currency):
+        return None
+    return Quantity(-number if found["sign"] == "-" else number, unit or currency)
+
+
+def _number(found: re.Match[str]) -> Fraction | None:
+    if found["digits"]:
+        power = Fraction(10) ** int(found["power"] or 0)
+        return Fraction(found["digits"].replace(",", "").rstrip(".")) * power
+    over, under = found["over"] or found["numerator"], found["under"] or found["denominator"]
+    if int(under) == 0:
+        return None
+    return Fraction(int(found["whole"] or 0)) + Fraction(int(over), int(under))
+
+
+def _unit(text: str, is_apart: bool) -> str | None:
+    """A unit in one spelling; None when the text behind the number is something else, as `x` in
+    `5x`: bare letters need a space before them, and words at most three."""
+    unit = text.strip().rstrip(".").replace("²", "^2").replace("³", "^3")
+    unit = unit.replace("{", "").replace("}", "")
+    for word, power in _POWERS.items():
+        if unit.lower().startswith(word):
+            unit = unit[len(word) :] + power
+    base, hat, power = unit.partition("^")
+    if not base or (hat and power not in ("2", "3")):
+        return None if unit else ""
+    symbol = _SYMBOL_OF.get(base.lower(), base)
+    if symbol in _KNOWN_SYMBOLS:
+        is_bare_letter = len(symbol) == 1 and symbol.isalpha()
+        return symbol + hat + power if is_apart or not is_bare_letter else None
+    words = base.lower().split()
+    is_words = is_apart and 1 <= len(words) <= 3 and all(w.isalpha() and len(w) > 2 for w in words)
+    if not is_words or _NO_UNITS & set(words):
+        return None
+    return " ".join(word.removesuffix("s") for word in words) + hat + power
+
+
+def same_quantity(gold: Quantity, answer: Quantity) -> bool:
+    """Equal numbers of the same thing. A unit that only one of them names is no difference; a
+    percentage may be written as the percents or as the share."""
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
+    if _same_number(gold.number, answer.number):
+        return True
+    units = {gold.unit, answer.unit}
+    if units != {"%", ""}:
+        return False
+    percents, share = (gold, answer) if gold.unit == "%" else (answer, gold)
+    return _same_number(percents.number / 100, share.number)
+
+
+def _same_number(gold: Fraction, answer: Fraction) -> bool:
+    if gold.denominator == answer.denominator == 1:
+        return gold == answer
+    return abs(gold - answer) <= RELATIVE_TOLERANCE * abs(gold)

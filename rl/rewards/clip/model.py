@@ -1,0 +1,107 @@
+"""CLIP of transformers: cosines between prompts and pictures.
+
+What: loading, both towers, a memory of recent prompts' embeddings. What not: threads and batches'
+gathering (`shared/batching.py`), what a cosine is worth (`plug.py`). All calls come from one
+thread.
+
+Which pictures meet in a batch is a matter of timing, and kernels differ from one batch size to the
+next in the last bits. So a batch always has as many rows, repeated ones where pictures lack: a
+cosine depends on its pair alone, and a resumed run gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rl.files.progress_bars import only_download_bars
+from rl.files.weights import align_weights
+from rl.meter import flop_meter
+from rl.ranks.wheels import mend_mismatched_wheels
+
+mend_mismatched_wheels()
+
+import torch  # noqa: E402
+from torch.nn.functional import normalize  # noqa: E402
+from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # noqa: E402
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from rl.rewards.clip.plug import Config
+
+REMEMBERED_PROMPTS = 4096
+
+Pair = tuple[str, "Image.Image"]
+
+
+class ClipModel:
+    """Frozen, on one device."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        """Raises OSError when the files cannot be read."""
+        path, revision = config.model_path, config.revision
+        dtype = getattr(torch, config.dtype)
+        with only_download_bars():
+            model = CLIPModel.from_pretrained(path, revision=revision, dtype=dtype)
+        self._model = model.to(device).eval().requires_grad_(False)
+        align_weights(self._model, device)
+        self._tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        self._processor = CLIPImageProcessorPil.from_pretrained(path, revision=revision)
+        self._num_rows = config.batch_size
+        self._max_tokens = model.config.text_config.max_position_embeddings
+        self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
+        self._on_stream: AbstractContextManager[object] = nullcontext()
+        if device.startswith("cuda"):
+            # Beside the renderer's kernels where they share a device, not behind them.
+            torch.cuda.synchronize(device)
+            self._on_stream = torch.cuda.stream(torch.cuda.Stream(device))
+
+    def compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | None]:
+        """(cosine in -1..1, whether the prompt was cut) of each (prompt, picture).
+
+        Batches that do not fit in memory are halved from then on; None where one picture alone does
+        not fit.
+        """
+        try:
+            found: list[tuple[float, bool] | None] = []
+            with torch.inference_mode(), self._on_stream:
+                for start in range(0, len(pairs), self._num_rows):
+                    found += self._compare(pairs[start : start + self._num_rows])
+            return found
+        except torch.OutOfMemoryError:
+            if self._num_rows == 1:
+                return [None] * len(pairs)
+        self._num_rows //= 2
+        return self.compare(pairs)
+
+    def _compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        prompts = [self._embed_prompt(prompt) for prompt, _ in pairs]
+        text_BD = torch.stack([embedding for embedding, _ in prompts])
+        image_BD = self._embed_pictures([image for _, image in pairs])
+        cosines = (text_BD * image_BD).sum(-1).clamp(-1, 1).tolist()
+        cuts = [was_cut for _, was_cut in prompts]
+        return list(zip(cosines, cuts, strict=True))
+
+    def _embed_pictures(self, images: Sequence[Image.Image]) -> torch.Tensor:
+        """[B, D] float32 unit vectors."""
+        rgb = [image.convert("RGB") for image in images]
+        pixels = self._processor(images=rgb, return_tensors="pt")["pixel_values"]
+        rows = torch.arange(self._num_rows).clamp(max=len(images) - 1)
+        pixels = pixels[rows].to(self._model.device, self._model.dtype)
+        with flop_meter.counted(self._model.vision_model, pixels.shape):
+            features = self._model.get_image_features(pixel_values=pixels).pooler_output
+        return normalize(features[: len(images)].float(), dim=-1)
+
+    def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
+        """([D] float32 unit vector, whether the prompt was cut). By itself, so that it depends on
+        no other prompt."""
+        num_tokens = len(self._tokenizer(prompt, verbose=False)["input_ids"])
+        tokens = self._tokenizer(
+            prompt, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+        ).to(self._model.device)
+        with flop_meter.counted(self._model.text_model, tokens["input_ids"].shape):
+            features = self._model.get_text_features(**tokens).pooler_output
+        return normalize(features.float(), dim=-1)[0], num_tokens > self._max_tokens

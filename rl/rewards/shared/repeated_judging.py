@@ -1,0 +1,58 @@
+"""What rewards that ask the judge share: how often each picture is graded, and the mean of it.
+
+What: the two config keys and the folding of answers into one `Grade`. What not: the questions (the
+plugs), HTTP and the reading of replies (`rl/system/judge_*.py`). Called by the judged rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+
+from rl.api.types import Grade
+from rl.config.schema import Section
+from rl.judge.question import repeat_temperature
+
+if TYPE_CHECKING:
+    from rl.judge.client import Answer, JudgeClient
+
+
+class RepeatsConfig(Section):
+    """How often the judge is asked."""
+
+    n_evals: Annotated[int, Field(ge=1)] = 1
+    """Times each picture is graded; the readings that could be had are averaged."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """Judge sampling temperature for this reward; null = judge.temperature."""
+
+    @model_validator(mode="after")
+    def _repeats_make_sense(self) -> RepeatsConfig:
+        if self.temperature is not None:
+            repeat_temperature(self.n_evals, self.temperature)
+        return self
+
+    def temperature_with(self, judge: JudgeClient) -> float:
+        """The temperature to ask at. Raises ValueError when it makes all repeats the same."""
+        own = self.temperature
+        return repeat_temperature(self.n_evals, judge.config.temperature if own is None else own)
+
+
+def mean_grade(
+    answers: Sequence[Answer[Any]],
+    readings: Sequence[Mapping[str, float]],
+    value_of: Callable[[Mapping[str, float]], float],
+) -> Grade:
+    """The mean of each part over the readings, and `value_of` these means, in [0, 1].
+
+    `answers`: all that were asked for; none of them readable is a Grade without a value.
+    """
+    replies = tuple(reply for answer in answers for reply in answer.replies)
+    seconds = max(answer.seconds for answer in answers)
+    if not readings:
+        failure = next(answer.failure for answer in answers if answer.failure)
+        return Grade(None, replies=replies, failure=failure, seconds=seconds)
+    parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
+    return Grade(value_of(parts), parts, replies, seconds=seconds)

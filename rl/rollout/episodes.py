@@ -1,0 +1,163 @@
+"""One completion's verdicts -> its episode, and a group's episodes -> what the learner eats.
+
+What: who is to blame when there is no score (policy, renderer, judge), the mean over a completion's
+pictures, which tokens carry loss. What not: making or grading pictures (`stream.py`), advantages
+(`algorithm/`). Called by `stream.py` and `train.py`.
+
+Axes: `_G` completions in a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rl.algorithm.compose import compose
+from rl.api.contracts import Policy
+from rl.api.types import (
+    Action,
+    Completion,
+    Episode,
+    Grade,
+    Prompt,
+    RenderFailure,
+    Status,
+    TrainSequence,
+)
+from rl.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PictureKey = tuple[int, tuple[int, ...], int]
+"""(prompt index, completion's token ids, picture number): equal keys are one picture."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One picture with the grades it got, or why there is none."""
+
+    image: Image | None
+    failure: RenderFailure | None = None
+    grades: Mapping[str, Grade] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One completion on its way to an episode."""
+
+    prompt: Prompt
+    completion: Completion
+    action: Action
+    failure: str | None
+    """Why nothing is rendered."""
+    pictures: tuple[PictureKey, ...]
+    """To be rendered; none when it failed."""
+
+
+def why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
+    """What keeps a completion from being rendered, in words; None when nothing does."""
+    if action.failure is not None:
+        return action.failure
+    if completion.finish == "length" and config.algorithm.truncated_completions == "floor":
+        return "truncated: hit sampling.max_completion_tokens"
+    return None
+
+
+def episode_of(
+    config: RunConfig,
+    arm: Arm,
+    group_id: str,
+    noise_seed: int,
+    verdict_of: Mapping[PictureKey, Verdict],
+) -> Episode:
+    """Fold one completion's pictures into its episode: rewards and parts are their means."""
+    verdicts = [verdict_of[key] for key in arm.pictures]
+
+    def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
+        image = next((v.image for v in verdicts if v.image is not None), None)
+        return Episode(
+            group_id, arm.prompt, arm.completion, arm.action, noise_seed, image, status, reward,
+            failure=failure, **more,
+        )  # fmt: skip
+
+    floor = config.algorithm.policy_failed_reward
+    if arm.failure is not None:
+        return episode(Status.POLICY_FAILED, floor, arm.failure)
+    for verdict in verdicts:
+        if verdict.failure is not None and verdict.failure.blame == "policy":
+            return episode(Status.POLICY_FAILED, floor, verdict.failure.reason)
+
+    parts: dict[str, list[float]] = {}
+    replies: dict[str, tuple[str, ...]] = {}
+    causes: list[str] = []
+    rewards: list[float] = []
+    judge_s = 0.0
+    for verdict in verdicts:
+        if verdict.failure is not None:
+            causes.append(f"renderer: {verdict.failure.reason}")
+            continue
+        for name, grade in verdict.grades.items():
+            replies[name] = replies.get(name, ()) + grade.replies
+            judge_s = max(judge_s, grade.seconds)
+            for part, value in _named_parts(name, grade).items():
+                parts.setdefault(part, []).append(value)
+            if grade.value is None:
+                causes.append(f"{name}: {grade.failure}")
+        reward = compose(_values(verdict.grades), config.final_reward)
+        if reward is not None:
+            rewards.append(reward)
+    more: dict[str, Any] = {
+        "parts": {name: fmean(values) for name, values in parts.items()},
+        "replies": replies,
+        "judge_s": judge_s,
+    }
+    if not rewards:
+        return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **more)
+    more["image_rewards"] = tuple(rewards)
+    return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **more)
+
+
+def _named_parts(name: str, grade: Grade) -> dict[str, float]:
+    parts = {f"{name}/{part}": value for part, value in grade.parts.items()}
+    return parts if grade.value is None else {name: grade.value, **parts}
+
+
+def _values(grades: Mapping[str, Grade]) -> dict[str, float | None]:
+    """What the final reward may name: every reward's value, and its parts as `<reward>/<part>`."""
+    values: dict[str, float | None] = {name: grade.value for name, grade in grades.items()}
+    for name, grade in grades.items():
+        values.update({f"{name}/{part}": value for part, value in grade.parts.items()})
+    return values
+
+
+def group_sequences(
+    config: RunConfig,
+    policy: Policy,
+    iteration: int,
+    episodes_G: Sequence[Episode],
+    advantages_G: Sequence[float | None],
+) -> list[TrainSequence | None]:
+    """What each of a group's completions brings to the loss; None: nothing.
+
+    UNGRADED episodes bring nothing, and under `zero_spread_groups: 'drop'` a group without spread
+    does not either. Forced tokens, those that the policy leaves out, and all tokens of a truncated
+    completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
+    """
+    if config.algorithm.zero_spread_groups == "drop" and not any(advantages_G):
+        return [None] * len(episodes_G)
+    mask_truncated = config.algorithm.truncated_completions == "mask"
+    sequences_G: list[TrainSequence | None] = []
+    for episode, advantage in zip(episodes_G, advantages_G, strict=True):
+        if advantage is None:
+            sequences_G.append(None)
+            continue
+        completion = episode.completion
+        masked = mask_truncated and completion.finish == "length"
+        forced = completion.forced or (False,) * len(completion.token_ids)
+        wanted = policy.loss_mask(completion, iteration)
+        loss_mask = tuple(w and not f and not masked for w, f in zip(wanted, forced, strict=True))
+        sequences_G.append(TrainSequence(loss_mask, advantage, completion.logprobs))
+    return sequences_G

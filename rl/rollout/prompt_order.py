@@ -1,0 +1,161 @@
+"""The order of prompts: a weighted mixture of data sources, as a pure function of the iteration.
+
+What: `PromptSampler` (training) and `first_samples` (evaluation). What not: rows and pictures, see
+`rl/data`. There is no stream to save or to restore: every rank computes the same order for any
+iteration from (seed, iteration) and takes its own share, so a resumed run and a run on another
+number of ranks see the same prompts. Called by `build.py` and, through it, by `train.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from rl.api.contracts import DataSource
+from rl.api.types import Prompt, Sample, UnusableSampleError
+from rl.data.shared.rows import OnBadRow
+
+T = TypeVar("T")
+
+
+class PromptSampler:
+    """Draw n of the run is the next row in the shuffled order of one of the sources.
+
+    Which one is chosen so that shares are exact. Every pass over a source is shuffled anew.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DataSource],
+        weights: Sequence[float],
+        seed: int,
+        prompts_per_iteration: int,
+        on_bad_row: OnBadRow = "error",
+    ) -> None:
+        """`weights` > 0, one per source, any scale."""
+        assert sources and all(weight > 0 for weight in weights), weights
+        self.num_replaced = 0
+        """Prompts whose row proved unusable when it was taken; this rank, this process."""
+        self._sources = sources
+        self._seed = seed
+        self._num_prompts = prompts_per_iteration
+        self._on_bad_row = on_bad_row
+        self._mixture = _Mixture(weights)
+
+    def shard(
+        self,
+        iteration: int,
+        rank: int,
+        world_size: int,
+        build: Callable[[Sample], T],
+    ) -> list[T]:
+        """`build` of each sample in this rank's contiguous share of the iteration's.
+
+        Raises UnusableSampleError for a row that cannot be read or makes no prompt (too long a
+        one), or under 'skip' replaces it by the row that follows it in its source's order.
+        """
+        assert self._num_prompts % world_size == 0, (self._num_prompts, world_size)
+        num_here = self._num_prompts // world_size
+        draws = self.draws(iteration)[rank * num_here : (rank + 1) * num_here]
+        return [self._take(source, position, build) for source, position in draws]
+
+    def draws(self, iteration: int) -> list[tuple[int, int]]:
+        """All ranks' prompts of an iteration as (source, how many draws that source had before)."""
+        start = iteration * self._num_prompts
+        draws = [self._mixture.draw(n) for n in range(start, start + self._num_prompts)]
+        # The mixture repeats a pattern; unshuffled, one rank could always get the same source.
+        random.Random(f"{self._seed}:slots:{iteration}").shuffle(draws)
+        return draws
+
+    def _take(self, source: int, position: int, build: Callable[[Sample], T]) -> T:
+        rows = self._sources[source]
+        epoch, start = divmod(position, len(rows))
+        order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
+        for step in range(len(rows)):
+            try:
+                built = build(rows[order[(start + step) % len(rows)]])
+            except UnusableSampleError:
+                if self._on_bad_row == "error":
+                    raise
+                continue
+            self.num_replaced += step > 0
+            return built
+        raise UnusableSampleError(f"data source {source}: none of its {len(rows)} rows can be used")
+
+
+def first_samples(
+    sources: Sequence[DataSource],
+    weights: Sequence[float],
+    num_samples: int,
+    on_bad_row: OnBadRow = "error",
+) -> list[Sample]:
+    """The first `num_samples` of a mixture, each source in its own order, no row twice.
+
+    Fewer when a source runs out (its share is not made up by others) or, under 'skip', when rows
+    cannot be read.
+    """
+    mixture = _Mixture(weights)
+    samples: list[Sample] = []
+    for source, index in map(mixture.draw, range(num_samples)):
+        if index >= len(sources[source]):
+            continue
+        try:
+            samples.append(sources[source][index])
+        except UnusableSampleError:
+            if on_bad_row == "error":
+                raise
+    return samples
+
+
+def usable(
+    samples: Sequence[Sample], build_prompt: Callable[[Sample], Prompt], on_bad_row: OnBadRow
+) -> list[Sample]:
+    """The samples that make a prompt; under 'error' raises for the first that makes none."""
+    kept = []
+    for sample in samples:
+        try:
+            build_prompt(sample)
+        except UnusableSampleError:
+            if on_bad_row == "error":
+                raise
+            continue
+        kept.append(sample)
+    return kept
+
+
+class _Mixture:
+    """Which source each draw belongs to: the one furthest behind its share so far.
+
+    After any number of draws every source is within one draw of its share (seen for 2 to 16
+    sources). Computed once from the start and remembered; a million draws take two seconds.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._counts = [0] * len(weights)
+        self._sources = array("H")
+        self._positions = array("q")
+
+    def draw(self, n: int) -> tuple[int, int]:
+        """Draw n as (source, how many draws that source had before)."""
+        while len(self._sources) <= n:
+            num_after = len(self._sources) + 1
+            debts = [
+                share * num_after - count
+                for share, count in zip(self._shares, self._counts, strict=True)
+            ]
+            source = debts.index(max(debts))
+            self._sources.append(source)
+            self._positions.append(self._counts[source])
+            self._counts[source] += 1
+        return self._sources[n], self._positions[n]
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffled(name: str, length: int) -> array[int]:
+    order = array("q", range(length))
+    random.Random(name).shuffle(order)
+    return order

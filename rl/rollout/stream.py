@@ -1,0 +1,310 @@
+"""From completions to graded episodes: condition, render, judge, as one stream.
+
+What: `begin`, which takes pack after pack through the policy's forward (one per group, prompt and
+all completions together), hands its pictures to the renderer and each picture's questions to the
+judge the moment it exists, while later ones render; `Judging`, the verdicts on their way. Beside
+each group runs the baseline arm: what the user's own words alone would give, under the same noise.
+What not: sampling (engines), what a verdict is worth (`episodes.py`), the update (learner).
+Called by `run/run.py` and `run/evaluation.py`.
+
+Axes: `_P` prompts on this rank, `_G` completions in a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from rl.api.contracts import Policy, Renderer, Reward
+from rl.api.types import Completion, Episode, Evidence, Grade, Prompt, RenderFailure, RenderJob
+from rl.config.schema import RunConfig
+from rl.judge.client import JudgeError
+from rl.ranks.seeding import derive_seed
+from rl.rollout.episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from rl.judge.background import BackgroundLoop
+    from rl.learner.micro_batches import Forwards, Member
+    from rl.ranks.dist import Dist
+    from rl.record.console import PhaseTimer
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Everything that turns completions into graded episodes."""
+
+    config: RunConfig
+    policy: Policy
+    renderer: Renderer
+    rewards: Mapping[str, Reward]
+    makes_images: bool
+    """Whether the renderer draws at all: without pictures there is no baseline arm."""
+    loop: BackgroundLoop
+    """Where the judge's coroutines run while this thread renders."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Completions to be rendered and judged. All completions of a group share their noise."""
+
+    prompts: Sequence[Prompt]
+    """_P."""
+    completions: Sequence[Sequence[Completion]]
+    """_PG."""
+    noise_seeds: Sequence[int]
+    """_P."""
+    group_ids: Sequence[str]
+    """_P."""
+    bare: Sequence[Completion | None]
+    """_P, the baseline arm; None where nobody asked or the policy has none."""
+
+    @property
+    def arms(self) -> list[list[Completion]]:
+        """_P, each group's completions and, last, its baseline arm."""
+        return [
+            [*completions_G, *([] if bare is None else [bare])]
+            for completions_G, bare in zip(self.completions, self.bare, strict=True)
+        ]
+
+    @property
+    def token_ids(self) -> list[list[tuple[int, ...]]]:
+        """_P, of every arm: what the policy's forward runs over."""
+        return [[completion.token_ids for completion in arms_G] for arms_G in self.arms]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a batch of completions came to."""
+
+    episodes: list[list[Episode]]
+    """_PG, in the order of the completions."""
+    baselines: list[Episode | None]
+    """_P, the baseline arm, never trained; None where nobody asked or the policy has none."""
+    renderer_stats: Mapping[str, float] = field(default_factory=dict)
+    """What the renderer reported of these pictures, means over them."""
+
+
+class Interrupted(Exception):  # noqa: N818 (reads as what happened)
+    """Asked to stop while pictures were made or graded: these completions have no episodes."""
+
+
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
+
+
+def begin(
+    crew: Crew,
+    sampled: Sampled,
+    forwards: Forwards,
+    timer: PhaseTimer,
+    should_stop: Callable[[], bool] = never,
+) -> Judging:
+    """Render every arm and ask the judge about it; the verdicts are still on their way.
+
+    Two equal completions of a group are one picture: it is rendered and judged once. Raises
+    `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
+    run is given.
+    """
+    with timer.phase("render") as phase:
+        samples = crew.renderer.illustrate([prompt.sample for prompt in sampled.prompts])
+        prompts_P = [
+            prompt if sample is prompt.sample else replace(prompt, sample=sample)
+            for prompt, sample in zip(sampled.prompts, samples, strict=True)
+        ]
+        judging = Judging(crew, sampled)
+        jobs: Iterable[RenderJob] = _jobs(
+            crew, replace(sampled, prompts=prompts_P), forwards, judging, timer, should_stop
+        )
+        if forwards.collective:
+            jobs = list(jobs)
+        try:
+            for number, outcome in crew.renderer.render(jobs):
+                if should_stop():
+                    raise Interrupted
+                judging.submit(number, outcome)
+        except BaseException:
+            judging.cancel()
+            raise
+        if crew.makes_images:
+            phase.note(f"{judging.num_pictures} pictures")
+    judging.renderer_stats = crew.renderer.take_stats()
+    return judging
+
+
+def raise_together(refusal: str, dist: Dist) -> None:
+    """Raise `JudgeError` on every rank once any rank's judge has refused ('' = it has not): one
+    that left alone would hang the others in their next collective. Collective."""
+    refusals = [text for text in dist.gather(refusal) if text]
+    if refusals:
+        raise JudgeError(refusals[0])
+
+
+def _jobs(
+    crew: Crew,
+    sampled: Sampled,
+    forwards: Forwards,
+    judging: Judging,
+    timer: PhaseTimer,
+    should_stop: Callable[[], bool],
+) -> Iterator[RenderJob]:
+    """The pictures to make; a group's forward runs when its first one is asked for."""
+    arms_PG = sampled.arms
+    for pack in forwards.packs:
+        if should_stop() and not forwards.collective:
+            raise Interrupted
+        with timer.phase("condition"):
+            batch, outputs = forwards.forward(pack) if crew.policy.reads_states else (None, None)
+            actions = crew.policy.act(pack.rows, batch, outputs)
+            del batch, outputs
+        for (p, g), action in zip(pack.members, actions, strict=True):
+            if p < 0:  # a filler
+                continue
+            completion = arms_PG[p][g]
+            failure = why_not_rendered(crew.config, completion, action)
+            num_pictures = 0 if failure else crew.config.images_per_completion
+            keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
+            # Without the payload: a batch's hidden states are a gigabyte beside the update.
+            understood = replace(action, payload=None)
+            arm = Arm(sampled.prompts[p], completion, understood, failure, keys)
+            for key in judging.expect((p, g), arm):
+                noise_seed = _noise(sampled.noise_seeds[p], key[2])
+                yield RenderJob(arm.prompt.sample, action.payload, noise_seed)
+
+
+def _noise(group_seed: int, picture: int) -> int:
+    """The group's own seed for the first picture, derived ones for the others."""
+    return group_seed if picture == 0 else derive_seed(group_seed, picture)
+
+
+class Judging:
+    """A batch whose pictures have been made, or are being made, and whose verdicts come in."""
+
+    def __init__(self, crew: Crew, sampled: Sampled) -> None:
+        self.renderer_stats: Mapping[str, float] = {}
+        self._crew = crew
+        self._sampled = sampled
+        self._arms: dict[Member, Arm] = {}
+        self._arm_of: dict[PictureKey, Arm] = {}
+        """Any one of equal arms."""
+        self._handed_out: list[PictureKey] = []
+        """To the renderer, in its order."""
+        self._images: dict[PictureKey, Image | None] = {}
+        self._failures: dict[PictureKey, RenderFailure] = {}
+        self._grades: dict[PictureKey, Future[dict[str, Grade]]] = {}
+        self._episodes_PG: list[list[Episode]] = []
+
+    @property
+    def num_pictures(self) -> int:
+        """Distinct ones."""
+        return len(self._handed_out)
+
+    def expect(self, member: Member, arm: Arm) -> list[PictureKey]:
+        """Note an arm; returns those of its pictures that no equal arm has asked for."""
+        self._arms[member] = arm
+        new = [key for key in arm.pictures if key not in self._arm_of]
+        self._arm_of.update(dict.fromkeys(new, arm))
+        self._handed_out += new
+        return new
+
+    def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
+        """Picture `number` exists: its questions leave for the judge."""
+        key = self._handed_out[number]
+        arm = self._arm_of[key]
+        if isinstance(outcome, RenderFailure):
+            self._failures[key] = outcome
+            return
+        self._images[key] = outcome
+        evidence = Evidence(arm.prompt.sample, arm.action.text, outcome)
+        self._grades[key] = self._crew.loop.submit(_grade(self._crew.rewards, evidence))
+
+    def cancel(self) -> None:
+        """Ask nothing more."""
+        for future in self._grades.values():
+            future.cancel()
+
+    def still_waiting(self) -> bool:
+        """Whether a verdict is missing."""
+        return not all(future.done() for future in self._grades.values())
+
+    def groups(
+        self, timer: PhaseTimer, should_stop: Callable[[], bool] = never
+    ) -> Iterator[tuple[int, list[Episode]]]:
+        """Yield (p, its episodes), group by group in order, each once its last verdict is in.
+
+        Raises what the judge refuses (`JudgeRefused`): a judge that is set up wrongly stops the
+        run, a judge that is down leaves episodes UNGRADED. Raises `Interrupted` soon after
+        `should_stop()` turns true.
+        """
+        num_outcomes = len(self._images) + len(self._failures)
+        assert num_outcomes == self.num_pictures, "the renderer lost a job"
+        sampled = self._sampled
+        try:
+            for p, arms_G in enumerate(sampled.arms):
+                arms = [self._arms[p, g] for g in range(len(arms_G))]
+                with timer.phase("judge_wait") as phase:
+                    verdicts = {
+                        key: self._verdict(key, should_stop) for arm in arms for key in arm.pictures
+                    }
+                    if p == len(sampled.prompts) - 1:
+                        phase.note(self._latency())
+                episodes = [
+                    episode_of(
+                        self._crew.config,
+                        arm,
+                        sampled.group_ids[p],
+                        sampled.noise_seeds[p],
+                        verdicts,
+                    )
+                    for arm in arms
+                ]
+                self._episodes_PG.append(episodes)
+                yield p, episodes[: len(sampled.completions[p])]
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _verdict(self, key: PictureKey, should_stop: Callable[[], bool]) -> Verdict:
+        future = self._grades.get(key)
+        grades = {} if future is None else _wait_for(future, should_stop)
+        return Verdict(self._images.get(key), self._failures.get(key), grades)
+
+    def _latency(self) -> str:
+        """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
+        graded = [future.result().values() for future in self._grades.values()]
+        seconds = sorted(max((g.seconds for g in grades), default=0.0) for grades in graded)
+        if not seconds:
+            return ""
+        median_s = seconds[len(seconds) // 2]
+        return f"verdicts after {median_s:.1f} s (median), {seconds[-1]:.1f} s (longest)"
+
+    def rollout(self) -> Rollout:
+        """Everything, after the last group."""
+        groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
+        return Rollout(
+            [episodes[: len(completions_G)] for episodes, completions_G in groups],
+            [
+                None if bare is None else episodes[-1]
+                for bare, episodes in zip(self._sampled.bare, self._episodes_PG, strict=True)
+            ],
+            self.renderer_stats,
+        )
+
+
+def _wait_for(
+    future: Future[dict[str, Grade]], should_stop: Callable[[], bool]
+) -> dict[str, Grade]:
+    while not should_stop():
+        if wait([future], timeout=0.5).done:
+            return future.result()
+    raise Interrupted
+
+
+async def _grade(rewards: Mapping[str, Reward], evidence: Evidence) -> dict[str, Grade]:
+    grades = await asyncio.gather(*(reward.grade(evidence) for reward in rewards.values()))
+    return dict(zip(rewards, grades, strict=True))

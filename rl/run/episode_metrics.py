@@ -1,0 +1,169 @@
+"""What an iteration's episodes show, as metrics, and the advantages that follow from them.
+
+What: `group_rewards` (rewards -> advantages and metrics) and the failure-rate guard. What not: the
+advantage formulas (algorithm/advantages) and the learner's metrics. Called by `train.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, pvariance
+from typing import TYPE_CHECKING
+
+from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
+from rl.algorithm.metrics import Metrics
+from rl.api.types import Completion, Episode, Status
+from rl.config.schema import RunConfig
+from rl.ranks.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+    from rl.rollout.stream import Rollout
+
+
+class TooManyFailuresError(RuntimeError):
+    """More of an iteration went ungraded than `judge.max_failure_rate` allows."""
+
+
+def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
+    """'96 completions, 1240 tokens'."""
+    lengths = [len(c.token_ids) for completions_G in completions_PG for c in completions_G]
+    return f"{len(lengths)} completions, {sum(lengths)} tokens"
+
+
+def group_rewards(
+    config: RunConfig, iteration: int, rollout: Rollout, dist: Dist
+) -> tuple[list[list[float | None]], Metrics]:
+    """(advantages_PG, metrics) of this rank's groups; None for an UNGRADED episode."""
+    episodes_PG = rollout.episodes
+    rewards_PG = [[episode.reward for episode in episodes_G] for episodes_G in episodes_PG]
+    metrics = _rollout_metrics(episodes_PG)
+    for episodes_G, baseline in zip(episodes_PG, rollout.baselines, strict=True):
+        add_baseline(metrics, "", episodes_G, baseline)
+    for name, value in rollout.renderer_stats.items():
+        metrics.add(f"renderer/{name}", value)
+    local = reward_moments(rewards_PG)
+    batch = RewardMoments(*dist.sum_floats([local.total, local.total_of_squares, local.count]))
+    metrics.maximum("reward/std", batch.std)
+    if config.algorithm.shuffle_rewards:
+        rewards_PG = _shuffled(rewards_PG, derive_seed(config.seed, "shuffle", iteration), dist)
+    algorithm = config.algorithm
+    groups = group_advantages(rewards_PG, algorithm.advantage_scale, algorithm.advantage_eps, batch)
+    return groups.advantages, metrics
+
+
+def early_advantages(config: RunConfig, episodes_G: Sequence[Episode]) -> list[float | None] | None:
+    """A group's advantages before the rest of the batch is graded, the same that `group_rewards`
+    will give; None where they depend on the whole batch."""
+    algorithm = config.algorithm
+    if algorithm.shuffle_rewards or algorithm.advantage_scale == "batch_std":
+        return None
+    rewards_G = [episode.reward for episode in episodes_G]
+    groups = group_advantages([rewards_G], algorithm.advantage_scale, algorithm.advantage_eps)
+    return groups.advantages[0]
+
+
+def _shuffled(
+    rewards_PG: Sequence[Sequence[float | None]], seed: int, dist: Dist
+) -> list[list[float | None]]:
+    """The control arm: the same rewards, handed out at random over all ranks' episodes."""
+    all_PG = [row for rank in dist.gather([list(row) for row in rewards_PG]) for row in rank]
+    flat = [reward for row in all_PG for reward in row]
+    random.Random(seed).shuffle(flat)
+    start = dist.rank * len(rewards_PG)
+    rows: list[list[float | None]] = []
+    for row in all_PG:
+        rows.append(flat[: len(row)])
+        flat = flat[len(row) :]
+    return rows[start : start + len(rewards_PG)]
+
+
+def _rollout_metrics(episodes_PG: Sequence[Sequence[Episode]]) -> Metrics:
+    """Reward, status, length and latency metrics of this rank's episodes."""
+    metrics = Metrics()
+    for episodes_G in episodes_PG:
+        rewards = [e.reward for e in episodes_G if e.reward is not None]
+        metrics.add("groups/zero_spread", float(len(set(rewards)) <= 1))
+        metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
+        if len(rewards) > 1:
+            metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
+        for episode in episodes_G:
+            _add_episode(metrics, episode)
+        _add_noise_share(metrics, episodes_G)
+    return metrics
+
+
+def add_baseline(
+    metrics: Metrics, prefix: str, episodes_G: Sequence[Episode], baseline: Episode | None
+) -> None:
+    """What the user's own words alone were worth, and what writing gained over them."""
+    if baseline is None or baseline.reward is None:
+        return
+    metrics.add(f"{prefix}baseline_reward", baseline.reward)
+    for episode in episodes_G:
+        if episode.reward is not None:
+            metrics.add(f"{prefix}reward_gain", episode.reward - baseline.reward)
+
+
+def _distinct_share(episodes_G: Sequence[Episode]) -> float:
+    return len({e.completion.token_ids for e in episodes_G}) / len(episodes_G)
+
+
+def _add_episode(metrics: Metrics, episode: Episode) -> None:
+    for status in Status:
+        metrics.add(f"status/{status.value}", float(episode.status is status))
+    completion = episode.completion
+    metrics.add("tokens/completion_mean", len(completion.token_ids))
+    metrics.maximum("tokens/completion_max", len(completion.token_ids))
+    metrics.total("tokens/completion_total", len(completion.token_ids))
+    metrics.add("tokens/prompt_mean", len(episode.prompt.token_ids))
+    metrics.add("tokens/truncated", float(completion.finish == "length"))
+    if episode.judge_s:
+        metrics.add("judge/verdict_mean_s", episode.judge_s)
+    if episode.reward is not None:
+        metrics.add("reward/mean", episode.reward)
+        metrics.maximum("reward/max", episode.reward)
+    for name, value in episode.parts.items():
+        metrics.add(f"reward/part/{name}", value)
+
+
+def _add_noise_share(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
+    """With several pictures per completion: which share of the reward's variance is the noise's."""
+    rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
+    if len(rows) < 2:
+        return
+    within = fmean(pvariance(row) for row in rows)
+    total = pvariance([reward for row in rows for reward in row])
+    if total > 0:
+        metrics.add("reward/noise_variance_share", within / total)
+
+
+def failure_causes(episodes_PG: Sequence[Sequence[Episode]]) -> Counter[str]:
+    """Why episodes failed, by the first words of their causes: whose failure, and what."""
+    return Counter(
+        f"{episode.status.value}: {': '.join(episode.failure.split(': ')[:2])}"
+        for episodes_G in episodes_PG
+        for episode in episodes_G
+        if episode.failure is not None and episode.status is not Status.SCORED
+    )
+
+
+def check_failure_rate(
+    config: RunConfig, episodes_PG: Sequence[Sequence[Episode]], dist: Dist
+) -> None:
+    """Raise `TooManyFailuresError` on every rank when too many episodes could not be graded."""
+    flat = [episode for episodes_G in episodes_PG for episode in episodes_G]
+    ungraded = sum(episode.status is Status.UNGRADED for episode in flat)
+    lost, total = dist.sum_floats([ungraded, len(flat)])
+    if total == 0 or lost / total <= config.judge.max_failure_rate:
+        return
+    causes = sum(dist.gather(failure_causes(episodes_PG)), Counter())
+    listed = ", ".join(f"{count} x {cause}" for cause, count in causes.most_common(5))
+    raise TooManyFailuresError(
+        f"{int(lost)} of {int(total)} episodes could not be graded ({listed}); the limit is "
+        f"judge.max_failure_rate={config.judge.max_failure_rate}. Mend what is named (a judge "
+        "that is down: bring it back) and start the same command again: it goes on after the last "
+        "finished iteration."
+    )

@@ -1,0 +1,295 @@
+"""One run: its parts, and the few things that happen around an iteration rather than in it.
+
+What: `Run`: sync with proof, render, grade, evaluate, log, save. What not: how it is opened
+(`set_up.py`), the loop (`train.py`), how parts are made (`build.py`).
+
+Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
+iteration 0 is what was measured before training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl.algorithm.metrics import Metrics
+from rl.api.contracts import Engine, Policy
+from rl.api.types import Completion, Episode, Prompt, Sample
+from rl.config.schema import RunConfig
+from rl.judge.client import JudgeClient, JudgeError
+from rl.learner.learner import Learner
+from rl.learner.train_step import Update
+from rl.learner.weight_sync import sync
+from rl.meter import flop_meter
+from rl.ranks import signals
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import rng_state
+from rl.record import hub
+from rl.record.checkpoint import Checkpoints
+from rl.record.console import Console, PhaseTimer, warn
+from rl.record.run_record import RunRecord
+from rl.record.tracking import Tracker
+from rl.rollout.episodes import group_sequences
+from rl.rollout.prompt_order import PromptSampler
+from rl.rollout.stream import Crew, Interrupted, Judging, Rollout, Sampled, begin, raise_together
+from rl.run import episode_metrics
+from rl.run.evaluation import evaluate
+from rl.run.metric_table import check_known
+
+_JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """An iteration between its rollout and its update: the judge has the word."""
+
+    iteration: int
+    judging: Judging
+    update: Update
+
+
+@dataclass(eq=False)
+class Run:
+    """Everything one run holds."""
+
+    config: RunConfig
+    dist: Dist
+    run_dir: Path
+    console: Console
+    timer: PhaseTimer
+    record: RunRecord
+    tracker: Tracker
+    checkpoints: Checkpoints
+    judge: JudgeClient | None
+    crew: Crew
+    policy: Policy
+    engine: Engine
+    learner: Learner
+    sampler: PromptSampler
+    held_out: Sequence[Sample]
+    probe: Prompt
+    """What the sampler and the trainer are compared on after every sync."""
+    num_iterations: int
+    sync_dtype: str
+    num_skipped_rows: int
+    """Rows of the training data that cannot be used, under `data.on_bad_row: 'skip'`."""
+    start: int = 0
+    """Iterations finished when the run was opened."""
+    fingerprint: str | None = None
+    """Of the weights that the engine holds."""
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last line written, for the model card."""
+
+    def sync_engine(self) -> Metrics:
+        """Give the engine the learner's weights and prove that they arrived."""
+        report = sync(
+            self.engine,
+            self.learner,
+            self.probe,
+            self.sync_dtype,
+            self.fingerprint,
+            self.config.sampling.temperature,
+        )
+        self.fingerprint = report.fingerprint
+        metrics = Metrics()
+        if report.mean_dlogp_nats is not None:
+            metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
+        return metrics
+
+    def bare_completions(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
+        """The baseline arm of each prompt, if the config wants one in training."""
+        wanted = self.config.baseline_arm == "always" and self.crew.makes_images
+        return [self.policy.bare_completion(p.sample) if wanted else None for p in prompts_P]
+
+    def render(self, sampled: Sampled, update: Update) -> Judging | None:
+        """Every picture made and every question asked; None, on every rank, once any was asked to
+        stop."""
+        judging = None
+        with suppress(Interrupted):  # the others hear of it below
+            judging = begin(self.crew, sampled, update, self.timer, signals.stop_heard)
+        if signals.stop_requested(self.dist):
+            if judging is not None:
+                judging.cancel()
+            return None
+        assert judging is not None, "interrupted without a signal"
+        if self.config.max_staleness:
+            with self.timer.phase("condition"):
+                update.note_old()
+        return judging
+
+    def grade(self, flight: Flight, done: int) -> Rollout | None:
+        """The iteration's graded episodes, baseline arm included; None, on every rank, once any was
+        asked to stop. While verdicts are on their way the update does what needs none of them, and
+        what needs only those that are there.
+
+        A judge that refuses, or fails too often, stops the run on every rank together: its `done`
+        finished iterations are saved first. Raises `JudgeError` or `TooManyFailuresError`.
+        """
+        judging, update = flight.judging, flight.update
+        stopped, refusal = False, ""
+        try:
+            update.work_ahead(lambda: judging.still_waiting() and not signals.stop_heard())
+            for p, episodes_G in judging.groups(self.timer, signals.stop_heard):
+                advantages_G = episode_metrics.early_advantages(self.config, episodes_G)
+                if advantages_G is not None:
+                    self.hand_in(flight, p, episodes_G, advantages_G)
+        except Interrupted:
+            stopped = True  # the others hear of it below
+        except JudgeError as error:
+            refusal = str(error)
+        with self._saved_first(done):
+            raise_together(refusal, self.dist)
+        if signals.stop_requested(self.dist):
+            return None
+        assert not stopped, "interrupted without a signal"
+        rollout = judging.rollout()
+        with self._saved_first(done):
+            episode_metrics.check_failure_rate(self.config, rollout.episodes, self.dist)
+        return rollout
+
+    def hand_in(
+        self,
+        flight: Flight,
+        p: int,
+        episodes_G: Sequence[Episode],
+        advantages_G: Sequence[float | None],
+    ) -> None:
+        """Give the update a graded group."""
+        sequences_G = group_sequences(
+            self.config, self.policy, flight.iteration, episodes_G, advantages_G
+        )
+        flight.update.hand_in(p, sequences_G)
+
+    def may_sample(self, sampled: int, done: int) -> bool:
+        """Whether iteration `sampled` may be rolled out when `done` are learnt from.
+
+        Never more than `max_staleness` ahead, and never across a checkpoint or a held-out run:
+        there a resumed run starts level, so one that was never stopped does too.
+        """
+        if sampled == done:
+            return True
+        if sampled - done > self.config.max_staleness or sampled >= self.num_iterations:
+            return False
+        return not (self.checkpoints.due(sampled) or self._evaluation_due(sampled))
+
+    @contextmanager
+    def _saved_first(self, done: int) -> Iterator[None]:
+        """What stops the run because of its judge, on all ranks, leaves a checkpoint. A first
+        iteration that fails leaves nothing: its config is likely wrong, and a checkpoint would
+        forbid to mend it under this run_name."""
+        try:
+            yield
+        except (JudgeError, episode_metrics.TooManyFailuresError):
+            if done > 0:
+                self.save(done)
+            raise
+
+    def evaluate_if_due(self, done: int) -> Metrics:
+        """The held-out run, after `done` iterations, if the config asks for one now."""
+        if not self._evaluation_due(done):
+            return Metrics()
+        self.open_journal("evaluation", done)
+        with self._saved_first(done):
+            return evaluate(
+                self.crew, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
+            )
+
+    def _evaluation_due(self, done: int) -> bool:
+        every = self.config.evaluation.every_n_iterations
+        if not every or not self.held_out:
+            return False
+        return done % every == 0 or done == self.num_iterations
+
+    def open_journal(self, name: str, iteration: int) -> None:
+        """Judge replies are kept per iteration: one that is done again pays for none twice."""
+        if self.judge is not None:
+            file = f"{name}_{iteration:06d}.rank{self.dist.rank}.jsonl"
+            self.judge.open_journal(self.run_dir / "judge" / file)
+
+    def log(self, done: int, metrics: Metrics) -> None:
+        """Write one line of metrics, for all ranks, to every place that shows them."""
+        if self.judge is not None:
+            _add_judge_stats(metrics, self.judge)
+        metrics.maximum("data/skipped_rows", self.num_skipped_rows)
+        metrics.total("data/replaced_rows", self.sampler.num_replaced)
+        metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
+        reduced = self.dist.reduce(metrics) | self.timer.lap()
+        check_known(reduced)
+        self.last_metrics = reduced
+        with _tolerated("metrics"):
+            self.record.write_metrics(done, reduced)
+        self.tracker.log(done, reduced)
+        self.console.iteration(done, self.num_iterations, reduced)
+
+    def log_episodes(
+        self,
+        done: int,
+        episodes_PG: Sequence[Sequence[Episode]],
+        advantages_PG: Sequence[Sequence[float | None]],
+    ) -> None:
+        """Provenance and pictures of an iteration."""
+        with _tolerated("episodes"):
+            self.record.write_episodes(done, episodes_PG, advantages_PG)
+        self.tracker.log_episodes(done, episodes_PG, advantages_PG)
+
+    def save(self, done: int, final: bool = False) -> None:
+        """Write the checkpoint of `done` finished iterations."""
+        tensors, learner_meta = self.learner.state()
+        # On rank 0, where the model is written: the weights again, not gathered a second time.
+        trained = {
+            name.removeprefix("master/"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("master/")
+        }
+        meta = {"learner": learner_meta, "config": self.record.config}
+        saved = self.checkpoints.save(
+            done,
+            tensors,
+            meta,
+            rng_state(),
+            lambda folder: self.policy.save_pretrained(str(folder), trained),
+            hub.model_card(self.record.config, done, self.last_metrics),
+            final=final,
+        )
+        if saved is not None and self.dist.is_main:
+            _forget_journals(self.run_dir / "judge", done)
+
+    def save_if_due(self, done: int) -> None:
+        """A checkpoint by cadence, and after the last iteration."""
+        last = done == self.num_iterations
+        if last or self.checkpoints.due(done):
+            with self.timer.phase("checkpoint"):
+                self.save(done, final=last)
+
+
+@contextmanager
+def _tolerated(what: str) -> Iterator[None]:
+    """A full disk costs lines of the record, said aloud; it does not cost the run."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"the {what} of this iteration could not be written: {error}")
+
+
+def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:
+    stats = judge.take_stats()
+    metrics.total("judge/requests", stats.requests)
+    metrics.total("judge/reused_replies", stats.reused)
+    metrics.total("judge/retries", sum(stats.retries.values()))
+    metrics.total("judge/breaker_openings", stats.breaker_openings)
+    if stats.latencies_s:
+        ordered = sorted(stats.latencies_s)
+        metrics.maximum("judge/latency_p50_s", ordered[len(ordered) // 2])
+        metrics.maximum("judge/latency_p95_s", ordered[int(len(ordered) * 0.95)])
+        metrics.maximum("judge/latency_max_s", ordered[-1])
+
+
+def _forget_journals(folder: Path, done: int) -> None:
+    """Replies of iterations that a checkpoint now covers are in the episode records."""
+    for path in folder.glob("*.jsonl"):
+        match = _JOURNAL.fullmatch(path.name)
+        if match and int(match[1]) < done:
+            path.unlink()

@@ -1,0 +1,234 @@
+"""Open a run: make every part, restore the last checkpoint, close everything in the end.
+
+What: `open_run`. What the user can mend is found before anything heavy is loaded, in the order of
+what it costs to find: the config, the data, the judge, the models. What not: what a run does once
+it is open (`run.py`), the loop (`train.py`), how parts are made (`build.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rl import build
+from rl.api.contracts import DataSource, Policy
+from rl.api.types import Sample
+from rl.config.schema import RunConfig
+from rl.judge.background import BackgroundLoop
+from rl.judge.client import JudgeClient
+from rl.judge.endpoint import resolve_api_base
+from rl.learner.learner import Learner
+from rl.meter import flop_meter
+from rl.preflight import footprint, memory_plan
+from rl.preflight.resume import check_resume
+from rl.ranks import placement, rendezvous
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import seed_everything, set_rng_state
+from rl.record.checkpoint import Checkpoints
+from rl.record.console import Console, PhaseTimer, warn
+from rl.record.run_record import RunRecord
+from rl.record.tracking import Tracker
+from rl.rollout.prompt_order import PromptSampler, first_samples, usable
+from rl.rollout.stream import Crew
+from rl.run.run import Run
+from rl.tiny_world.judge_server import JudgeServer
+
+
+class RunFinishedError(Exception):
+    """Nothing is left to do; found before anything heavy is loaded."""
+
+
+@contextmanager
+def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
+    """Make every part, restore the last checkpoint, close everything in the end.
+
+    Raises ConfigError or ValueError for what the user can mend, and RunFinishedError, before
+    anything heavy is loaded.
+    """
+    run_dir = Path(config.base_exp_dir) / config.run_name
+    resolved = build.resolve(config)
+    console = Console(dist.is_main)
+    with ExitStack() as stack:
+        record = RunRecord(run_dir, config, dist)
+        record.claim()
+        stack.callback(record.release)
+        checkpoints = Checkpoints(run_dir, config.checkpoint, dist)
+        stack.callback(checkpoints.close, console.say)
+        newest = checkpoints.latest()
+        done = 0 if newest is None else _check_config(newest, record, dist)
+        seed_everything(config.seed + dist.rank)
+        sources = build.build_data(resolved, resolved.train)
+        sampler, held_out = _open_data(resolved, sources)
+        sampler.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)  # is it readable?
+        num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
+        num_skipped_rows = sum(source.num_skipped for source in sources)
+        if num_skipped_rows:
+            console.say(f"{num_skipped_rows} bad rows of data.train are left out")
+        _refuse_finished(config.run_name, done, num_iterations)
+        placement.enforce(build.claims(resolved), dist.device)
+        dtype = str(resolved.policy.config.dtype)
+        ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
+        loop = stack.enter_context(BackgroundLoop("judge"))
+        judge = _open_judge(resolved, loop, stack, console)
+
+        console.say(f"run {config.run_name} in {run_dir}: loading")
+        policy = build.build_policy(resolved, dist)
+        held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
+        [probe] = sampler.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
+        sampler.num_replaced = 0  # the loop takes that prompt again
+        has_room = _sampler_has_room(resolved, dist.device, console)
+        engine = build.build_engine(resolved, policy, dist, has_room)
+        stack.callback(engine.close)
+        crew = _gather_crew(resolved, dist, policy, judge, loop)
+        learner = Learner(policy, config, dist, num_iterations)
+        start = _restore(checkpoints, newest, learner, console)
+        # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
+        for sentence in record.rewind(start if start > 0 else -1):
+            console.say(sentence)
+        record.write_config()
+        for place in rendezvous.open_to_others():
+            if rendezvous.is_one_node():
+                warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
+        tracker = Tracker(run_dir, config, dist, record.config)
+        stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
+        yield Run(
+            config=config,
+            dist=dist,
+            run_dir=run_dir,
+            console=console,
+            timer=PhaseTimer(console, ceilings),
+            record=record,
+            tracker=tracker,
+            checkpoints=checkpoints,
+            judge=judge,
+            crew=crew,
+            policy=policy,
+            engine=engine,
+            learner=learner,
+            sampler=sampler,
+            held_out=held_out,
+            probe=probe,
+            num_iterations=num_iterations,
+            sync_dtype=_engine_dtype(resolved),
+            num_skipped_rows=num_skipped_rows,
+            start=start,
+        )
+
+
+def _refuse_finished(run_name: str, done: int, num_iterations: int) -> None:
+    if done >= num_iterations:
+        raise RunFinishedError(
+            f"run {run_name}: all {num_iterations} iterations are done; raise num_iterations to go "
+            "on, or choose another run_name"
+        )
+
+
+def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
+    """The iterations that the checkpoint holds.
+
+    Raises ValueError when it was made under a config that this one breaks.
+    """
+    state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+    for change in check_resume(state["meta"]["config"], record.config):
+        if dist.is_main:
+            warn(f"resuming under a changed {change}")
+    return int(state["iteration"])
+
+
+def _open_data(
+    resolved: build.Resolved, sources: Sequence[DataSource]
+) -> tuple[PromptSampler, list[Sample]]:
+    """The training order and the held-out samples."""
+    config = resolved.config
+    on_bad_row = config.data.on_bad_row
+    sampler = PromptSampler(
+        sources,
+        build.mixture_weights(resolved, sources),
+        config.seed,
+        config.prompts_per_iteration,
+        on_bad_row,
+    )
+    validation = build.build_data(resolved, resolved.validation)
+    weights = [1.0] * len(validation)
+    num_samples = config.evaluation.num_samples
+    held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []
+    return sampler, held_out
+
+
+def _restore(
+    checkpoints: Checkpoints, newest: Path | None, learner: Learner, console: Console
+) -> int:
+    """Load the newest checkpoint, if there is one; returns the iterations it holds."""
+    if newest is None:
+        return 0
+    loaded = checkpoints.load(newest)
+    learner.load_state(loaded.tensors, loaded.meta["learner"])
+    if loaded.rng is not None:
+        set_rng_state(loaded.rng)
+    console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
+    return loaded.iteration
+
+
+def _sampler_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
+    """Whether the sampler may keep its memory while others work, by the memory plan; said aloud
+    where the config leaves it open."""
+    open_to_us = getattr(resolved.engine.config, "residency", "resident") == "auto"
+    if not (open_to_us and device.startswith("cuda")):
+        return True
+    gpu_gb = placement.look_at_machine().cuda_gb[int(device.removeprefix("cuda:"))]
+    planned = footprint.footprint(resolved, gpu_gb)
+    if planned is None:
+        origin = footprint.origin(resolved.policy.config)
+        console.say(f"the sampler sleeps while others work: nobody knows the sizes of {origin}")
+        return False
+    console.say(memory_plan.residency_line(planned, gpu_gb))
+    return memory_plan.residency(planned, gpu_gb) == "resident"
+
+
+def _gather_crew(
+    resolved: build.Resolved,
+    dist: Dist,
+    policy: Policy,
+    judge: JudgeClient | None,
+    loop: BackgroundLoop,
+) -> Crew:
+    """The renderer and the rewards beside the policy.
+
+    Raises ValueError when the renderer reads other states than the policy writes: every picture
+    would fail, one by one, and look like a broken renderer.
+    """
+    renderer = build.build_renderer(resolved, dist)
+    if renderer.state_dim not in (None, policy.state_dim):
+        raise ValueError(
+            f"the renderer reads hidden states of width {renderer.state_dim}, the policy writes "
+            f"{policy.state_dim}: choose the text encoder that the renderer was trained with "
+            "(policy.model_path, policy.init_text_encoder_from)"
+        )
+    rewards = build.build_rewards(resolved, judge, dist)
+    makes_images = resolved.renderer.module.MAKES_IMAGES
+    return Crew(resolved.config, policy, renderer, rewards, makes_images, loop)
+
+
+def _open_judge(
+    resolved: build.Resolved, loop: BackgroundLoop, stack: ExitStack, console: Console
+) -> JudgeClient | None:
+    """Reach the judge before a model is loaded: one that is not there is found in seconds."""
+    if not resolved.needs_judge:
+        return None
+    config = resolved.config.judge
+    if config.api_base == "embedded":
+        api_base = stack.enter_context(JudgeServer(config.model)).api_base
+    else:
+        api_base = resolve_api_base(config.api_base)
+        console.say(f"asking the judge at {api_base} whether it is there")
+    judge = JudgeClient(config, api_base)
+    stack.callback(lambda: loop.submit(judge.aclose()).result())
+    loop.submit(judge.check_health()).result()
+    return judge
+
+
+def _engine_dtype(resolved: build.Resolved) -> str:
+    dtype = getattr(resolved.engine.config, "dtype", "auto")
+    return str(resolved.policy.config.dtype if dtype == "auto" else dtype)

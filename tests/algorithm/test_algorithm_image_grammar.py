@@ -1,0 +1,150 @@
+"""The grammar of pictures written as tokens, by hand, over every small grid, and as a sampler."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl.algorithm.image_grammar import (
+    ANY,
+    LANGUAGE,
+    NO_IMAGE_YET,
+    VISUAL,
+    advance,
+    forced_tokens,
+    grammar_ids,
+    mask_logits_,
+)
+from rl.api.types import ImageVocabulary
+
+EOL, EOF, EOI, EOS, IMAGE = 3, 4, 5, 6, 7
+VOCABULARY = ImageVocabulary(
+    image=IMAGE,
+    end_of_row=EOL,
+    end_of_frame=EOF,
+    end_of_image=EOI,
+    end_of_sequence=EOS,
+    visual_start=10,
+    visual_end=14,
+)
+NUM_IDS = 16
+"""Two ids lie past the codes."""
+
+
+def kinds_of(num_after_image: list[int], height: int, width: int) -> list[int]:
+    num = torch.tensor(num_after_image)
+    grid = (torch.full_like(num, height), torch.full_like(num, width))
+    return grammar_ids(num, *grid, VOCABULARY).tolist()
+
+
+@pytest.mark.parametrize(
+    ("grid", "expected"),
+    [
+        ((1, 1), [VISUAL, EOL, EOF, EOI, EOS, EOS]),
+        ((2, 1), [VISUAL, EOL, VISUAL, EOL, EOF, EOI, EOS]),
+        ((1, 2), [VISUAL, VISUAL, EOL, EOF, EOI, EOS, EOS, EOS]),
+        ((2, 3), [VISUAL] * 3 + [EOL] + [VISUAL] * 3 + [EOL, EOF, EOI, EOS]),
+    ],
+)
+def test_by_hand(grid, expected):
+    assert kinds_of(list(range(len(expected))), *grid) == expected
+
+
+def test_before_the_image_token_and_without_a_grid():
+    assert kinds_of([NO_IMAGE_YET], 2, 3) == [LANGUAGE]
+    assert kinds_of([NO_IMAGE_YET, 0, 5, 100], 0, 0) == [ANY] * 4
+
+
+def test_every_small_grid_against_the_sequence_spelled_out():
+    for height in range(1, 6):
+        for width in range(1, 6):
+            spelled = ([VISUAL] * width + [EOL]) * height + [EOF, EOI] + [EOS] * 3
+            assert kinds_of(list(range(len(spelled))), height, width) == spelled
+
+
+def test_the_count_starts_at_the_first_image_token():
+    before = torch.tensor([NO_IMAGE_YET, NO_IMAGE_YET, 0, 5])
+    written = torch.tensor([IMAGE, EOL, 10, IMAGE])
+    assert advance(before, written, VOCABULARY).tolist() == [0, NO_IMAGE_YET, 1, 6]
+
+
+def test_rows_of_different_grids_do_not_mix():
+    num = torch.tensor([2, 2, 2, -1, 2])
+    heights, widths = torch.tensor([[1, 1, 3, 3, 0], [1, 2, 3, 3, 0]])
+    kinds = grammar_ids(num, heights, widths, VOCABULARY)
+    assert kinds.tolist() == [EOF, EOL, VISUAL, LANGUAGE, ANY]
+
+
+def test_a_mask_leaves_what_its_kind_allows():
+    kinds = torch.tensor([LANGUAGE, VISUAL, ANY, EOL, 0])
+    before = torch.randn(5, NUM_IDS, generator=torch.Generator().manual_seed(0))
+    logits = before.clone()
+    mask_logits_(logits, kinds, VOCABULARY)
+    assert torch.equal(logits[0, :10], before[0, :10])
+    assert torch.equal(logits[1, 10:14], before[1, 10:14])
+    assert torch.equal(logits[2], before[2])
+    open_ids = [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
+    assert open_ids == [list(range(10)), [10, 11, 12, 13], list(range(NUM_IDS)), [EOL], [0]]
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 7.0])
+def test_a_forced_id_has_logprob_exactly_zero_even_when_it_was_banned(temperature):
+    logits = torch.full((1, NUM_IDS), 3.0)
+    logits[0, EOL] = -1e9
+    mask_logits_(logits, torch.tensor([EOL]), VOCABULARY)
+    assert float((logits / temperature).log_softmax(-1)[0, EOL]) == 0.0
+
+
+def sample(grid: tuple[int, int], seed: int, max_tokens: int) -> list[int]:
+    """One completion under the grammar from random logits, where the image token is likely."""
+    generator = torch.Generator().manual_seed(seed)
+    height, width = (torch.tensor([side]) for side in grid)
+    num_after = torch.tensor([NO_IMAGE_YET])
+    tokens: list[int] = []
+    while len(tokens) < max_tokens and (not tokens or tokens[-1] != EOS):
+        logits = torch.randn(1, NUM_IDS, generator=generator)
+        logits[:, IMAGE] += 1
+        mask_logits_(logits, grammar_ids(num_after, height, width, VOCABULARY), VOCABULARY)
+        token = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0]
+        num_after = advance(num_after, token, VOCABULARY)
+        tokens.append(int(token))
+    return tokens
+
+
+def test_whatever_is_sampled_after_an_image_token_parses_to_the_grid():
+    num_pictures = 0
+    for seed in range(60):
+        grid = (1 + seed % 3, 1 + seed // 3 % 4)
+        tokens = sample(grid, seed, max_tokens=200)
+        assert tokens[-1] == EOS
+        if IMAGE not in tokens:
+            assert max(tokens) < 10
+            continue
+        num_pictures += 1
+        num_before = tokens.index(IMAGE) + 1
+        assert tokens.count(IMAGE) == 1 and max(tokens[:num_before]) < 10
+        rows = torch.tensor(tokens[num_before:-3]).view(grid[0], grid[1] + 1)
+        assert (rows[:, -1] == EOL).all() and tokens[-3:] == [EOF, EOI, EOS]
+        assert ((rows[:, :-1] >= 10) & (rows[:, :-1] < 14)).all()
+        num_forced = sum(forced_tokens(tokens, grid, VOCABULARY))
+        assert num_forced == grid[0] + 3, "row ends, frame, image and sequence"
+    assert num_pictures > 30
+
+
+def test_flags_of_a_thought_then_a_picture_cut_in_the_middle():
+    thought = [1, EOL, 2, EOF]
+    tokens = [*thought, IMAGE, 10, 11, EOL, 12, 13, EOL, EOF]
+    flags = forced_tokens(tokens, (2, 2), VOCABULARY)
+    assert [i for i, flag in enumerate(flags) if flag] == [7, 10, 11]
+    assert forced_tokens(tokens[:7], (2, 2), VOCABULARY) == (False,) * 7
+    assert forced_tokens(thought, (2, 2), VOCABULARY) == (False,) * 4
+    assert forced_tokens((), (2, 2), VOCABULARY) == ()
+    assert forced_tokens(tuple(tokens), (2, 2), VOCABULARY) == flags
+
+
+def test_a_language_id_below_the_codes_may_be_anything():
+    """The mask follows the vocabulary's slices, not the particular ids of the tests above."""
+    shifted = replace(VOCABULARY, visual_start=8, visual_end=16)
+    logits = torch.zeros(2, NUM_IDS)
+    mask_logits_(logits, torch.tensor([LANGUAGE, VISUAL]), shifted)
+    assert torch.isfinite(logits).sum(-1).tolist() == [8, 8]

@@ -1,0 +1,127 @@
+"""Reward composition, metrics over ranks, and the learning-rate line."""
+
+import math
+
+import pytest
+
+from rl.algorithm.compose import compose
+from rl.algorithm.learning_rate import learning_rate
+from rl.algorithm.metrics import Metrics
+from rl.config.schema import FinalReward
+
+# --- compose ----------------------------------------------------------------------------------
+
+
+def test_weighted_sum_and_geometric_mean_by_hand() -> None:
+    values = {"alignment": 0.5, "quality": 0.8}
+    weights = {"alignment": 0.6, "quality": 0.4}
+    assert compose(values, FinalReward(weights=weights)) == pytest.approx(0.62)
+    geometric = FinalReward(op="geometric_mean", weights=weights)
+    assert compose(values, geometric) == pytest.approx(0.5**0.6 * 0.8**0.4)
+
+
+def test_weights_are_relative() -> None:
+    values = {"a": 0.2, "b": 1.0}
+    assert compose(values, FinalReward(weights={"a": 3, "b": 1})) == pytest.approx(0.4)
+    squared = FinalReward(op="geometric_mean", weights={"a": 2, "b": 2})
+    assert compose(values, squared) == pytest.approx(math.sqrt(0.2))
+
+
+def test_no_weights_mean_every_reward_once_and_no_part() -> None:
+    values = {"a": 0.2, "b": 0.6, "a/detail": 9.0}
+    assert compose(values, FinalReward()) == pytest.approx(0.4)
+
+
+def test_a_zero_vetoes_the_geometric_mean_only() -> None:
+    values = {"a": 0.0, "b": 1.0}
+    assert compose(values, FinalReward(op="geometric_mean")) == 0.0
+    assert compose(values, FinalReward()) == pytest.approx(0.5)
+
+
+def test_ungraded_needed_reward_leaves_no_reward() -> None:
+    assert compose({"a": None, "b": 1.0}, FinalReward()) is None
+    assert compose({"a": None, "b": 1.0}, FinalReward(weights={"b": 1})) == 1.0
+    assert compose({"a": None, "b": 1.0}, FinalReward(weights={"a": 0, "b": 1})) == 1.0
+    assert compose({"a": None}, FinalReward(weights={"a/part": 1})) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "message"),
+    [
+        ({"a": 0.5}, {"b": 1.0}, "'b'.*no reward reports.*a"),
+        ({"a": 0.5, "a/score": 7.0}, {"a/score": 1.0}, "'a/score' is 7.0"),
+        ({"a": 0.5}, {"a": 0.0}, "one above 0"),
+        ({"a": 0.5, "b": 0.5}, {"a": -1.0, "b": 2.0}, ">= 0"),
+    ],
+)
+def test_compose_names_what_is_wrong(values: dict, weights: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compose(values, FinalReward(weights=weights))
+
+
+# --- metrics ----------------------------------------------------------------------------------
+
+
+def test_metrics_of_two_ranks_keep_their_denominators() -> None:
+    first, second = Metrics(), Metrics()
+    first.add("mean", 1.0)
+    first.add("mean", 2.0, weight=3.0)
+    second.add("mean", 10.0, weight=6.0)
+    first.maximum("max", 4.0)
+    second.maximum("max", -4.0)
+    first.total("sum", 2.5)
+    second.total("sum", 4.0)
+    second.add("only here", 7.0)
+    merged = Metrics.merge([first.state(), second.state()])
+    assert merged == {
+        "mean": pytest.approx((1 + 6 + 60) / 10),
+        "max": 4.0,
+        "sum": 6.5,
+        "only here": 7.0,
+    }
+
+
+def test_weight_zero_adds_nothing_even_of_nothing() -> None:
+    metrics = Metrics()
+    metrics.add("mean", float("nan"), weight=0.0)
+    assert Metrics.merge([metrics.state()]) == {}
+
+
+def test_update_equals_having_added_everything_to_one() -> None:
+    one, other, whole = Metrics(), Metrics(), Metrics()
+    for metrics, value in ((one, 1.0), (other, 5.0), (other, 6.0)):
+        for target in (metrics, whole):
+            target.add("mean", value, weight=value)
+            target.maximum("max", value)
+            target.total("sum", value)
+    one.update(other)
+    assert Metrics.merge([one.state()]) == Metrics.merge([whole.state()])
+
+
+def test_a_name_keeps_its_kind() -> None:
+    metrics = Metrics()
+    metrics.add("x", 1.0)
+    with pytest.raises(AssertionError, match="'x' is a mean"):
+        metrics.total("x", 1.0)
+
+
+@pytest.mark.parametrize("values", [(1.0, float("nan")), (float("nan"), 1.0)])
+def test_a_nan_shows_in_a_maximum(values: tuple[float, float]) -> None:
+    metrics = Metrics()
+    for value in values:
+        metrics.maximum("max", value)
+    assert math.isnan(Metrics.merge([metrics.state()])["max"])
+
+
+# --- learning rate ----------------------------------------------------------------------------
+
+
+def test_warm_up_then_linear_decay_by_hand() -> None:
+    rates = [learning_rate(i, 7, 4.0, 2, 0.25) for i in range(7)]
+    assert rates == pytest.approx([2.0, 4.0, 4.0, 3.25, 2.5, 1.75, 1.0])
+
+
+def test_constant_by_default_and_safe_at_the_edges() -> None:
+    assert [learning_rate(i, 3, 1e-5, 0, 1.0) for i in range(3)] == [1e-5] * 3
+    assert learning_rate(0, 1, 1e-5, 0, 0.1) == 1e-5
+    assert learning_rate(9, 5, 1.0, 0, 0.1) == pytest.approx(0.1)

@@ -1,0 +1,234 @@
+"""The GPU benchmark at tiny size on the CPU, and what it must never get wrong: its own check."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks import gpu_bench, gpu_check, gpu_models, gpu_policy
+from benchmarks.gpu_bench import Bench, Line, Report
+from benchmarks.gpu_models import REAL, TINY
+from rl.meter.flop_meter import Ceilings, Work
+from rl.policies.qwen2_5_vl.loading import load_image_processor, load_tokenizer
+from rl.policies.qwen2_5_vl.plug import Config
+from rl.policies.qwen2_5_vl.prompts import QwenPrompts
+from rl.policies.shared import attention_kernels
+from rl.policies.shared.attention_kernels import Kernel
+from rl.policies.shared.packing import Runs
+from rl.ranks.dist import Dist
+from rl.renderers import qwen_image_edit
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_gpu.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench_gpu = load()
+
+
+def run(out: Path, items: str) -> tuple[int, dict]:
+    code = bench_gpu.main(["--tiny", "--items", items, "--out", str(out)])
+    [record] = out.glob("*.json")
+    assert record.with_suffix(".md").exists()
+    return code, json.loads(record.read_text())
+
+
+def new_bench(folder: Path, size=TINY) -> Bench:
+    return Bench(Dist(), size, 0.0, folder, Report())
+
+
+def test_every_item_but_the_slow_two_runs_on_a_cpu(tmp_path, capsys):
+    code, record = run(tmp_path, "4,6,3,2,4b,1")
+    assert code == 0 and record["failures"] == []
+    items = [line["item"] for line in record["lines"]]
+    assert list(dict.fromkeys(items)) == ["1", "4b", "2", "3", "4", "6"]
+    lines = {line["what"]: line for line in record["lines"]}
+    assert lines["packed attention on this device"]["note"] == "PASS"
+    ours = lines["DiT 32^2 x 2 of different lengths, ours"]
+    assert ours["ms"] > ours["floor_ms"] > 0 and ours["peer_ratio"] > 0
+    group = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing False"]
+    again = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing True"]
+    assert group["floor_ms"] == pytest.approx(again["floor_ms"], rel=1e-6)
+    assert "TRL stock's passes over ours" in capsys.readouterr().out
+    assert str(tmp_path) not in json.dumps(record)
+
+
+@pytest.mark.slow
+def test_whole_iterations_and_the_sampler_run_on_a_cpu(tmp_path):
+    code = bench_gpu.main(
+        ["--tiny", "--items", "5,7", "--seconds-per-item", "12", "--out", str(tmp_path)]
+    )
+    [record] = tmp_path.glob("*.json")
+    lines = {line["what"]: line for line in json.loads(record.read_text())["lines"]}
+    assert code == 0
+    for policy in ("on-policy", "one step off-policy"):
+        assert 0 < lines[f"64^2, 2 steps, judge 0 s, {policy}"]["floor_share"] < 1
+    assert lines["adapter synced and read back"]["ms"] > 0
+
+
+def test_an_item_that_fails_costs_nobody_else(tmp_path, monkeypatch):
+    def broken(bench: Bench) -> None:
+        bench.tell("half of it", ms=1.0)
+        raise RuntimeError("no such file: /home/somebody/secret/weights.bin\nand more")
+
+    monkeypatch.setattr(gpu_check, "ceilings", broken)
+    code, record = run(tmp_path, "1,4b")
+    assert code == 1
+    assert record["failures"] == ["1: RuntimeError: no such file: weights.bin"]
+    told = [(line["item"], line["what"]) for line in record["lines"]]
+    assert told[0] == ("1", "half of it")
+    assert told[-1] == ("4b", "packed attention on this device")
+
+
+def test_real_sizes_are_refused_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--tiny"):
+        bench_gpu.main(["--items", "1"])
+    with pytest.raises(SystemExit):
+        bench_gpu.main(["--items", "1,9", "--tiny"])
+
+
+# The check of the attention kernel
+
+
+def forgetful(kernel: Kernel) -> Kernel:
+    """Does not see the last key of what is not causal: one token of a prompt of 65."""
+
+    def forward(query, key, value, runs: Runs):
+        if runs.causal:
+            return kernel.forward(query, key, value, runs)
+        kept = (
+            [k[:-1] for k in key.split(runs.key_lens)],
+            [v[:-1] for v in value.split(runs.key_lens)],
+        )
+        shorter = replace(runs, key_lens=tuple(length - 1 for length in runs.key_lens))
+        return kernel.forward(query, *(torch.cat(parts) for parts in kept), shorter)
+
+    return Kernel(forward, kernel.backward)
+
+
+def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_path, monkeypatch):
+    wrong = forgetful(attention_kernels.CPU)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
+    monkeypatch.setattr(gpu_check, "_policy_problems", lambda bench: [])
+    monkeypatch.setitem(gpu_check.LARGEST_ERROR, "float32", gpu_check.LARGEST_ERROR["bfloat16"])
+    bench = new_bench(tmp_path)
+    gpu_check.packed_attention(bench)
+    assert bench.attention == "sdpa"
+    assert any("a group: result is off" in failure for failure in bench.report.failures)
+    assert not any("prompts alone" in failure for failure in bench.report.failures)
+    assert bench.report.lines[-1].note.startswith("FAIL")
+
+
+def test_a_kernel_that_is_not_there_fails_the_check(tmp_path, monkeypatch):
+    def raises(*_: object) -> Kernel:
+        raise TypeError("_varlen_attn() got an unexpected keyword argument")
+
+    monkeypatch.setattr(attention_kernels, "choose_kernel", raises)
+    bench = new_bench(tmp_path)
+    gpu_check.packed_attention(bench)
+    assert bench.attention == "sdpa" and "unexpected keyword" in bench.report.failures[0]
+
+
+def test_what_a_packed_token_sees_by_hand():
+    """A prompt of 2, completions of 2 and 1; then a prompt of 1 with one of 1."""
+    mask = gpu_check.visible(gpu_check.groups_of([(2, (2, 1)), (1, (1,))]))
+    rows = ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", ".....x.", ".....xx"]
+    assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
+
+
+def test_the_peers_rows_compute_what_ours_do(tmp_path):
+    """Equal seeds give both sides the same weights; a fresh adapter changes nothing. (A peer knows
+    of no banned tokens.)"""
+    bench = new_bench(tmp_path)
+    gpu_models.save_texts(bench)
+    torch.manual_seed(0)
+    group = gpu_policy.Group(bench, 56, "auto", False)
+    prompt, ids_G = group.examples[0]
+    group.policy.module.banned_token_ids = ()
+    batch = group.policy.collate([(prompt, ids) for ids in ids_G])
+    torch.manual_seed(0)
+    rows = gpu_policy.PaddedRows(bench, 56, prompt, ids_G)
+    with torch.no_grad():
+        ours, theirs = group.policy.module(batch).logprobs.flatten(), rows._logprobs(ids_G)
+    assert (ours - theirs).abs().max() < 1e-4 < ours.std()
+
+
+# Sizes
+
+
+def test_real_sizes_are_those_of_the_released_models(tmp_path):
+    bench = new_bench(tmp_path, REAL)
+    gpu_models.save_texts(bench)
+    on_meta = replace(bench, dist=Dist(device="meta"))
+    model = gpu_models.random_policy_model(on_meta, "bfloat16", "sdpa")
+    tower = sum(p.numel() for p in model.model.visual.parameters())
+    rest = sum(p.numel() for p in model.parameters()) - tower
+    assert (rest / 1e9, tower / 1e9) == pytest.approx((7.616, 0.677), abs=1e-3)
+    parts = {"all": 0, "modulation": 0}
+    for name, parameter in gpu_models.random_transformer(on_meta).named_parameters():
+        parts["all"] += parameter.numel()
+        parts["modulation"] += parameter.numel() * ("img_mod" in name or "txt_mod" in name)
+    assert [n / 1e9 for n in parts.values()] == pytest.approx([20.430, 6.797], abs=1e-3)
+
+    assert (REAL.num_words(1024), REAL.num_words(512)) == (1735, 690)
+    section = Config(
+        type="qwen2_5_vl",
+        model_path=str(tmp_path / "policy"),
+        image_max_pixels=gpu_models.MAX_PICTURE_PX,
+    )
+    tokenizer = load_tokenizer(section)
+    assert len(tokenizer) == 151_665
+    for side_px, num_tokens in zip(REAL.policy_px, (1543, 370), strict=True):
+        renderer = qwen_image_edit.Config(type="", policy_image_area_px=side_px**2)
+        template = qwen_image_edit.prompt_template(renderer)
+        prompts = QwenPrompts(tokenizer, load_image_processor(section), template, True, 2048)
+        sample = gpu_models.make_sample(bench, side_px, 0)
+        prompt = prompts.prompt(sample, sample.instruction)
+        assert len(prompt.token_ids) == num_tokens == REAL.num_prompt_tokens(side_px)
+        assert prompt.num_dropped_tokens == 64
+
+
+# Arithmetic
+
+
+def test_calls_run_in_turn_and_those_that_cannot_are_left_out():
+    turns = []
+
+    def cannot() -> None:
+        raise RuntimeError("no kernel")
+
+    calls = {"a": lambda: turns.append("a"), "b": cannot, "c": lambda: turns.append("c")}
+    timings, refused = gpu_bench.race("cpu", calls, 0.0)
+    assert turns == ["a", "c", "a", "c"], "one to warm up, one that counts"
+    assert refused == {"b": "RuntimeError: no kernel"}
+    assert {name: timing.num_rounds for name, timing in timings.items()} == {"a": 1, "c": 1}
+
+
+def test_shares_and_goals_by_hand(tmp_path, monkeypatch):
+    bench = new_bench(tmp_path)
+    monkeypatch.setattr(gpu_bench.work, "measure_ceilings", lambda *_: Ceilings(1e12, 1e9))
+    assert bench.floor_ms(Work(flops=5e11, bytes_moved=1e8)) == 500
+    assert bench.floor_ms(Work(flops=5e11, bytes_moved=2e9)) == 2000
+    assert Line("4", "", ms=1000.0, floor_ms=500.0).floor_share == 0.5
+    assert Line("4", "", ms=1000.0).floor_share is None
+    ours, theirs = (gpu_bench.Timing(ms, ms, 1, 3.0) for ms in (800.0, 2000.0))
+    bench.tell_time("a pass", ours, Work(5e11), theirs)
+    assert "| a pass | 800 | 500 | 62.5% | 2.50x | 3.0 |" in bench.report.line_table()
+    bench.report.at_most("D5", 0.55, 0.6, "s")
+    bench.report.at_least("D1", 0.78, 0.79)
+    goals = bench.report.goal_table()
+    assert "| D5 | <= 0.55 s | 0.6 s | MISSED |" in goals
+    assert "| D1 | >= 0.78 | 0.79 | met |" in goals

@@ -1,0 +1,319 @@
+"""EARL's flat config block loads as it is and means what our own configs of it say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl import build
+from rl.config import earl_fields
+from rl.config.schema import ConfigError, RunConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+ENV = {
+    "APP__DATA_DIR": "/data",
+    "APP__BASE_EXP_DIR": "/runs",
+    "APP__RUN_NAME": "mine",
+    "APP__REWARD_FUNCTION_API_BASE": "http://judge:4877",
+}
+DOCUMENTED = """
+{
+    train_paths_file: [],
+    coefficients: [],
+    val_paths_file: [
+        std.extVar("APP__DATA_DIR") +
+            "/validation_22march_256/feature/list/tokenized_datalist.json",
+    ],
+    val_coefficients: [1.0],
+    base_exp_dir: std.extVar("APP__BASE_EXP_DIR"),
+    model_path: "kazemnejad/Emu3-Base-SFT-got-Apr13_post_stochastic_256_lr1e-5-checkpoint-10800",
+    tokenizer_path: "BAAI/Emu3-Gen",
+    assistant_prefill: " Let's think step by step. <|start thinking|>",
+    learning_rate: 3e-6,
+    num_iterations: 2000,
+    kl_coeff: 0.0003,
+    temperature: 1.0,
+    per_device_batch_size: 8,
+    episodes_per_iteration: 128,
+    generations_per_sample: 8,
+    max_response_tokens: 2048,
+    top_p: 1.0,
+    top_k: -1,
+    model_context_size: 4096,
+    vllm_gpu_memory_utilization: 0.3,
+    emu3_use_logit_processor: true,
+    separate_language_and_vision_vocabs: true,
+    reward_function_api_base: std.extVar("APP__REWARD_FUNCTION_API_BASE"),
+    reward_function_api_model_name: "Qwen/Qwen2.5-VL-72B-Instruct",
+    reward_compute_viescore: true,
+    reward_compute_ground_score: false,
+    reward_final_reward: "viescore",
+    run_name: std.extVar("APP__RUN_NAME"),
+    log_episodes_every_n_iterations: 5,
+    keep_checkpoints_every_n_iterations: 100,
+    save_checkpoints_every_n_iterations: 100,
+    push_to_hub_every_n_iterations: 100,
+    push_to_hub_repo_id: 'imged_rl__' + $.run_name,
+}
+"""
+ALL_FIELDS = set(
+    """
+    train_paths_file val_paths_file base_exp_dir model_path tokenizer_path assistant_prefill
+    learning_rate num_iterations kl_coeff temperature per_device_batch_size episodes_per_iteration
+    generations_per_sample max_response_tokens top_p top_k model_context_size
+    vllm_gpu_memory_utilization random_seed coefficients val_coefficients model_revision
+    max_prompt_len max_completion_len emu3_use_logit_processor separate_language_and_vision_vocabs
+    train_text_tokens_only text_only_cycle_steps text_only_steps train_vision_tokens_only
+    vision_only_cycle_steps vision_only_steps reward_function_api_base
+    reward_function_api_model_name reward_compute_viescore reward_compute_ground_score
+    reward_final_reward log_episodes_every_n_iterations run_name
+    keep_checkpoints_every_n_iterations save_checkpoints_every_n_iterations
+    push_to_hub_every_n_iterations push_to_hub_repo_id
+    """.split()  # noqa: SIM905 - one name a line would be a page
+)
+"""Its 43, as its code had them."""
+
+
+def load(folder: Path, block: str = DOCUMENTED, *overrides: str) -> RunConfig:
+    path = folder / "flat.jsonnet"
+    path.write_text(block)
+    return load_config(path, overrides, ENV)
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    values: dict[str, Any] = config.model_dump(mode="json")
+    return values
+
+
+def test_the_documented_block(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    resolved = build.resolve(config)
+    policy = resolved.policy.config
+    assert (config.run_name, config.base_exp_dir) == ("mine", "/runs")
+    assert (config.prompts_per_iteration, config.generations_per_prompt) == (16, 8)
+    assert policy.assistant_prefill == " Let's think step by step. <|start thinking|>"
+    assert (policy.type, policy.lora, policy.tokenizer_path) == ("emu3", None, "BAAI/Emu3-Gen")
+    assert policy.constrained is True
+    assert (policy.max_prompt_tokens, config.sampling.max_completion_tokens) == (2048, 2048)
+    assert resolved.engine.config.max_model_len == 4096
+    assert resolved.engine.config.gpu_memory_utilization == 0.3
+    assert (config.optimizer.learning_rate, config.algorithm.kl_coeff) == (3e-6, 3e-4)
+    assert config.optimizer.max_tokens_per_micro_batch == 8 * 4096
+    assert config.optimizer.zero_stage == 2
+    assert set(config.rewards) == {"viescore"}
+    assert config.final_reward.weights == {"viescore": 1}
+    assert config.judge.api_base == "http://judge:4877"
+    assert config.checkpoint.push_to_hub_repo_id == "imged_rl__mine"
+    assert config.data.validation == [
+        {
+            "type": "emu3_tokens",
+            "path": "/data/validation_22march_256/feature/list/tokenized_datalist.json",
+        }
+    ]
+
+
+def test_every_field_of_earl_has_a_place() -> None:
+    known = {*earl_fields.MOVED, *earl_fields.KEPT, *earl_fields.MEANT}
+    assert known == ALL_FIELDS and len(ALL_FIELDS) == 43
+
+
+MORE = {
+    "train_paths_file": ["a/list/tokenized_datalist.json", "b/list/tokenized_datalist.json"],
+    "coefficients": [0.13, 6],
+    "random_seed": 7,
+    "model_revision": "main",
+    "train_text_tokens_only": True,
+    "text_only_cycle_steps": 4,
+    "text_only_steps": 3,
+    "reward_compute_ground_score": True,
+    "reward_final_reward": "sqrt(viescore_pqxground_score)",
+}
+
+
+def flat(**changes: Any) -> str:
+    return f"({DOCUMENTED}) + {json.dumps(changes)}"
+
+
+def test_fields_with_a_meaning_of_their_own(tmp_path: Path) -> None:
+    config = load(tmp_path, flat(**MORE))
+    resolved = build.resolve(config)
+    assert [source["coefficient"] for source in config.data.train] == [0.13, 6]
+    assert (config.seed, resolved.policy.config.revision) == (7, "main")
+    masks = resolved.policy.config
+    assert masks.train_text_tokens_only and not masks.train_vision_tokens_only
+    assert (masks.text_only_cycle_steps, masks.text_only_steps) == (4, 3)
+    assert config.final_reward.op == "geometric_mean"
+    assert config.final_reward.weights == {"viescore/pq_01": 1, "ground_score": 1}
+    shares = load(tmp_path, flat(**MORE | {"coefficients": []})).data.train
+    assert all("coefficient" not in source for source in shares), "[] = equal shares"
+
+
+def test_a_short_context_cuts_the_response(tmp_path: Path) -> None:
+    config = load(tmp_path, flat(model_context_size=3000))
+    assert config.sampling.max_completion_tokens == 3000 - 1280
+    assert config.optimizer.max_tokens_per_micro_batch == 8 * 3000
+
+
+def test_a_run_without_a_name_is_called_as_its_file(tmp_path: Path) -> None:
+    for nameless in (None, "NONE"):
+        assert load(tmp_path, flat(run_name=nameless)).run_name == "flat"
+    assert load(tmp_path, flat(reward_function_api_base="None")).judge.api_base == ""
+
+
+def test_own_keys_and_overrides_stand_beside_the_fields(tmp_path: Path) -> None:
+    block = flat(judge={"timeout_s": 9.0}, learning_rate=1e-6)
+    config = load(tmp_path, block, "world_size=2", "kl_coeff=0.5", "policy.dtype=float32")
+    assert (config.judge.timeout_s, config.judge.max_tokens) == (9.0, 1400)
+    assert (config.world_size, config.algorithm.kl_coeff) == (2, 0.5)
+    assert build.resolve(config).policy.config.dtype == "float32"
+
+
+OWN: dict[str, Any] = {
+    "policy": {"type": "emu3", "lora": {"r": 8}},
+    "engine": {"type": "transformers"},
+    "renderer": {"batch_size": 2},
+    "rewards": {"viescore": {"type": "viescore"}, "mine": {"type": "accuracy"}},
+    "final_reward": {"weights": {"mine": 2}},
+    "data": {"on_bad_row": "skip", "train": [{"type": "shapes"}]},
+    "optimizer": {"zero_stage": 3, "learning_rate": 3e-6},
+}
+
+
+@pytest.mark.parametrize("sections", [list(OWN), *([name] for name in OWN)])
+def test_own_sections_of_any_name_stand_beside_the_fields(
+    tmp_path: Path, sections: list[str]
+) -> None:
+    """They win over what EARL's code had fixed, and over fields that are not given."""
+    own = {name: OWN[name] for name in sections}
+    config = plain(load(tmp_path, flat(**own)))
+    for name, section in own.items():
+        for key, value in section.items():
+            whole = config[name][key]
+            assert whole == (whole | value if isinstance(value, dict) else value), (name, key)
+    assert config["policy"]["model_path"].startswith("kazemnejad/"), "and the fields stay"
+    assert config["final_reward"]["weights"]["viescore"] == 1
+
+
+def test_own_validation_data_is_evaluated_on(tmp_path: Path) -> None:
+    own = {"validation": [{"type": "shapes"}]}
+    for paths in ([], None):
+        config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=own))
+        assert config.evaluation.every_n_iterations == 100
+        unread = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[]))
+        assert unread.evaluation.every_n_iterations == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            "optimizer.learning_rate=1e-5",
+            "optimizer.learning_rate: 1e-05 given beside learning_rate: 3e-06, which means "
+            "optimizer.learning_rate: 3e-06; keep one of them",
+        ),
+        (
+            "sampling.max_completion_tokens=512",
+            "sampling.max_completion_tokens: 512 given beside max_response_tokens: 2048, "
+            "model_context_size: 4096, which means sampling.max_completion_tokens: 2048;",
+        ),
+        (
+            "prompts_per_iteration=4",
+            "prompts_per_iteration: 4 given beside episodes_per_iteration: 128, "
+            "generations_per_sample: 8, which means prompts_per_iteration: 16;",
+        ),
+        ("generations_per_prompt=4", "given beside generations_per_sample: 8, which means"),
+        ("policy.constrained=false", "given beside emu3_use_logit_processor: True, "),
+        (
+            "data.validation=[{type: 'shapes'}]",
+            "data.validation: [{'type': 'shapes'}] given beside val_paths_file: ['/data/",
+        ),
+        (
+            "rewards.ground_score={type: 'ground_score'}",
+            "given beside reward_compute_ground_score: False, which leaves it out; keep one",
+        ),
+        ("final_reward.op=geometric_mean", ""),
+        ("final_reward.weights={viescore: 2}", "given beside reward_final_reward: 'viescore', "),
+        ("judge.model=mine", "given beside reward_function_api_model_name: 'Qwen/"),
+    ],
+)
+def test_a_field_and_an_own_key_may_not_differ(tmp_path: Path, own: str, message: str) -> None:
+    """The same value twice is no conflict, nor is a key of which no field speaks."""
+    if not message:
+        load(tmp_path, DOCUMENTED, own)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, DOCUMENTED, own)
+    [problem] = caught.value.problems
+    assert message in problem and problem.startswith(own.partition("=")[0].partition(".")[0])
+
+
+def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ROOT / "configs/quickstart.jsonnet", ["model_path=x", "kl_coeff=1"], ENV)
+    second, first = sorted(caught.value.problems)
+    assert "model_path: unknown key; " in first
+    assert "kl_coeff: unknown key; did you mean 'algorithm.kl_coeff'?" in second
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rat": 1.0}, "learning_rat: unknown field; did you mean 'learning_rate'?"),
+        ({"vlm_spm_memory_utilization": 1}, "did you mean 'vllm_gpu_memory_utilization'?"),
+        ({"emu3_use_logit_processor": False}, "one is true and one false"),
+        ({"episodes_per_iteration": 100}, "100 completions are not whole groups of 8"),
+        ({"reward_final_reward": "ground_score"}, "set reward_compute_ground_score: true"),
+        ({"reward_final_reward": "sqrt(viescore_pxground_score)"}, "must be one of viescore,"),
+        ({"coefficients": [1.0]}, "coefficients: 1 for 0 train_paths_file"),
+        ({"val_coefficients": [0.5]}, "val_coefficients: the validation set is read as it is"),
+        ({"model_context_size": 900, "max_response_tokens": 800}, "leaves no room"),
+        (
+            {"model_context_size": "4096"},
+            "model_context_size: '4096' given, must be a whole number",
+        ),
+        ({"per_device_batch_size": "8"}, "per_device_batch_size: '8' given, must be a whole"),
+        ({"coefficients": 0.5}, "coefficients: 0.5 given, must be a list"),
+        ({"train_paths_file": "a.json"}, "train_paths_file: 'a.json' given, must be a list"),
+        ({"reward_final_reward": ["viescore"]}, "must be one of viescore, ground_score, sqrt"),
+        ({"temperature": "hot"}, 'sampling.temperature: "hot" given, must be a number'),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, flat(**changes))
+    assert message in str(caught.value)
+
+
+def as_flat(name: str) -> str:
+    """The flat file that EARL's user would have written for one of the ten."""
+    ours = load_config(ROOT / "configs" / f"{name}.jsonnet", (), ENV)
+    policy, context = ours.policy, ours.engine["max_model_len"]
+    changes = {
+        "train_paths_file": [source["path"] for source in ours.data.train],
+        "coefficients": [source["coefficient"] for source in ours.data.train],
+        "model_path": policy["model_path"],
+        "tokenizer_path": policy["tokenizer_path"],
+        "assistant_prefill": policy["assistant_prefill"],
+        "num_iterations": ours.num_iterations,
+        "per_device_batch_size": ours.optimizer.max_tokens_per_micro_batch // context,
+        "model_context_size": context,
+        "random_seed": 42,
+        "world_size": 4,
+        "gpu_gb": 80,
+    }
+    return flat(**changes)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (ROOT / "configs").glob("sft_*__rl_*.jsonnet"))
+)
+def test_our_ten_configs_say_the_same(tmp_path: Path, name: str) -> None:
+    """Two spellings of one run: what EARL's code had fixed stands in both."""
+    ours = plain(load_config(ROOT / "configs" / f"{name}.jsonnet", (), ENV))
+    theirs = plain(load(tmp_path, as_flat(name)))
+    theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
+    theirs["policy"].pop("constrained")  # true, the default
+    assert theirs == ours

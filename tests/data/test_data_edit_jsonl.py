@@ -1,0 +1,180 @@
+"""Users' own edits in a JSONL file, on real photographs: what is read, and what is refused how."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_edits import PHOTO_SIZE, save_photos, write_jsonl
+
+from rl.data import edit_jsonl
+from rl.data.shared.rows import BadRowError
+
+GOOD = {"image": "china.jpg", "instruction": "make it dusk"}
+FLOWER = {"image": "flower.jpg", "instruction": "colour the petals blue"}
+MAX_SIDE_PX = 8192
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_photos(tmp_path)
+    return tmp_path
+
+
+def config(path: str, **more) -> edit_jsonl.Config:
+    return edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": path, **more})
+
+
+def both(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
+    """What `check` says, what `build` raises, and under 'skip' the ids left and the number gone."""
+    settings = config(write_jsonl(folder / "edits.jsonl", rows), **more)
+    problems = edit_jsonl.check(settings, "error", MAX_SIDE_PX)
+    with pytest.raises(BadRowError) as error:
+        edit_jsonl.build(settings, "error", MAX_SIDE_PX)
+    kept = edit_jsonl.build(settings, "skip", MAX_SIDE_PX)
+    ids = [kept[index].id for index in range(len(kept))]
+    return problems, str(error.value), ids, kept.num_skipped
+
+
+def test_photographs_and_words_become_samples(folder):
+    rows = [
+        {**GOOD, "id": "p-1", "category": "light", "target_image": "flower.jpg"},
+        {**FLOWER, "instruction": "  mache sie \u2028 blau, 把花变蓝  "},
+    ]
+    settings = config(write_jsonl(folder / "edits.jsonl", rows))
+    assert edit_jsonl.check(settings, "error", MAX_SIDE_PX) == []
+    source = edit_jsonl.build(settings, "error", MAX_SIDE_PX)
+    assert (len(source), source.num_skipped) == (2, 0)
+    first, second = source[0], source[1]
+    assert (first.id, first.instruction, first.category) == ("p-1", "make it dusk", "light")
+    assert first.source.size == first.target.size == PHOTO_SIZE
+    assert first.source.tobytes() != first.target.tobytes()
+    assert (second.id, second.category, second.target) == ("edits.jsonl:2", "", None)
+    assert second.instruction == "mache sie \u2028 blau, 把花变蓝"
+
+
+def test_byte_order_mark_crlf_and_blank_lines_are_fine(folder):
+    lines = ["\ufeff" + json.dumps(GOOD), "", json.dumps(FLOWER), "   ", ""]
+    (folder / "edits.jsonl").write_bytes("\r\n".join(lines).encode())
+    source = edit_jsonl.build(config(str(folder / "edits.jsonl")), "error", MAX_SIDE_PX)
+    assert [source[index].id for index in range(2)] == ["edits.jsonl:1", "edits.jsonl:3"]
+    assert edit_jsonl.count(config(str(folder / "edits.jsonl"))) == 2
+
+
+def test_columns_can_be_named_otherwise(folder):
+    row = {
+        "in": {"picture": ["flower.jpg", "china.jpg"]},
+        "ask": "make it dusk",
+        "right": "the sky turns orange",
+        "answer": 4,
+    }
+    columns = {
+        "source": "in.picture.1",
+        "instruction": "ask",
+        "reference": "right",
+        "hidden": {"solution": "answer"},
+    }
+    settings = config(write_jsonl(folder / "edits.jsonl", [row]), columns=columns)
+    assert edit_jsonl.provides(settings) == {"source", "reference", "hidden:solution"}
+    sample = edit_jsonl.build(settings, "error", MAX_SIDE_PX)[0]
+    assert (sample.reference, sample.hidden) == ("the sky turns orange", {"solution": 4})
+    assert sample.source.size == PHOTO_SIZE
+
+
+def test_pictures_may_lie_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    path = write_jsonl(other / "edits.jsonl", [GOOD])
+    assert edit_jsonl.check(config(path, image_folder=str(folder)), "error", MAX_SIDE_PX) == []
+    text = config(write_jsonl(other / "t.jsonl", [{"instruction": "2+2?"}]), columns={"source": ""})
+    assert edit_jsonl.provides(text) == frozenset()
+    assert edit_jsonl.build(text, "error", MAX_SIDE_PX)[0].source is None
+
+
+BAD_ROWS = {
+    "invalid JSON": ("{'image': 1}", "is not JSON"),
+    "not an object": ('["china.jpg", "x"]', "is not an object"),
+    "no picture": ({"instruction": "x"}, "has no 'image'; it has instruction"),
+    "missing picture": ({**GOOD, "image": "gone.jpg"}, "gone.jpg does not exist; relative paths"),
+    "no instruction": ({"image": "china.jpg"}, "has no 'instruction'; it has image"),
+    "empty instruction": ({**GOOD, "instruction": " \t"}, "'instruction' is empty; write"),
+    "instruction no text": ({**GOOD, "instruction": 7}, "'instruction' is 7, not text"),
+    "missing target": ({**GOOD, "target_image": "gone.jpg"}, "target picture ('target_image')"),
+    "duplicate id": ({**FLOWER, "id": "a"}, "id 'a' is already that of row 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
+    row, message = BAD_ROWS[case]
+    problems, raised, ids, num_skipped = both(folder, [{**GOOD, "id": "a"}, row, FLOWER])
+    place = f"{folder / 'edits.jsonl'}, row 2: "
+    assert len(problems) == 1
+    assert problems[0].startswith(place) and message in problems[0]
+    assert raised.startswith(problems[0]) and "data.on_bad_row: 'skip'" in raised
+    assert (ids, num_skipped) == (["a", "edits.jsonl:3"], 1)
+
+
+def test_a_named_column_is_required_of_every_row(folder):
+    rows = [{**GOOD, "target_image": "flower.jpg"}, GOOD]
+    problems, _, ids, num_skipped = both(folder, rows, columns={"target": "target_image"})
+    assert "row 2: has no 'target_image'; it has image, instruction" in problems[0]
+    assert (ids, num_skipped) == (["edits.jsonl:1"], 1)
+
+
+def test_a_hidden_column_that_holds_null_is_a_bad_row(folder):
+    rows = [{**GOOD, "answer": None}, {**GOOD, "answer": 0}]
+    problems, _, ids, num_skipped = both(folder, rows, columns={"hidden": {"gold": "answer"}})
+    assert "row 1: hidden.gold: 'answer' is null" in problems[0]
+    assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
+
+
+def test_headers_are_read_at_start(folder):
+    (folder / "fake.jpg").write_text("<html>404</html>")
+    rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
+    settings = config(write_jsonl(folder / "edits.jsonl", rows))
+    assert edit_jsonl.check(settings, "error", MAX_SIDE_PX) == []
+    with pytest.raises(BadRowError, match=r"row 1: source picture .*save it as PNG or JPEG"):
+        edit_jsonl.build(settings, "error", MAX_SIDE_PX)
+    with pytest.raises(
+        BadRowError, match=r"row 2: .*640x427 px, longer than data.max_image_side_px"
+    ):
+        edit_jsonl.build(settings, "error", 500)
+
+
+def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
+    whole = (folder / "china.jpg").read_bytes()
+    (folder / "half.jpg").write_bytes(whole[: len(whole) // 2])
+    rows = [{**GOOD, "image": "half.jpg"}, GOOD]
+    path = write_jsonl(folder / "edits.jsonl", rows)
+    late = edit_jsonl.build(config(path), "error", MAX_SIDE_PX)
+    with pytest.raises(
+        BadRowError, match=r"row 1: source picture .*half.jpg is corrupt or truncated"
+    ):
+        late[0]
+    assert late[1].id == "edits.jsonl:2"
+    with pytest.raises(BadRowError, match=r"row 1: .*corrupt or truncated"):
+        edit_jsonl.build(config(path, picture_check="pixels"), "error", MAX_SIDE_PX)
+    early = edit_jsonl.build(config(path, picture_check="pixels"), "skip", MAX_SIDE_PX)
+    assert (len(early), early.num_skipped) == (1, 1)
+
+
+def test_a_file_that_cannot_be_used_at_all(folder):
+    def problem(path, mode="error"):
+        return edit_jsonl.check(config(str(path)), mode, MAX_SIDE_PX)[0]
+
+    assert "gone.jsonl does not exist; give the file's path" in problem(folder / "gone.jsonl")
+    assert edit_jsonl.count(config(str(folder / "gone.jsonl"))) is None
+    (folder / "empty.jsonl").write_text("\n")
+    assert "empty.jsonl is empty; write one row per line" in problem(folder / "empty.jsonl")
+    (folder / "utf16.jsonl").write_text(json.dumps(GOOD), encoding="utf-16")
+    assert "row 1: is not UTF-8; save the file as UTF-8" in problem(folder / "utf16.jsonl")
+    assert "no row is left" in problem(folder / "utf16.jsonl", "skip")
+    with pytest.raises(BadRowError, match="no row is left"):
+        edit_jsonl.build(config(str(folder / "utf16.jsonl")), "skip", MAX_SIDE_PX)
+
+
+def test_many_problems_are_cut_short(folder):
+    settings = config(write_jsonl(folder / "edits.jsonl", ["{"] * 25))
+    problems = edit_jsonl.check(settings, "error", MAX_SIDE_PX)
+    assert len(problems) == 11
+    assert problems[-1] == "... and 15 more bad rows"

@@ -1,0 +1,255 @@
+"""Lists of tokenised edits, and their files: published layouts, our own form, hostile ones."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_tokens import fields, rename_globals, save_published, write_list
+
+from rl.data.emu3_tokens import files as emu3_files
+from rl.data.emu3_tokens import plug as emu3_tokens
+from rl.data.emu3_tokens.files import TokenisedEdit, UnreadableError
+from rl.data.shared.rows import BadRowError
+
+
+def make_config(path: str | Path, **more: str) -> emu3_tokens.Config:
+    return emu3_tokens.Config(type="emu3_tokens", path=str(path), **more)
+
+
+def load(path: str | Path, on_bad_row: Any = "error") -> emu3_tokens.TokenisedEdits:
+    return emu3_tokens.build(make_config(path), on_bad_row, 4096)
+
+
+# --- one file ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16])
+def test_a_published_file_is_read(tmp_path: Path, dtype: Any) -> None:
+    stored = fields(7, original_image=fields(7)["original_image"].astype(dtype))
+    torch.save(stored, tmp_path / "7.pth")
+    edit = emu3_files.read(tmp_path / "7.pth")
+    assert (edit.id, edit.instruction) == ("7", "make it 7")
+    assert edit.thoughts == {"thinking": "thought 7"}
+    assert edit.source_codes.dtype == edit.target_codes.dtype == np.int32
+    np.testing.assert_array_equal(edit.source_codes, stored["original_image"])
+    np.testing.assert_array_equal(edit.target_codes, stored["edited_image"])
+
+
+def test_files_of_numpy_1_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "7.pth"
+    torch.save(fields(7), file)
+    rename_globals(file, b"numpy._core.multiarray", b"numpy.core.multiarray")
+    np.testing.assert_array_equal(emu3_files.read(file).source_codes, fields(7)["original_image"])
+
+
+def test_tensors_and_missing_thoughts_are_fine(tmp_path: Path) -> None:
+    codes = torch.arange(6).reshape(2, 3)
+    torch.save(fields(1, original_image=codes, CoT=""), tmp_path / "1.pth")
+    edit = emu3_files.read(tmp_path / "1.pth")
+    assert edit.source_codes.tolist() == codes.tolist() and edit.thoughts == {}
+
+
+class Bomb:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("style", ["zip", "legacy", "bare pickle"])
+def test_a_pickle_that_runs_something_is_refused_and_not_run(tmp_path: Path, style: str) -> None:
+    file, mark = tmp_path / "1.pth", tmp_path / "mark"
+    hostile = fields(1, CoT={"thinking": Bomb(mark)})
+    if style == "bare pickle":
+        file.write_bytes(pickle.dumps(hostile))
+    else:
+        torch.save(hostile, file, _use_new_zipfile_serialization=style == "zip")
+    with pytest.raises(UnreadableError, match=r"refused .*nothing is run"):
+        emu3_files.read(file)
+    assert not mark.exists()
+    torch.load(file, weights_only=False) if style != "bare pickle" else pickle.loads(
+        file.read_bytes()
+    )
+    assert mark.is_dir()  # the trap does work
+
+
+def test_the_refusal_names_what_was_refused(tmp_path: Path) -> None:
+    torch.save(fields(1, CoT=Bomb(tmp_path / "mark")), tmp_path / "1.pth")
+    with pytest.raises(UnreadableError, match=r"it asks for (posix|os)\.mkdir"):
+        emu3_files.read(tmp_path / "1.pth")
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"original_image": np.zeros((2, 3, 4), int)}, r"int64 of shape \[2, 3, 4\]"),
+        ({"original_image": np.zeros((2, 3))}, "is refused"),
+        ({"original_image": np.ones((2, 3), bool)}, "is refused"),
+        ({"edited_image": torch.ones(2, 3)}, r"float32 of shape \[2, 3\]"),
+        ({"edited_image": np.full((2, 3), -1)}, "runs from -1"),
+        ({"edited_image": np.zeros((0, 3), int)}, "is refused"),
+        ({"instruction": " "}, "its instruction is ' '"),
+        ({"instruction": None}, "its instruction is None"),
+    ],
+)
+def test_fields_are_checked(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    torch.save(fields(1, **changes), tmp_path / "1.pth")
+    with pytest.raises(UnreadableError, match=complaint):
+        emu3_files.read(tmp_path / "1.pth")
+
+
+def test_other_contents_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "1.pth"
+    torch.save({k: v for k, v in fields(1).items() if k != "edited_image"}, file)
+    with pytest.raises(UnreadableError, match="has no 'edited_image'; it has edit_id, original"):
+        emu3_files.read(file)
+    torch.save([1, 2], file)
+    with pytest.raises(UnreadableError, match="holds a list"):
+        emu3_files.read(file)
+    file.write_bytes(b"")
+    with pytest.raises(UnreadableError, match="is refused"):
+        emu3_files.read(file)
+
+
+def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "a b.safetensors"
+    source = np.arange(6, dtype=np.int64).reshape(2, 3).T  # neither contiguous nor int32
+    edit = TokenisedEdit("a/b", "zünde an", source, source + 32000, {"why": "…"})
+    emu3_files.write(file, edit)
+    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+    again = emu3_files.read(file)
+    assert (again.id, again.instruction, again.thoughts) == ("a/b", "zünde an", {"why": "…"})
+    np.testing.assert_array_equal(again.source_codes, source)
+    assert again.target_codes.dtype == np.int32 and again.target_codes.max() == 32005
+    assert emu3_files.is_whole(file)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert not emu3_files.is_whole(file)
+    with pytest.raises(UnreadableError, match="no safetensors file of ours"):
+        emu3_files.read(file)
+
+
+# --- lists -------------------------------------------------------------------------------------
+
+
+def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
+    place = tmp_path / "aurora_ag" / "train_256"
+    entries = save_published(place / "feature", range(3))
+    path = write_list(place / "list" / "tokenized_datalist.json", entries)
+    rows = load(path)
+    assert len(rows) == 3 and rows.num_skipped == 0
+    sample = rows[1]
+    assert sample.id == "aurora_ag/train_256/1"
+    assert (sample.instruction, sample.category) == ("make it 1", "aurora_ag")
+    np.testing.assert_array_equal(sample.source_codes, fields(1)["original_image"])
+    np.testing.assert_array_equal(sample.target_codes, fields(1)["edited_image"])
+    assert sample.source is sample.target is sample.reference is None and sample.hidden == {}
+    provided = emu3_tokens.provides(make_config(path))
+    assert provided == {"source_codes", "target_codes", "source", "target"}
+    named = emu3_tokens.build(make_config(path, category="mine"), "error", 4096)
+    assert (named[1].category, named[1].id) == ("mine", sample.id)
+
+
+@pytest.mark.parametrize(
+    ("files", "file_of_list", "prefix"),
+    [
+        ("set/feature", "set/list", None),
+        ("set/feature", "set/list", "/somewhere/of/theirs/feature"),
+        ("set/feature", "set/feature/list", None),
+        ("set", "set/list", "nowhere"),
+        ("elsewhere", "set/list", "{tmp}/elsewhere"),
+        ("elsewhere", "set/list", "elsewhere"),
+        ("set/list/beside", "set/list", "beside"),
+    ],
+)
+def test_both_published_layouts_and_any_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, file_of_list: str, prefix: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entries = save_published(tmp_path / files, range(2))
+    more = {} if prefix is None else {"prefix": prefix.format(tmp=tmp_path)}
+    path = write_list(tmp_path / file_of_list / "tokenized_datalist.json", entries, **more)
+    assert [sample.instruction for sample in load(path)] == ["make it 0", "make it 1"]
+    assert emu3_tokens.check(make_config(path), "error", 4096) == []
+    assert emu3_tokens.count(make_config(path)) == 2
+
+
+def test_entries_may_hold_folders(tmp_path: Path) -> None:
+    save_published(tmp_path / "set" / "feature", range(1))
+    path = write_list(tmp_path / "set" / "list" / "l.json", ["feature/0.pth"])
+    assert load(path)[0].id == f"{tmp_path.name}/set/0"
+
+
+def test_a_dangling_link_of_the_old_setup_is_seen_through(tmp_path: Path) -> None:
+    place = tmp_path / "validation_22march_256"
+    entries = save_published(place / "feature", range(2))
+    write_list(place / "list" / "tokenized_datalist.json", entries)
+    link = place / "feature" / "list"
+    link.symlink_to("RL_DATASETS/data/validation_22march_256/list")
+    assert not link.exists()
+    assert len(load(link / "tokenized_datalist.json")) == 2
+    link.unlink()
+    link.symlink_to("../list")
+    rows = load(link / "tokenized_datalist.json")
+    assert len(rows) == 2 and rows[0].id.endswith("validation_22march_256/0")
+
+
+def test_missing_entries(tmp_path: Path) -> None:
+    entries = save_published(tmp_path / "set" / "feature", range(3))
+    path = write_list(tmp_path / "set" / "list" / "l.json", [*entries[:2], "gone.pth", entries[2]])
+    problems = emu3_tokens.check(make_config(path), "error", 4096)
+    assert "entry 2" in problems[0] and problems[0].endswith("gone.pth does not exist")
+    assert problems[1].endswith("1 of the first 4 are missing")
+    assert emu3_tokens.check(make_config(path), "skip", 4096) == []
+    with pytest.raises(BadRowError, match=r"(?s)gone\.pth does not exist.*on_bad_row: 'skip'"):
+        load(path)
+    rows = load(path, "skip")
+    assert rows.num_skipped == 1
+    assert [sample.instruction for sample in rows] == ["make it 0", "make it 1", "make it 2"]
+
+
+def test_files_that_are_nowhere_list_what_was_tried(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "set" / "list" / "l.json", ["1.pth"], prefix="/their/disk")
+    (problem,) = emu3_tokens.check(make_config(path), "skip", 4096)
+    for tried in ("/their/disk", str(tmp_path / "set"), str(tmp_path / "set" / "feature")):
+        assert tried in problem
+    with pytest.raises(BadRowError, match="looked in"):
+        load(path)
+
+
+def test_a_file_found_bad_when_read_is_named(tmp_path: Path) -> None:
+    entries = save_published(tmp_path / "set" / "feature", range(2))
+    (tmp_path / "set" / "feature" / "1.pth").write_bytes(b"not a file of torch's")
+    rows = load(write_list(tmp_path / "set" / "list" / "l.json", entries))
+    with pytest.raises(BadRowError, match=r"feature/1\.pth: is refused"):
+        rows[1]
+    (tmp_path / "set" / "feature" / "1.pth").unlink()
+    with pytest.raises(BadRowError, match=r"feature/1\.pth does not exist"):
+        rows[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a list {"),
+        ('{"path_list": [1]}', "is not a list {"),
+        ('{"path_list": []}', "is empty"),
+    ],
+)
+def test_what_is_no_list_is_said(tmp_path: Path, content: str, complaint: str) -> None:
+    file = tmp_path / "l.json"
+    file.write_text(content)
+    (problem,) = emu3_tokens.check(make_config(file), "error", 4096)
+    assert complaint in problem and str(file) in problem
+    assert emu3_tokens.count(make_config(file)) is None
+    (absent,) = emu3_tokens.check(make_config(tmp_path / "none.json"), "error", 4096)
+    assert "does not exist" in absent and "setup_datasets.sh" in absent

@@ -1,0 +1,188 @@
+"""Hugging Face data sets, local ones, holding real photographs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict, Features, Image, Value
+from tiny_edits import PHOTO_SIZE, save_photos
+
+from rl.data import hf_dataset
+from rl.data.shared.rows import BadRowError
+
+COLUMNS = {"instruction": "edit", "source": "before"}
+MAX_SIDE_PX = 8192
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`edits.parquet` with embedded pictures; rows 0 and 2 have complexity 8."""
+    folder = tmp_path_factory.mktemp("hf")
+    datasets.disable_progress_bars()
+    save_photos(folder)
+    photos = [str(folder / f"{name}.jpg") for name in ("china", "flower", "flower")]
+    features = Features(
+        {
+            "before": Image(),
+            "after": Image(),
+            "edit": Value("string"),
+            "complexity": Value("int64"),
+            "meta": {"kind": Value("string")},
+        }
+    )
+    rows = {
+        "before": photos,
+        "after": photos[::-1],
+        "edit": ["make it dusk", "colour the petals blue", "add a bee"],
+        "complexity": [8, 1, 8],
+        "meta": [{"kind": kind} for kind in ("light", "colour", "add")],
+    }
+    dataset = Dataset.from_dict(rows, features=features)
+    dataset.to_parquet(folder / "edits.parquet")
+    dataset.save_to_disk(folder / "saved")
+    DatasetDict({"train": dataset, "test": dataset.select([1])}).save_to_disk(folder / "splits")
+    (folder / "shards").mkdir()
+    dataset.to_parquet(folder / "shards" / "train-00000-of-00001.parquet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield folder
+
+
+def config(path, **more) -> hf_dataset.Config:
+    values = {"type": "hf_dataset", "path": str(path), "columns": COLUMNS, **more}
+    return hf_dataset.Config.model_validate(values)
+
+
+def build(path, on_bad_row="error", **more):
+    return hf_dataset.build(config(path, **more), on_bad_row, MAX_SIDE_PX)
+
+
+@pytest.mark.parametrize("name", ["edits.parquet", "saved", "splits", "shards"])
+def test_every_local_form_is_read(folder, name):
+    assert hf_dataset.check(config(folder / name), "error", MAX_SIDE_PX) == []
+    source = build(folder / name)
+    assert (len(source), source.num_skipped) == (3, 0)
+    assert [source[i].instruction for i in (0, 2)] == ["make it dusk", "add a bee"]
+    assert source[0].id == f"{name}[train]:0"
+    assert source[0].source.size == PHOTO_SIZE
+    assert (source[0].source.mode, source[0].target) == ("RGB", None)
+
+
+def test_columns_filter_and_nested_cells(folder):
+    columns = {
+        **COLUMNS,
+        "target": "after",
+        "category": "meta.kind",
+        "hidden": {"level": "complexity"},
+    }
+    settings = {"columns": columns, "where": {"complexity": 8}}
+    source = build(folder / "edits.parquet", **settings)
+    assert [source[i].id for i in range(2)] == ["edits.parquet[train]:0", "edits.parquet[train]:2"]
+    last = source[1]
+    assert (last.category, dict(last.hidden)) == ("add", {"level": 8})
+    assert last.target.tobytes() == source[0].source.tobytes()
+    assert hf_dataset.provides(config("x/y", **settings)) == {"source", "target", "hidden:level"}
+    nested = build(folder / "edits.parquet", where={"meta.kind": "colour"})
+    assert [nested[i].instruction for i in range(len(nested))] == ["colour the petals blue"]
+
+
+def test_rows_are_counted_where_that_is_cheap(folder):
+    assert hf_dataset.count(config(folder / "edits.parquet")) == 3
+    (folder / "no.parquet").write_text("x")
+    unknown = [
+        config("owner/name"),
+        config(folder / "saved"),
+        config(folder / "no.parquet"),
+        config(folder / "edits.parquet", where={"complexity": 8}),
+        config(folder / "edits.parquet", split="train[:1]"),
+    ]
+    assert [hf_dataset.count(settings) for settings in unknown] == [None] * 5
+
+
+def test_splits_and_slices(folder):
+    assert len(build(folder / "splits", split="test")) == 1
+    assert build(folder / "edits.parquet", split="train[2:]")[0].instruction == "add a bee"
+    with pytest.raises(BadRowError, match=r"has no split 'val'; it has train, test"):
+        build(folder / "splits", split="val")
+    with pytest.raises(BadRowError, match=r"cannot be sliced by 'train\[:1\]'"):
+        build(folder / "saved", split="train[:1]")
+    with pytest.raises(BadRowError, match="val"):
+        build(folder / "shards", split="val")
+
+
+def test_a_missing_column_is_named_with_the_ones_there_are(folder):
+    settings = config(folder / "edits.parquet", columns={"instruction": "prompt"})
+    expected = (
+        "edits.parquet: has no column 'prompt', 'image'; it has before, after, edit, complexity, "
+        "meta. Map them in the source's `columns`."
+    )
+    assert hf_dataset.check(settings, "error", MAX_SIDE_PX)[0].endswith(expected)
+    with pytest.raises(BadRowError, match="has no column 'prompt', 'image'"):
+        hf_dataset.build(settings, "error", MAX_SIDE_PX)
+
+
+def test_a_filter_that_leaves_nothing_says_what_there_is(folder):
+    with pytest.raises(BadRowError, match=r"where 'complexity' = '8'; the column holds 8, 1$"):
+        build(folder / "edits.parquet", where={"complexity": "8"})
+
+
+def test_what_is_not_there(folder):
+    (gone,) = hf_dataset.check(config(folder / "gone.parquet"), "error", MAX_SIDE_PX)
+    assert "neither a file or folder here" in gone and "hub id" in gone
+    assert hf_dataset.check(config("owner/name"), "error", MAX_SIDE_PX) == []
+    with pytest.raises(BadRowError, match="owner/name: neither a file or folder here"):
+        build("owner/name")
+    (folder / "notes.txt").write_text("x")
+    (wrong,) = hf_dataset.check(config(folder / "notes.txt"), "error", MAX_SIDE_PX)
+    assert "files of type .parquet, .arrow, .csv, .json, .jsonl are read, not '.txt'" in wrong
+    (folder / "fake.parquet").write_text("x")
+    (broken,) = hf_dataset.check(config(folder / "fake.parquet"), "error", MAX_SIDE_PX)
+    assert str(folder / "fake.parquet") in broken
+
+
+def test_bad_rows_are_named_or_skipped(folder, tmp_path):
+    photo = (folder / "china.jpg").read_bytes()
+    cells = [
+        {"bytes": photo, "path": None},
+        {"bytes": b"<html>", "path": None},
+        {"bytes": photo, "path": None},
+        None,
+        {"bytes": photo[: len(photo) // 2], "path": None},
+    ]
+    features = Features({"before": Image(decode=False), "edit": Value("string")})
+    rows = {"before": cells, "edit": ["a", "b", " ", "d", "e"]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "bad.parquet")
+    with pytest.raises(BadRowError) as error:
+        build(tmp_path / "bad.parquet")
+    lines = str(error.value).splitlines()
+    assert (
+        "row 1: source picture ('before'): the embedded picture (6 B) is not a picture" in lines[0]
+    )
+    assert "row 2: 'edit' is empty" in lines[1]
+    assert "row 3: source picture ('before'): holds None, not a picture" in lines[2]
+    kept = build(tmp_path / "bad.parquet", "skip")
+    assert (len(kept), kept.num_skipped) == (2, 3)
+    with pytest.raises(BadRowError, match=r"row 4: .*corrupt or truncated"):
+        kept[1]
+    assert build(tmp_path / "bad.parquet", "skip", picture_check="pixels").num_skipped == 4
+
+
+def test_pictures_as_paths_and_as_bare_bytes(folder, tmp_path):
+    (tmp_path / "edits.csv").write_text("before,edit\nchina.jpg,make it dusk\n")
+    assert build(tmp_path / "edits.csv", image_folder=str(folder))[0].source.size == PHOTO_SIZE
+    photo = (folder / "china.jpg").read_bytes()
+    Dataset.from_dict({"before": [photo], "edit": ["x"]}).to_parquet(tmp_path / "bytes.parquet")
+    assert build(tmp_path / "bytes.parquet")[0].source.size == PHOTO_SIZE
+
+
+def test_a_config_check_does_not_import_datasets(folder):
+    code = (
+        "import sys; from rl.data import hf_dataset as h;"
+        f"c = h.Config(type='hf_dataset', path={str(folder / 'edits.parquet')!r});"
+        "assert h.check(c, 'error', 99);"
+        "assert not {'datasets', 'torch', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,143 @@
+"""Every kind of picture that users have, as RGB; every kind they should not have, refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_edits import PHOTO_SIZE, save_photos
+
+from rl.data.shared.pictures import UnusableError, check_header, decode, locate
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **how) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **how)
+    return buffer.getvalue()
+
+
+def pixel(data: bytes, at: tuple[int, int] = (8, 8)) -> tuple[int, ...]:
+    image = decode(data, 8192)
+    assert image.mode == "RGB"
+    return image.getpixel(at)
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    save_photos(folder)
+    return folder / "china.jpg"
+
+
+def test_a_photograph_is_read_as_pillow_reads_it(photo):
+    image = decode(photo, 8192)
+    assert image.size == PHOTO_SIZE
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(photo)))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr"])
+def test_other_modes_become_rgb(mode):
+    image = Image.new("RGB", (16, 16), "white").convert(mode)
+    kind = "JPEG" if mode in ("CMYK", "YCbCr") else "PNG"
+    assert pixel(encoded(image, kind)) == (255, 255, 255)
+
+
+def test_transparency_is_laid_on_white():
+    clear_red = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
+    half_black = Image.new("LA", (16, 16), (0, 128))
+    assert pixel(encoded(clear_red)) == (255, 255, 255)
+    assert pixel(encoded(half_black)) == (127, 127, 127)
+    palette = Image.new("P", (16, 16), 0)
+    palette.putpalette([10, 20, 30])
+    assert pixel(encoded(palette, transparency=0)) == (255, 255, 255)
+    assert pixel(encoded(palette)) == (10, 20, 30)
+
+
+def test_sixteen_bit_greys_keep_their_brightness():
+    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
+    image = decode(encoded(Image.fromarray(ramp)), 8192)
+    np.testing.assert_array_equal(np.asarray(image)[..., 0].ravel(), np.arange(256))
+
+
+def test_floating_point_pixels_are_refused():
+    with pytest.raises(UnusableError, match="floating-point pixels of unknown range"):
+        decode(encoded(Image.fromarray(np.ones((16, 16), np.float32)), "TIFF"), 8192)
+
+
+def test_exif_rotation_is_applied():
+    image = Image.new("RGB", (32, 16), "blue")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it rotated by 90 degrees
+    assert decode(encoded(image, "JPEG", exif=exif), 8192).size == (16, 32)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_of_an_animation_the_first_frame_is_taken(kind):
+    frames = [Image.new("RGB", (16, 16), colour) for colour in ("lime", "red")]
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
+    assert pixel(data)[1] > 200 > pixel(data)[0]
+
+
+def test_absurd_sizes_are_refused_without_decoding():
+    with pytest.raises(UnusableError, match=r"300x16 px, longer than data.max_image_side_px=256"):
+        check_header(encoded(Image.new("L", (300, 16))), 256)
+    with pytest.raises(UnusableError, match=r"7x9 px; both sides must be at least 8"):
+        check_header(encoded(Image.new("L", (7, 9))), 256)
+    with pytest.raises(UnusableError, match=r"4000x16 px; one side is more than 200 times"):
+        check_header(encoded(Image.new("L", (4000, 16))), 8192)
+    check_header(encoded(Image.new("L", (256, 8))), 256)
+
+
+def test_a_decompression_bomb_is_refused_from_its_header():
+    header = struct.pack(">2I5B", 60000, 60000, 8, 2, 0, 0, 0)
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"0"))
+    for limit in (8192, 100_000):
+        with pytest.raises(UnusableError, match="absurdly large"):
+            check_header(bomb, limit)
+
+
+def test_damage_is_named(photo, tmp_path):
+    whole = photo.read_bytes()
+    truncated = tmp_path / "half.jpg"
+    truncated.write_bytes(whole[: len(whole) // 2])
+    check_header(truncated, 8192)
+    with pytest.raises(UnusableError, match=r"half.jpg is corrupt or truncated .*; replace"):
+        decode(truncated, 8192)
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    png = bytearray(encoded(Image.fromarray(noise)))
+    png[len(png) // 2] ^= 0xFF
+    with pytest.raises(UnusableError, match="corrupt or truncated"):
+        decode(bytes(png), 8192)
+    with pytest.raises(
+        UnusableError, match="not a picture Pillow can read; save it as PNG or JPEG"
+    ):
+        check_header(b"<html>not found</html>", 8192)
+
+
+def test_what_a_cell_may_hold(photo):
+    folder = photo.parent
+    assert locate("china.jpg", folder) == photo
+    assert locate(str(photo), folder / "elsewhere") == photo
+    assert locate({"bytes": b"x", "path": "gone.jpg"}, folder) == b"x"
+    assert locate({"bytes": None, "path": "china.jpg"}, folder) == photo
+    refused = {
+        "gone.jpg": "does not exist; relative paths count from",
+        "https://example.com/a.jpg": "is a URL .*; download the file",
+        "": "not a picture; give a file path",
+        ".": "does not exist",
+        None: "holds None, not a picture",
+        3: "holds 3, not a picture",
+    }
+    for cell, message in refused.items():
+        with pytest.raises(UnusableError, match=message):
+            locate(cell, folder)

@@ -1,0 +1,173 @@
+"""The built-in prompts keep what they promise; a user's own come from text, JSONL and tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from rl.api.types import Sample
+from rl.data import hf_dataset, prompts
+from rl.data.shared.rows import BadRowError
+
+MAX_SIDE_PX = 8192
+SMALL_WORDS = {"a", "an", "and", "as", "at", "by", "for", "from", "in", "is", "it", "its"} | {
+    *("of", "on", "one", "that", "the", "to", "whose", "with")
+}
+
+
+def config(**settings: object) -> prompts.Config:
+    return prompts.Config.model_validate({"type": "prompts", **settings})
+
+
+def samples(settings: prompts.Config, on_bad_row: str = "error") -> list[Sample]:
+    source = prompts.build(settings, on_bad_row, MAX_SIDE_PX)
+    return [source[index] for index in range(len(source))]
+
+
+def words(prompt: str) -> frozenset[str]:
+    return frozenset(word.strip(",.").lower() for word in prompt.split()) - SMALL_WORDS
+
+
+def test_the_built_in_set_is_large_and_balanced() -> None:
+    train, held_out = (samples(config(split=split)) for split in ("train", "held_out"))
+    assert (len(train), len(held_out)) == (192, 64)
+    for part, share in ((train, 24), (held_out, 8)):
+        assert set(Counter(sample.category for sample in part).values()) == {share}
+    categories = {sample.category for sample in train}
+    assert len(categories) == 8
+    assert categories > {"unusual_colours", "impossible_objects", "abstract_concepts", "materials"}
+    # Any beginning is balanced, so that a held-out run may take few.
+    for part in (train, held_out):
+        assert {sample.category for sample in part[:8]} == categories
+    for sample in train + held_out:
+        assert sample.source is None and sample.reference is None
+
+
+def test_the_default_trains_and_all_is_both() -> None:
+    both = samples(config(split="train")) + samples(config(split="held_out"))
+    assert [s.id for s in samples(config(split="all"))] == [s.id for s in both]
+    assert samples(config())[0].id == both[0].id
+    for split, number in (("train", 192), ("held_out", 64), ("all", 256)):
+        assert prompts.count(config(split=split)) == number
+        assert prompts.check(config(split=split), "error", MAX_SIDE_PX) == []
+    assert prompts.provides(config()) == frozenset()
+
+
+def test_no_two_prompts_are_alike() -> None:
+    everything = samples(config(split="all"))
+    assert len({sample.id for sample in everything}) == 256
+    bags = [(sample.instruction, words(sample.instruction)) for sample in everything]
+    alike = [
+        (left, right)
+        for (left, a), (right, b) in itertools.combinations(bags, 2)
+        if len(a & b) > 0.4 * len(a | b)
+    ]
+    assert not alike
+    for prompt, bag in bags:
+        assert 3 <= len(prompt.split()) <= 16 and len(bag) >= 2, prompt
+        assert prompt == prompt.strip() and prompt.isascii() and not prompt.endswith("."), prompt
+
+
+def test_a_text_file_is_a_prompt_per_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_bytes("\ufeffa cat\r\n\r\n  ein grüner Hund \n".encode())
+    found = samples(config(path=str(file)))
+    assert [sample.instruction for sample in found] == ["a cat", "ein grüner Hund"]
+    assert [sample.id for sample in found] == ["mine.txt:1", "mine.txt:3"]
+    assert prompts.count(config(path=str(file))) == 2
+
+
+def test_a_jsonl_file_may_bring_pictures_and_labels(tmp_path: Path) -> None:
+    Image.new("RGB", (32, 24), "red").save(tmp_path / "red.png")
+    rows = [
+        {"text": "like this, but blue", "photo": "red.png", "id": "p", "category": "colour"},
+        {"text": "a cat", "photo": None},
+        {"text": "a dog"},
+    ]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    settings = config(path=str(file), prompt_key="text", picture_key="photo")
+    assert prompts.check(settings, "error", MAX_SIDE_PX) == []
+    first, second, third = samples(settings)
+    assert first.source is not None and first.source.size == (32, 24)
+    assert (first.id, first.category) == ("p", "colour")
+    assert second.source is None and third.source is None
+    assert third.id == "mine.jsonl:3"
+    without = samples(config(path=str(file), prompt_key="text"))
+    assert all(sample.source is None for sample in without)
+
+
+def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_bytes(b'{"prompt": "a cat"}\n{"promt": "a dog"}\nnot json\n{"prompt": " "}\n')
+    settings = config(path=str(file))
+    found = prompts.check(settings, "error", MAX_SIDE_PX)
+    assert [problem.split(", ")[1][:6] for problem in found] == ["row 3:", "row 2:", "row 4:"]
+    with pytest.raises(BadRowError, match="has no 'prompt'; it has promt"):
+        samples(settings)
+    source = prompts.build(settings, "skip", MAX_SIDE_PX)
+    assert (len(source), source.num_skipped) == (1, 3)
+    assert prompts.check(settings, "skip", MAX_SIDE_PX) == []
+    text = tmp_path / "mine.txt"
+    text.write_bytes(b"a cat\n\xff\xfe\n")
+    assert "row 2: is not UTF-8" in prompts.check(config(path=str(text)), "error", MAX_SIDE_PX)[0]
+
+
+def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
+    words = ["a\u2028cat", "a\u0085dog", "a\rbird", "a\x0b\x0c\x1c\u2029fish"]
+    text, rows = tmp_path / "mine.txt", tmp_path / "mine.jsonl"
+    text.write_bytes("\r\n".join(words).encode())
+    lines = [json.dumps({"prompt": word}, ensure_ascii=False) for word in words]
+    rows.write_bytes("\n".join([*lines, "[" * 100_000, "9" * 5000]).encode())
+    for file in (text, rows):
+        settings = config(path=str(file))
+        assert prompts.count(settings) == len(words) + 2 * (file == rows)
+        source = prompts.build(settings, "skip", MAX_SIDE_PX)
+        assert [source[i].instruction for i in range(len(source))] == words
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+    missing = config(path=str(tmp_path / "none.txt"))
+    (problem,) = prompts.check(missing, "skip", MAX_SIDE_PX)
+    assert "none.txt does not exist" in problem
+    assert prompts.count(missing) is None
+    (tmp_path / "none.txt").write_text("\n \n")
+    (problem,) = prompts.check(missing, "skip", MAX_SIDE_PX)
+    assert "is empty" in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"path": "a.txt", "split": "train"}, "only the built-in set is split"),
+        ({"path": "a.txt", "prompt_key": "text"}, "prompt_key: only a .jsonl file"),
+        ({"picture_key": "photo"}, "picture_key: only a .jsonl file"),
+        ({"path": "a.csv"}, "neither .txt nor .jsonl"),
+        ({"split": "test"}, "held_out"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config(**settings)
+
+
+def test_a_column_of_a_table_is_read_by_hf_dataset(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    file = tmp_path / "captions.parquet"
+    parquet.write_table(pa.table({"caption": ["a cat", "a dog"], "n": [1, 2]}), file)
+    columns = {"instruction": "caption", "source": ""}
+    settings = hf_dataset.Config.model_validate(
+        {"type": "hf_dataset", "path": str(file), "columns": columns}
+    )
+    assert hf_dataset.check(settings, "error", MAX_SIDE_PX) == []
+    source = hf_dataset.build(settings, "error", MAX_SIDE_PX)
+    assert [source[i].instruction for i in range(2)] == ["a cat", "a dog"]
+    assert source[0].source is None

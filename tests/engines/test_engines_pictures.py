@@ -1,0 +1,243 @@
+"""Pictures written as tokens: both engines against the stock model's logits, spelt out (float32).
+
+One vLLM engine serves the whole file (full fine-tuning; adapters have a file of their own). Its
+cache is the smallest there is, so that a large batch preempts requests.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import tiny_image_writer as tiny
+import torch
+from tiny_rounding import NATS
+
+from rl.api.types import SamplingParams
+from rl.engines import transformers as transformers_engine
+from rl.engines.vllm import plug as vllm_engine
+from rl.ranks.dist import Dist
+
+SEEDS = [7, 70, 700, 7000]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_writer_folder(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    from transformers import Emu3ForCausalLM
+
+    return Emu3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return tiny.build_policy(folder)
+
+
+@pytest.fixture(scope="module")
+def prompts_P(policy):
+    return tiny.build_prompts(policy)
+
+
+@pytest.fixture(scope="module")
+def vllm(policy):
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=1, max_num_seqs=64)
+    engine = vllm_engine.build(config, policy, Dist())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def slow(policy):
+    config = transformers_engine.Config(type="transformers")
+    return transformers_engine.build(config, policy, Dist())
+
+
+@pytest.fixture(params=["vllm", "slow"])
+def engine(request):
+    return request.getfixturevalue(request.param)
+
+
+def params(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=60, num_completions=6):
+    return SamplingParams(temperature, top_p, top_k, max_tokens, num_completions)
+
+
+def pairs(prompts_P, completions_PG):
+    return [(p, c) for p, group in zip(prompts_P, completions_PG, strict=True) for c in group]
+
+
+def max_dlogp(sampled, expected) -> float:
+    return max(abs(a - b) for a, b in zip(sampled, expected, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_flags_of_mixed_grids(
+    engine, policy, prompts_P, stock, temperature, monkeypatch
+):
+    """Four grids and a free prompt in one batch, against an independent masked softmax."""
+    vocabulary, decoder = policy.image_vocabulary, policy.decoder
+    # A constrained Emu3 has a grid for every prompt of its own making.
+    monkeypatch.setattr(
+        policy, "decoder", lambda P, n: decoder([replace(p, grid=(1, 1)) for p in P], n)
+    )
+    mixed_P = [*prompts_P, replace(prompts_P[0], grid=None)]
+    completions_PG = engine.generate(mixed_P, params(temperature), [*SEEDS, 1])
+    num_whole = num_cut = 0
+    for prompt, completion in pairs(mixed_P, completions_PG):
+        expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary, temperature)
+        assert max_dlogp(completion.logprobs, expected) <= NATS
+        if prompt.grid is None:
+            assert completion.forced is None
+            continue
+        ids = completion.token_ids
+        assert completion.forced == tiny.expected_forced(ids, prompt.grid, vocabulary)
+        forced = [x for x, flag in zip(completion.logprobs, completion.forced, strict=True) if flag]
+        assert all(x == 0.0 for x in forced), "exactly"
+        ended = ids[-1] == vocabulary.end_of_sequence
+        assert completion.finish == ("stop" if ended else "length")
+        if vocabulary.image in ids:
+            num_whole += completion.finish == "stop"
+            num_cut += completion.finish == "length"
+            if completion.finish == "stop":
+                [action] = policy.act([(prompt, completion.token_ids)], None, None)
+                assert action.payload.shape == prompt.grid
+    assert num_whole >= 10
+    drawn = {token for c in completions_PG[-1] for token in c.token_ids}
+    assert any(token >= vocabulary.visual_start for token in drawn), "a free prompt may draw codes"
+
+
+def test_the_trainer_agrees(engine, policy, prompts_P):
+    rows = pairs(prompts_P, engine.generate(prompts_P, params(), SEEDS))
+    batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
+    with torch.no_grad():
+        logprobs_BC = policy.module(batch).logprobs
+    for (_, completion), trained in zip(rows, logprobs_BC.tolist(), strict=True):
+        assert max_dlogp(completion.logprobs, trained[: len(completion.logprobs)]) <= NATS
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.77}])
+def test_truncation_happens_inside_what_is_allowed(engine, policy, prompts_P, stock, truncation):
+    vocabulary = policy.image_vocabulary
+    completions_PG = engine.generate(prompts_P, params(0.9, num_completions=4, **truncation), SEEDS)
+    for prompt, completion in pairs(prompts_P, completions_PG):
+        expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary, 0.9, **truncation)
+        assert max_dlogp(completion.logprobs, expected) <= NATS
+
+
+def test_greedy_takes_the_likeliest_allowed(vllm, slow, prompts_P):
+    greedy = params(0.0, num_completions=2)
+    assert [[c.token_ids for c in group] for group in vllm.generate(prompts_P, greedy, SEEDS)] == [
+        [c.token_ids for c in group] for group in slow.generate(prompts_P, greedy, SEEDS)
+    ]
+
+
+def test_a_long_thought_and_a_cut_in_the_middle_of_a_picture(engine, policy, prompts_P):
+    image = policy.image_vocabulary.image
+    begins, cuts = [], 0
+    for prompt, completion in pairs(
+        prompts_P, engine.generate(prompts_P, params(max_tokens=24, num_completions=16), SEEDS)
+    ):
+        if image not in completion.token_ids:
+            continue
+        begins.append(completion.token_ids.index(image))
+        cuts += completion.finish == "length"
+        expected = tiny.expected_forced(completion.token_ids, prompt.grid, policy.image_vocabulary)
+        assert completion.forced == expected
+    assert max(begins) >= 15 and cuts > 0
+
+
+def test_batch_order_does_not_matter(engine, prompts_P):
+    forward = engine.generate(prompts_P, params(), SEEDS)
+    backward = engine.generate(prompts_P[::-1], params(), SEEDS[::-1])[::-1]
+    assert [[c.token_ids for c in g] for g in forward] == [
+        [c.token_ids for c in g] for g in backward
+    ]
+    assert len({c.token_ids for group in forward for c in group}) > 20
+
+
+def test_preempted_requests_go_on_where_they_were(vllm, policy, prompts_P, stock, monkeypatch):
+    scheduler = vllm._llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def counting(request, *args, **kwargs):
+        preempted.append(len(request.output_token_ids))
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", counting)
+    vocabulary = policy.image_vocabulary
+    many_P, seeds = prompts_P * 10, list(range(0, 400, 10))
+    completions_PG = vllm.generate(many_P, params(num_completions=8), seeds)
+    assert sum(length > 0 for length in preempted) > 5
+    for prompt, completion in pairs(many_P, completions_PG):
+        ids = completion.token_ids
+        assert completion.forced == tiny.expected_forced(ids, prompt.grid, vocabulary)
+        expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary)
+        assert max_dlogp(completion.logprobs, expected) <= NATS
+
+
+def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch):
+    """All words but a few, so that pictures come at once; what is forced comes all the same."""
+    vocabulary = policy.image_vocabulary
+    kept = {vocabulary.image, 5, 6}
+    banned = tuple(i for i in range(vocabulary.visual_start) if i not in kept)
+    monkeypatch.setattr(policy, "banned_token_ids", banned)
+    if isinstance(engine, vllm_engine.VllmEngine):
+        monkeypatch.setattr(engine, "_bans", dict.fromkeys(banned, vllm_engine.BANNED_BIAS))
+    for prompt, completion in pairs(prompts_P, engine.generate(prompts_P, params(), SEEDS)):
+        chosen = [
+            token
+            for token, flag in zip(completion.token_ids, completion.forced, strict=True)
+            if not flag and token < vocabulary.visual_start
+        ]
+        assert set(chosen) <= kept and vocabulary.image in chosen
+        assert completion.finish == "stop"
+        [action] = policy.act([(prompt, completion.token_ids)], None, None)
+        assert action.payload.shape == prompt.grid
+
+
+def test_full_weights_arrive_after_every_update(vllm, policy, prompts_P):
+    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3)
+
+    def difference(rows) -> float:
+        batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
+        with torch.no_grad():
+            logprobs_BC = policy.module(batch).logprobs
+        return max(
+            max_dlogp(completion.logprobs, trained[: len(completion.logprobs)])
+            for (_, completion), trained in zip(rows, logprobs_BC.tolist(), strict=True)
+        )
+
+    for iteration in range(2):
+        rows = pairs(prompts_P, vllm.generate(prompts_P, params(), [s + iteration for s in SEEDS]))
+        assert difference(rows) <= NATS
+        batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
+        policy.module(batch).logprobs.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert difference(rows) > 1e-2, "the check can fail"
+        vllm.load_weights(policy.export_weights(trainable, iteration))
+    with torch.no_grad():
+        for name, parameter in trainable.items():
+            parameter.copy_(before[name])
+    vllm.load_weights(policy.export_weights(trainable, 3))
+
+
+@pytest.mark.parametrize("grid", [[0, 2], [2], "2x2", [1.5, 2], [math.inf, 1]])
+def test_a_wrong_grid_is_refused_at_admission(grid):
+    """Later it would be an exception inside the engine, which never answers again after one."""
+    from vllm import SamplingParams as VllmSamplingParams
+
+    from rl.engines.vllm import grammar
+    from rl.engines.vllm.start import GRID
+
+    wrong = VllmSamplingParams(extra_args={GRID: grid})
+    for shell in (grammar.V1Grammar, grammar.V2Grammar):
+        with pytest.raises(ValueError, match="at least 1"):
+            shell.validate_params(wrong)
+        shell.validate_params(VllmSamplingParams(extra_args={GRID: (3, 1)}))
+        shell.validate_params(VllmSamplingParams())

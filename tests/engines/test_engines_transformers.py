@@ -1,0 +1,174 @@
+"""The slow sampler: what it draws, how often, and under which log-probs."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny_qwen
+import torch
+from tiny_engines import max_dlogp
+from tiny_rounding import NATS
+
+from rl.api.types import SamplingParams
+from rl.engines import transformers as transformers_engine
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.ranks.dist import Dist
+
+TEMPERATURE = 0.7
+PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+    config = qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", lora=None)
+    return qwen2_5_vl.build(
+        config,
+        template=tiny_qwen.TEMPLATE,
+        kind="hidden_states",
+        negative_prompt=None,
+        temperature=TEMPERATURE,
+        max_completion_tokens=12,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(policy):
+    config = transformers_engine.Config(type="transformers")
+    return transformers_engine.build(config, policy, Dist())
+
+
+@pytest.fixture(scope="module")
+def prompts_P(policy):
+    return [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(3)]
+
+
+def test_logprobs_are_the_trainers(engine, policy, prompts_P):
+    """Step by step with a cache, or in one packed forward: one distribution."""
+    completions_PG = engine.generate(prompts_P, PARAMS, [7, 70, 700])
+    assert max_dlogp(policy, prompts_P, completions_PG) < NATS
+
+
+def test_members_differ_and_batch_order_does_not_matter(engine, prompts_P):
+    seeds = [7, 70, 700]
+    forward = engine.generate(prompts_P, PARAMS, seeds)
+    backward = engine.generate(prompts_P[::-1], PARAMS, seeds[::-1])[::-1]
+    assert forward == backward
+    assert len({completion.token_ids for group in forward for completion in group}) == 12
+
+
+def test_member_g_is_drawn_from_seed_plus_g(engine, prompts_P):
+    [group] = engine.generate(prompts_P[:1], PARAMS, [50])
+    one = SamplingParams(TEMPERATURE, 1.0, -1, 12, num_completions=1)
+    for g, completion in enumerate(group):
+        [[alone]] = engine.generate(prompts_P[:1], one, [50 + g])
+        assert alone.token_ids == completion.token_ids
+
+
+def test_the_global_generator_is_not_touched(engine, prompts_P):
+    before = torch.get_rng_state()
+    engine.generate(prompts_P[:1], PARAMS, [1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_completion_ends_with_its_stop_token_or_at_the_limit(engine, policy, prompts_P):
+    params = SamplingParams(1.5, 1.0, -1, max_tokens=12, num_completions=64)
+    [group] = engine.generate(prompts_P[:1], params, [0])
+    finishes = set()
+    for completion in group:
+        finishes.add(completion.finish)
+        stops = [
+            i for i, token in enumerate(completion.token_ids) if token in policy.stop_token_ids
+        ]
+        if completion.finish == "stop":
+            assert stops == [len(completion.token_ids) - 1]
+        else:
+            assert stops == [] and len(completion.token_ids) == 12
+        assert len(completion.logprobs) == len(completion.token_ids)
+    assert finishes == {"stop", "length"}
+
+
+def test_temperature_zero_takes_the_likeliest(engine, policy, prompts_P):
+    greedy = SamplingParams(0.0, 1.0, -1, max_tokens=6, num_completions=2)
+    [[first, second]] = engine.generate(prompts_P[:1], greedy, [3])
+    assert first == second
+    batch = policy.collate([(prompts_P[0], first.token_ids)])
+    with torch.no_grad():
+        hidden = policy.module(batch).hidden[len(prompts_P[0].token_ids) - 1 : -1]
+        logits = policy.module.vl_model.lm_head(hidden)
+    logits[:, list(policy.banned_token_ids)] = float("-inf")
+    assert tuple(logits.argmax(-1).tolist()) == first.token_ids
+
+
+def test_banned_tokens_are_never_drawn_even_when_they_are_likeliest(engine, policy, prompts_P):
+    head = policy.module.vl_model.lm_head.weight
+    banned = policy.banned_token_ids[-1]
+    with torch.no_grad():
+        [[before]] = engine.generate(prompts_P[:1], SamplingParams(0.0, 1.0, -1, 1, 1), [0])
+        saved = head[banned].clone()
+        head[banned] = 3 * head[before.token_ids[0]]
+        try:
+            groups = engine.generate(prompts_P, PARAMS, [1, 2, 3])
+        finally:
+            head[banned] = saved
+    drawn = {token for group in groups for c in group for token in c.token_ids}
+    assert not drawn & set(policy.banned_token_ids)
+
+
+def distribution(engine, probs, **params):
+    logits = torch.tensor([probs]).log()
+    wide = torch.full((1, 600), float("-inf"))
+    wide[0, : len(probs)] = logits
+    given = {"temperature": 1.0, "top_p": 1.0, "top_k": -1} | params
+    out = engine._distribution(wide, SamplingParams(**given, max_tokens=1, num_completions=1))
+    return out[0, : len(probs)].exp()
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, [0.5, 0.25, 0.15, 0.1]),
+        ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_p": 0.75}, [2 / 3, 1 / 3, 0, 0]),
+        ({"top_p": 0.76}, [5 / 9, 2.5 / 9, 1.5 / 9, 0]),
+        ({"top_p": 0.01}, [1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.8}, [2 / 3, 1 / 3, 0, 0]),
+        ({"temperature": 0.5}, [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+    ],
+)
+def test_top_k_top_p_and_temperature_by_hand(engine, params, expected):
+    """top_p after top_k, over what top_k left: (.5, .25, .15)/.9 -> the first two hold 0.83."""
+    probs = distribution(engine, [0.5, 0.25, 0.15, 0.1], **params)
+    torch.testing.assert_close(probs, torch.tensor([float(x) for x in expected]))
+
+
+def test_drawn_as_often_as_the_distribution_says(engine, prompts_P, policy):
+    """First tokens of 4000 completions against the trainer's probabilities."""
+    params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=1, num_completions=4000)
+    [group] = engine.generate(prompts_P[:1], params, [123])
+    counts = torch.zeros(policy.module.vl_model.lm_head.out_features)
+    probs = torch.zeros_like(counts)
+    for completion in group:
+        counts[completion.token_ids[0]] += 1
+        probs[completion.token_ids[0]] = torch.tensor(completion.logprobs[0]).exp()
+    expected = 4000 * probs[probs > 0.01]
+    chi2 = ((counts[probs > 0.01] - expected) ** 2 / expected).sum()
+    degrees = len(expected)
+    assert chi2 < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_the_fingerprint_is_that_of_the_announced_weights(engine, policy):
+    tensors = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+    weights = policy.export_weights(tensors, 1)
+    engine.load_weights(weights)
+    assert engine.held_fingerprint() == weights.fingerprint
+
+
+def test_importing_the_plugs_imports_nothing_heavy():
+    code = (
+        "import sys, rl.engines.transformers, rl.engines.vllm.plug;"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,377 @@
+"""The real vLLM, in process on a CPU, held against the trainer and the slow sampler (float32).
+
+One engine serves the whole file: starting it costs seconds. Tests that move the policy's weights
+sync them, so any order works.
+"""
+
+import os
+
+import pytest
+import tiny_qwen
+import torch
+from tiny_engines import max_dlogp
+from tiny_rounding import NATS
+
+from rl.api.types import SamplingParams
+from rl.engines import transformers as transformers_engine
+from rl.engines.vllm import plug as vllm_engine
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.ranks.dist import Dist
+
+NUM_TOKENS = 12
+LORA = {"r": 4, "alpha": 6}
+"""alpha / r = 1.5: the scaling the worker applies to B is not a no-op."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+    config = qwen2_5_vl.Config(
+        type="", model_path=folder, dtype="float32", lora=LORA, max_prompt_tokens=128
+    )
+    return qwen2_5_vl.build(
+        config,
+        template=tiny_qwen.TEMPLATE,
+        kind="hidden_states",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=64,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(policy):
+    threads, global_state = torch.get_num_threads(), torch.get_rng_state()
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=128)
+    engine = vllm_engine.build(config, policy, Dist())
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1, "vLLM turns it into a no-op"
+    torch.set_num_threads(threads)
+    assert torch.equal(torch.get_rng_state(), global_state), "vLLM seeds it"
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts_P(policy):
+    return [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(3)]
+
+
+@pytest.fixture
+def synced(engine, policy):
+    """The engine, holding the policy as it now is."""
+    engine.load_weights(export(policy))
+    return engine
+
+
+def trainable(policy) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+
+
+def export(policy, version: int = 0):
+    return policy.export_weights(trainable(policy), version)
+
+
+def params(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=NUM_TOKENS, num_completions=4):
+    return SamplingParams(temperature, top_p, top_k, max_tokens, num_completions)
+
+
+def step(policy, prompts_P, completions_PG) -> None:
+    """One optimiser step that surely moves every trainable tensor."""
+    optimizer = torch.optim.AdamW(trainable(policy).values(), lr=1e-2)
+    rows = [
+        (prompt, completion.token_ids)
+        for prompt, group in zip(prompts_P, completions_PG, strict=True)
+        for completion in group
+    ]
+    policy.module(policy.collate(rows)).logprobs.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_trainers(synced, policy, prompts_P, temperature, monkeypatch):
+    monkeypatch.setattr(policy.module, "temperature", temperature)
+    completions_PG = synced.generate(prompts_P, params(temperature), [7, 70, 700])
+    assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+    assert len({c.token_ids for group in completions_PG for c in group}) == 12
+
+
+def test_logprobs_stay_the_trainers_after_every_update_and_sync(engine, policy, prompts_P):
+    for iteration in range(3):
+        weights = export(policy, iteration)
+        engine.load_weights(weights)
+        assert engine.held_fingerprint() == weights.fingerprint
+        completions_PG = engine.generate(prompts_P, params(), [iteration, 70, 700])
+        assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+        step(policy, prompts_P, completions_PG)
+    stale = engine.generate(prompts_P, params(), [1, 2, 3])
+    assert max_dlogp(policy, prompts_P, stale) > 1e-2, "the check above can fail"
+
+
+def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypatch):
+    before = export(policy)
+    assert synced.held_fingerprint() == before.fingerprint
+    step(policy, prompts_P, synced.generate(prompts_P, params(), [1, 2, 3]))
+    after = export(policy, 1)
+    assert after.fingerprint != before.fingerprint
+    assert synced.held_fingerprint() == before.fingerprint != after.fingerprint
+
+    def deliver_nothing(worker, tensors, lora_config):
+        manager = worker.model_runner.lora_manager._adapter_manager
+        add, manager.add_adapter = manager.add_adapter, lambda _: True
+        remove, manager.remove_adapter = manager.remove_adapter, lambda _: True
+        try:
+            return put(worker, tensors, lora_config)
+        finally:
+            manager.add_adapter, manager.remove_adapter = add, remove
+
+    put = vllm_engine._vllm_weights.put_lora
+    monkeypatch.setattr(vllm_engine._vllm_weights, "put_lora", deliver_nothing)
+    synced.load_weights(after)
+    assert synced.held_fingerprint() not in (after.fingerprint, before.fingerprint)
+
+
+def test_a_single_changed_bit_in_the_slots_is_seen(synced, policy):
+    def flip(worker):
+        manager = worker.model_runner.lora_manager._adapter_manager
+        layer = next(m for m in manager.modules.values() if m.lora_a_stacked[0].any())
+        value = layer.lora_a_stacked[0][0, 0, 0, :1]
+        value.copy_(torch.nextafter(value, torch.tensor(9.0)))
+
+    fingerprint = export(policy).fingerprint
+    assert synced.held_fingerprint() == fingerprint
+    synced._llm.collective_rpc(flip)
+    assert synced.held_fingerprint() != fingerprint
+
+
+def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_P):
+    """The prompt's keys and values are kept between calls, and dropped by a sync: a group that
+    reads the old ones is off by far more than rounding."""
+    step(policy, prompts_P, engine.generate(prompts_P, params(), [1, 2, 3]))
+    for drops, agrees in ((False, False), (True, True)):
+        if drops:
+            engine._drop_caches()
+        else:
+            engine.generate(prompts_P, params(), [1, 2, 3])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine, "_drop_caches", lambda: None)
+                engine.load_weights(export(policy))
+        completions_PG = engine.generate(prompts_P, params(), [1, 2, 3])
+        assert (max_dlogp(policy, prompts_P, completions_PG) <= NATS) == agrees
+
+
+def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P, monkeypatch):
+    """By the trainer's tower, whose features its own forward finds again: the engine has none."""
+    assert not any("visual" in name for name in engine_weights(synced))
+    encoded, read = [], []
+    tower = policy.module.vl_model.model.get_image_features
+    monkeypatch.setattr(
+        policy.module.vl_model.model,
+        "get_image_features",
+        lambda pixels, grid, **kw: encoded.append(len(grid)) or tower(pixels, grid, **kw),
+    )
+    scheduler = synced._llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def counting(*args):
+        plan = schedule(*args)
+        read.append(plan.total_num_scheduled_tokens)
+        return plan
+
+    monkeypatch.setattr(scheduler, "schedule", counting)
+    fresh_P = [policy.build_prompt(tiny_qwen.sample(100 + i, width=64 * (i + 1))) for i in range(3)]
+    completions_PG = synced.generate(fresh_P, params(), [7, 70, 700])
+    assert max_dlogp(policy, fresh_P, completions_PG) <= NATS
+    assert encoded == [1, 1, 1], "three pictures, each alone, none of them again"
+    tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
+    assert all(0 < tail <= 32 for tail in tails)
+    assert read[0] == 64 + 4 * sum(tails), "blocks of 32 tokens that are alike are read once"
+
+
+def engine_weights(engine) -> list[str]:
+    [names] = engine._llm.collective_rpc(
+        lambda worker: [name for name, _ in worker.model_runner.get_model().named_parameters()]
+    )
+    return names
+
+
+def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy, prompts_P):
+    """500 syncs: vLLM scales B in place, and merging would wear the base down."""
+    lora_before = {name: tensor.clone() for name, tensor in trainable(policy).items()}
+    base = {n: p.detach().clone() for n, p in policy.module.named_parameters()}
+    zero = policy.export_weights({n: torch.zeros_like(p) for n, p in lora_before.items()}, 0)
+    synced.load_weights(zero)
+    probe_before = synced.generate(prompts_P, params(), [5, 6, 7])
+    weights = export(policy)
+    for _ in range(500):
+        synced.load_weights(weights)
+    assert export(policy).fingerprint == weights.fingerprint
+    assert all(torch.equal(p, base[n]) for n, p in policy.module.named_parameters())
+    synced.load_weights(zero)
+    assert synced.generate(prompts_P, params(), [5, 6, 7]) == probe_before, "bit for bit"
+
+
+def test_members_and_batch_order(synced, prompts_P):
+    seeds = [7, 70, 700]
+    forward = synced.generate(prompts_P, params(), seeds)
+    assert synced.generate(prompts_P[::-1], params(), seeds[::-1])[::-1] == forward
+    one_by_one = [
+        synced.generate([p], params(), [s])[0] for p, s in zip(prompts_P, seeds, strict=True)
+    ]
+    ids = [[c.token_ids for c in group] for group in forward]
+    assert [[c.token_ids for c in group] for group in one_by_one] == ids
+    for g in range(4):
+        [[alone]] = synced.generate(prompts_P[:1], params(num_completions=1), [7 + g])
+        assert alone.token_ids == ids[0][g]
+
+
+def test_the_trainers_generator_is_not_drawn_from(synced, prompts_P):
+    before = torch.get_rng_state()
+    synced.generate(prompts_P, params(), [1, 2, 3])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_completion_ends_with_its_stop_token_or_at_the_limit(synced, policy, prompts_P):
+    [group] = synced.generate(prompts_P[:1], params(1.5, num_completions=64), [0])
+    finishes = set()
+    for completion in group:
+        finishes.add(completion.finish)
+        ids = completion.token_ids
+        stops = [i for i, token in enumerate(ids) if token in policy.stop_token_ids]
+        if completion.finish == "stop":
+            assert stops == [len(ids) - 1]
+        else:
+            assert stops == [] and len(ids) == NUM_TOKENS
+        assert len(completion.logprobs) == len(ids)
+    assert finishes == {"stop", "length"}
+
+
+def test_banned_tokens_are_never_drawn(synced, policy, prompts_P):
+    hot = params(2.0, num_completions=64)
+    groups = synced.generate(prompts_P, hot, [1000, 2000, 3000])
+    drawn = {token for group in groups for c in group for token in c.token_ids}
+    assert len(drawn) > 250, "hot enough to reach most of the vocabulary"
+    assert not drawn & set(policy.banned_token_ids)
+
+
+def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
+    slow = transformers_engine.TransformersEngine(policy)
+    greedy = params(0.0, num_completions=2)
+    fast_PG = synced.generate(prompts_P, greedy, [0, 0, 0])
+    for fast_G, slow_G in zip(fast_PG, slow.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
+        assert [c.token_ids for c in fast_G] == [c.token_ids for c in slow_G]
+        difference = torch.tensor(fast_G[0].logprobs) - torch.tensor(slow_G[0].logprobs)
+        assert difference.abs().max() <= NATS
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
+def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_p, top_k):
+    """First tokens of 64 completions: the same support, the same renormalised log-probs."""
+    slow = transformers_engine.TransformersEngine(policy)
+    cut = params(0.7, top_p, top_k, max_tokens=1, num_completions=64)
+    for prompt, group in zip(prompts_P, synced.generate(prompts_P, cut, [1, 2, 3]), strict=True):
+        expected_V = slow._distribution(policy.decoder([prompt], 1).step(None), cut)[0]
+        for completion in group:
+            assert abs(expected_V[completion.token_ids[0]] - completion.logprobs[0]) < 1e-4
+
+
+def test_text_only_prompts_are_sampled_too(synced, policy):
+    from rl.api.types import Sample
+    from rl.policies.qwen2_5_vl.prompts import QwenPrompts
+    from rl.policies.shared import prompting
+
+    prompts = QwenPrompts(
+        policy.prompts.tokenizer,
+        policy.prompts.image_processor,
+        prompting.chat_template("Be brief."),
+        needs_picture=False,
+        max_prompt_tokens=128,
+    )
+    prompt = prompts.prompt(Sample("t", "add a circle"), "add a circle")
+    completions_PG = synced.generate([prompt], params(), [3])
+    assert max_dlogp(policy, [prompt], completions_PG) <= NATS
+
+
+def test_only_a_gpu_without_room_or_told_to_makes_the_engine_sleep():
+    rests = {
+        (residency, has_room): vllm_engine.sleeps_between(residency, has_room, "cuda:0")
+        for residency in ("auto", "resident", "sleep")
+        for has_room in (True, False)
+    }
+    assert [case for case, sleeps in rests.items() if sleeps] == [
+        ("auto", False), ("sleep", True), ("sleep", False)
+    ]  # fmt: skip
+    assert not vllm_engine.sleeps_between("sleep", False, "cpu")
+
+
+@pytest.mark.parametrize(("sleeps", "calls"), [(False, []), (True, [("sleep", 1), ("wake", None)])])
+def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypatch, sleeps, calls):
+    """vLLM's own sleep needs a GPU."""
+    found = []
+    monkeypatch.setattr(synced, "_sleeps", sleeps)
+    monkeypatch.setattr(synced._llm, "sleep", lambda level: found.append(("sleep", level)))
+    monkeypatch.setattr(synced._llm, "wake_up", lambda: found.append(("wake", None)))
+    synced.sleep()
+    synced.wake()
+    assert found == calls
+
+
+def test_more_prompts_than_one_step_holds(synced, policy, prompts_P):
+    """130 prompts of 85 tokens: more than the scheduler takes in one step."""
+    prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(130)]
+    few = params(max_tokens=2, num_completions=1)
+    assert sum(len(prompt.token_ids) for prompt in prompts) > 8192
+    completions = synced.generate(prompts, few, list(range(130)))
+    [[alone]] = synced.generate(prompts[77:78], few, [77])
+    assert completions[77][0].token_ids == alone.token_ids
+
+
+def test_no_prompts_no_completions(synced):
+    assert synced.generate([], params(), []) == []
+
+
+def test_a_saved_adapter_is_a_vllm_adapter(synced, policy, prompts_P, tmp_path, monkeypatch):
+    """The same completions from the folder, through vLLM's own loader, as from the tensors."""
+    from vllm.lora.request import LoRARequest
+
+    expected = synced.generate(prompts_P[:1], params(num_completions=1), [11])
+    policy.save_pretrained(str(tmp_path), trainable(policy))
+    synced._llm.collective_rpc(
+        lambda worker: worker.model_runner.lora_manager.remove_all_adapters()
+    )
+    synced._drop_caches()
+    monkeypatch.setattr(synced, "_lora_request", lambda: LoRARequest("saved", 2, str(tmp_path)))
+    assert synced.generate(prompts_P[:1], params(num_completions=1), [11]) == expected
+    synced._llm.llm_engine.remove_lora(2)
+
+
+def test_full_weights_are_refused_by_an_adapter_engine(synced, policy):
+    from dataclasses import replace
+
+    with pytest.raises(ValueError, match="full"):
+        synced.load_weights(replace(export(policy), kind="full"))
+
+
+def test_the_engine_runs_in_this_process(synced):
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert synced._llm.collective_rpc(lambda _worker: os.getpid()) == [os.getpid()]
+
+
+def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, engine):
+    """Its next call would never return. (The flag is put back: nothing really broke.)"""
+
+    def explode(*_args, **_kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine, "_run", explode)
+    monkeypatch.setattr(engine, "_failed", False)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(prompts_P, params(), [1, 2, 3])
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "_failed", True)
+    with pytest.raises(RuntimeError, match="failed before"):
+        engine.generate(prompts_P, params(), [1, 2, 3])

@@ -1,0 +1,305 @@
+"""The two shells around the image grammar, driven by hand, step by step.
+
+V1: the batch updates that vLLM's runner sends, in the order it documents. V2: its runner needs
+Triton, so its own interface records, filled by hand (slots, device-side token history), drive the
+shell.
+"""
+
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rl.engines.vllm import plug as vllm_engine
+from rl.engines.vllm import start
+from rl.engines.vllm.start import GRID, VOCABULARY
+from rl.ranks.wheels import mend_mismatched_wheels
+
+mend_mismatched_wheels()
+for name, value in vllm_engine.ENVIRONMENT.items():
+    os.environ.setdefault(name, value)  # as the engine does, before the first import of vLLM
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
+from vllm.v1.worker.gpu.sample.logits_processor import (  # noqa: E402
+    LogitsContext,
+    LogitsProcRequestState,
+)
+
+from rl.engines.vllm.grammar import V1Grammar, V2Grammar  # noqa: E402
+
+EOL, EOF, EOI, EOS, IMAGE, START, END = 3, 4, 5, 6, 7, 10, 14
+NUM_IDS = 15
+FIELDS = {
+    "image": IMAGE,
+    "end_of_row": EOL,
+    "end_of_frame": EOF,
+    "end_of_image": EOI,
+    "end_of_sequence": EOS,
+    "visual_start": START,
+    "visual_end": END,
+}
+CONFIG = SimpleNamespace(additional_config={VOCABULARY: FIELDS})
+CPU = torch.device("cpu")
+WORDS, CODES, ALL = set(range(START)), set(range(START, END)), set(range(NUM_IDS))
+
+
+def allowed_next(grid: tuple[int, int] | None, ids: list[int]) -> set[int]:
+    """The grammar once more, as a list."""
+    if grid is None:
+        return ALL
+    if IMAGE not in ids:
+        return WORDS
+    height, width = grid
+    after = ([CODES] * width + [{EOL}]) * height + [{EOF}, {EOI}]
+    k = len(ids) - ids.index(IMAGE) - 1
+    return after[k] if k < len(after) else {EOS}
+
+
+def open_ids(logits: torch.Tensor) -> list[set[int]]:
+    return [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in logits]
+
+
+def asked(grid: tuple[int, int] | None) -> SamplingParams:
+    return SamplingParams(extra_args=None if grid is None else {GRID: grid})
+
+
+class Batch:
+    """vLLM's persistent batch as its V1 runner keeps it: rows, and what changed since last step."""
+
+    def __init__(self) -> None:
+        self.shell = V1Grammar(CONFIG, CPU, False)
+        self.rows: list[tuple[tuple[int, int] | None, list[int]]] = []
+
+    def step(self, removed=(), added=(), moved=()) -> None:
+        """Tell the shell what changed, and check a step's mask against the list."""
+        update = BatchUpdate(len(self.rows), removed, added, moved)
+        self.shell.update_state(update if removed or added or moved else None)
+        if self.rows:
+            logits = self.shell.apply(torch.zeros(len(self.rows), NUM_IDS))
+            assert open_ids(logits) == [allowed_next(*row) for row in self.rows]
+
+    def write(self, *tokens: int) -> None:
+        """One sampled token a row, appended to the very list the shell was given."""
+        for (_, ids), token in zip(self.rows, tokens, strict=True):
+            ids.append(token)
+
+    def add(self, grid, ids=()) -> tuple:
+        self.rows.append((grid, list(ids)))
+        return (len(self.rows) - 1, asked(grid), [1, 2], self.rows[-1][1])
+
+
+def test_v1_two_rows_of_different_grids_and_a_free_one():
+    batch = Batch()
+    batch.step(added=[batch.add((1, 2)), batch.add(None), batch.add((2, 1))])
+    for tokens in [
+        (IMAGE, IMAGE, 1),
+        (10, 12, 2),
+        (11, EOS, IMAGE),
+        (EOL, 0, 13),
+        (EOF, 1, EOL),
+        (EOI, 2, 10),
+        (EOS, 3, EOL),
+        (EOS, IMAGE, EOF),
+    ]:
+        batch.write(*tokens)
+        batch.step()
+
+
+def test_v1_rows_leave_move_swap_and_come_back():
+    batch = Batch()
+    batch.step(added=[batch.add((1, 2)), batch.add((3, 1)), batch.add(None), batch.add((2, 2))])
+    batch.write(IMAGE, 1, 2, IMAGE)
+    batch.step()
+    batch.write(10, IMAGE, IMAGE, 11)
+    # Row 1 is preempted, the last row takes its place, then two rows swap.
+    preempted = batch.rows[1]
+    batch.rows = [batch.rows[2], batch.rows[3], batch.rows[0]]
+    batch.step(
+        removed=[1],
+        moved=[(3, 1, MoveDirectionality.UNIDIRECTIONAL), (0, 2, MoveDirectionality.SWAP)],
+    )
+    batch.write(1, 12, 11)
+    batch.step()
+    # It comes back with what it had written, in a list of its own.
+    batch.step(added=[batch.add(*preempted)])
+    batch.write(3, EOL, EOL, 13)
+    batch.step()
+
+
+def test_v1_a_free_request_takes_the_row_of_a_held_one():
+    batch = Batch()
+    batch.step(added=[batch.add((1, 1))])
+    batch.rows = []
+    batch.step(added=[batch.add(None)])
+    batch.write(IMAGE)
+    batch.step()
+    batch.rows = []
+    batch.step(removed=[0])
+
+
+def test_v1_a_row_whose_prompt_is_not_finished_does_not_advance():
+    """Its sampled token is thrown away, and nothing is appended."""
+    batch = Batch()
+    batch.step(added=[batch.add((1, 2)), batch.add((1, 1), [2, IMAGE])])
+    batch.rows[0][1].append(IMAGE)
+    batch.step()
+    batch.step()
+    batch.write(10, 11)
+    batch.step()
+
+
+def test_v1_a_placeholder_of_asynchronous_scheduling_is_read_when_it_is_filled():
+    batch = Batch()
+    batch.step(added=[batch.add((1, 1))])
+    batch.rows[0][1].append(-1)
+    batch.shell.update_state(None)
+    batch.rows[0][1][-1] = IMAGE
+    batch.step()
+
+
+class Slots:
+    """What Model Runner V2 shares with a shell: token history and lengths by request slot."""
+
+    def __init__(self, num_slots: int = 6, max_len: int = 256) -> None:
+        self.prompt_len, self.prefill_len = (
+            torch.zeros(num_slots, dtype=torch.int32) for _ in range(2)
+        )
+        self.ids = torch.full((num_slots, max_len), IMAGE, dtype=torch.int32)
+        self.free = list(range(num_slots))
+        states = LogitsProcRequestState(
+            device=CPU,
+            max_num_reqs=num_slots,
+            vocab_size=NUM_IDS,
+            all_token_ids=SimpleNamespace(gpu=self.ids),
+            prompt_len=SimpleNamespace(gpu=self.prompt_len),
+            prefill_len=SimpleNamespace(gpu=self.prefill_len),
+            total_len=None,
+        )
+        self.shell = V2Grammar(CONFIG, states)
+        self.requests: dict[int, tuple[tuple[int, int] | None, list[int], list[int]]] = {}
+
+    def add(self, grid, prompt, written=()) -> int:
+        """Into a slot with another request's leftovers."""
+        slot = self.free.pop()
+        tokens = [*prompt, *written]
+        self.ids[slot, : len(tokens)] = torch.tensor(tokens)
+        self.prompt_len[slot], self.prefill_len[slot] = len(prompt), len(tokens)
+        assert self.shell.add_request(slot, asked(grid)) == (grid is not None)
+        self.requests[slot] = (grid, list(prompt), list(written))
+        return slot
+
+    def drop(self, slot: int) -> tuple:
+        self.free.append(slot)
+        return self.requests.pop(slot)
+
+    def step(self, order: list[int]) -> None:
+        """One forward over the slots in `order`, its mask checked, and a token drawn for each."""
+        self.shell.apply_staged_writes()
+        sequences = [[*prompt, *written] for _, prompt, written in map(self.requests.get, order)]
+        slots = np.array(order, dtype=np.int64)
+        indices = torch.tensor(order, dtype=torch.int32)
+        context = LogitsContext(
+            expanded_idx_mapping=indices,
+            idx_mapping=indices,
+            idx_mapping_np=slots,
+            expanded_local_pos=torch.zeros_like(indices),
+            seq_lens_upper_bound_np=np.array([len(ids) for ids in sequences]),
+            input_ids=torch.tensor([ids[-1] for ids in sequences], dtype=torch.int32),
+            pos=torch.tensor([len(ids) - 1 for ids in sequences]),
+        )
+        logits = self.shell.apply(torch.zeros(len(order), NUM_IDS), context)
+        for slot, seen in zip(order, open_ids(logits), strict=True):
+            grid, _, written = self.requests[slot]
+            assert seen == allowed_next(grid, written)
+            likely = IMAGE in seen and random.random() < 0.3
+            written.append(IMAGE if likely else random.choice(sorted(seen)))
+
+
+def test_v2_slots_are_reused_reordered_and_resumed_after_preemption():
+    """Prompts hold image tokens of their own (the source picture), which open nothing."""
+    random.seed(0)
+    slots = Slots()
+    prompt = [1, IMAGE, 10, EOL, 2]
+    for round_ in range(40):
+        while len(slots.requests) < 4:
+            grid = random.choice([(1, 1), (2, 2), (1, 3), None])
+            slots.add(grid, prompt[: 2 + round_ % 4])
+        order = list(slots.requests)
+        random.shuffle(order)
+        for _ in range(random.randint(1, 4)):
+            slots.step(order)
+        slot = random.choice(order)
+        request = slots.drop(slot)
+        if random.random() < 0.6:
+            slots.add(*request)
+
+
+def test_v2_a_step_without_held_requests_touches_nothing():
+    slots = Slots()
+    slots.add(None, [1, 2])
+    slots.step(list(slots.requests))
+    assert not slots.shell._held.any()
+
+
+@pytest.mark.parametrize(("uses_v2", "shell"), [(True, V2Grammar), (False, V1Grammar)])
+def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, shell, monkeypatch, tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rl.api.types import ImageVocabulary
+
+    planned = SimpleNamespace(use_v2_model_runner=uses_v2)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda *_: planned)
+    vocabulary = ImageVocabulary(**FIELDS)
+    arguments = start.grammar_arguments(str(tmp_path), {"seed": 0}, vocabulary)
+    assert arguments == {
+        "logits_processors": [shell],
+        "additional_config": {VOCABULARY: FIELDS},
+    }
+
+
+def test_vllms_own_loaders_take_each_shell_and_refuse_the_other():
+    from vllm.v1.sample import logits_processor as v1
+    from vllm.v1.worker.gpu.sample.logits_processor import loader as v2
+
+    assert v1._load_logitsprocs_by_fqcns([V1Grammar]) == [V1Grammar]
+    assert v2._load_v2_logitsprocs_by_fqcns([V2Grammar]) == [V2Grammar]
+    with pytest.raises(ValueError, match="not a subclass"):
+        v1._load_logitsprocs_by_fqcns([V2Grammar])
+    with pytest.raises(ValueError, match="not a subclass"):
+        v2._load_v2_logitsprocs_by_fqcns([V1Grammar])
+
+
+def test_a_vllm_of_another_interface_is_named(monkeypatch):
+    import sys
+
+    from rl import engines
+
+    monkeypatch.delattr(engines, "_vllm_grammar")
+    monkeypatch.setitem(sys.modules, "rl.engines.vllm.grammar", None)
+    with pytest.raises(RuntimeError, match=r"requirements\.txt"):
+        start.grammar_arguments("folder", {}, None)
+
+
+def test_a_model_that_vllm_does_not_know_is_named(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(architectures=["NobodyForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="NobodyForCausalLM"):
+        start.register_in_process(str(tmp_path))
+
+
+def test_emu3_is_registered_as_llama_and_llama_stays_what_it_was(tmp_path):
+    from transformers import Emu3TextConfig
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    Emu3TextConfig(architectures=["Emu3ForCausalLM"]).save_pretrained(tmp_path)
+    before = ModelRegistry.models["LlamaForCausalLM"]
+    start.register_in_process(str(tmp_path))
+    start.register_in_process(str(tmp_path))
+    assert ModelRegistry.models["Emu3ForCausalLM"].model_cls is LlamaForCausalLM
+    assert ModelRegistry.models["LlamaForCausalLM"] is before

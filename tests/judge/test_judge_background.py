@@ -1,0 +1,54 @@
+"""The loop in a thread: results, errors, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from rl.judge.background import BackgroundLoop
+
+
+def test_work_overlaps_with_the_callers_own() -> None:
+    async def work(reply: int) -> tuple[int, str]:
+        await asyncio.sleep(0.01)
+        return reply, threading.current_thread().name
+
+    with BackgroundLoop("judge") as loop:
+        futures = [loop.submit(work(n)) for n in range(3)]
+        assert [future.result(5) for future in futures] == [(n, "judge") for n in range(3)]
+
+
+def test_errors_arrive_with_their_type() -> None:
+    async def fail() -> None:
+        raise LookupError("here")
+
+    with BackgroundLoop() as loop, pytest.raises(LookupError, match="here"):
+        loop.submit(fail()).result(5)
+
+
+def test_close_cancels_what_still_runs_and_lets_it_clean_up() -> None:
+    seen: list[str] = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append("cleaned up")
+
+    async def has_started() -> None:
+        await asyncio.sleep(0.01)
+
+    loop = BackgroundLoop("short-lived")
+    future = loop.submit(endless())
+    loop.submit(has_started()).result(5)
+    loop.close()
+    loop.close()
+    assert seen == ["cleaned up"]
+    with pytest.raises(CancelledError):
+        future.result(5)
+    assert "short-lived" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.submit(has_started())

@@ -1,0 +1,364 @@
+"""The judge client beyond faults: what it sends, what it keeps, what it never shows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import logging
+import pickle
+import re
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tiny_faulty_judge import GOOD, Fault, FaultyJudge, pair_question, quick_config, read_pair
+
+from rl.judge.background import BackgroundLoop
+from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeUnreachableError
+from rl.judge.question import Question
+
+KEY = "sk-very-secret-0123456789"
+
+
+async def _ask_all(
+    client: JudgeClient, questions: list[Question], repeats: tuple[int, ...] = (0,)
+) -> list[Answer[Any]]:
+    asking = [client.ask(question, read_pair, r) for question in questions for r in repeats]
+    try:
+        return await asyncio.gather(*asking)
+    finally:
+        await client.aclose()
+
+
+def _run(coro: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coro)
+
+
+def _picture(part: dict[str, Any]) -> Image.Image:
+    url = part["image_url"]["url"]
+    assert url.startswith("data:image/png;base64,")
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
+def test_parts_keep_their_order_and_pictures_shrink_without_loss() -> None:
+    wide = Image.effect_noise((120, 60), 80).convert("RGB")
+    small = Image.effect_noise((20, 31), 80).convert("RGB")
+    with FaultyJudge() as judge:
+        client = JudgeClient(quick_config(image_side_px=40), judge.api_base)
+        _run(_ask_all(client, [pair_question(wide, "first", small, "last")]))
+    content = judge.requests[0]["messages"][0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "text", "image_url", "text"]
+    assert [part["text"] for part in content if "text" in part] == ["first", "last"]
+    assert _picture(content[0]).size == (40, 20)
+    assert _picture(content[2]).tobytes() == small.tobytes(), "small enough: sent pixel by pixel"
+
+
+def test_an_unreadable_reply_is_asked_for_in_another_way() -> None:
+    with FaultyJudge([Fault(reply="hm"), Fault(reply="hm")]) as judge:
+        client = JudgeClient(quick_config(guided_json="on_retry"), judge.api_base)
+        (answer,) = _run(_ask_all(client, [pair_question()], repeats=(2,)))
+    assert answer.value == (8.0, 6.5) and answer.replies == ("hm", "hm", GOOD)
+    assert [r["seed"] for r in judge.requests] == [2000, 2001, 2002]
+    assert [r["temperature"] for r in judge.requests] == [0.0, 0.3, 0.6]
+    assert ["response_format" in r for r in judge.requests] == [False, True, True]
+    schema = judge.requests[1]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["score"]["minItems"] == 2
+    assert list(schema["properties"]) == ["reasoning", "score"], "it thinks before it counts"
+
+
+@pytest.mark.parametrize(("guided", "sent"), [("never", [False, False]), ("always", [True, True])])
+def test_guided_json_is_sent_when_the_config_says_so(guided: str, sent: list[bool]) -> None:
+    with FaultyJudge([Fault(reply="hm")]) as judge:
+        client = JudgeClient(quick_config(guided_json=guided), judge.api_base)
+        _run(_ask_all(client, [pair_question()]))
+    assert ["response_format" in r for r in judge.requests] == sent
+
+
+def test_a_questions_own_temperature_wins() -> None:
+    question = Question(("how good?",), {}, temperature=0.7)
+    with FaultyJudge() as judge:
+        client = JudgeClient(quick_config(temperature=0.2), judge.api_base)
+        _run(_ask_all(client, [question, pair_question()]))
+    assert sorted(r["temperature"] for r in judge.requests) == [0.2, 0.7]
+
+
+def test_never_more_in_flight_than_allowed() -> None:
+    with FaultyJudge(after=Fault(stall_s=0.03)) as judge:
+        client = JudgeClient(quick_config(max_concurrency=3), judge.api_base)
+        answers = _run(_ask_all(client, [pair_question(str(n)) for n in range(12)]))
+    assert all(answer.value for answer in answers)
+    assert judge.max_open == client.take_stats().max_in_flight == 3
+
+
+def test_stats_start_anew_when_taken() -> None:
+    with FaultyJudge([Fault(429)]) as judge:
+        client = JudgeClient(quick_config(), judge.api_base)
+        _run(_ask_all(client, [pair_question()]))
+    taken, rest = client.take_stats(), client.take_stats()
+    assert (taken.requests, len(taken.latencies_s), taken.retries) == (2, 2, {"http_429": 1})
+    assert (rest.requests, rest.latencies_s, rest.retries, rest.max_in_flight) == (0, [], {}, 0)
+
+
+def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None:
+    """The judge samples (every reply differs), the process dies; the resumed one gets the same."""
+    path = tmp_path / "judge" / "replies.jsonl"
+    questions = [pair_question(str(n)) for n in range(4)]
+    varied = [Fault(reply=f'{{"score": [{n}, 5]}}') for n in range(8)]
+    varied[2] = Fault(reply="unreadable")
+    with FaultyJudge(varied) as judge:
+        dead = JudgeClient(quick_config(), judge.api_base, path)
+        first = asyncio.run(_without_closing(dead, questions))
+        with path.open("a") as file:
+            file.write('no entry\n{"key": 1, "reply": "x"}\n{"key": "torn in the mid')
+        asked_before = len(judge.requests)
+        resumed = JudgeClient(quick_config(), judge.api_base, path)
+        second = _run(_ask_all(resumed, [*questions, pair_question("new")]))
+        asked_after = len(judge.requests) - asked_before
+        again = JudgeClient(quick_config(), judge.api_base, path)
+        third = _run(_ask_all(again, [*questions, pair_question("new")]))
+        assert len(judge.requests) == asked_before + asked_after, "what was written after the tear"
+    assert asked_before == 5 and asked_after == 1, "4 + 1 unreadable; then only the new one"
+    for answers in (second, third):
+        assert [a.value for a in answers[:4]] == [a.value for a in first]
+        assert [a.replies for a in answers[:4]] == [a.replies for a in first]
+        assert [a.attempts for a in answers[:4]] == [0] * 4
+    assert resumed.take_stats().reused == 5
+    assert [a.value for a in first] != [first[0].value] * 4, "the judge did sample"
+
+
+def test_what_is_no_entry_of_the_journal_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    for line in ("[" * 100_000, "9" * 5000, '"text"', '{"key": 1, "reply": 2}', "[]", "\xff", "{}"):
+        path.write_bytes(line.encode("latin-1") + b"\n")
+        with FaultyJudge() as judge:
+            client = JudgeClient(quick_config(), judge.api_base, path)
+            (answer,) = _run(_ask_all(client, [pair_question()]))
+        assert answer.value == (8.0, 6.5) and len(judge.requests) == 1
+
+
+def test_a_readable_reply_is_kept_as_it_came_and_an_endless_one_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    odd = GOOD.replace("fine", "\u2028\x1b[2J\ufeff\U0001f600")
+    with FaultyJudge([Fault(reply=" " * 1_000_000), Fault(reply=odd)]) as judge:
+        for num_sent in (2, 0):
+            client = JudgeClient(quick_config(), judge.api_base, path)
+            (answer,) = _run(_ask_all(client, [pair_question()]))
+            assert answer.attempts == num_sent and answer.value == (8.0, 6.5)
+            assert [len(reply) for reply in answer.replies] == [100_001, len(odd)]
+            assert answer.replies[1] == odd
+
+
+async def _without_closing(client: JudgeClient, questions: list[Question]) -> list[Answer[Any]]:
+    return [await client.ask(question, read_pair) for question in questions]
+
+
+@pytest.mark.parametrize("change", ["picture", "text", "repeat", "model", "temperature"])
+def test_the_journal_never_answers_another_question(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    grey, white = (Image.new("RGB", (8, 8), (level,) * 3) for level in (128, 255))
+    question, repeats, config = pair_question(grey, "a"), (0,), quick_config()
+    with FaultyJudge() as judge:
+        _run(_ask_all(JudgeClient(config, judge.api_base, path), [question]))
+        if change == "picture":
+            question = pair_question(white, "a")
+        elif change == "text":
+            question = pair_question(grey, "b")
+        elif change == "repeat":
+            repeats = (1,)
+        elif change == "model":
+            config = quick_config(model="another")
+        else:
+            config = quick_config(temperature=0.5)
+        _run(_ask_all(JudgeClient(config, judge.api_base, path), [question], repeats))
+        assert len(judge.requests) == 2
+
+
+def test_equal_questions_at_once_are_one_request_as_they_would_be_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    replies = [Fault(reply=f'{{"score": [{n}, {n}]}}', stall_s=0.05) for n in range(4)]
+    with FaultyJudge(replies) as judge:
+        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "replies.jsonl")
+        answers = _run(_ask_all(client, [pair_question("same")] * 4))
+    assert [answer.value for answer in answers] == [(0.0, 0.0)] * 4
+    assert len(judge.requests) == 1
+
+
+def test_another_journal_can_be_opened_per_iteration(tmp_path: Path) -> None:
+    async def run(judge: FaultyJudge) -> None:
+        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "0.jsonl")
+        await client.ask(pair_question(), read_pair)
+        client.open_journal(tmp_path / "1.jsonl")
+        await client.ask(pair_question(), read_pair)
+        await client.aclose()
+
+    with FaultyJudge() as judge:
+        asyncio.run(run(judge))
+    assert len(judge.requests) == 2
+    for name in ("0.jsonl", "1.jsonl"):
+        (entry,) = map(json.loads, (tmp_path / name).read_text().splitlines())
+        assert entry["reply"] == GOOD
+
+
+def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None:
+    """One iteration's verdicts may come in while the next one's pictures are asked about, and its
+    last gradings may not even have begun when the next one's journal is opened."""
+    with FaultyJudge([Fault(stall_s=0.4), Fault(), Fault()]) as judge, BackgroundLoop() as loop:
+        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "0.jsonl")
+
+        async def grade(words: str, after_s: float = 0.0) -> None:
+            await asyncio.sleep(after_s)
+            [answer] = await asyncio.gather(client.ask(pair_question(words), read_pair))
+            assert answer.value is not None
+
+        grading = [loop.submit(grade("early")), loop.submit(grade("thoughtful", after_s=0.2))]
+        time.sleep(0.1)
+        client.open_journal(tmp_path / "1.jsonl")
+        grading.append(loop.submit(grade("late")))
+        for future in grading:
+            future.result(10)
+        loop.submit(client.aclose()).result(10)
+    assert [len((tmp_path / f"{i}.jsonl").read_text().splitlines()) for i in (0, 1)] == [2, 1]
+
+
+def test_the_key_is_sent_and_shown_nowhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", KEY)
+    caplog.set_level(logging.DEBUG)
+    echo = Fault(401, body=f"Incorrect API key provided: {KEY}.")
+    journal = tmp_path / "replies.jsonl"
+    with FaultyJudge([Fault(429), Fault(), echo]) as judge:
+        config = quick_config(api_key_env="MY_JUDGE")
+        client = JudgeClient(config, judge.api_base, journal)
+        _run(_ask_all(client, [pair_question()]))
+        client = JudgeClient(config, judge.api_base, journal)
+        with pytest.raises(JudgeRefused) as refused:
+            _run(_ask_all(client, [pair_question("more")]))
+    assert judge.headers[0]["Authorization"] == f"Bearer {KEY}"
+    message = str(refused.value)
+    assert "Incorrect API key provided: <MY_JUDGE>" in message and "names MY_JUDGE" in message
+    for shown in (message, repr(client), caplog.text, journal.read_text()):
+        assert KEY not in shown
+    with pytest.raises(TypeError, match="one per process"):
+        pickle.dumps(client)
+
+
+def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ValueError, match="export NO_SUCH_KEY="):
+        JudgeClient(quick_config(api_key_env="NO_SUCH_KEY"), "http://127.0.0.1:1/v1")
+
+
+def test_a_proxy_in_the_environment_does_not_hide_the_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with FaultyJudge() as judge:
+        (answer,) = _run(_ask_all(JudgeClient(quick_config(), judge.api_base), [pair_question()]))
+    assert answer.value == (8.0, 6.5)
+
+
+def test_two_event_loops_are_refused() -> None:
+    """An httpx pool used from a second loop fails later and elsewhere."""
+    with FaultyJudge() as judge:
+        client = JudgeClient(quick_config(), judge.api_base)
+        asyncio.run(_without_closing(client, [pair_question()]))
+        with pytest.raises(RuntimeError, match="one event loop"):
+            asyncio.run(_without_closing(client, [pair_question()]))
+
+
+def _health_error(api_base: str, wait_s: float = 0.2, **config: Any) -> str:
+    async def run() -> None:
+        client = JudgeClient(quick_config(**config), api_base)
+        try:
+            await client.check_health(wait_s)
+        finally:
+            await client.aclose()
+
+    with pytest.raises((JudgeRefused, JudgeUnreachableError)) as error:
+        asyncio.run(run())
+    return str(error.value)
+
+
+def test_health_is_quiet_when_all_is_well() -> None:
+    async def run(judge: FaultyJudge) -> None:
+        client = JudgeClient(quick_config(), judge.api_base)
+        await client.check_health()
+        await client.aclose()
+
+    with FaultyJudge() as judge:
+        asyncio.run(run(judge))
+
+
+def test_health_says_that_nobody_is_there_and_within_the_bound() -> None:
+    with FaultyJudge() as judge:
+        api_base = judge.api_base
+    started = time.monotonic()
+    message = _health_error(api_base, wait_s=0.5)
+    assert 0.4 < time.monotonic() - started < 4
+    assert f"no judge at {api_base}" in message and "judge.api_base" in message
+
+
+def test_health_says_that_the_path_is_wrong() -> None:
+    with FaultyJudge() as judge:
+        message = _health_error(judge.api_base.replace("/v1", "/v2"))
+    assert "/v2/models -> HTTP 404" in message and "the path in judge.api_base" in message
+
+
+def test_health_lists_what_is_served() -> None:
+    with FaultyJudge() as judge:
+        message = _health_error(judge.api_base, model="other")
+    assert "does not serve judge.model='other'; it serves: tiny-judge" in message
+
+
+class _OddModels(FaultyJudge):
+    """Its `/v1/models` says what the test says."""
+
+    def __init__(self, *pages: tuple[int, str]) -> None:
+        self.pages = list(pages)
+        super().__init__()
+
+    class handler(FaultyJudge.handler):  # noqa: N801 (an attribute that happens to be a class)
+        def do_GET(self) -> None:
+            judge = self.server.judge
+            assert isinstance(judge, _OddModels)
+            status, body = judge.pages.pop(0) if len(judge.pages) > 1 else judge.pages[0]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (401, "who are you", "HTTP 401 who are you\nRemedy: judge.api_key_env must name"),
+        (200, "<html>hello</html>", "not as an OpenAI-compatible endpoint: <html>hello"),
+        (200, '{"data": []}', "it serves: nothing"),
+        (503, "loading", "no judge at .* after 0 s .http_503: loading."),
+    ],
+)
+def test_health_says_what_is_wrong(status: int, body: str, reason: str) -> None:
+    with _OddModels((status, body)) as judge:
+        message = _health_error(judge.api_base)
+    assert re.search(reason, message)
+
+
+def test_health_waits_for_a_server_that_is_still_starting() -> None:
+    async def run(judge: FaultyJudge) -> None:
+        client = JudgeClient(quick_config(), judge.api_base)
+        await client.check_health(wait_s=10)
+        await client.aclose()
+
+    with _OddModels((503, ""), (429, ""), (200, '{"data": [{"id": "tiny-judge"}]}')) as judge:
+        asyncio.run(run(judge))
+        assert len(judge.pages) == 1

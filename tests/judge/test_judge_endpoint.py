@@ -1,0 +1,125 @@
+"""Every form that judge.api_base may take, and what is said about the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl.judge.endpoint import auth_header, is_loopback, resolve_api_base
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ("http://judge:4877", "http://judge:4877/v1"),
+        ("http://judge:4877/", "http://judge:4877/v1"),
+        ("http://judge:4877/v1", "http://judge:4877/v1"),
+        (" http://judge:4877/v1/ ", "http://judge:4877/v1"),
+        ("http://judge:4877/v1/chat/completions", "http://judge:4877/v1"),
+        ("judge:4877", "http://judge:4877/v1"),
+        ("10.0.0.7:4877/v1", "http://10.0.0.7:4877/v1"),
+        ("https://host.example/api/v1", "https://host.example/api/v1"),
+        ("https://host.example/v1beta/openai/", "https://host.example/v1beta/openai"),
+        ("http://[::1]:4877", "http://[::1]:4877/v1"),
+        ("http://my_judge:4877", "http://my_judge:4877/v1"),
+        ("http://b\u00fccher.example", "http://b\u00fccher.example/v1"),
+    ],
+)
+def test_urls(given: str, resolved: str) -> None:
+    assert resolve_api_base(given) == resolved
+
+
+@pytest.mark.parametrize(
+    ("held", "resolved"),
+    [
+        ("gpu-node-7\n", "http://gpu-node-7:4877/v1"),
+        ("gpu-node-7:9000", "http://gpu-node-7:9000/v1"),
+        ("http://gpu-node-7:9000/v1\nsecond line\n", "http://gpu-node-7:9000/v1"),
+    ],
+)
+def test_files(held: str, resolved: str, tmp_path: Path) -> None:
+    path = tmp_path / "judge_host"
+    path.write_text(held)
+    assert resolve_api_base(str(path)) == resolved
+
+
+@pytest.mark.parametrize("given", ["", "none", "None", "  "])
+def test_no_judge_names_the_remedy(given: str) -> None:
+    with pytest.raises(ValueError, match=r"judge\.api_base is empty.*'embedded'"):
+        resolve_api_base(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("/no/such/file", "nor a file that exists"),
+        ("judge", "nor a file that exists"),
+        ("ftp://judge/v1", "not an http"),
+        ("http://", "not an http"),
+        ("http://xn--a.example", "Codepoint"),
+        ("http://\u0663.3.3.3/", "Invalid IDNA hostname"),
+        ("http://\ud800/", "Invalid IDNA hostname"),
+        ("http://\u2100.com", "NFKC"),
+        ("http://a..b/v1", "'a..b' is no host name"),
+        ("http://" + "a" * 64, "is no host name"),
+        ("http://ho st/", "is no host name"),
+        ("http://h:99999", "port 99999 is not in 1..65535"),
+        ("h:0", "port 0 is not in 1..65535"),
+        ("http://h:x", "Invalid port"),
+        ("http://[::1", "Invalid IPv6"),
+        ("http://h/\x00", "non-printable"),
+        ("http://h/\ud800", "surrogates"),
+        ("a" * 5000, "nor a file that exists"),
+        ("a\x00b", "nor a file that exists"),
+    ],
+)
+def test_what_is_no_endpoint(given: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as error:
+        resolve_api_base(given)
+    assert "judge.api_base" in str(error.value)
+    str(error.value).encode()
+
+
+@pytest.mark.parametrize(
+    "given", ["https://me:hunter2@host/v1", "https://host/v1?key=hunter2", "http://me:hunter2@[::1"]
+)
+def test_keys_in_the_url_are_refused_and_not_repeated(given: str) -> None:
+    with pytest.raises(ValueError, match=r"judge\.api_key_env") as error:
+        resolve_api_base(given)
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(("held", "reason"), [("\n", "is empty"), ("b@d!", "neither")])
+def test_files_that_hold_no_host(held: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "judge_host"
+    path.write_text(held)
+    with pytest.raises(ValueError, match=reason):
+        resolve_api_base(str(path))
+
+
+def test_a_file_that_may_not_be_read_or_goes_on_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "judge_host"
+    path.write_text("gpu-node-7\n" + "x" * 10**7)
+    assert resolve_api_base(str(path)) == "http://gpu-node-7:4877/v1"
+    path.write_bytes(b"\x00" * 10**6)
+    with pytest.raises(ValueError, match="neither a URL nor a host") as error:
+        resolve_api_base(str(path))
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u201cquoted\u201d"])
+def test_a_key_that_no_header_takes_is_named_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", key)
+    with pytest.raises(
+        ValueError, match=r"judge\.api_key_env names MY_JUDGE, whose value"
+    ) as error:
+        auth_header("MY_JUDGE")
+    assert "sk-" not in str(error.value)
+
+
+def test_loopback_is_known() -> None:
+    assert is_loopback("http://127.0.0.1:1/v1") and is_loopback("http://localhost:1/v1")
+    assert is_loopback("http://[::1]:1/v1") and not is_loopback("http://10.0.0.7:1/v1")

@@ -1,0 +1,210 @@
+"""What the judge client does about each fault, over real HTTP. `-s` prints the table."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+from PIL import Image
+from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
+
+from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault and what must come of it."""
+
+    faults: list[Fault]
+    sent: int
+    """Requests the client must have sent."""
+    cause: str | None = None
+    """Counted as the reason of each repetition."""
+    failure: str | None = None
+    """First word of the answer's failure; None: the answer has a value."""
+    at_least_s: float = 0.0
+    at_most_s: float = 5.0
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def _in_two_seconds() -> str:
+    """HTTP dates have whole seconds: this is 1 to 2 s away."""
+    return format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
+
+
+CASES = {
+    "none": Case([], sent=1),
+    "429 with Retry-After: 0.5": Case(
+        [Fault(429, headers={"Retry-After": "0.5"})], 2, "http_429", at_least_s=0.5
+    ),
+    "429 with Retry-After: a date": Case(
+        [Fault(429, headers={"Retry-After": _in_two_seconds})], 2, "http_429", at_least_s=0.9
+    ),
+    "429 twice, no Retry-After": Case([Fault(429)] * 2, 3, "http_429"),
+    "408": Case([Fault(408)], 2, "http_408"),
+    "500 three times": Case([Fault(500, body="out of memory")] * 3, 4, "http_500"),
+    "500 for ever": Case([Fault(500)] * 9, 6, "http_500", failure="http_500"),
+    "503 with Retry-After": Case(
+        [Fault(503, headers={"Retry-After": "0.3"})], 2, "http_503", at_least_s=0.3
+    ),
+    "connection reset": Case([Fault(reset=True)] * 2, 3, "transport"),
+    "reply cut in the middle": Case([Fault(cut=True)], 2, "transport"),
+    "stall beyond the time-out": Case(
+        [Fault(stall_s=1.0)], 2, "timeout", at_least_s=0.5, config={"timeout_s": 0.5}
+    ),
+    "reply that trickles past the time-out": Case(
+        [Fault(trickle_s=0.05)], 2, "timeout", at_least_s=0.5, config={"timeout_s": 0.5}
+    ),
+    "200 with an HTML page": Case([Fault(body="<html>proxy</html>")], 2, "unreadable"),
+    "200 with truncated envelope": Case([Fault(body='{"choices": [{')], 2, "unreadable"),
+    "200 without content": Case(
+        [Fault(body='{"choices": [{"message": {"content": null}}]}')], 2, "unreadable"
+    ),
+    "prose": Case([Fault(reply="A lovely edit, 9 of 10.")], 2, "unreadable"),
+    "truncated JSON": Case([Fault(reply='{"reasoning": "the sky", "sco')], 2, "unreadable"),
+    "one number too few": Case([Fault(reply='{"score": [7]}')], 2, "unreadable"),
+    "out of range": Case([Fault(reply='{"score": [99, 100]}')], 2, "unreadable"),
+    "numbers as strings": Case([Fault(reply='{"score": ["7", "8"]}')], 2, "unreadable"),
+    "unreadable for ever": Case(
+        [Fault(reply="no")] * 9, 6, "unreadable", failure="unreadable"
+    ),
+}  # fmt: skip
+
+
+def ask(judge: FaultyJudge, case: Case) -> tuple[Answer[Any], JudgeStats]:
+    async def run() -> tuple[Answer[Any], JudgeStats]:
+        client = JudgeClient(quick_config(**case.config), judge.api_base)
+        answer = await client.ask(pair_question(), read_pair)
+        await client.aclose()
+        return answer, client.take_stats()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_fault_is_met_as_designed(name: str) -> None:
+    case = CASES[name]
+    with FaultyJudge(case.faults) as judge:
+        answer, stats = ask(judge, case)
+    outcome = answer.failure or f"value {answer.value}"
+    print(f"\n| {name} | {answer.attempts} | {answer.seconds:.2f} | {outcome} |", end="")
+    assert answer.attempts == len(judge.requests) == stats.requests == case.sent
+    assert case.at_least_s <= answer.seconds <= case.at_most_s
+    assert stats.retries == ({case.cause: case.sent - 1} if case.cause else {})
+    if case.failure is None:
+        assert answer.value == (8.0, 6.5) and answer.failure is None
+    else:
+        assert answer.value is None
+        assert answer.failure is not None and answer.failure.startswith(f"{case.failure}: ")
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 405, 422])
+def test_a_wrong_set_up_stops_at_the_first_request(status: int) -> None:
+    headers = {"Location": "/elsewhere"} if status == 301 else {}
+    fault = Fault(status, body='{"error": "the very reason"}', headers=headers)
+    started = time.monotonic()
+    with FaultyJudge(after=fault) as judge, pytest.raises(JudgeRefused) as refused:
+        ask(judge, Case([], 1))
+    assert len(judge.requests) == 1 and time.monotonic() - started < 4
+    message = str(refused.value)
+    print(f"\n| {status} | 1 | {time.monotonic() - started:.2f} | {message!r} |", end="")
+    assert f"{judge.api_base}/chat/completions" in message and f"HTTP {status}" in message
+    assert "the very reason" in message and "Remedy: " in message
+
+
+def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_failure() -> None:
+    """A moderated or overlong question must not end a run that works."""
+
+    async def run(judge: FaultyJudge) -> list[Answer[Any]]:
+        client = JudgeClient(quick_config(), judge.api_base)
+        answers = [await client.ask(pair_question(text), read_pair) for text in "abc"]
+        await client.aclose()
+        return answers
+
+    with FaultyJudge([Fault(), Fault(400, body="content policy")]) as judge:
+        first, second, third = asyncio.run(run(judge))
+    assert first.value == third.value == (8.0, 6.5)
+    assert second.failure == "refused: HTTP 400 content policy" and second.attempts == 1
+
+
+def test_a_judge_that_takes_one_picture_and_refuses_two_is_a_wrong_set_up() -> None:
+    async def run(judge: FaultyJudge) -> None:
+        client = JudgeClient(quick_config(), judge.api_base)
+        picture = Image.new("RGB", (8, 8))
+        await client.ask(pair_question("one", picture), read_pair)
+        try:
+            await client.ask(pair_question(picture, "two", picture), read_pair)
+        finally:
+            await client.aclose()
+
+    two_refused = [Fault(), Fault(400, body="at most 1 image per prompt")]
+    with FaultyJudge(two_refused) as judge, pytest.raises(JudgeRefused, match="at most 1 image"):
+        asyncio.run(run(judge))
+
+
+def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
+    """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
+    outage_s = 1.2
+
+    async def run(judge: FaultyJudge) -> tuple[list[Answer[Any]], JudgeStats, int]:
+        config = quick_config(timeout_s=0.2, max_concurrency=8, breaker_failures=8, max_attempts=3)
+        client = JudgeClient(config, judge.api_base)
+        asking = [
+            asyncio.ensure_future(client.ask(pair_question(str(n)), read_pair)) for n in range(24)
+        ]
+        await asyncio.sleep(outage_s)
+        sent_while_down = len(judge.requests)
+        judge.after = Fault()
+        answers = await asyncio.gather(*asking)
+        await client.aclose()
+        return answers, client.take_stats(), sent_while_down
+
+    with FaultyJudge(after=Fault(stall_s=0.6)) as judge:
+        answers, stats, sent_while_down = asyncio.run(run(judge))
+    print(f"\n| stalls for {outage_s} s | {sent_while_down} while down | {stats} |", end="")
+    assert all(answer.value == (8.0, 6.5) for answer in answers)
+    assert stats.breaker_openings == 1
+    # 8 at once, at most one more round of them before the breaker opened, then a probe per 0.3 s.
+    assert sent_while_down <= 2 * 8 + outage_s / 0.3 + 1
+
+
+@pytest.mark.parametrize("fault", [Fault(reset=True), Fault(stall_s=0.2)], ids=["reset", "stall"])
+def test_a_lone_question_outlives_an_outage_too(fault: Fault) -> None:
+    async def run(judge: FaultyJudge) -> tuple[Answer[Any], JudgeStats]:
+        client = JudgeClient(quick_config(timeout_s=0.1, max_attempts=2), judge.api_base)
+        asking = asyncio.ensure_future(client.ask(pair_question(), read_pair))
+        await asyncio.sleep(1.0)
+        judge.after = Fault()
+        answer = await asking
+        await client.aclose()
+        return answer, client.take_stats()
+
+    with FaultyJudge(after=fault) as judge:
+        answer, stats = asyncio.run(run(judge))
+    assert answer.value == (8.0, 6.5) and answer.attempts > 2
+    assert stats.breaker_openings == 1
+
+
+def test_an_outage_without_end_ends_as_ungraded() -> None:
+    async def run(judge: FaultyJudge) -> list[Answer[Any]]:
+        config = quick_config(max_outage_s=0.5, breaker_failures=2, max_attempts=2)
+        client = JudgeClient(config, judge.api_base)
+        first = await asyncio.gather(
+            *(client.ask(pair_question(str(n)), read_pair) for n in range(4))
+        )
+        await asyncio.sleep(0.2)
+        judge.after = Fault()
+        back = await client.ask(pair_question("later"), read_pair)
+        await client.aclose()
+        return [*first, back]
+
+    with FaultyJudge(after=Fault(reset=True)) as judge:
+        *lost, back = asyncio.run(run(judge))
+    assert {(answer.failure or "").partition(":")[0] for answer in lost} == {"outage"}
+    assert all(answer.seconds < 4 for answer in lost)
+    assert back.value == (8.0, 6.5), "a judge that came back between iterations is found again"

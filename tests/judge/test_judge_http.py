@@ -1,0 +1,366 @@
+"""Whatever bytes a judge sends, they cost one try of one question: over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_faulty_judge import (
+    GOOD,
+    Fault,
+    FaultyJudge,
+    envelope,
+    page,
+    pair_question,
+    quick_config,
+    read_pair,
+    said,
+)
+
+from rl.judge import http as judge_http
+from rl.judge.client import Answer, JudgeClient, JudgeError, JudgeRefused, JudgeStats
+
+TIMEOUT_S = 0.5
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+WHOLE_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(envelope()), envelope())
+DEEP = b"[" * 200_000
+FLOOD = 2**16
+
+
+def _dripping(block: bytes, start: bytes = b"") -> Fault:
+    """`start`, then `block` every 20 ms for ever: each read is quick, the whole has no end."""
+
+    def blocks() -> Iterator[bytes]:
+        yield start
+        while True:
+            time.sleep(0.02)
+            yield block
+
+    return Fault(raw=blocks)
+
+
+def _flood(block: bytes, start: bytes = b"") -> Fault:
+    """`start`, then `block` as fast as it is taken."""
+    return Fault(raw=lambda: itertools.chain([start], itertools.repeat(block)))
+
+
+def ask(judge: FaultyJudge, **config: Any) -> tuple[Answer[Any], JudgeStats]:
+    async def run() -> tuple[Answer[Any], JudgeStats]:
+        settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
+        client = JudgeClient(quick_config(**settings), judge.api_base)
+        try:
+            return await client.ask(pair_question(), read_pair), client.take_stats()
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+READ = {
+    "charset base64": page(envelope(), "Content-Type: application/json; charset=base64"),
+    "charset undefined": page(envelope(), "Content-Type: application/json; charset=undefined"),
+    "charset utf-7": page(envelope(), "Content-Type: application/json; charset=utf-7"),
+    "charset rot13": page(envelope(), "Content-Type: text/html; charset=rot13"),
+    "a byte order mark": page(b"\xef\xbb\xbf" + envelope()),
+    "identity by name": page(envelope(), "Content-Encoding: Identity"),
+    "a cookie without end": page(envelope(), "Set-Cookie: a=" + "b" * 50_000),
+    "odd bytes in a header": page(envelope(), "X-Odd: \xff\xfe"),
+    "words of progress first": said(b"HTTP/1.1 102 Wait\r\n\r\n" * 3, CHUNKED, WHOLE_CHUNKS),
+    "half a surrogate pair": page(envelope(GOOD.replace("fine", "fine \ud83d"))),
+    "old HTTP, closed at the end": said(b"HTTP/1.0 200 OK\r\n\r\n", envelope()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_grade_in_an_odd_wrapping_is_read(name: str) -> None:
+    with FaultyJudge([READ[name]]) as judge:
+        answer, stats = ask(judge)
+    assert answer.value == (8.0, 6.5) and stats.requests == 1
+    assert answer.replies[0].encode(), "it can be written"
+
+
+COSTS_ONE_TRY = {
+    "unreadable": {
+        "gzip": page(gzip.compress(envelope()), "Content-Encoding: gzip"),
+        "deflate, twice": page(envelope(), "Content-Encoding: deflate, deflate"),
+        "an unknown encoding": page(envelope(), "Content-Encoding: \x1b[2J"),
+        "too long": page(b" " * (judge_http.MAX_REPLY_BYTES + 1)),
+        "empty under many headers": page(b"", "A: b\r\n" * 5_000),
+        "endless": _flood(b" " * FLOOD, b"HTTP/1.1 200 OK\r\n\r\n"),
+        "endless chunks": _flood(b"10000\r\n" + b" " * FLOOD + b"\r\n", CHUNKED),
+        "empty": page(b""),
+        "an HTML page": page(b"<html>\x1b[31mproxy</html>", "Content-Type: text/html"),
+        "deep lists": page(DEEP),
+        "deep objects": page(b'{"a":' * 100_000),
+        "deep beside the reply": page(envelope()[:-1] + b', "x": ' + DEEP + b"}"),
+        "an integer of 5000 digits": page(b'{"choices": ' + b"9" * 5000 + b"}"),
+        "NaN": page(b"NaN"),
+        "UTF-16": page(envelope().decode().encode("utf-16")),
+        "not UTF-8": page(b'{"choices": "\xff"}'),
+        "raw surrogates": page(b'{"choices": "\xed\xa0\x80"}'),
+        "choices an object": page(b'{"choices": {"0": 1}}'),
+        "choices a text": page(b'{"choices": "abc"}'),
+        "choices empty": page(b'{"choices": []}'),
+        "message null": page(b'{"choices": [{"message": null}]}'),
+        "a list": page(b"[[]]"),
+        "a number": page(b"1e999"),
+        "content of parts": page(envelope([{"type": "text", "text": GOOD}])),
+        "content a number": page(envelope(10**300)),
+        "content null": page(envelope(None)),
+        "content too long": page(envelope(" " * 3_000_000)),
+        "content with a huge number": page(envelope('{"score": [' + "9" * 5000 + ", 1]}")),
+        "content nested": page(envelope('{"score": ' + "[" * 90_000)),
+    },
+    "transport": {
+        "no HTTP": said(b"SSH-2.0-OpenSSH_9.6\r\n"),
+        "nothing": said(),
+        "a status beyond": page(envelope(), status="099 Odd"),
+        "endless header": _flood(b"a" * FLOOD, b"HTTP/1.1 200 OK\r\nX: "),
+        "endless headers": _flood(b"A: b\r\n" * 5_000, b"HTTP/1.1 200 OK\r\n"),
+        "endless trailers": _flood(b"A: b\r\n" * 5_000, CHUNKED + b"0\r\n"),
+        "broken chunks": said(CHUNKED + b"ZZ\r\nhello\r\n"),
+        "a negative chunk": said(CHUNKED + b"-5\r\nhello\r\n"),
+        "a chunk size without end": _flood(b"0" * FLOOD, CHUNKED),
+        "chunks cut": said(CHUNKED + b"ff\r\n{"),
+        "an early end": page(envelope(), length=10**6),
+        "an impossible length": page(envelope(), "Content-Length: 1"),
+        "a negative length": page(envelope(), length=-1),
+        "an unknown transfer": page(envelope(), "Transfer-Encoding: gzip"),
+        "another protocol": page(b"", "Upgrade: x", status="101 Switching Protocols"),
+    },
+    "timeout": {
+        "a byte at a time": _dripping(b" ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"),
+        "a header at a time": _dripping(b"A: b\r\n", b"HTTP/1.1 200 OK\r\n"),
+        "a status line at a time": _dripping(b"H"),
+        "progress for ever": _flood(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+        "hints for ever": _dripping(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"),
+        "one-byte chunks": _flood(b"1\r\n \r\n" * 10_000, CHUNKED),
+        "chunk extensions": _flood(b"1;" + b"e" * FLOOD + b"\r\n \r\n", CHUNKED),
+        "silence": Fault(stall_s=1.5),
+    },
+    "http_429": {
+        f"Retry-After: {value[:12]}": page(b"", f"Retry-After: {value}", status="429 Slow")
+        for value in (
+            "1e400", "-1", "inf", "nan", "\xd9\xa3", "9" * 5000, "1_0", "Fri, 99 Nov 2025",
+            "Fri, 21 Nov 0001 12:00:00 GMT", "Fri, 21 Nov 2025 12:00:00 +" + "9" * 30,
+        )
+    },
+    "http_502": {
+        "a compressed page": page(gzip.compress(b"bad"), "Content-Encoding: br", status="502 Bad"),
+        "an endless page": _flood(b"<p>" * FLOOD, b"HTTP/1.1 502 Bad\r\n\r\n"),
+        "a page that drips": _dripping(b"x", b"HTTP/1.1 502 Bad\r\n\r\n"),
+        "a page cut": page(b"bad gateway", status="502 Bad", length=10**6),
+        "a page in broken chunks": said(CHUNKED.replace(b"200 OK", b"502 Bad") + b"ZZ\r\n"),
+    },
+}  # fmt: skip
+CASES = [(cause, name) for cause, cases in COSTS_ONE_TRY.items() for name in cases]
+
+
+@pytest.mark.parametrize(("cause", "name"), CASES)
+def test_one_try_is_all_it_costs(cause: str, name: str) -> None:
+    with FaultyJudge([COSTS_ONE_TRY[cause][name]]) as judge:
+        answer, stats = ask(judge)
+    assert answer.value == (8.0, 6.5) and stats.requests == 2
+    assert stats.retries == {cause: 1}
+    assert answer.seconds < TIMEOUT_S + 1.5, "the deadline is that of the whole request"
+
+
+def test_a_judge_that_says_nothing_else_ends_as_a_failed_question_in_printable_words() -> None:
+    page_of_escapes = page(b"\x1b[2J\xe2\x80\xae" + b"A\r\nB" * 9999, status="500 \x1b[2J")
+    for fault, word in ((page_of_escapes, "http_500"), (page(b"\x00\x1b]0;x\x07"), "unreadable")):
+        with FaultyJudge(after=fault) as judge:
+            answer, _ = ask(judge)
+        failure = answer.failure or ""
+        print(f"\n{failure[:200]}")
+        assert answer.value is None and failure.startswith(f"{word}: ") and "\\x1b" in failure
+        assert failure.isprintable() and len(failure) < 800
+
+
+WRONG_SET_UP = {
+    "compressed": page(gzip.compress(b"no"), "Content-Encoding: gzip", status="401 No"),
+    "cut": page(b"wrong key", status="401 No", length=10**6),
+    "endless": _flood(b"wrong key " * FLOOD, b"HTTP/1.1 403 No\r\n\r\n"),
+    "dripping": _dripping(b"x", b"HTTP/1.1 401 No\r\n\r\nwrong key"),
+    "in broken chunks": said(CHUNKED.replace(b"200 OK", b"404 No") + b"9\r\nwrong key\r\nZZ\r\n"),
+    "in another charset": page(b"wrong key", "Content-Type: a/b; charset=base64", status="404 No"),
+    "with escapes": page(b"wrong key\x1b[2J\xe2\x80\xae\r\nfine", status="403 No"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SET_UP)
+def test_a_refusal_stops_at_once_whatever_its_page_holds(name: str) -> None:
+    with FaultyJudge(after=WRONG_SET_UP[name]) as judge, pytest.raises(JudgeRefused) as refused:
+        ask(judge)
+    assert len(judge.requests) == 1
+    message = str(refused.value)
+    print(f"\n{message[:300]}")
+    assert re.search("wrong key|a body compressed .Content-Encoding: gzip", message)
+    assert message.replace("\n", "", 1).isprintable() and len(message) < 1200
+
+
+@pytest.mark.parametrize(
+    ("location", "seen"),
+    [
+        ("http://xn--a.example/", "http://xn--a.example/"),
+        ("http://\xff\xfe/", "http://\xff\xfe/"),
+        ("http://[::1", "http://[::1"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("http://h:99999/", "http://h:99999/"),
+        ("x" * 5000, "x" * 200 + "..."),
+        ("", "Remedy: "),
+    ],
+)
+def test_a_redirect_is_refused_and_not_followed(location: str, seen: str) -> None:
+    fault = page(b"", f"Location: {location}", status="307 Elsewhere")
+    with FaultyJudge(after=fault) as judge, pytest.raises(JudgeRefused) as refused:
+        ask(judge)
+    assert len(judge.requests) == 1 and seen in str(refused.value)
+
+
+def test_the_key_goes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_JUDGE", "sk-very-secret-0123456789")
+    with FaultyJudge() as elsewhere, FaultyJudge() as judge:
+        judge.after = page(b"", f"Location: {elsewhere.api_base}/x", status="308 Moved")
+        with pytest.raises(JudgeRefused, match=re.escape(f"points ({elsewhere.api_base}/x)")):
+            ask(judge, api_key_env="MY_JUDGE")
+    assert not elsewhere.requests
+
+
+@pytest.mark.parametrize(
+    ("environment", "proxied"),
+    [
+        ({}, False),
+        ({"HTTP_PROXY": "{proxy}"}, True),
+        ({"ALL_PROXY": "http://{proxy}"}, True),
+        ({"HTTPS_PROXY": "{proxy}"}, False),
+        ({"HTTP_PROXY": "{proxy}", "NO_PROXY": "other,judge.test"}, False),
+        ({"HTTP_PROXY": "{proxy}", "NO_PROXY": "*"}, False),
+    ],
+)
+def test_a_proxy_in_the_environment_is_used_for_other_machines(
+    environment: dict[str, str], proxied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    with FaultyJudge() as proxy:
+        for name, value in environment.items():
+            address = proxy.api_base.split("/")[2]
+            monkeypatch.setenv(name, value.format(proxy=address))
+        http = judge_http.JudgeHttp("http://judge.test:1/v1", {}, max_connections=1)
+        asked = http.request("GET", "/models", None, TIMEOUT_S)
+        if proxied:
+            # The stand-in knows no absolute URLs; that it says so shows who was asked.
+            assert b"no such path: http://judge.test:1/v1/models" in asyncio.run(asked).body
+        else:
+            with pytest.raises(judge_http.RequestTrouble):
+                asyncio.run(asked)
+
+
+def test_nothing_compressed_is_asked_for_and_no_cookie_is_kept() -> None:
+    with FaultyJudge([Fault(reply="hm", headers={"Set-Cookie": "a=b"})]) as judge:
+        ask(judge)
+    assert [headers["Accept-Encoding"] for headers in judge.headers] == ["identity"] * 2
+    assert not any("Cookie" in headers for headers in judge.headers)
+
+
+def _health(judge: FaultyJudge) -> None:
+    async def run() -> None:
+        client = JudgeClient(quick_config(), judge.api_base)
+        try:
+            await client.check_health(wait_s=0)
+        finally:
+            await client.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("cause", "name"), CASES)
+def test_a_health_check_ends_in_words_too(
+    cause: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl.judge.client.HEALTH_TIMEOUT_S", TIMEOUT_S)
+    with FaultyJudge() as judge:
+        judge.models = COSTS_ONE_TRY[cause][name]
+        started = time.monotonic()
+        with pytest.raises(JudgeError) as error:
+            _health(judge)
+    assert time.monotonic() - started < TIMEOUT_S + 1.5
+    assert str(error.value).replace("\n", "", 1).isprintable() and len(str(error.value)) < 1200
+
+
+def test_a_health_check_says_why_a_list_was_not_read() -> None:
+    too_long = b'{"data": [' + b" " * judge_http.MAX_REPLY_BYTES + b"]}"
+    for models, reason in (
+        (page(too_long), "a body longer than 2097152 bytes"),
+        (page(b"x", "Content-Encoding: br"), r"a body compressed \(Content-Encoding: br\)"),
+    ):
+        with FaultyJudge() as judge:
+            judge.models = models
+            with pytest.raises(JudgeRefused, match=reason):
+                _health(judge)
+
+
+@pytest.mark.parametrize("names", [["\x1b[2J" * 999] * 20, [f"m\n{n}" for n in range(20)]])
+def test_the_models_that_are_served_are_shown_safely(names: list[str]) -> None:
+    with FaultyJudge() as judge:
+        judge.models = page(json.dumps({"data": [{"id": name} for name in names]}).encode())
+        with pytest.raises(JudgeRefused, match=r"does not serve judge\.model") as error:
+            _health(judge)
+    assert str(error.value).isprintable() and len(str(error.value)) < 1500
+
+
+PEAK = """
+import asyncio, sys
+sys.path[:0] = ["tests"]
+from tiny_faulty_judge import pair_question, quick_config, read_pair
+from rl.judge.client import JudgeClient
+
+def peak_mb():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+async def main():
+    client = JudgeClient(quick_config(max_attempts=2), sys.argv[1])
+    answer = await client.ask(pair_question("a good one first"), read_pair)
+    assert answer.value is not None, answer
+    before = peak_mb()
+    answer = await client.ask(pair_question("now the bomb"), read_pair)
+    print(peak_mb() - before, answer.seconds, (answer.failure or "no failure")[:300])
+    await client.aclose()
+
+asyncio.run(main())
+"""
+
+
+def _bomb() -> bytes:
+    """1 MB of gzip that inflates to 1 GB of spaces."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    blank = b" " * 2**24
+    blocks = [packer.compress(blank) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2)]
+    return blocks[0] + blocks[1] * 63
+
+
+@pytest.mark.parametrize("what", ["bomb", "endless"])
+def test_memory_stays_bounded(what: str) -> None:
+    """In a process of its own: this one's peak is that of all tests before."""
+    fault = page(_bomb(), "Content-Encoding: gzip") if what == "bomb" else None
+    fault = fault or _flood(b" " * FLOOD, b"HTTP/1.1 200 OK\r\n\r\n")
+    with FaultyJudge([Fault()], after=fault) as judge:
+        command = [sys.executable, "-c", PEAK, judge.api_base]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    print(f"\n{what}: MB, s, failure: {done.stdout}", end="")
+    rise_mb, seconds, failure = done.stdout.split(" ", 2)
+    assert float(rise_mb) < 50 and float(seconds) < 10
+    assert failure.startswith("unreadable: HTTP 200 with a body ")

@@ -1,0 +1,85 @@
+"""The reader of untrusted replies: exactly what was asked for, or unreadable."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl.judge.reply import UnreadableReplyError, read_fields, read_scores
+
+READABLE = {
+    "bare": '{"score": [8, 7]}',
+    "decimals": '{"score": [8.0, 7.0], "reasoning": "ok"}',
+    "fenced": '```json\n{"score": [8, 7]}\n```',
+    "after prose": 'Let me see.\n\nThe sky changed.\n{"reasoning": "x", "score": [8, 7]}\nDone.',
+    "braces in the reasoning": '{"reasoning": "a {brace} and a \\"quote\\"", "score": [8, 7]}',
+    "raw newline in the reasoning": '{"reasoning": "one\ntwo", "score": [8, 7]}',
+    "unknown keys": '{"confidence": "high", "score": [8, 7]}',
+    "exponent": '{"score": [8e0, 70E-1]}',
+}
+
+
+@pytest.mark.parametrize("text", READABLE.values(), ids=READABLE)
+def test_readable(text: str) -> None:
+    assert read_scores(text, 2, 0, 10) == (8.0, 7.0)
+
+
+def test_the_whole_range_is_allowed() -> None:
+    assert read_scores('{"score": [0, 10]}', 2, 0, 10) == (0.0, 10.0)
+
+
+UNREADABLE = {
+    "empty": ("", "no JSON object"),
+    "prose": ("I would say 8 and 7.", "no JSON object"),
+    "a bare list": ("[8, 7]", "no JSON object"),
+    "truncated": ('{"reasoning": "the sky is', "broken JSON"),
+    "truncated after the score": ('{"score": [8, 7], "reasoning": "the', "broken JSON"),
+    "whole object inside a broken one": ('{"a": {"score": [8, 7]}', "broken JSON"),
+    "unquoted keys": ("{score: [8, 7]}", "broken JSON"),
+    "unescaped quotes": ('{"reasoning": "the "sky" is", "score": [8, 7]}', "broken JSON"),
+    "two objects": ('{"score": [8, 7]} {"score": [8, 7]}', "more than one"),
+    "an example before the object": ('As {"score": [..]}: {"score": [8, 7]}', "broken JSON"),
+    "no score": ('{"scores": [8, 7]}', "no list"),
+    "a single number": ('{"score": 8}', "no list"),
+    "numbers in a text": ('{"score": "8, 7"}', "no list"),
+    "one too few": ('{"score": [8]}', "1 numbers"),
+    "one too many": ('{"score": [8, 7, 6]}', "3 numbers"),
+    "none": ('{"score": []}', "0 numbers"),
+    "strings": ('{"score": ["8", "7"]}', "str under"),
+    "true": ('{"score": [true, 7]}', "bool under"),
+    "null": ('{"score": [null, 7]}', "NoneType under"),
+    "nested": ('{"score": [[8], [7]]}', "list under"),
+    "NaN": ('{"score": [NaN, 7]}', "NaN is not a number"),
+    "Infinity": ('{"score": [Infinity, 7]}', "Infinity is not a number"),
+    "overflow to infinity": ('{"score": [1e999, 7]}', "outside 0..10"),
+    "too high": ('{"score": [99, 100]}', "outside 0..10"),
+    "negative": ('{"score": [-1, 7]}', "outside 0..10"),
+    "score twice": ('{"score": [8, 7], "score": [1, 1]}', "key twice"),
+    "an integer of 5000 digits": ('{"score": [' + "1" * 5000 + ", 7]}", "broken JSON"),
+    "nested beyond the stack": ('{"a":' * 20_000, "broken JSON"),
+    "endless": ('{"score": [8, 7]}' + " " * 100_000, "characters long"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), UNREADABLE.values(), ids=UNREADABLE)
+def test_unreadable_and_why(text: str, reason: str) -> None:
+    with pytest.raises(UnreadableReplyError, match=reason):
+        read_scores(text, 2, 0, 10)
+
+
+def test_named_numbers() -> None:
+    text = '{"reasoning": "x", "quality": 1, "alignment": 0.25}'
+    assert read_fields(text, ("alignment", "quality"), 0, 1) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"alignment": 0.5}', "nothing under quality"),
+        ('{"alignment": 7, "quality": 0.5}', '"alignment" outside 0..1'),
+        ('{"alignment": "0.5", "quality": 0.5}', "str under"),
+        ('{"alignment": 0.5, "quality": NaN}', "NaN"),
+    ],
+)
+def test_named_numbers_unreadable(text: str, reason: str) -> None:
+    with pytest.raises(UnreadableReplyError, match=reason):
+        read_fields(text, ("alignment", "quality"), 0, 1)

@@ -1,0 +1,64 @@
+"""scripts/serve_judge.sh with stand-ins for the two programs it calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_judge.sh"
+
+
+def _serve(tmp_path: Path, num_gpus: int, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run it where `nvidia-smi -L` lists that many GPUs and `vllm` prints its arguments."""
+    stand_ins = {
+        "nvidia-smi": "\n".join(["#!/bin/sh", *(f"echo GPU {n}" for n in range(num_gpus))]),
+        "vllm": '#!/bin/sh\necho "$@"',
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(text + "\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JUDGE_", "CUDA_"))}
+    return subprocess.run(
+        ["bash", str(SCRIPT), "--max-num-seqs", "64"],
+        env={**inherited, "PATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("num_gpus", "split"), [(1, 1), (2, 2), (4, 4), (6, 4), (8, 8), (16, 8)])
+def test_the_model_is_split_over_the_gpus_it_sees(
+    num_gpus: int, split: int, tmp_path: Path
+) -> None:
+    done = _serve(tmp_path, num_gpus)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("serve Qwen/Qwen2.5-VL-72B-Instruct --host 127.0.0.1 --port 4877")
+    assert f"--tensor-parallel-size {split} " in done.stdout
+    assert '--limit-mm-per-prompt {"image": 2, "video": 0}' in done.stdout
+    assert done.stdout.rstrip().endswith("--max-num-seqs 64")
+
+
+def test_hidden_gpus_are_left_alone(tmp_path: Path) -> None:
+    done = _serve(tmp_path, 8, CUDA_VISIBLE_DEVICES="4,5")
+    assert "--tensor-parallel-size 2 " in done.stdout
+
+
+def test_another_model_and_address_and_the_file_that_tells_it(tmp_path: Path) -> None:
+    url_file = tmp_path / "url"
+    done = _serve(
+        tmp_path, 1, JUDGE_MODEL="me/judge", JUDGE_HOST="10.0.0.7", JUDGE_URL_FILE=str(url_file)
+    )
+    assert done.stdout.startswith("serve me/judge --host 10.0.0.7")
+    assert url_file.read_text() == "http://10.0.0.7:4877/v1\n"
+    assert "without VLLM_API_KEY" in done.stderr
+
+
+def test_no_gpu_is_said_so(tmp_path: Path) -> None:
+    done = _serve(tmp_path, 0)
+    assert done.returncode == 1 and "no GPU" in done.stderr and "embedded" in done.stderr

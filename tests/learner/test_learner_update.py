@@ -1,0 +1,429 @@
+"""The learner on a tiny real Qwen2.5-VL with LoRA, plain torch backend, and two gloo ranks."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_qwen
+import torch
+from tiny_policy import (
+    NUM_ITERATIONS,
+    Graded,
+    gradient,
+    make_config,
+    make_policy,
+    make_sequences,
+    relative_difference,
+    run_ranks,
+    snapshot,
+    train,
+    update,
+)
+from tiny_rounding import GRADIENT, NATS, STEPPED
+
+from rl.api.types import Prompt, Sample, TrainSequence
+from rl.learner.learner import Learner
+from rl.learner.micro_batches import pack_groups, split_evenly
+from rl.learner.train_step import Update
+from rl.ranks.dist import Dist
+
+A_GROUP = 120
+"""Tokens that hold one group of `make_sequences` and no second."""
+KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+def make_learner(folder: str, algorithm: dict[str, Any] | None = None, **optimizer: Any) -> Learner:
+    return Learner(make_policy(folder), make_config(algorithm, **optimizer), Dist(), NUM_ITERATIONS)
+
+
+def sequences_of(learner: Learner, **shape: int) -> list:
+    return make_sequences(learner._policy, **shape)
+
+
+# --- the gradient does not depend on the split ------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo"])
+def test_gradient_does_not_depend_on_packs_or_kept_forwards(folder: str, loss: str) -> None:
+    found = {}
+    # One pack; a row each; a group each, its forward kept, or only the first one's.
+    for budget, kept in ((10_000, 0), (1, 0), (A_GROUP, None), (A_GROUP, A_GROUP)):
+        learner = make_learner(
+            folder, {**KL, "loss": loss}, max_tokens_per_micro_batch=budget, max_kept_tokens=kept
+        )
+        found[budget, kept] = gradient(learner, sequences_of(learner), Dist(), rollout=True)
+    expected = found.pop((10_000, 0))
+    assert max(float(t.abs().max()) for t in expected.values()) > 1e-3
+    for gradients in found.values():
+        assert relative_difference(gradients, expected) <= GRADIENT
+
+
+def test_groups_that_teach_nothing_cost_no_backward(folder: str) -> None:
+    """The kept forward of a pack without loss is let go; the others' gradient is theirs alone."""
+    learner = make_learner(folder, KL, max_tokens_per_micro_batch=A_GROUP)
+    sequences = sequences_of(learner)
+    muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences[:6]]
+    backwards = []
+    run = learner._backend.backward
+    learner._backend.backward = lambda loss: (backwards.append(loss), run(loss))
+    mixed = gradient(learner, [*muted, *sequences[6:]], Dist(), rollout=True)
+    assert len(backwards) == 2
+    del learner._backend.backward
+    assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= GRADIENT
+
+
+def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
+    """Uneven shares: 9 and 3 sequences, then 12 and none."""
+    result = {}
+    for name, first in (("uneven", 9), ("one rank idle", 12)):
+        policy = make_policy(folder)
+        with torch.no_grad():
+            for parameter in policy.module.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * dist.rank)  # ranks that disagree at first
+        learner = Learner(policy, make_config(KL), dist, NUM_ITERATIONS)
+        sequences = make_sequences(policy)
+        mine = sequences[:first] if dist.rank == 0 else sequences[first:]
+        result[name] = gradient(learner, mine, dist)
+        rows = [(s.prompt, s.token_ids) for s in mine]
+        result[f"{name} logprobs"] = learner.logprobs(rows)
+        metrics = update(learner, mine, 0)
+        result[f"{name} metrics"] = dist.reduce(metrics)
+        result[f"{name} weights"] = snapshot(learner)
+    return result
+
+
+def test_two_ranks_give_the_gradient_of_one(folder: str, tmp_path: Path) -> None:
+    alone = make_learner(folder, KL)
+    sequences = sequences_of(alone)
+    expected = gradient(alone, sequences, Dist())
+    rows = [(s.prompt, s.token_ids) for s in sequences]
+    logprobs = [x for row in alone.logprobs(rows) for x in row]
+    metrics = update(alone, sequences, 0)
+    merged = metrics.merge([metrics.state()])
+    ranks = run_ranks("test_learner_update:gradient_on_rank", 2, tmp_path, folder=folder)
+    for name in ("uneven", "one rank idle"):
+        for rank in ranks:
+            assert relative_difference(rank[name], expected) <= GRADIENT
+        together = [x for rank in ranks for row in rank[f"{name} logprobs"] for x in row]
+        assert together == pytest.approx(logprobs, abs=NATS)
+        # Same weights bit for bit on both ranks, and the lone run's metrics.
+        assert relative_difference(*(rank[f"{name} weights"] for rank in ranks)) == 0
+        shared = ranks[0][f"{name} metrics"]
+        assert shared.keys() == merged.keys()
+        for key, value in merged.items():
+            if not key.startswith("seconds/"):
+                assert shared[key] == pytest.approx(value, rel=1e-4, abs=GRADIENT), key
+
+
+# --- what an update does ----------------------------------------------------------------------
+
+
+def test_first_loss_is_the_advantages_token_mean(folder: str) -> None:
+    learner = make_learner(folder, {"importance_correction": "none"})
+    sequences = sequences_of(learner)
+    (seen,) = train(learner, sequences, 0, 1)
+    num_tokens = sum(sum(s.loss_mask) for s in sequences)
+    expected = -sum(s.advantage * sum(s.loss_mask) for s in sequences) / num_tokens
+    assert seen["loss/policy"] == pytest.approx(expected, abs=1e-6)  # every ratio is 1
+    assert seen["tokens/trained"] == num_tokens
+    assert (seen["policy/ratio_mean"], seen["policy/clip_fraction"]) == (1.0, 0.0)
+    assert seen["optimizer/steps"] == learner.version == 1
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_dr_grpo_divides_by_the_planned_completions(folder: str, num_updates: int) -> None:
+    """12 planned x 12 tokens, though only 9 sequences came: a dropped group still counts."""
+    algorithm = {"loss": "dr_grpo", "importance_correction": "none"}
+    learner = make_learner(
+        folder, algorithm, updates_per_iteration=num_updates, learning_rate=1e-12
+    )
+    sequences = sequences_of(learner)[:9]
+    (seen,) = train(learner, sequences, 0, 1)
+    total = -sum(s.advantage * sum(s.loss_mask) for s in sequences)
+    assert seen["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
+
+
+def test_mismatch_metrics_against_the_log_probs_themselves(folder: str) -> None:
+    learner = make_learner(folder, {"importance_correction": "token", "importance_cap": 1.5})
+    sequences = sequences_of(learner)
+    trainer = learner.logprobs([(s.prompt, s.token_ids) for s in sequences])
+    d = [
+        now - sampled
+        for sequence, row in zip(sequences, trainer, strict=True)
+        for now, sampled, keep in zip(
+            row, sequence.sampler_logprobs, sequence.loss_mask, strict=True
+        )
+        if keep
+    ]
+    (seen,) = train(learner, sequences, 0, 1)
+    w = [math.exp(x) for x in d]
+    near = {"rel": 1e-4, "abs": 1e-5}
+    assert seen["mismatch/k1"] == pytest.approx(-sum(d) / len(d), **near)
+    assert seen["mismatch/k3"] == pytest.approx(sum(w) / len(d) - 1 - sum(d) / len(d), **near)
+    assert seen["mismatch/max_abs_dlogp"] == pytest.approx(max(map(abs, d)), **near)
+    ess = sum(w) ** 2 / (len(w) * sum(x * x for x in w))
+    assert seen["mismatch/ess"] == pytest.approx(ess, **near)
+    assert seen["mismatch/weight_mean"] == pytest.approx(
+        sum(min(x, 1.5) for x in w) / len(w), **near
+    )
+
+
+def test_reference_is_the_base_and_kl_pulls_towards_it(folder: str) -> None:
+    learner = make_learner(folder, {"kl_coeff": 1.0}, learning_rate=3e-3)
+    still = [replace(s, advantage=0.0) for s in sequences_of(learner)]
+    seen = train(learner, still, 0, 8)
+    assert seen[0]["kl/reference_k3"] > 1e-3
+    assert seen[-1]["kl/reference_k3"] < 0.5 * seen[0]["kl/reference_k3"]
+    assert seen[0]["loss/kl"] == pytest.approx(seen[0]["kl/reference_k3"], rel=1e-4)
+
+
+def test_training_raises_what_was_good_and_lowers_what_was_bad(folder: str) -> None:
+    learner = make_learner(folder, {"importance_correction": "none"}, learning_rate=3e-3)
+    pair = [replace(s, advantage=a) for s, a in zip(sequences_of(learner), (1, -1), strict=False)]
+    rows = [(s.prompt, s.token_ids) for s in pair]
+    masks = [s.loss_mask for s in pair]
+
+    def score() -> list[float]:
+        return [
+            sum(x for x, keep in zip(row, mask, strict=True) if keep)
+            for row, mask in zip(learner.logprobs(rows), masks, strict=True)
+        ]
+
+    before = score()
+    train(learner, pair, 0, 3)
+    after = score()
+    assert after[0] > before[0] + 0.1
+    assert after[1] < before[1] - 0.1
+
+
+def test_masked_tokens_carry_no_gradient_but_are_attended_to(folder: str) -> None:
+    learner = make_learner(folder)
+    first, *_ = sequences_of(learner)
+    mask = (True,) * (len(first.token_ids) - 1) + (False,)
+    cut = replace(first, loss_mask=mask)
+    other_end = replace(cut, token_ids=(*first.token_ids[:-1], 11))
+    other_start = replace(cut, token_ids=(11, *first.token_ids[1:]))
+    base, end, start = (gradient(learner, [s], Dist()) for s in (cut, other_end, other_start))
+    assert relative_difference(end, base) <= GRADIENT
+    assert relative_difference(start, base) > 1e-3
+
+
+@pytest.mark.parametrize("reads_states", [True, False])
+def test_stale_rollouts_are_corrected_by_the_ratio(folder: str, reads_states: bool) -> None:
+    """`max_staleness: 1`: weights moved between the rollout and the update, whether the rollout
+    forwarded its rows for the renderer or not."""
+    learner = make_learner(folder)
+    learner._config = learner._config.model_copy(update={"max_staleness": 1})
+    sequences = sequences_of(learner)[:3]
+    rows = [(s.prompt, s.token_ids) for s in sequences]
+    before = learner.logprobs(rows)
+    opened = learner.begin(0, [rows[0][0]], [[ids for _, ids in rows]], [3])
+    for pack in opened.packs if reads_states else ():
+        opened.forward(pack)
+    opened.note_old()
+    train(learner, sequences_of(learner, seed=1), 0, 1)
+    after = learner.logprobs(rows)
+    opened.hand_in(
+        0, [TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs) for s in sequences]
+    )
+    metrics = opened.finish()
+    ratios = [
+        math.exp(now - then)
+        for s, now_T, then_T in zip(sequences, after, before, strict=True)
+        for now, then, keep in zip(now_T, then_T, s.loss_mask, strict=True)
+        if keep
+    ]
+    seen = metrics.merge([metrics.state()])
+    assert abs(max(ratios) - 1) > 1e-3, "the weights moved"
+    assert seen["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
+    assert seen["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
+
+
+def test_weights_do_not_tell_how_slow_the_judge_was(folder: str) -> None:
+    """A judge that leaves no time to work ahead, some, or all of it; half the groups teach nothing,
+    one more member is UNGRADED. Bit for bit, so that a run that is done again is the same."""
+
+    def learnt(num_packs_ahead: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        learner = make_learner(folder, KL, max_tokens_per_micro_batch=400)
+        sequences = sequences_of(learner)
+        groups = [sequences[start : start + 3] for start in range(0, 12, 3)]
+        ids_PG = [[s.token_ids for s in group] for group in groups]
+        opened = learner.begin(0, [group[0].prompt for group in groups], ids_PG, [3] * 4)
+        assert 1 < len(opened.packs) < 4
+        left = iter(range(num_packs_ahead))
+        opened.work_ahead(lambda: next(left, None) is not None)
+        for p, group in enumerate(groups):
+            brought = [TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs) for s in group]
+            opened.hand_in(p, [None] * 3 if p in (0, 3) else [brought[0], None, brought[2]])
+        metrics = opened.finish()
+        seen = metrics.merge([metrics.state()])
+        return snapshot(learner), {k: v for k, v in seen.items() if not k.startswith("seconds/")}
+
+    at_once, metrics = learnt(0)
+    for num_packs_ahead in (1, 3, 100):
+        weights, seen = learnt(num_packs_ahead)
+        assert seen == metrics
+        assert all(torch.equal(weights[name], tensor) for name, tensor in at_once.items())
+
+
+def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
+    folder: str,
+) -> None:
+    twice = make_learner(folder, KL, updates_per_iteration=2)
+    sequences = sequences_of(twice)
+    (seen,) = train(twice, sequences, 0, 1)
+    assert seen["optimizer/steps"] == twice.version == 2
+    assert seen["policy/ratio_max"] > 1.0001  # the second step is off the old policy
+
+    by_hand = make_learner(folder, KL)
+    by_hand._config = by_hand._config.model_copy(update={"max_staleness": 1})
+    halves = [sequences[:6], sequences[6:]]
+    opened = [open_update(by_hand, half) for half in halves]  # both see the first weights
+    for half, one in zip(halves, opened, strict=True):
+        for p in range(2):
+            one.hand_in(
+                p,
+                [
+                    TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs)
+                    for s in half[3 * p : 3 * p + 3]
+                ],
+            )
+        one.finish()
+    assert relative_difference(snapshot(twice), snapshot(by_hand)) <= STEPPED
+
+
+def open_update(learner: Learner, sequences: list[Graded]) -> Update:
+    """Two groups of three, forwarded."""
+    prompts = [sequences[0].prompt, sequences[3].prompt]
+    ids = [[s.token_ids for s in sequences[start : start + 3]] for start in (0, 3)]
+    opened = learner.begin(0, prompts, ids, [3, 3])
+    for pack in opened.packs:
+        opened.forward(pack)
+    return opened
+
+
+def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
+    a, b, c = (Prompt(Sample(name, "do it"), (1,) * 4) for name in "abc")
+    ids_PG = [[(5,), (5, 6)], [(5, 6), (7,)], [(5,) * 3, (6,) * 3, (7,) * 3]]
+    packs = pack_groups([a, b, c], ids_PG, 14)
+    # a and b: 4 + 3 each; c: 4 + 3 + 3 + 3 = 13 alone.
+    assert [p.members for p in packs] == [
+        ((0, 0), (0, 1), (1, 0), (1, 1)),
+        ((2, 0), (2, 1), (2, 2)),
+    ]
+    assert [p.num_tokens for p in packs] == [14, 13]
+    cut = pack_groups([a, b, c], ids_PG, 10, first=3)
+    assert [p.members for p in cut] == [
+        ((3, 0), (3, 1)), ((4, 0), (4, 1)), ((5, 0), (5, 1)), ((5, 2),),
+    ]  # fmt: skip
+    assert [p.num_tokens for p in cut] == [7, 7, 10, 7]
+    assert [p.num_tokens for p in pack_groups([c], ids_PG[2:], 1)] == [7, 7, 7]
+    assert cut[2].rows_of([(5, 1)]) == [(c, (6, 6, 6))]
+    assert pack_groups([], [], 10) == []
+
+
+def test_steps_split_an_iteration_by_groups() -> None:
+    assert split_evenly(4, 2) == [range(2), range(2, 4)]
+    assert split_evenly(1, 3) == [range(0), range(0), range(1)]
+    assert split_evenly(0, 2) == [range(0), range(0)]
+
+
+def test_an_iteration_without_tokens_takes_no_step(folder: str) -> None:
+    learner = make_learner(folder, KL)
+    before = snapshot(learner)
+    muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences_of(learner)]
+    for sequences in ([], muted):
+        (seen,) = train(learner, sequences, 0, 1)
+        assert seen["optimizer/steps"] == learner.version == 0
+    assert relative_difference(snapshot(learner), before) == 0
+
+
+def test_learning_rate_follows_the_iteration(folder: str) -> None:
+    learner = make_learner(folder, warmup_iterations=2, final_lr_fraction=0.5, learning_rate=1e-3)
+    sequences = sequences_of(learner, groups=1, members=2)
+    rates = [seen["optimizer/learning_rate"] for seen in train(learner, sequences, 0, 3)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
+    (last,) = train(learner, sequences, NUM_ITERATIONS - 1, NUM_ITERATIONS)
+    assert last["optimizer/learning_rate"] == pytest.approx(5e-4)
+
+
+def test_a_non_finite_gradient_is_skipped_loudly(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = make_learner(folder)
+    sequences = sequences_of(learner)
+    train(learner, sequences, 0, 1)
+    before, (moments, _) = snapshot(learner), learner.state()
+    poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
+    (seen,) = train(learner, poisoned, 1, 2)
+    assert (seen["optimizer/steps"], seen["optimizer/skipped_steps"]) == (0, 1)
+    assert "optimiser step skipped" in caplog.text
+    assert learner.version == 1
+    assert relative_difference(snapshot(learner), before) == 0
+    assert relative_difference(learner.state()[0], moments) == 0
+    (seen,) = train(learner, sequences, 2, 3)
+    assert seen["optimizer/steps"] == 1 and math.isfinite(seen["optimizer/grad_norm"])
+
+
+# --- weights and state ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: int) -> None:
+    learner = make_learner(folder)
+    module = learner._policy.module
+    frozen = {n: p.detach().clone() for n, p in module.named_parameters() if not p.requires_grad}
+    sequence = sequences_of(learner, groups=1, members=1)
+    fingerprints = set()
+    for _ in range(num_steps):
+        update(learner, sequence, 0)
+        fingerprints.add(learner.export_weights().fingerprint)
+    assert len(fingerprints) == num_steps  # every step was exported, none twice
+    for name, parameter in module.named_parameters():
+        assert parameter.requires_grad or torch.equal(parameter, frozen[name]), name
+
+
+def test_state_of_another_policy_is_refused(folder: str) -> None:
+    learner = make_learner(folder)
+    tensors, meta = learner.state()
+    wider = {name: torch.zeros(*t.shape[:-1], t.shape[-1] + 1) for name, t in tensors.items()}
+    with pytest.raises(ValueError, match="another shape"):
+        learner.load_state(wider, meta)
+    with pytest.raises(ValueError, match="1 tensors are missing or unknown"):
+        learner.load_state(dict(list(tensors.items())[1:]), meta)
+
+
+def test_bfloat16_weights_have_float32_masters(folder: str) -> None:
+    policy = make_policy(folder, dtype="bfloat16", lora=None)
+    learner = Learner(policy, make_config(learning_rate=1e-5), Dist(), NUM_ITERATIONS)
+    before = snapshot(learner)
+    train(learner, make_sequences(policy, groups=1), 0, 2)
+    after = snapshot(learner)
+    parameters = dict(policy.module.named_parameters())
+    moved_in_float32 = 0
+    for name, master in after.items():
+        assert master.dtype == torch.float32 and parameters[name].dtype == torch.bfloat16
+        assert torch.equal(parameters[name], master.bfloat16())
+        hidden = (before[name].bfloat16() == master.bfloat16()) & (before[name] != master)
+        moved_in_float32 += int(hidden.sum())
+    assert moved_in_float32 > 1000  # steps that bfloat16 alone would have lost
+
+
+def test_log_probs_do_not_depend_on_the_batch(folder: str) -> None:
+    learner = make_learner(folder, max_tokens_per_micro_batch=10_000)
+    sequences = sequences_of(learner)
+    rows = [(s.prompt, s.token_ids) for s in sequences]
+    together = learner.logprobs(rows)
+    assert [len(row) for row in together] == [len(s.token_ids) for s in sequences]
+    alone = [learner.logprobs([row])[0] for row in rows]
+    for one, other in zip(together, alone, strict=True):
+        assert one == pytest.approx(other, abs=NATS)
+    assert learner.logprobs([]) == []

@@ -1,0 +1,305 @@
+"""DeepSpeed ZeRO 0-3 against plain torch, on one process and on two gloo ranks."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_qwen
+import torch
+from tiny_policy import (
+    NUM_ITERATIONS,
+    make_config,
+    make_policy,
+    make_sequences,
+    relative_difference,
+    run_ranks,
+    snapshot,
+    train,
+    update,
+)
+from tiny_rounding import NATS, STEPPED
+
+from rl.api.types import TrainSequence
+from rl.learner import deepspeed
+from rl.learner.deepspeed import deepspeed_config
+from rl.learner.learner import Learner
+from rl.ranks.dist import Dist
+
+STAGES = (0, 1, 2, 3)
+KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
+ADAM_EPS = 1e-4
+"""Adam divides by the gradient's own size: with a tiny epsilon the rounding noise of a nearly zero
+gradient would be blown up to a whole step."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def shard_everything() -> Iterator[None]:
+    """ZeRO-3 would leave this small a model whole on every rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(folder: str) -> dict[str, Any]:
+    """What plain torch makes of the same three iterations."""
+    learner = make_learner(folder, None)
+    seen = train(learner, make_sequences(learner._policy), 0, 3)
+    return {"weights": snapshot(learner), "metrics": seen, "state": learner.state()}
+
+
+def make_learner(
+    folder: str, stage: int | None, dist: Dist | None = None, **policy: Any
+) -> Learner:
+    """`stage` None: plain torch."""
+    backend: dict[str, Any] = {"backend": "torch" if stage is None else "deepspeed"}
+    backend |= {"zero_stage": stage or 0, "adam_eps": ADAM_EPS}
+    config = make_config(KL, **backend)
+    return Learner(make_policy(folder, **policy), config, dist or Dist(), NUM_ITERATIONS)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage: int) -> None:
+    learner = make_learner(folder, stage)
+    sequences = make_sequences(learner._policy)
+    # Every forward and reference pass first, and the graphs kept, as when a judge is slow.
+    metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
+    seen = [m.merge([m.state()]) for m in metrics]
+    assert relative_difference(snapshot(learner), plain["weights"]) <= STEPPED
+    tensors, meta = learner.state()
+    assert meta == plain["state"][1] == {"version": 3}
+    assert relative_difference(tensors, plain["state"][0]) <= STEPPED
+    # The policy's own forwards (conditioning) bypass the engine and see the trained weights too.
+    rows = [(s.prompt, s.token_ids) for s in sequences[:1]]
+    with torch.no_grad():
+        direct = learner._policy.module(learner._policy.collate(rows)).logprobs[0]
+    assert direct.tolist() == pytest.approx(learner.logprobs(rows)[0], abs=NATS)
+    for ours, theirs in zip(seen, plain["metrics"], strict=True):
+        for name in ("loss/total", "optimizer/grad_norm", "kl/reference_k3"):
+            assert ours[name] == pytest.approx(theirs[name], rel=STEPPED, abs=STEPPED), name
+
+
+def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
+    """Under ZeRO-3 forwards are made by all ranks or none, but weights have moved since."""
+    learner = make_learner(folder, 3)
+    learner._config = learner._config.model_copy(update={"max_staleness": 1})
+    first, *_ = sequences = make_sequences(learner._policy, groups=1)
+    ids_G = [s.token_ids for s in sequences]
+    opened = learner.begin(0, [first.prompt], [ids_G], [len(ids_G)])
+    opened.note_old()
+    train(learner, make_sequences(learner._policy, seed=1), 0, 1)
+    opened.hand_in(0, [TrainSequence(s.loss_mask, 1.0, s.sampler_logprobs) for s in sequences])
+    metrics = opened.finish()
+    assert abs(metrics.merge([metrics.state()])["policy/ratio_max"] - 1) > 1e-3
+
+
+@pytest.mark.parametrize(("stage", "other"), [(None, 0), (0, 1), (1, 2), (2, 3), (3, None)])
+def test_state_continues_bit_for_bit_and_under_another_backend(
+    folder: str, stage: int | None, other: int | None
+) -> None:
+    straight = make_learner(folder, stage)
+    sequences = make_sequences(straight._policy)
+    fresh, _ = straight.state()
+    assert not any(t.any() for name, t in fresh.items() if name.startswith("exp_avg"))
+    train(straight, sequences, 0, 2)
+    tensors, meta = straight.state()
+    train(straight, sequences, 2, 4)
+    expected, _ = straight.state()
+
+    again = make_learner(folder, stage)
+    again.load_state(tensors, meta)
+    train(again, sequences, 2, 4)
+    assert again.version == 4
+    assert relative_difference(again.state()[0], expected) == 0
+
+    elsewhere = make_learner(folder, other)
+    elsewhere.load_state(tensors, meta)
+    assert relative_difference(elsewhere.state()[0], tensors) == 0
+    train(elsewhere, sequences, 2, 4)
+    assert relative_difference(elsewhere.state()[0], expected) <= STEPPED
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rewinding_a_learner_that_has_moved_on(folder: str, stage: int) -> None:
+    learner = make_learner(folder, stage)
+    sequences = make_sequences(learner._policy)
+    train(learner, sequences, 0, 1)
+    tensors, meta = learner.state()
+    train(learner, sequences, 1, 2)
+    expected = snapshot(learner)
+    learner.load_state(tensors, meta)
+    train(learner, sequences, 1, 2)
+    assert relative_difference(snapshot(learner), expected) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_non_finite_gradient_is_skipped(folder: str, stage: int) -> None:
+    learner = make_learner(folder, stage)
+    sequences = make_sequences(learner._policy)
+    train(learner, sequences, 0, 1)
+    before, _ = learner.state()
+    poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
+    (seen,) = train(learner, poisoned, 1, 2)
+    assert (seen["optimizer/steps"], seen["optimizer/skipped_steps"]) == (0, 1)
+    assert learner.version == 1
+    assert relative_difference(learner.state()[0], before) == 0
+    (seen,) = train(learner, sequences, 2, 3)
+    assert seen["optimizer/steps"] == 1 and math.isfinite(seen["optimizer/grad_norm"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_stay_float32_on_a_bfloat16_base(folder: str, stage: int) -> None:
+    learner = make_learner(folder, stage, dtype="bfloat16")
+    sequences = make_sequences(learner._policy)
+    (seen,) = train(learner, sequences, 0, 1)
+    dtypes = {p.requires_grad: p.dtype for p in learner._policy.module.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    plain = make_learner(folder, None, dtype="bfloat16")
+    (expected,) = train(plain, sequences, 0, 1)
+    # Stage 3's hooks make autograd add up bfloat16 activation gradients in another order, and
+    # Adam's first step is nearly the gradient's sign: there, weights say nothing.
+    # Of a norm, bfloat16's 8 bits leave two or three digits.
+    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-2)
+    if stage < 3:
+        assert relative_difference(snapshot(learner), snapshot(plain)) <= 1e-4
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_bfloat16_full_fine_tune_keeps_float32_masters(folder: str, stage: int) -> None:
+    config = make_config(backend="deepspeed", zero_stage=stage, learning_rate=1e-5)
+    policy = make_policy(folder, dtype="bfloat16", lora=None)
+    learner = Learner(policy, config, Dist(), NUM_ITERATIONS)
+    sequences = make_sequences(policy, groups=2)
+    before = snapshot(learner)
+    train(learner, sequences, 0, 2)
+    after = snapshot(learner)
+    lost = sum(
+        int(((before[n] != after[n]) & (before[n].bfloat16() == after[n].bfloat16())).sum())
+        for n in after
+    )
+    assert {t.dtype for t in after.values()} == {torch.float32}
+    assert lost > 1000  # steps that bfloat16 alone would have lost
+    exported = learner.export_weights().tensors
+    live = dict(policy.module.named_parameters())
+    for name, master in after.items():
+        tensor = exported[name.removeprefix("model.")]
+        assert torch.equal(tensor, master.bfloat16())
+        # Masters of a large model do not fit beside an awake engine: live weights leave instead.
+        assert stage == 3 or tensor.data_ptr() == live[name].data_ptr()
+    tensors, meta = learner.state()
+    train(learner, sequences, 2, 3)
+    again = Learner(make_policy(folder, dtype="bfloat16", lora=None), config, Dist(), 10)
+    again.load_state(tensors, meta)
+    train(again, sequences, 2, 3)
+    assert relative_difference(snapshot(again), snapshot(learner)) == 0
+
+
+def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) -> None:
+    """Base weights stand in for parameters that are views of DeepSpeed's flat buffer, while graphs
+    over these wait for their backwards."""
+    config = make_config(KL, backend="deepspeed", zero_stage=2, learning_rate=1e-3)
+    policy = make_policy(folder, dtype="bfloat16", lora=None)
+    learner = Learner(policy, config, Dist(), NUM_ITERATIONS)
+    places = {name: p.data_ptr() for name, p in policy.module.named_parameters()}
+    sequences = make_sequences(policy, groups=2)
+    rows = [(s.prompt, s.token_ids) for s in sequences]
+    base = learner.logprobs(rows)
+    metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
+    seen = [m.merge([m.state()]) for m in metrics]
+    assert seen[0]["kl/reference_k3"] < 1e-6 < 1e-4 < seen[2]["kl/reference_k3"]
+    assert learner.logprobs(rows) != base
+    with policy.reference():
+        assert learner.logprobs(rows) == base
+    live = dict(policy.module.named_parameters())
+    assert {name: parameter.data_ptr() for name, parameter in live.items()} == places
+    for name, master in snapshot(learner).items():
+        assert torch.equal(live[name], master.bfloat16())
+    again = Learner(make_policy(folder, dtype="bfloat16", lora=None), config, Dist(), 10)
+    train(again, make_sequences(again._policy, groups=2), 0, 3)
+    assert relative_difference(snapshot(again), snapshot(learner)) == 0, "graphs kept or not"
+
+
+@pytest.mark.parametrize("stage", (0, 1))
+def test_stages_without_readable_masters_are_refused(stage: int) -> None:
+    config = make_config(backend="deepspeed", zero_stage=stage).optimizer
+    with pytest.raises(ValueError, match="zero_stage 2 or 3"):
+        deepspeed_config(config, torch.bfloat16, 1, 10)
+
+
+def test_zero_1_and_2_and_3_shard_and_0_does_not(folder: str) -> None:
+    """Guards the comparison above: a stage that silently fell back would agree all too well."""
+    names = {
+        stage: type(make_learner(folder, stage)._backend._engine.optimizer) for stage in STAGES
+    }
+    assert [names[s].__name__ for s in STAGES] == [
+        "AdamW",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+    ]
+
+
+# --- two ranks --------------------------------------------------------------------------------
+
+
+def train_on_rank(dist: Dist, out: Path, folder: str, stages: list[int]) -> dict[int, Any]:
+    """Uneven shares (9 and 3 sequences), then one idle rank, then on from the saved state."""
+    deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
+    result = {}
+    for stage in stages:
+        learner = make_learner(folder, stage, dist)
+        sequences = make_sequences(learner._policy)
+        shares = {9: sequences[:9], 12: sequences}
+        rest = {9: sequences[9:], 12: []}
+        for iteration, first in enumerate((9, 12)):
+            mine = (shares if dist.rank == 0 else rest)[first]
+            update(learner, mine, iteration, rollout=True)
+        tensors, meta = learner.state()
+        update(learner, (shares if dist.rank == 0 else rest)[9], 2)
+        weights = snapshot(learner)
+        sharded = [p.numel() for n, p in learner._policy.module.named_parameters()]
+
+        tensors, meta = dist.broadcast((tensors, meta))
+        again = make_learner(folder, stage, dist)
+        again.load_state(tensors, meta)
+        update(again, (shares if dist.rank == 0 else rest)[9], 2)
+        result[stage] = {
+            "weights": weights,
+            "again": snapshot(again),
+            "state": tensors,
+            "meta": meta,
+            "resident": sum(sharded),
+        }
+    return result
+
+
+def check_two_ranks(folder: str, plain: dict[str, Any], out: Path, stages: tuple[int, ...]) -> None:
+    ranks = run_ranks("test_learner_zero:train_on_rank", 2, out, folder=folder, stages=list(stages))
+    for stage in stages:
+        first, second = (rank[stage] for rank in ranks)
+        assert relative_difference(first["weights"], second["weights"]) == 0
+        assert relative_difference(first["weights"], plain["weights"]) <= STEPPED
+        assert relative_difference(first["again"], first["weights"]) == 0
+        assert (first["resident"] == 0) == (stage == 3)
+        # Two ranks' state continues on one.
+        alone = make_learner(folder, None)
+        alone.load_state(first["state"], first["meta"])
+        train(alone, make_sequences(alone._policy), 2, 3)
+        assert relative_difference(snapshot(alone), plain["weights"]) <= STEPPED
+
+
+def test_two_ranks_zero_2(folder: str, plain: dict[str, Any], tmp_path: Path) -> None:
+    check_two_ranks(folder, plain, tmp_path, (2,))
+
+
+@pytest.mark.slow
+def test_two_ranks_zero_0_1_and_3(folder: str, plain: dict[str, Any], tmp_path: Path) -> None:
+    check_two_ranks(folder, plain, tmp_path, (0, 1, 3))

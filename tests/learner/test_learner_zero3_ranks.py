@@ -1,0 +1,214 @@
+"""ZeRO-3 on two ranks that have different work: nobody may gather weights alone.
+
+A rank that forwards, or projects, once more than its peers hangs the run: these tests fail by a
+time limit. Results are held against one process that shards nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_policy
+import tiny_qwen
+import torch
+from test_learner_zero import ADAM_EPS
+from tiny_act import act_group
+from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
+from tiny_rounding import NATS, STEPPED
+
+from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.engines.transformers import TransformersEngine
+from rl.learner import deepspeed
+from rl.learner.learner import Learner
+from rl.learner.weight_sync import sync
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies.shared import adapters, logprobs
+from rl.ranks.dist import Dist
+
+pytestmark = pytest.mark.slow
+
+TOKENS_PER_CHUNK = 2
+SHORT, LONG = 3, 40
+"""Completion tokens; three a micro-batch, so 5 chunks on one rank and 60 on the other."""
+ONE_GROUP = 250
+"""Tokens."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+@contextmanager
+def many_pieces() -> Any:
+    """Everything sharded, and a few tokens a chunk: what a large model and vocabulary do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
+        num_logits = TOKENS_PER_CHUNK * 700
+        patch.setattr(logprobs.token_logprobs, "__defaults__", (num_logits,))
+        yield
+
+
+def sequences_of(policy: Any, length: int, seed: int) -> list[Graded]:
+    """A group of three completions, all of one length."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = policy.build_prompt(tiny_qwen.sample(seed))
+    return [
+        Graded(
+            prompt=prompt,
+            token_ids=tuple(torch.randint(10, 250, (length,), generator=generator).tolist()),
+            loss_mask=(True,) * length,
+            advantage=advantage,
+            sampler_logprobs=(-6.0,) * length,
+        )
+        for advantage in (1.0, -0.5, -0.5)
+    ]
+
+
+def learner_of(folder: str, dist: Dist, full: bool, **optimizer: Any) -> Learner:
+    """LoRA with a reference, or a full fine-tune, which trains the head itself."""
+    settings = {"max_tokens_per_micro_batch": ONE_GROUP, "adam_eps": ADAM_EPS, **optimizer}
+    config = tiny_policy.make_config({} if full else {"kl_coeff": 0.1}, **settings)
+    policy = tiny_policy.make_policy(folder, **({"lora": None} if full else {}))
+    return Learner(policy, config, dist, tiny_policy.NUM_ITERATIONS)
+
+
+def train_uneven(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, Any]:
+    with many_pieces():
+        learner = learner_of(folder, dist, full, backend="deepspeed", zero_stage=3)
+        head, calls = learner._policy.module.vl_model.lm_head, []
+        head.register_forward_hook(lambda _module, _args, output: calls.append(len(output)))
+        mine = sequences_of(learner._policy, (LONG, SHORT)[dist.rank], dist.rank)
+        for iteration in range(2):
+            update(learner, mine, iteration)
+        rows = [(s.prompt, s.token_ids) for s in mine]
+        return {"weights": snapshot(learner), "calls": calls, "logprobs": learner.logprobs(rows)}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, full: bool) -> None:
+    target = "test_learner_zero3_ranks:train_uneven"
+    ranks = run_ranks(target, 2, tmp_path, folder=folder, full=full)
+    plain = learner_of(folder, Dist(), full)
+    shares = [sequences_of(plain._policy, n, rank) for rank, n in enumerate((LONG, SHORT))]
+    for iteration in range(2):
+        update(plain, [*shares[0], *shares[1]], iteration)
+    expected = plain.logprobs([(s.prompt, s.token_ids) for share in shares for s in share])
+    assert relative_difference(ranks[0]["weights"], ranks[1]["weights"]) == 0
+    assert relative_difference(ranks[0]["weights"], snapshot(plain)) <= STEPPED
+    for ours, theirs in zip(ranks[0]["logprobs"] + ranks[1]["logprobs"], expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=NATS)
+    # As many projections on both, the short rank's last ones of no token at all.
+    assert len(ranks[0]["calls"]) == len(ranks[1]["calls"])
+    assert ranks[1]["calls"].count(0) > 0 and ranks[0]["calls"].count(0) == 0
+
+
+def make_policy(folder: str) -> Any:
+    """As in a run with an editor: hidden states, and a negative prompt under the base weights."""
+    policy = qwen2_5_vl.build(
+        qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", lora=tiny_policy.LORA),
+        tiny_qwen.TEMPLATE,
+        kind="hidden_states",
+        negative_prompt=" ",
+        temperature=1.0,
+        max_completion_tokens=LONG,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    tiny_policy.wake_lora(policy)
+    return policy
+
+
+class TwinEngine:
+    """A sampler that holds whole weights of its own, beside a policy that is sharded."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self._engine = TransformersEngine(policy)
+
+    def load_weights(self, weights: PolicyWeights) -> None:
+        with torch.no_grad():
+            for name, parameter in self._trained().items():
+                parameter.copy_(weights.tensors[adapters.peft_name(name)])
+
+    def held_fingerprint(self) -> str:
+        return self.policy.export_weights(self._trained(), 0).fingerprint
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        return self._engine.generate(prompts_P, params, seeds_P)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
+
+
+def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
+    """An update, a sync, then groups of other lengths on each rank, one of them without words."""
+    with many_pieces():
+        config = tiny_policy.make_config(
+            {"kl_coeff": 0.1},
+            backend="deepspeed",
+            zero_stage=3,
+            max_tokens_per_micro_batch=ONE_GROUP,
+        )
+        policy = make_policy(folder)
+        learner = Learner(policy, config, dist, tiny_policy.NUM_ITERATIONS)
+        update(learner, sequences_of(policy, (LONG, SHORT)[dist.rank], dist.rank), 0)
+        twin = make_policy(folder)
+        probe = policy.build_prompt(tiny_qwen.sample(9))
+        before = twin.export_weights(TwinEngine(twin)._trained(), 0).fingerprint
+        report = sync(TwinEngine(twin), learner, probe, "float32", before, 1.0)
+
+        stop = policy.stop_token_ids[0]
+        wordless = Completion((stop,), (0.0,), "stop")
+        words = [policy.encode_completion(" ".join(["blue sky"] * n)) for n in (9, 1, 5, 2)]
+        seen = []
+        for number, groups in enumerate(((words, [wordless] * 4), (words[:3], words[1:]))):
+            # The same picture twice on rank 1: a cached negative must not skip its forward.
+            prompt = policy.build_prompt(tiny_qwen.sample(number if dist.rank == 0 else 5))
+            group = groups[dist.rank]
+            actions, expected = (act_group(p, prompt, group) for p in (policy, twin))
+            assert [a.failure for a in actions] == [e.failure for e in expected]
+            rows = [(prompt, c.token_ids) for c in group]
+            with torch.no_grad():
+                whole_BC = twin.module(twin.collate(rows)).logprobs
+            logprobs = zip(learner.logprobs(rows), whole_BC, strict=True)
+            seen.append([_compare(*t) for t in zip(actions, expected, logprobs, strict=True)])
+        return {
+            "resident": sum(p.numel() for p in policy.module.parameters()),
+            "moved": report.fingerprint != before,
+            "fingerprint": report.fingerprint,
+            "dlogp": report.mean_dlogp_nats,
+            "seen": seen,
+        }
+
+
+def _compare(
+    action: Any, expected: Any, logprobs: tuple[list[float], torch.Tensor]
+) -> dict[str, Any]:
+    sharded, whole_C = logprobs
+    dlogp = (torch.tensor(sharded) - whole_C[: len(sharded)]).abs().max()
+    seen = {"failed": action.failure is not None, "dlogp": float(dlogp)}
+    if action.payload is not None:
+        ours, theirs = action.payload, expected.payload
+        seen["embeds"] = float((ours.embeds - theirs.embeds).abs().max())
+        seen["negative"] = float((ours.negative_embeds - theirs.negative_embeds).abs().max())
+    return seen
+
+
+def test_acting_and_syncing_on_uneven_groups(folder: str, tmp_path: Path) -> None:
+    ranks = run_ranks("test_learner_zero3_ranks:act_uneven", 2, tmp_path, folder=folder)
+    assert ranks[0]["fingerprint"] == ranks[1]["fingerprint"]
+    for rank in ranks:
+        assert rank["resident"] == 0, "nothing was sharded"
+        assert rank["moved"] and rank["dlogp"] < NATS
+    failed = [[[action["failed"] for action in group] for group in r["seen"]] for r in ranks]
+    assert failed == [[[False] * 4, [False] * 3], [[True] * 4, [False] * 3]]
+    for action in [action for rank in ranks for group in rank["seen"] for action in group]:
+        differences = {name: value for name, value in action.items() if name != "failed"}
+        assert max(differences.values()) < NATS, differences

@@ -1,0 +1,125 @@
+"""The policy side of an iteration executes little more than the least that its algorithm takes, and
+what a run tells of its work is what it executes.
+
+The least, for every group: two forwards over the prompt once and its completions (policy,
+reference), one backward, logits of completion tokens only, each picture encoded once. Recomputing
+the head's logits in the backward, instead of keeping [N, V] of them, is not part of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_editor
+import tiny_policy
+import tiny_qwen
+import torch
+
+from rl.learner.learner import Learner
+from rl.meter import flop_meter
+from rl.meter.flop_count import FlopCount
+from rl.ranks.dist import Dist
+from rl.renderers.qwen_image.denoiser import Denoiser
+from rl.renderers.qwen_image.modulation import ModulationTables
+from rl.renderers.shared.cost import denoising_work
+
+GROUPS, MEMBERS, LORA_RANK = 2, 8, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy")))
+
+
+def graded(policy, groups: int) -> list[tiny_policy.Graded]:
+    """Groups of eight completions, of a sixth of their prompt's length on average, ragged."""
+    members = []
+    for group in range(groups):
+        prompt = policy.build_prompt(tiny_qwen.sample(group))
+        mean = len(prompt.token_ids) // 6
+        for g in range(MEMBERS):
+            ids = tuple(10 + (7 * g + i) % 200 for i in range(mean - MEMBERS // 2 + g))
+            members.append(
+                tiny_policy.Graded(prompt, ids, (True,) * len(ids), 1.0 - g / 4, (-5.0,) * len(ids))
+            )
+    return members
+
+
+def pairs_of(members: list[tiny_policy.Graded]) -> int:
+    """(query, key) pairs that any exact attention has to look at, one by one."""
+    pairs = 0
+    for prompt in {one.prompt for one in members}:
+        pairs += sum(range(1, len(prompt.token_ids) + 1))
+    for one in members:
+        prompt_len = len(one.prompt.token_ids)
+        pairs += sum(prompt_len + i + 1 for i in range(len(one.token_ids)))
+    return pairs
+
+
+def least_flops(policy, members: list[tiny_policy.Graded], full: bool) -> float:
+    """Written out for the tiny model: 2 layers, 64 wide, MLPs of 128, 2 heads and 1 of keys, each
+    32 wide; LoRA on the four attention matrices."""
+    layers, width, mlp, keys = 2, 64, 128, 32
+    num_tokens = sum(len(p.token_ids) for p in {one.prompt for one in members})
+    num_tokens += (num_completed := sum(len(one.token_ids) for one in members))
+    matrices = layers * (2 * width * width + 2 * width * keys + 3 * width * mlp)
+    adapters = 0 if full else layers * LORA_RANK * 2 * (2 * width + width + keys)
+    vocabulary = policy.module.vl_model.config.text_config.vocab_size
+    # Policy forward, reference forward, the backward to the inputs, and that to trained matrices.
+    products = 2 * matrices * (4 if full else 3) + 2 * adapters * 3
+    head = 2 * width * vocabulary * (4 if full else 3)
+    attention = 4 * layers * width * (1 + 1 + 2.5)
+    return products * num_tokens + head * num_completed + attention * pairs_of(members)
+
+
+def vision_flops(policy, members: list[tiny_policy.Graded]) -> float:
+    """Of each picture once, by the tower alone."""
+    pictures = policy.prompts.pictures(list({one.prompt for one in members}))
+    with torch.no_grad(), FlopCount() as count:
+        for picture in pictures:
+            policy.module.vl_model.model.visual(picture.pixel_values, grid_thw=picture.grid)
+    return count.flops
+
+
+@pytest.mark.parametrize("num_words", [(5,), (7, 3, 3)])
+def test_a_denoising_step_executes_what_its_formula_says(num_words):
+    parts = tiny_editor.make_parts()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(queries, keys, values):
+        heads_first = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+        return attention(*heads_first).transpose(1, 2)
+
+    denoiser = Denoiser(parts.transformer, attend)
+    channels = parts.transformer.config.in_channels
+    modulation = ModulationTables(parts.transformer).of_schedule(torch.tensor([500.0]))[0]
+    given = denoiser.prepare(
+        [torch.randn(words, tiny_editor.STATE_DIM) for words in num_words],
+        torch.randn(len(num_words), 6, channels),
+        [(1, 4, 4), (1, 2, 3)],
+    )
+    with torch.no_grad(), FlopCount() as executed:
+        denoiser.velocity(torch.randn(len(num_words), 16, channels), given, modulation)
+    told = denoising_work(parts.transformer.config, 16, 6, num_words, bytes_per_value=4)
+    assert told.flops == executed.flops
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_policy_side_is_within_a_twentieth_of_the_least(folder, full):
+    policy = tiny_policy.make_policy(str(folder), **({"lora": None} if full else {}))
+    config = tiny_policy.make_config(
+        {"kl_coeff": 0.1}, GROUPS, MEMBERS, max_tokens_per_micro_batch=10_000
+    )
+    learner = Learner(policy, config, Dist(), tiny_policy.NUM_ITERATIONS)
+    members = graded(policy, GROUPS)
+    least = least_flops(policy, members, full) + vision_flops(policy, members)
+    before = flop_meter.done()
+    with FlopCount() as executed:
+        tiny_policy.update(learner, members, 0, rollout=True)
+    assert least < executed.flops * 1.01
+    assert executed.flops / least <= 1.05
+    # What a run tells of itself is what it executed; adapters, which the reference forward leaves
+    # out and the formulas do not, are a larger part of a tiny model than of any real one.
+    told = (flop_meter.done() - before).flops
+    assert told == pytest.approx(executed.flops, rel=0.01)

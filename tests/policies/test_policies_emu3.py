@@ -1,0 +1,383 @@
+"""The Emu3 policy against transformers' own model and PEFT, at tiny size.
+
+All numbers are float32 on a CPU. `_G` completions in a group.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_emu3
+import torch
+from safetensors.torch import load_file
+from tiny_act import act, act_group
+from tiny_rounding import NATS
+
+from rl.api.types import Completion, SamplingParams
+from rl.engines.transformers import TransformersEngine
+from rl.policies.emu3 import plug as emu3
+
+TEMPERATURE = 0.7
+"""Nats: float32 against float64, or in another order of sums."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return tiny_emu3.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+def make(folder: str, checkpointing=False, **config):
+    return emu3.build(
+        emu3.Config(type="emu3", model_path=folder, **{"dtype": "float32", **config}),
+        template=None,
+        kind="image_tokens",
+        negative_prompt=None,
+        temperature=TEMPERATURE,
+        max_completion_tokens=64,
+        gradient_checkpointing=checkpointing,
+        device="cpu",
+    )
+
+
+LORA = {"lora": {"r": 4, "alpha": 8}}
+
+
+def stock(folder: str):
+    from transformers import Emu3ForCausalLM
+
+    return Emu3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def move(policy, scale: float = 0.1) -> None:
+    """Stand-in for training: shift what is trainable, so that policy and base differ."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn_like(parameter))
+
+
+def trainable(policy) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return make(folder)
+
+
+def rows_of(policy) -> list[tuple]:
+    """Two groups of other grids: a picture, one after a thought, one cut off, and words alone."""
+    samples = [tiny_emu3.sample(0), tiny_emu3.sample(1, height=2, width=3)]
+    first, second = (policy.build_prompt(sample) for sample in samples)
+    write = policy.prompts.picture_completion
+    return [
+        (first, write(samples[0].target_codes)),
+        (second, write(samples[1].target_codes, thought=" a red sky")),
+        (first, write(samples[1].target_codes)[:9]),
+        (second, policy.encode_completion("no idea").token_ids),
+    ]
+
+
+def forward(policy, rows):
+    with torch.no_grad():
+        return policy.module(policy.collate(rows))
+
+
+# Log-probs
+
+
+def by_hand(model, policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64, token by token: the softmax of the token's own slice; 0 where the grammar forces."""
+    vocabulary = policy.prompts.vocabulary.picture
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([[*prompt.token_ids, *ids]]))
+    logits = out.logits[0, len(prompt.token_ids) - 1 :].double() / TEMPERATURE
+    height, width = prompt.grid
+    logprobs, entropies, written = [], [], -1
+    for position, token in enumerate(ids):
+        forced = written >= 0 and (
+            written >= height * (width + 1) or written % (width + 1) == width
+        )
+        slice_ = slice(0, vocabulary.visual_start)
+        if token >= vocabulary.visual_start:
+            slice_ = slice(vocabulary.visual_start, vocabulary.visual_end)
+        slice_logprobs = logits[position, slice_].log_softmax(-1)
+        probs = slice_logprobs.exp()
+        logprobs.append(0.0 if forced else slice_logprobs[token - slice_.start])
+        entropies.append(0.0 if forced else -(probs * slice_logprobs).sum())
+        written = written + 1 if written >= 0 or token == vocabulary.image else -1
+    return torch.tensor(logprobs), torch.tensor(entropies)
+
+
+def test_log_probs_are_those_of_each_slice_alone(policy, folder):
+    model, rows = stock(folder), rows_of(policy)
+    outputs = forward(policy, rows)
+    for b, (prompt, ids) in enumerate(rows):
+        logprobs, entropy = by_hand(model, policy, prompt, ids)
+        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
+        assert (outputs.entropy[b, : len(ids)] - entropy).abs().max() < NATS
+        assert (
+            not outputs.logprobs[b, len(ids) :].any() and not outputs.entropy[b, len(ids) :].any()
+        )
+
+
+def test_forced_tokens_are_exactly_zero_and_still_attended_to(policy):
+    prompt, ids = rows_of(policy)[0]
+    batch = policy.collate([(prompt, ids)])
+    forced = batch.model_inputs["forced"]
+    assert int(forced.sum()) == 4 + 3, "four ends of rows, then frame, picture and sequence"
+    outputs = policy.module(batch)
+    assert not outputs.logprobs[forced].any() and not outputs.entropy[forced].any()
+    assert (outputs.logprobs[~forced] < 0).all()
+    row_end = ids.index(policy.image_vocabulary.end_of_row)
+    batch.input_ids[len(prompt.token_ids) + row_end] = 5
+    changed = policy.module(batch).logprobs
+    assert torch.equal(changed[0, : row_end + 1], outputs.logprobs[0, : row_end + 1])
+    assert (changed - outputs.logprobs)[0, row_end + 1 :].abs().max() > 0.01
+
+
+def test_only_a_tokens_own_slice_is_projected(policy):
+    sizes = []
+    head = policy.module.causal_lm.lm_head
+    hook = head.register_forward_hook(lambda _module, _args, output: sizes.append(output.shape))
+    forward(policy, rows_of(policy)[:1])
+    hook.remove()
+    # 16 codes of 64; '4', '*', '4' and the image token over the 528 ids below them.
+    assert sizes == [(4, 528), (16, 64)]
+
+
+def test_free_sampling_has_one_softmax_and_forces_nothing(folder):
+    policy = make(folder, constrained=False)
+    assert policy.image_vocabulary is None and policy.banned_token_ids == ()
+    [(prompt, ids), *_] = rows_of(policy)
+    outputs = forward(policy, [(prompt, ids)])
+    logits = stock(folder)(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits
+    whole = (logits[0, len(prompt.token_ids) - 1 : -1].double() / TEMPERATURE).log_softmax(-1)
+    expected = whole.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    assert (outputs.logprobs[0] - expected).abs().max() < NATS
+
+
+def test_training_mode_is_the_policy_that_sampled(policy):
+    """The published configs ask for a dropout of 0.1, in attention and after every layer."""
+    rows = rows_of(policy)
+    policy.module.eval()
+    still = forward(policy, rows).logprobs
+    policy.module.train()
+    assert torch.equal(forward(policy, rows).logprobs, still)
+
+
+def test_a_published_folder_holds_the_same_policy(policy, tmp_path):
+    published = make(tiny_emu3.save_published_folder(tmp_path))
+    theirs = forward(published, rows_of(published)).logprobs
+    assert torch.equal(theirs, forward(policy, rows_of(policy)).logprobs)
+
+
+def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
+    """The slow engine decodes with a cache under the grammar; every log-prob is the trainer's."""
+    policy = make(tiny_emu3.save_policy_folder(tmp_path, fond_of_pictures=True))
+    prompt = policy.build_prompt(tiny_emu3.sample(3, height=3, width=2))
+    params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=40, num_completions=6)
+    [group] = TransformersEngine(policy).generate([prompt], params, [0])
+    actions = act_group(policy, prompt, group)
+    assert sum(action.failure is None for action in actions) >= 3
+    outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
+    for b, completion in enumerate(group):
+        ours = outputs.logprobs[b, : len(completion.token_ids)]
+        assert (ours - torch.tensor(completion.logprobs)).abs().max() < NATS
+
+
+def test_the_decoder_gives_the_forwards_logits(policy, folder):
+    [(prompt, ids), *_] = rows_of(policy)
+    decoder = policy.decoder([prompt], num_rows=2)
+    logits = [decoder.step(None), *(decoder.step([token, token]) for token in ids)]
+    expected = stock(folder)(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits
+    for step, seen in enumerate(logits):
+        reference = expected[0, len(prompt.token_ids) - 1 + step]
+        assert (seen - reference).abs().max() < NATS and seen.shape == (2, len(reference))
+
+
+# Gradients
+
+
+def gradients(policy, rows) -> dict[str, torch.Tensor]:
+    policy.module.train()
+    policy.module(policy.collate(rows)).logprobs.sum().backward()
+    return {name: parameter.grad for name, parameter in trainable(policy).items()}
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA])
+def test_gradient_checkpointing_changes_nothing(folder, adapter):
+    plain, saving = (make(folder, checkpointing=on, **adapter) for on in (False, True))
+    for policy in (plain, saving):
+        move(policy)
+    expected, seen = gradients(plain, rows_of(plain)), gradients(saving, rows_of(saving))
+    assert expected.keys() == seen.keys() and len(seen) > 4
+    for name, gradient in expected.items():
+        torch.testing.assert_close(seen[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_the_heads_gradient_is_that_of_the_slices(policy, folder):
+    """One completion of one visual token: no language row of the head moves, every visual does."""
+    sample = tiny_emu3.sample(0)
+    prompt = policy.build_prompt(sample)
+    start = policy.image_vocabulary.visual_start
+    grads = gradients(policy, [(prompt, (start + 3,))])
+    policy.module.zero_grad()
+    moved = grads["model.lm_head.weight"].abs().amax(-1) > 0
+    assert not moved[:start].any() and moved[start:].all()
+
+
+# Which tokens train
+
+
+def test_loss_masks_follow_the_cycle_and_attention_does_not(folder, policy):
+    cycling = make(folder, train_text_tokens_only=True, text_only_cycle_steps=3, text_only_steps=1)
+    (prompt, ids), *_ = rows_of(cycling)
+    completion = Completion(ids, (0.0,) * len(ids), "stop")
+    visual = [token >= cycling.image_vocabulary.visual_start for token in ids]
+    assert sum(visual) == 16 and len(ids) == 3 + 1 + 20 + 3
+    masks = [list(cycling.loss_mask(completion, iteration)) for iteration in range(4)]
+    words = [not v for v in visual]
+    assert masks == [words, visual, visual, words]
+    assert all(policy.loss_mask(completion, 7))
+    ours, theirs = cycling.collate([(prompt, ids)]), policy.collate([(prompt, ids)])
+    assert torch.equal(ours.input_ids, theirs.input_ids) and ours.groups == theirs.groups
+    assert torch.equal(forward(cycling, [(prompt, ids)]).logprobs, policy.module(theirs).logprobs)
+
+
+def test_a_group_becomes_codes(policy):
+    sample = tiny_emu3.sample(2)
+    prompt = policy.build_prompt(sample)
+    whole = policy.prompts.picture_completion(sample.target_codes)
+    rows = [(prompt, ids) for ids in (whole, whole[:-8], whole[:2])]
+    painted, cut, wordy = act(policy, rows)
+    assert np.array_equal(painted.payload, sample.target_codes) and painted.failure is None
+    assert cut.payload is None and cut.failure.startswith("cut off")
+    assert wordy.failure.startswith("no image token") and wordy.text == "4*"
+    assert policy.bare_completion(sample) is None
+
+
+# What leaves the policy
+
+
+def test_full_weights_load_in_the_stock_model(folder, tmp_path):
+    policy = make(folder)
+    move(policy)
+    rows = rows_of(policy)
+    policy.save_pretrained(str(tmp_path), trainable(policy))
+    again = make(str(tmp_path))
+    assert torch.equal(forward(again, rows).logprobs, forward(policy, rows).logprobs)
+    theirs, ours = stock(str(tmp_path)).state_dict(), load_file(tmp_path / "model.safetensors")
+    exported = policy.export_weights(trainable(policy), 3)
+    assert exported.kind == "full" and exported.version == 3
+    assert theirs.keys() == ours.keys() == exported.tensors.keys()
+    live = policy.module.causal_lm.state_dict()
+    for name, tensor in exported.tensors.items():
+        assert torch.equal(theirs[name], tensor) and not tensor.requires_grad
+        # No second copy of a model that fills half a GPU.
+        assert tensor.data_ptr() == live[name].data_ptr()
+
+
+def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):
+    policy = make(tiny_emu3.save_policy_folder(tmp_path / "base", tied=True))
+    model = policy.module.causal_lm
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    move(policy)
+    assert not any("lm_head" in name for name in trainable(policy))
+    exported = policy.export_weights(trainable(policy), 0).tensors
+    assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
+    policy.save_pretrained(str(tmp_path / "out"), trainable(policy))
+    rows = rows_of(policy)
+    again = make(str(tmp_path / "out"))
+    assert torch.equal(forward(again, rows).logprobs, forward(policy, rows).logprobs)
+
+
+def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path):
+    from peft import PeftModel
+
+    policy = make(folder, **LORA)
+    move(policy)
+    policy.save_pretrained(str(tmp_path), trainable(policy))
+    model = PeftModel.from_pretrained(stock(folder), tmp_path).eval()
+    rows = rows_of(policy)
+    outputs = forward(policy, rows)
+    for b, (prompt, ids) in enumerate(rows):
+        logprobs, _ = by_hand(model, policy, prompt, ids)
+        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
+    exported = policy.export_weights(trainable(policy), 0)
+    assert exported.kind == "lora" and policy.lora_rank == 4
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert exported.tensors.keys() == saved.keys()
+    again = make(folder, adapter_path=str(tmp_path), **LORA)
+    assert torch.equal(forward(again, rows).logprobs, outputs.logprobs)
+
+
+def test_an_adapter_reaches_layers_but_not_the_head(folder):
+    policy = make(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
+    layers = {name.split(".lora_")[0] for name in trainable(policy)}
+    assert len(layers) == 2 and all(name.endswith("mlp.gate_proj") for name in layers)
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA])
+def test_the_reference_is_the_policy_before_training(folder, adapter):
+    policy = make(folder, **adapter)
+    rows = rows_of(policy)
+    before = forward(policy, rows).logprobs
+    move(policy)
+    after = forward(policy, rows).logprobs
+    with policy.reference():
+        assert torch.equal(forward(policy, rows).logprobs, before)
+    assert torch.equal(forward(policy, rows).logprobs, after)
+    assert (after - before).abs().max() > 0.1
+
+
+def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):
+    from transformers import AutoConfig, AutoTokenizer
+
+    published = make(tiny_emu3.save_published_folder(tmp_path))
+    sampler = Path(published.sampler_folder())
+    assert published.sampler_folder() == str(sampler) and not list(sampler.glob("*.py"))
+    config = AutoConfig.from_pretrained(sampler)
+    assert config.architectures == ["Emu3ForCausalLM"] and config.model_type == "emu3_text_model"
+    assert len(AutoTokenizer.from_pretrained(sampler)) == config.vocab_size == 592
+    ours = stock(str(sampler)).state_dict()
+    for name, tensor in stock(policy.config.model_path).state_dict().items():
+        assert torch.equal(ours[name], tensor)
+    assert published.image_pixel_bounds is None and not published.adapts_vision_tower
+
+
+def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path):
+    from safetensors.torch import save_file
+
+    partial = Path(tiny_emu3.save_policy_folder(tmp_path / "partial"))
+    tensors = load_file(partial / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights of an Emu3 \(model.norm.weight"):
+        make(str(partial))
+    more = tiny_emu3.make_tokenizer(num_codes=80)
+    more.save_pretrained(tmp_path / "more")
+    with pytest.raises(ValueError, match="has 608 tokens, the model 592"):
+        make(folder, tokenizer_path=str(tmp_path / "more"))
+    with pytest.raises(ValueError, match="emits"):
+        emu3.build(
+            emu3.Config(type="emu3", model_path=folder), None, "text", None, 1.0, 8, False, ""
+        )
+
+
+def test_unused_ids_of_a_longer_model_are_never_sampled_freely(tmp_path):
+    folder = tiny_emu3.save_policy_folder(tmp_path, num_codes=64)
+    tiny_emu3.make_tokenizer(num_codes=60).save_pretrained(tmp_path / "fewer")
+    fewer = str(tmp_path / "fewer")
+    assert make(folder, tokenizer_path=fewer, constrained=False).banned_token_ids == (
+        *(588, 589, 590, 591),
+    )
+    assert make(folder, tokenizer_path=fewer).banned_token_ids == ()
+
+
+def test_importing_the_plug_needs_no_torch():
+    code = "import sys, rl.policies.emu3.plug; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

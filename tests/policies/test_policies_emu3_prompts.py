@@ -1,0 +1,309 @@
+"""What an Emu3 policy reads and spells: ids by hand, both forms of its tokenizer, failures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_emu3
+
+from rl.algorithm.image_grammar import forced_tokens
+from rl.api.types import Sample
+from rl.policies.emu3 import loading, tokens
+from rl.policies.emu3 import plug as emu3
+from rl.policies.emu3.prompts import Emu3Prompts
+
+EOL, EOF, BOS, EOS = "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"
+IMAGE, START, END = "<|image token|>", "<|image start|>", "<|image end|>"
+CODES = np.array([[5, 0, 63], [1, 2, 3]], dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_emu3.make_tokenizer()
+
+
+def make(tokenizer, prefill="", constrained=True, max_prompt_tokens=2048) -> Emu3Prompts:
+    return Emu3Prompts(tokenizer, prefill, constrained, max_prompt_tokens)
+
+
+def visual(code: int) -> str:
+    return f"<|visual token {code:06d}|>"
+
+
+def spelt(tokenizer, ids) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(list(ids))
+
+
+PICTURE = [
+    *[START, "2", "*", "3", IMAGE],
+    *[visual(5), visual(0), visual(63), EOL],
+    *[visual(1), visual(2), visual(3), EOL],
+    *[EOF, END],
+]
+"""`CODES`, written out by hand."""
+
+
+# Prompts
+
+
+def test_a_prompt_token_by_token(tokenizer):
+    """bos, the picture, the words, the prefill, which ends in a special token."""
+    prompt = make(tokenizer, prefill=START).prompt(Sample("s", "blue sky", source_codes=CODES))
+    words = tokenizer("blue sky", add_special_tokens=False).input_ids
+    expected = [BOS, *PICTURE, *spelt(tokenizer, words), START]
+    assert spelt(tokenizer, prompt.token_ids) == expected
+    assert prompt.images == ()
+    assert prompt.grid == (2, 3)
+
+
+def test_a_prompt_is_what_the_tokenizer_makes_of_the_whole_text(tokenizer):
+    """The published recipe writes all of it as one string; ids are built faster, and equal."""
+    text = "".join([BOS, *PICTURE, "make the sky blue", tiny_emu3.THINK])
+    prompts = make(tokenizer, prefill=tiny_emu3.THINK)
+    prompt = prompts.prompt(Sample("s", "make the sky blue", source_codes=CODES))
+    assert list(prompt.token_ids) == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_a_picture_of_32_by_32_codes_is_1065_tokens(tokenizer):
+    """1 + 5 + 1 + 32 rows of 33 + 2."""
+    prompts = make(tokenizer)
+    assert len(prompts.picture_ids(tiny_emu3.codes(0, 32, 32))) == 1 + 5 + 1 + 32 * 33 + 2 == 1065
+    prompt = prompts.prompt(tiny_emu3.sample(0, "a", 32, 32))
+    assert len(prompt.token_ids) == 1 + 1065 + 1
+
+
+def test_the_prefill_may_name_the_sources_size(tokenizer):
+    prompt = make(tokenizer, prefill=START + "{height}*{width}").prompt(
+        Sample("s", "blue", source_codes=CODES)
+    )
+    assert spelt(tokenizer, prompt.token_ids[-4:]) == [START, "2", "*", "3"]
+
+
+def test_free_sampling_has_no_grid(tokenizer):
+    sample = Sample("s", "blue", source_codes=CODES)
+    assert make(tokenizer, constrained=False).prompt(sample).grid is None
+
+
+@pytest.mark.parametrize("words", [f"say {END}{IMAGE}", f"{visual(3)} please", f"stop {EOS}"])
+def test_users_cannot_write_special_tokens(tokenizer, words):
+    prompts = make(tokenizer, prefill=START)
+    honest = prompts.prompt(Sample("s", "blue", source_codes=CODES)).token_ids
+    ids = prompts.prompt(Sample("s", words, source_codes=CODES)).token_ids
+    specials = set(tokenizer.added_tokens_decoder)
+    assert [i for i in ids if i in specials] == [i for i in honest if i in specials]
+    assert words in tokenizer.decode(ids)
+
+
+def test_mistakes_in_a_sample_name_it(tokenizer):
+    prompts = make(tokenizer, max_prompt_tokens=20)
+    with pytest.raises(ValueError, match=r"'lost' has no source_codes.*prepare_data"):
+        prompts.prompt(Sample("lost", "blue"))
+    with pytest.raises(ValueError, match=r"'bad'.* from 0 to 63.*shape \(1, 1\), codes 64\.\.64"):
+        prompts.prompt(Sample("bad", "blue", source_codes=np.array([[64]])))
+    with pytest.raises(ValueError, match=r"'long' has 3\d tokens \(3\d of them picture\)"):
+        prompts.prompt(Sample("long", "a", source_codes=np.ones((4, 5))))
+
+
+# Completions
+
+
+@pytest.mark.parametrize(
+    ("prefill", "begun"),
+    [("", 0), (tiny_emu3.THINK, 0), (START, 1), (START + "{height}*{width}", 4)],
+)
+def test_a_picture_completion_goes_on_where_the_prefill_ends(tokenizer, prefill, begun):
+    prompts = make(tokenizer, prefill=prefill)
+    ids = prompts.picture_completion(CODES)
+    assert spelt(tokenizer, ids) == [*PICTURE[begun:], EOS]
+    thought = prompts.picture_completion(CODES, thought=" hm")
+    assert thought[-len(ids) :] == ids and tokenizer.decode(thought[: -len(ids)]) == " hm"
+
+
+def test_a_written_picture_obeys_the_grammar(tokenizer):
+    """Two ends of rows, the frame's, the picture's and the sequence's are forced, no others."""
+    prompts = make(tokenizer)
+    ids = prompts.picture_completion(CODES)
+    forced = forced_tokens(ids, (2, 3), prompts.vocabulary.picture)
+    assert [t for t, f in zip(spelt(tokenizer, ids), forced, strict=True) if f] == [
+        *[EOL, EOL, EOF, END, EOS]
+    ]
+
+
+def read(tokenizer, text: str, constrained=True):
+    prompts = make(tokenizer, prefill=START, constrained=constrained)
+    prompt = prompts.prompt(Sample("s", "blue", source_codes=CODES))
+    ids = tuple(tokenizer(text, add_special_tokens=False).input_ids)
+    return prompts.action(prompt, ids)
+
+
+def test_codes_come_back(tokenizer):
+    action = read(tokenizer, "".join([*PICTURE[1:], EOS]))
+    assert action.failure is None and action.text == "[image 2x3]"
+    assert action.payload.dtype == np.int32 and np.array_equal(action.payload, CODES)
+
+
+def test_words_around_a_picture_stay(tokenizer):
+    action = read(tokenizer, "".join([" a sky of 2*3 ", *PICTURE, " done", EOS]))
+    assert action.text == "a sky of 2*3 [image 2x3] done"
+    assert np.array_equal(action.payload, CODES)
+
+
+ROW = visual(1) + visual(2) + visual(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        ("", "empty"),
+        (EOS, "empty"),
+        ("only words" + EOS, "no image token"),
+        (IMAGE + ROW + EOL + visual(1) + visual(2) + EOL + EOF + END + EOS, "ragged"),
+        (IMAGE + ROW + EOL + EOF + END + EOS, "rows: 1 of them, the source has 2"),
+        (IMAGE + (ROW + EOL) * 3 + EOF + END + EOS, "rows: 3"),
+        (IMAGE + (ROW + visual(1) + EOL) * 2 + EOF + END + EOS, "columns: 4"),
+        (IMAGE + EOF + END + EOS, "rows: 0"),
+        (IMAGE + ROW + "blue" + EOL + ROW + EOL + EOF + END, "strangers: "),
+        (IMAGE, "cut off: the completion ends in row 1 of 2"),
+        (IMAGE + ROW + EOL + visual(1), "cut off: the completion ends in row 2 of 2"),
+    ],
+)
+def test_what_is_no_picture_says_why(tokenizer, text, failure):
+    action = read(tokenizer, text, constrained=False)
+    assert action.payload is None
+    assert action.failure.startswith(failure), action.failure
+
+
+@pytest.mark.parametrize("tail", ["", EOL, EOL + EOF, EOL + EOF + END])
+def test_a_whole_picture_cut_off_after_its_last_code_is_one(tokenizer, tail):
+    action = read(tokenizer, IMAGE + (ROW + EOL) + ROW + tail)
+    assert action.failure is None and action.payload.shape == (2, 3)
+
+
+# Tokenizers
+
+
+def config_of(folder: str, **section) -> emu3.Config:
+    return emu3.Config(type="emu3", model_path=folder, **section)
+
+
+def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
+    """tiktoken file and list of vision tokens give the very ids of `tokenizer.json`."""
+    folder = tiny_emu3.save_published_folder(tmp_path)
+    read_back = loading.load_tokenizer(config_of(folder))
+    assert read_back.get_vocab() == tokenizer.get_vocab()
+    texts = [
+        "make the  sky\n\nblue 2024*7",
+        "e\u0301t\u00e9 \u4e2d\u6587 \U0001f600",
+        tiny_emu3.THINK + START,
+    ]
+    for text in texts:
+        ids = read_back(text, add_special_tokens=False).input_ids
+        assert ids == tokenizer(text, add_special_tokens=False).input_ids
+    read_back.save_pretrained(tmp_path / "saved")
+    again = loading.load_tokenizer(config_of(str(tmp_path / "saved")))
+    assert again(texts[2]).input_ids == read_back(texts[2]).input_ids
+
+
+def test_the_tiktoken_vocabulary_is_read_as_tiktoken_reads_it(tmp_path: Path):
+    """An independent implementation, digits one by one and longest merges included."""
+    import base64
+
+    tiktoken = pytest.importorskip("tiktoken")
+
+    folder = Path(tiny_emu3.save_published_folder(tmp_path))
+    lines = (folder / "emu3.tiktoken").read_text().split("\n")[:-1]
+    ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in lines)}
+    reference = tiktoken.Encoding(
+        "e", pat_str=tiny_emu3.PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
+    ours = loading.load_tokenizer(config_of(str(folder)))
+    for text in [
+        "make the sky blue, step by step",
+        "1024 squares!!\n\n to  the",
+        "\u4e2d\u6587 circle's",
+    ]:
+        assert ours(text, add_special_tokens=False).input_ids == reference.encode(text)
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"tokenizer.json nor emu3.tiktoken"):
+        loading.load_tokenizer(config_of(str(tmp_path)))
+    lacking = tiny_emu3.make_bpe()
+    with pytest.raises(ValueError, match=r"it lacks <\|extra_203\|>, .*visual token 000000"):
+        tokens.find_vocabulary(lacking)
+
+
+@pytest.mark.parametrize("extra", ["<|tail|>", visual(99)])
+def test_visual_tokens_must_end_the_vocabulary_without_gaps(extra):
+    tokenizer = tiny_emu3.make_tokenizer()
+    tokenizer.add_tokens([extra], special_tokens=True)
+    with pytest.raises(ValueError, match=r"id 592 should be '<\|visual token 000064\|>'"):
+        tokens.find_vocabulary(tokenizer)
+
+
+# The section
+
+
+def problems(tmp_path: Path, **section) -> list[str]:
+    return emu3.validate(config_of(str(tmp_path), **section))
+
+
+def test_cross_field_mistakes(tmp_path: Path):
+    assert problems(tmp_path) == []
+    both = {"train_text_tokens_only": True, "train_vision_tokens_only": True}
+    assert "train nothing in iteration 0" in problems(tmp_path, **both)[0]
+    assert problems(tmp_path, **both, text_only_steps=0) == []
+    assert "text_only_steps: 11" in problems(tmp_path, text_only_steps=11)[0]
+    assert "image token" in problems(tmp_path, assistant_prefill=START + IMAGE)[0]
+    assert "lora: null" in problems(tmp_path, adapter_path=str(tmp_path))[1]
+    assert problems(tmp_path, tokenizer_path="/nowhere")[0].startswith("tokenizer_path: no folder")
+
+
+SCHEDULES = {
+    (): [(1, 1)] * 6,
+    ("text", 4, 4): [(1, 0)] * 6,
+    ("text", 3, 2): [(1, 0), (1, 0), (0, 1)] * 2,
+    ("text", 3, 0): [(0, 1)] * 6,
+    ("vision", 3, 1): [(0, 1), (1, 1), (1, 1)] * 2,
+}
+"""(which, cycle, steps) -> is text, is vision trained in iterations 0 to 5; both cycles by hand."""
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_cycles_of_text_and_vision(tmp_path: Path, kind):
+    section = {}
+    if kind:
+        which, cycle, steps = kind
+        section = {f"train_{which}_tokens_only": True}
+        section |= {f"{which}_only_cycle_steps": cycle, f"{which}_only_steps": steps}
+    config = config_of(str(tmp_path), **section)
+    assert [config.trained(i) for i in range(6)] == SCHEDULES[kind]
+
+
+def test_another_models_folder_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(ValueError, match="holds a 'qwen2', not an Emu3"):
+        loading.read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
+    folder = Path(tiny_emu3.save_published_folder(tmp_path))
+    written = json.loads((folder / "config.json").read_text())
+    scaled = {**written, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(scaled))
+    config = loading.read_model_config(folder)
+    expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    assert config.rope_parameters == expected and config.attention_dropout == 0
+
+
+def test_a_picture_that_no_completion_can_hold_names_its_sample(tmp_path):
+    """7 rows of 7 codes: 1 + '7*7' + 1 + 7 x 8 + 2, and the stop token, of which the prefill wrote
+    the first: 63 of the 64 tokens there are; an eighth row is too much."""
+    folder = tiny_emu3.save_policy_folder(tmp_path)
+    config = emu3.Config(type="emu3", model_path=folder, dtype="float32")
+    policy = emu3.build(config, None, "image_tokens", None, 1.0, 64, False, "cpu")
+    assert policy.build_prompt(tiny_emu3.sample(0, height=7, width=7)).grid == (7, 7)
+    with pytest.raises(ValueError, match=r"8 x 7 codes.* 71 tokens.*max_completion_tokens = 64"):
+        policy.build_prompt(tiny_emu3.sample(0, height=8, width=7))

@@ -1,0 +1,39 @@
+"""vLLM serves a published Emu3, whose own config and tokenizer nobody else can read."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_emu3
+import torch
+from test_policies_emu3 import TEMPERATURE, forward, make, move, trainable
+from tiny_act import act_group
+from tiny_rounding import NATS
+
+from rl.api.types import SamplingParams
+from rl.engines.vllm import plug as vllm_engine
+from rl.ranks.dist import Dist
+
+pytestmark = pytest.mark.slow
+
+
+def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
+    policy = make(tiny_emu3.save_published_folder(tmp_path, fond_of_pictures=True))
+    engine = vllm_engine.build(vllm_engine.Config(type="vllm"), policy, Dist())
+    try:
+        move(policy, 0.02)
+        engine.load_weights(policy.export_weights(trainable(policy), 1))
+        grids = [(3, 2), (4, 4), (1, 1)]
+        samples = [tiny_emu3.sample(i, height=h, width=w) for i, (h, w) in enumerate(grids)]
+        prompts = [policy.build_prompt(sample) for sample in samples]
+        params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=50, num_completions=6)
+        groups = engine.generate(prompts, params, [0, 100, 200])
+    finally:
+        engine.close()
+    for prompt, group in zip(prompts, groups, strict=True):
+        actions = act_group(policy, prompt, group)
+        painted = [action.payload for action in actions if action.failure is None]
+        assert painted and all(codes.shape == prompt.grid for codes in painted)
+        outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
+        for b, completion in enumerate(group):
+            ours = outputs.logprobs[b, : len(completion.token_ids)]
+            assert (ours - torch.tensor(completion.logprobs)).abs().max() < NATS

@@ -1,0 +1,129 @@
+"""Chunked log-probs against the plain full-vocabulary softmax, values and gradients."""
+
+import pytest
+import torch
+from tiny_rounding import NATS
+
+from rl.policies.shared.logprobs import sliced_logprobs, token_logprobs
+
+NUM_TOKENS, WIDTH, VOCAB = 13, 16, 50
+BANNED = torch.tensor([3, 48, 49])
+
+
+def _inputs(dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    head = torch.nn.Linear(WIDTH, VOCAB, bias=False, dtype=dtype)
+    allowed = torch.tensor([i for i in range(VOCAB) if i not in BANNED.tolist()])
+    return hidden, head, allowed[torch.randint(len(allowed), (NUM_TOKENS,))]
+
+
+def _plain(hidden, head, ids, temperature):
+    """Float64, in one piece, the banned columns removed by hand."""
+    keep = [i for i in range(VOCAB) if i not in BANNED.tolist()]
+    logits = (hidden.double() @ head.weight.double().T)[:, keep] / temperature
+    logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
+    columns = torch.tensor([keep.index(i) for i in ids.tolist()])
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, columns[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("logits_per_chunk", [1, 4 * VOCAB, 10**6])
+def test_equal_to_the_plain_softmax_in_value_and_gradient(temperature, logits_per_chunk):
+    hidden, head, ids = _inputs()
+    weights = torch.randn(NUM_TOKENS)
+    logprobs, entropy = token_logprobs(hidden, head, ids, temperature, BANNED, logits_per_chunk)
+    ours = torch.autograd.grad((logprobs * weights).sum(), [hidden, head.weight])
+
+    expected, expected_entropy = _plain(hidden, head, ids, temperature)
+    theirs = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
+    assert (logprobs - expected).abs().max() < 1e-6
+    assert (entropy - expected_entropy).abs().max() < 1e-6
+    assert not entropy.requires_grad
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < NATS
+
+
+class SlicedLinear(torch.nn.Linear):
+    def forward(self, hidden, start, end):
+        return hidden @ self.weight[start:end].T
+
+
+def test_slices_are_softmaxes_of_their_own_in_value_and_gradient(monkeypatch):
+    """Ids 0 to 29 and 30 to 44, the rest never; three tokens a chunk, interleaved."""
+    monkeypatch.setattr(token_logprobs, "__defaults__", (3 * 15,))
+    torch.manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, requires_grad=True)
+    head = SlicedLinear(WIDTH, VOCAB, bias=False)
+    ids = torch.tensor([0, 44, 29, 30, 7, 31, 32, 1, 40, 2, 3, 35, 4])
+    logprobs, entropy = sliced_logprobs(hidden, head, ids, 0.7, (0, 30, 45))
+    weights = torch.randn(NUM_TOKENS)
+    ours = torch.autograd.grad((logprobs * weights).sum(), [hidden, head.weight])
+
+    logits = hidden.double() @ head.weight.double().T / 0.7
+    outside = torch.tensor([[(v < 30) != (i < 30) or v >= 45 for v in range(VOCAB)] for i in ids])
+    expected = logits.masked_fill(outside, float("-inf")).log_softmax(-1)
+    chosen = expected.gather(-1, ids[:, None])[:, 0]
+    theirs = torch.autograd.grad((chosen * weights).sum(), [hidden, head.weight])
+    assert (logprobs - chosen).abs().max() < 1e-6
+    assert (entropy - torch.special.entr(expected.exp()).sum(-1)).abs().max() < 1e-6
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < NATS
+
+
+def test_a_hand_computed_value():
+    """Logits 0, ln 2, ln 5 and a banned one: softmax 1/8, 2/8, 5/8."""
+    head = torch.nn.Linear(1, 4, bias=False)
+    head.weight.data = torch.tensor([[0.0], [2.0], [5.0], [1e6]]).log().nan_to_num(neginf=0.0)
+    hidden = torch.ones(2, 1)
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([1, 2]), 1.0, torch.tensor([3]))
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([2 / 8, 5 / 8]))
+    eighths = torch.tensor([1 / 8, 2 / 8, 5 / 8])
+    torch.testing.assert_close(entropy[0], -(eighths * eighths.log()).sum())
+
+
+def test_never_holds_all_logits(monkeypatch):
+    hidden, head, ids = _inputs()
+    rows = []
+    head.register_forward_hook(lambda _module, _args, output: rows.append(output.shape[0]))
+    token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)[0].sum().backward()
+    assert max(rows) == 4
+    assert sum(rows) == 2 * NUM_TOKENS, "the backward computes each chunk once more"
+
+
+def test_float32_whatever_the_head_computes_in():
+    hidden, head, ids = _inputs(torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, head, ids, 1.0, BANNED)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    exact = head(hidden).float().index_fill(-1, BANNED, float("-inf")).log_softmax(-1)
+    assert torch.equal(logprobs, exact.gather(-1, ids[:, None])[:, 0])
+
+
+def test_no_tokens_give_no_logprobs():
+    hidden, head, ids = _inputs()
+    logprobs, entropy = token_logprobs(hidden[:0], head, ids[:0], 1.0, BANNED)
+    assert logprobs.shape == entropy.shape == (0,)
+
+
+@pytest.mark.parametrize(("sharded", "calls"), [(True, 5), (False, 4)])
+def test_as_many_projections_as_the_rank_with_most_tokens_when_sharded(monkeypatch, sharded, calls):
+    """Another rank has a chunk more: only a head that is gathered from all ranks waits for it."""
+
+    def all_reduce(tensor, op):
+        assert (tensor.item(), op) == (4, torch.distributed.ReduceOp.MAX)
+        assert sharded, "a collective that other ranks may not take part in"
+        tensor.fill_(5)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    hidden, head, ids = _inputs()
+    if sharded:
+        head.weight.ds_id = 0
+    rows = []
+    head.register_forward_hook(lambda _module, _args, output: rows.append(output.shape[0]))
+    logprobs, _ = token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)
+    gradient = torch.autograd.grad(logprobs.sum(), hidden)[0]
+    assert len(rows) == 2 * calls, "the backward gathers as often as the forward"
+    expected = _plain(hidden, head, ids, 1.0)[0]
+    assert (logprobs - expected).abs().max() < 1e-6
+    assert (gradient - torch.autograd.grad(expected.sum(), hidden)[0]).abs().max() < 1e-5

@@ -1,0 +1,249 @@
+"""The packed forward against one row at a time through transformers' own model, float32 on a CPU.
+
+Log-probs, conditioning states and gradients agree up to the rounding of float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import padded_reference
+import pytest
+import tiny_emu3
+import tiny_qwen
+import torch
+from test_policies_emu3 import make as make_emu3
+from test_policies_qwen2_5_vl import make, move, trainable
+from tiny_act import act
+from tiny_rounding import GRADIENT
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl.policies.shared.packing import completion_spans
+
+TEMPERATURE = 0.7
+"""Of both policies."""
+LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
+"""Completions of three groups: ragged, of one token, empty, alone."""
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def emu3_folder(tmp_path_factory) -> str:
+    return tiny_emu3.save_policy_folder(tmp_path_factory.mktemp("emu3"))
+
+
+def random_rows(prompts) -> list[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (prompt, tuple(torch.randint(10, 250, (length,), generator=generator).tolist()))
+        for prompt, lengths in zip(prompts, LENGTHS, strict=True)
+        for length in lengths
+    ]
+
+
+def pictured_rows(policy) -> list[tuple]:
+    """Three pictures of other sizes and shapes."""
+    sizes = ((128, 64), (64, 96), (64, 64))
+    samples = [tiny_qwen.sample(i, width=w, height=h) for i, (w, h) in enumerate(sizes)]
+    return random_rows([policy.build_prompt(sample) for sample in samples])
+
+
+def mixed_rows(policy) -> list[tuple]:
+    """Texts, and a picture between them; in the chat format, which does not insist on one."""
+    policy.prompts._needs_picture = False
+    samples = [tiny_qwen.sample(i) for i in range(3)]
+    shown = [replace(samples[0], source=None), samples[1], replace(samples[2], source=None)]
+    return random_rows([policy.build_prompt(sample) for sample in shown])
+
+
+def painted_rows(policy) -> list[tuple]:
+    """Pictures of two grids, one after a thought, one cut off; words alone; nothing."""
+    samples = [tiny_emu3.sample(0), tiny_emu3.sample(1, height=2, width=3)]
+    first, second = (policy.build_prompt(sample) for sample in samples)
+    write = policy.prompts.picture_completion
+    return [
+        (first, write(samples[0].target_codes)),
+        (first, write(samples[1].target_codes)[:9]),
+        (first, ()),
+        (second, write(samples[1].target_codes, thought=" a red sky")),
+        (second, policy.encode_completion("no idea").token_ids),
+    ]
+
+
+def qwen_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
+    model = policy.module.vl_model
+    states = padded_reference.qwen_states(model, prompt, ids)
+    head = model.lm_head.weight
+    allowed = sorted(set(range(len(head))) - set(policy.banned_token_ids))
+    return states, padded_reference.logprobs(states, head, ids, TEMPERATURE, [allowed] * len(ids))
+
+
+def emu3_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the picture's grid leaves of a token is written out here, from where the image token
+    stands."""
+    model, picture = policy.module.causal_lm, policy.prompts.vocabulary.picture
+    states = padded_reference.emu3_states(model, prompt, ids)
+    height, width = prompt.grid
+    begun = ids.index(picture.image) if picture.image in ids else len(ids)
+    allowed = []
+    for t, token in enumerate(ids):
+        row, column = divmod(t - begun - 1, width + 1)
+        forced = t > begun and (column == width or row >= height)
+        among = range(picture.visual_start)
+        if token >= picture.visual_start:
+            among = range(picture.visual_start, picture.visual_end)
+        allowed.append([token] if forced else among)
+    head = model.lm_head.weight
+    return states, padded_reference.logprobs(states, head, ids, TEMPERATURE, allowed)
+
+
+CASES = {
+    "pictures": (make, {}, pictured_rows, qwen_alone),
+    "texts and a picture, all trained": (make, {"lora": None}, mixed_rows, qwen_alone),
+    "codes": (make_emu3, {"lora": {"r": 4, "alpha": 8}}, painted_rows, emu3_alone),
+    "codes, all trained": (make_emu3, {}, painted_rows, emu3_alone),
+}
+
+
+def gradients(policy, losses) -> list[torch.Tensor]:
+    """Of the losses' weighted sum; parameters that none reaches have zeros."""
+    total = sum(
+        (torch.linspace(-1, 1, len(loss), dtype=loss.dtype) * loss).sum() for loss in losses
+    )
+    parameters = list(trainable(policy).values())
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    flat = [torch.cat([g.double().flatten() for g in grads]) for grads in (ours, theirs)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_states_and_gradients_are_those_of_each_row_alone(case, qwen_folder, emu3_folder):
+    build, section, make_rows, alone = CASES[case]
+    policy = build(qwen_folder if build is make else emu3_folder, **section)
+    move(policy, 0.02)
+    rows = make_rows(policy)
+    batch = policy.collate(rows)
+    outputs = policy.module(batch)
+    prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+    spans_B = completion_spans(batch.groups)
+    ours, theirs = [], []
+    for b, ((prompt, ids), group, (start, end)) in enumerate(
+        zip(rows, prompts_B, spans_B, strict=True)
+    ):
+        states, logprobs = alone(policy, prompt, ids)
+        prompt_states = outputs.hidden[group.start : group.start + group.prompt_len]
+        packed = torch.cat([prompt_states, outputs.hidden[start:end]])
+        assert (packed - states).norm() <= 1e-6 * states.norm()
+        ours.append(outputs.logprobs[b, : len(ids)])
+        theirs.append(logprobs)
+        assert torch.allclose(ours[-1].double(), logprobs.double(), rtol=0, atol=1e-5)
+        assert not outputs.logprobs[b, len(ids) :].any()
+    assert distance(gradients(policy, ours), gradients(policy, theirs)) < GRADIENT
+
+
+def test_conditioning_is_each_rows_own_and_holds_nothing_of_the_graph(qwen_folder):
+    policy = make(qwen_folder)
+    move(policy)
+    rows = pictured_rows(policy)
+    batch = policy.collate(rows)
+    outputs = policy.module(batch)
+    for (prompt, ids), action in zip(rows, policy.act(rows, batch, outputs), strict=True):
+        if not ids:
+            assert action.payload is None
+            continue
+        states = padded_reference.qwen_states(policy.module.vl_model, prompt, ids)[64:]
+        embeds = action.payload.embeds
+        assert (embeds - states).norm() <= 1e-6 * states.norm()
+        assert not embeds.requires_grad
+        assert embeds.untyped_storage().nbytes() == embeds.nbytes, "a copy, not a view"
+
+
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None])
+@pytest.mark.parametrize("checkpointing", [False, True, "mlp"])
+def test_several_graphs_wait_for_their_backwards(qwen_folder, lora, checkpointing):
+    """Their backwards come in another order, after forwards of the reference and of negatives;
+    activations are recomputed then, and the gradients are as if each had had its turn alone."""
+    policy = make(qwen_folder, negative=" ", checkpointing=checkpointing, lora=lora)
+    plain = make(qwen_folder, lora=lora)
+    for one in (policy, plain):
+        move(one, 0.02)
+        one.module.train()
+    rows = pictured_rows(policy)
+    parts = [rows[:4], rows[4:5], rows[5:]]
+    expected = []
+    for part in parts:
+        plain.module.zero_grad()
+        plain.module(plain.collate(part)).logprobs.sum().backward()
+        expected.append([p.grad for p in trainable(plain).values()])
+
+    graphs = [policy.module(policy.collate(part)).logprobs for part in parts]
+    with torch.no_grad(), policy.reference():
+        policy.module(policy.collate(rows))
+    act(policy, rows)
+    for i in (2, 0, 1):
+        policy.module.zero_grad()
+        graphs[i].sum().backward()
+        found = [p.grad for p in trainable(policy).values()]
+        assert distance(found, expected[i]) < 1e-6
+
+
+def graph_bytes(policy, rows) -> int:
+    """What a forward keeps for its backward, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in policy.module.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.module(policy.collate(rows))
+    return sum(size for size, _ in kept.values())
+
+
+def test_an_extra_completion_keeps_its_own_tokens_alone(qwen_folder):
+    """Of 100 tokens that a padded row would have, 16 are the completion's; checkpoints keep less
+    still, and without a graph nothing is kept."""
+    policy = make(qwen_folder)
+    policy.module.train()
+    prompt = policy.build_prompt(tiny_qwen.sample(0, width=112, height=112))
+    assert len(prompt.token_ids) == 84
+    rows = [(prompt, tuple(range(10, 26)))] * 8
+    one, two, eight = (graph_bytes(policy, rows[:n]) for n in (1, 2, 8))
+    assert (eight - two) / 6 < 0.2 * one
+    halves = graph_bytes(make(qwen_folder, checkpointing="mlp"), rows)
+    assert halves < 0.65 * eight
+    with torch.no_grad():
+        assert graph_bytes(policy, rows) == 0
+
+
+def test_linear_layers_see_each_token_once(qwen_folder):
+    """Operations of the matrix products by counter, over those by formula: no padding, no prompt
+    twice, and the head on completion tokens alone."""
+    policy = make(qwen_folder, lora=None)
+    rows = pictured_rows(policy)
+    batch = policy.collate(rows)
+    policy.module(batch)  # the vision tower's work is done
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        policy.module(batch)
+    size = policy.module.vl_model.config.text_config
+    width, keys = size.hidden_size, size.hidden_size // size.num_attention_heads
+    per_token = 2 * width * (2 * width + 2 * keys + 3 * size.intermediate_size)
+    head = 2 * width * size.vocab_size * sum(len(ids) for _, ids in rows)
+    num_tokens = sum(len(p.token_ids) for p in {row[0] for row in rows}) + sum(
+        len(ids) for _, ids in rows
+    )
+    expected = size.num_hidden_layers * num_tokens * per_token + head
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,216 @@
+"""A packed row's arithmetic by hand, and its attention against one dense softmax under a mask."""
+
+import pytest
+import torch
+from tiny_rounding import PRODUCT
+from torch.nn.attention import varlen
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl.api.types import PackedGroup, Prompt, Sample
+from rl.policies.emu3 import plug as emu3
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies.shared import attention_kernels as kernels
+from rl.policies.shared import packing as packing
+from rl.policies.shared.packed_attention import attention
+
+GROUPS = (PackedGroup(0, 5, (3, 1, 0, 4)), PackedGroup(13, 2, (0,)), PackedGroup(15, 3, (6, 2)))
+"""Ragged, one token, nothing; a prompt alone; another prompt length."""
+NUM_TOKENS = 26
+NUM_HEADS, NUM_KEY_HEADS, WIDTH = 4, 2, 8
+
+
+def prompt(*ids: int) -> Prompt:
+    return Prompt(Sample("", ""), token_ids=ids)
+
+
+# By hand
+
+
+def test_neighbours_that_share_their_prompt_object_are_a_group():
+    first, second = prompt(1, 2), prompt(1, 2)
+    rows = [(first, (3, 4)), (first, ()), (second, (5,)), (first, (6,))]
+    ids, groups, prompts = packing.pack(rows)
+    assert ids == [1, 2, 3, 4, 1, 2, 5, 1, 2, 6]
+    assert groups == (PackedGroup(0, 2, (2, 0)), PackedGroup(4, 2, (1,)), PackedGroup(7, 2, (1,)))
+    assert [id(p) for p in prompts] == [id(first), id(second), id(first)]
+
+
+def test_completions_count_on_from_their_prompts_largest_position():
+    """The largest need not be the last: a picture's rows and columns run ahead of its tokens."""
+    groups = (PackedGroup(0, 3, (2, 1)), PackedGroup(6, 1, (2,)))
+    own = [torch.tensor([[0, 9, 1], [0, 4, 1]]), torch.tensor([[0], [7]])]
+    expected = [[0, 9, 1, 10, 11, 10, 0, 8, 9], [0, 4, 1, 10, 11, 10, 7, 8, 9]]
+    assert packing.positions(groups, own).tolist() == expected
+    plain = packing.positions(groups, [torch.arange(3), torch.arange(1)])
+    assert plain.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2]
+
+
+def test_first_tokens_are_predicted_by_their_prompts_end():
+    groups = (PackedGroup(0, 3, (2, 0, 1)), PackedGroup(6, 1, (2,)))
+    assert list(packing.completion_spans(groups)) == [(3, 5), (5, 5), (5, 6), (7, 9)]
+    rows, columns, positions, predictors = packing.completion_tokens(groups).tolist()
+    assert rows == [0, 0, 2, 3, 3]
+    assert columns == [0, 1, 0, 0, 1]
+    assert positions == [3, 4, 5, 7, 8]
+    assert predictors == [2, 3, 2, 6, 7]
+
+
+def test_runs_cover_the_row_and_completions_look_at_their_prompt():
+    plan = packing.Packing(GROUPS, kernels.CPU)
+    assert plan.own.query_lens == plan.own.key_lens == (5, 3, 1, 0, 4, 2, 0, 3, 6, 2)
+    assert (plan.across.query_lens, plan.across.key_lens) == ((8, 0, 8), (5, 2, 3))
+    assert plan.prompt_slices == [slice(0, 5), slice(13, 15), slice(15, 18)]
+    assert plan.completion_slices == [slice(5, 13), slice(15, 15), slice(18, 26)]
+
+
+# Attention
+
+
+def visible() -> torch.Tensor:
+    """[S, S] bool, token by token from the definition."""
+    prompt_of, run_of = [], []
+    for g, group in enumerate(GROUPS):
+        for run, length in enumerate((group.prompt_len, *group.completion_lens)):
+            prompt_of += [g] * length
+            run_of += [(g, run)] * length
+    see = torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
+    for i in range(NUM_TOKENS):
+        for j in range(i + 1):
+            see[i, j] = run_of[i] == run_of[j] or run_of[j] == (prompt_of[i], 0)
+    return see
+
+
+def inputs() -> list[torch.Tensor]:
+    """Query, key and value as transformers hands them over, [1, H, S, D]."""
+    torch.manual_seed(0)
+    heads = (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
+    return [torch.randn(1, n, NUM_TOKENS, WIDTH, requires_grad=True) for n in heads]
+
+
+def dense(query, key, value) -> torch.Tensor:
+    """[1, S, H, D] float64."""
+    share = NUM_HEADS // NUM_KEY_HEADS
+    key, value = (x.double().repeat_interleave(share, dim=1) for x in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) / WIDTH**0.5
+    probs = scores.masked_fill(~visible(), float("-inf")).softmax(-1)
+    return (probs @ value).transpose(1, 2)
+
+
+def slow_varlen(query, key, value, starts_q, starts_k, max_q, max_k, is_causal, enable_gqa):
+    """`torch.nn.attention.varlen`'s kernel by its documentation: causal aligned bottom right."""
+    assert enable_gqa and starts_q.dtype == starts_k.dtype == torch.int32
+    assert int(starts_q[-1]) == len(query) and int(starts_k[-1]) == len(key) == len(value)
+    assert max_q == starts_q.diff().max() and max_k == starts_k.diff().max()
+    share = query.shape[1] // key.shape[1]
+    out, lse = torch.zeros_like(query), torch.zeros(query.shape[1], len(query))
+    for run in range(len(starts_q) - 1):
+        q = slice(*starts_q[run : run + 2])
+        k = slice(*starts_k[run : run + 2])
+        keys, values = (x[k].repeat_interleave(share, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[q], keys) / query.shape[-1] ** 0.5
+        if is_causal:
+            num_q, num_k = scores.shape[1:]
+            late = torch.arange(num_k) > torch.arange(num_q)[:, None] + num_k - num_q
+            scores = scores.masked_fill(late, float("-inf"))
+        lse[:, q] = scores.logsumexp(-1)
+        out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out, lse, torch.zeros(2)
+
+
+def slow_varlen_backward(
+    grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, is_causal, state
+):
+    """With the given `out` and `lse`, as the flash kernel: probabilities may not sum to one."""
+    share = query.shape[1] // key.shape[1]
+    grads = [torch.zeros_like(x) for x in (query, key, value)]
+    for run in range(len(starts_q) - 1):
+        q = slice(*starts_q[run : run + 2])
+        k = slice(*starts_k[run : run + 2])
+        keys, values = (x[k].repeat_interleave(share, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[q], keys) / query.shape[-1] ** 0.5
+        if is_causal:
+            assert scores.shape[1] == scores.shape[2]
+            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1) > 0, float("-inf"))
+        probs = (scores - lse[:, q, None]).exp()
+        inner = (grad[q] * out[q]).sum(-1).T[..., None]
+        by_probs = torch.einsum("qhd,khd->hqk", grad[q], values)
+        by_scores = probs * (by_probs - inner) / query.shape[-1] ** 0.5
+        grads[0][q] = torch.einsum("hqk,khd->qhd", by_scores, keys)
+        for grad_k, part in (
+            (grads[1], torch.einsum("hqk,qhd->khd", by_scores, query[q])),
+            (grads[2], torch.einsum("hqk,qhd->khd", probs, grad[q])),
+        ):
+            grad_k[k] = part.unflatten(1, (-1, share)).sum(2)
+    return tuple(grads)
+
+
+@pytest.mark.parametrize("kernel", [kernels.CPU, kernels.PLAIN, kernels.VARLEN])
+def test_attention_and_its_gradients_are_those_of_the_dense_mask(kernel, monkeypatch):
+    """The CUDA kernel's calls are answered by a slow one; what is tested is what it is asked."""
+    monkeypatch.setattr(varlen, "_varlen_attn", slow_varlen)
+    monkeypatch.setattr(varlen, "_varlen_attn_backward", slow_varlen_backward)
+    tensors = inputs()
+    ours, _ = attention(None, *tensors, None, packing=packing.Packing(GROUPS, kernel))
+    expected = dense(*tensors)
+    assert (ours - expected).abs().max() < PRODUCT
+    weights = torch.randn(ours.shape)
+    ours_grads = torch.autograd.grad((ours * weights).sum(), tensors)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), tensors)
+    for a, b in zip(ours_grads, expected_grads, strict=True):
+        assert (a - b).abs().max() < PRODUCT
+
+
+def test_without_a_packing_it_is_plain_causal_attention():
+    """As the decoders call it: a step of one query sees every key; a mask hides padding."""
+    query, key, value = inputs()
+    ours, _ = attention(None, query, key, value, None)
+    share = NUM_HEADS // NUM_KEY_HEADS
+    keys, values = (x.repeat_interleave(share, dim=1) for x in (key, value))
+    scores = query @ keys.transpose(-1, -2) / WIDTH**0.5
+    causal = scores.masked_fill(torch.ones(NUM_TOKENS, NUM_TOKENS).triu(1) > 0, float("-inf"))
+    expected = (causal.softmax(-1) @ values).transpose(1, 2)
+    assert (ours - expected).abs().max() < 1e-5
+    last, _ = attention(None, query[:, :, -1:], key, value, None)
+    assert (last - expected[:, -1:]).abs().max() < 1e-5
+    seen = (torch.arange(NUM_TOKENS) < 9)[None, None, None]
+    masked, _ = attention(None, query[:, :, 8:9], key, value, seen)
+    assert (masked - expected[:, 8:9]).abs().max() < 1e-5
+
+
+def test_only_pairs_that_see_each_other_are_computed_and_no_key_is_copied():
+    """Multiplications by counter; the graph keeps q, k, v, the result and its sums."""
+    pairs = []
+
+    def count(query, key, value, dropout=0.0, causal=False, out_shape=None):
+        (batch, heads, num_q, _), num_k = query, key[2]
+        pairs.append(batch * heads * (num_q * (num_q + 1) // 2 if causal else num_q * num_k))
+        return 0
+
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    tensors, kept = inputs(), []
+    with (
+        FlopCounterMode(display=False, custom_mapping={operator: count}),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t), lambda t: t),
+    ):
+        attention(None, *tensors, None, packing=packing.Packing(GROUPS, kernels.CPU))
+    assert sum(pairs) == NUM_HEADS * int(visible().sum())
+    numbers = NUM_TOKENS * (2 * NUM_HEADS * WIDTH + 2 * NUM_KEY_HEADS * WIDTH + NUM_HEADS)
+    assert sum(tensor.numel() for tensor in kept) == numbers
+
+
+def test_the_kernel_is_chosen_by_device_and_dtype():
+    assert kernels.choose_kernel("auto", "cpu", torch.bfloat16) is kernels.CPU
+    assert kernels.choose_kernel("sdpa", "cpu", torch.float32) is kernels.CPU
+    with pytest.raises(
+        ValueError, match=r"policy.attn_implementation: 'varlen' needs .*use 'auto'"
+    ):
+        kernels.choose_kernel("varlen", "cpu", torch.bfloat16)
+
+
+def test_a_kernel_that_cannot_run_is_a_mistake_of_the_config(tmp_path):
+    for plug in (qwen2_5_vl, emu3):
+        section = {"type": "", "model_path": str(tmp_path), "attn_implementation": "varlen"}
+        assert plug.validate(plug.Config(**section)) == []
+        for wrong in ({"dtype": "float32"}, {"device": "cpu"}):
+            (problem,) = plug.validate(plug.Config(**section, **wrong))
+            assert problem.startswith("attn_implementation: 'varlen' needs")

@@ -1,0 +1,427 @@
+"""The Qwen2.5-VL policy against the stock pipeline, transformers and PEFT, at tiny size.
+
+All numbers are float32 on a CPU. `_G` completions in a group.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import padded_reference
+import pytest
+import tiny_qwen
+import torch
+from safetensors.torch import load_file
+from tiny_act import act, act_group
+
+from rl.api.types import HiddenStates
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+
+TEMPERATURE = 0.7
+WORDS_G = ["make the square green", "blue", "turn it to the sky and add a circle"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+def make(folder: str, kind="hidden_states", negative=None, checkpointing=False, **config):
+    config = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | config
+    return qwen2_5_vl.build(
+        qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, **config),
+        template=tiny_qwen.TEMPLATE,
+        kind=kind,
+        negative_prompt=negative,
+        temperature=TEMPERATURE,
+        max_completion_tokens=16,
+        gradient_checkpointing=checkpointing,
+        device="cpu",
+    )
+
+
+def move(policy, scale: float = 0.1) -> None:
+    """Stand-in for training: shift what is trainable, so that policy and base differ."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn_like(parameter))
+
+
+def trainable(policy) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    policy = make(folder, negative=" ")
+    move(policy)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def group(policy):
+    prompt = policy.build_prompt(tiny_qwen.sample(0, width=128, height=64))
+    return prompt, [policy.encode_completion(words) for words in WORDS_G]
+
+
+def rows(group) -> list[tuple]:
+    prompt, completions_G = group
+    return [(prompt, completion.token_ids) for completion in completions_G]
+
+
+# Conditioning
+
+
+@pytest.fixture(scope="module")
+def stock_embeds(policy):
+    """Texts and pictures through `QwenImageEditPipeline`'s own encoder, given the token types that
+    it forgets to pass on."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+    class WithTokenTypes(torch.nn.Module):
+        dtype = torch.float32
+
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, **inputs):
+            types = (input_ids == self.model.config.image_token_id).long()
+            return self.model(input_ids=input_ids, mm_token_type_ids=types, **inputs)
+
+    def encode(texts, images):
+        tokenizer = tiny_qwen.make_tokenizer()
+        processor = Qwen2_5_VLProcessor(
+            image_processor=tiny_qwen.make_image_processor(),
+            tokenizer=tokenizer,
+            video_processor=Qwen2VLVideoProcessor(),
+        )
+        pipeline = QwenImageEditPipeline(
+            FlowMatchEulerDiscreteScheduler(), None, None, tokenizer, processor, None
+        )
+        pipeline.text_encoder = WithTokenTypes(policy.module.vl_model)
+        with torch.no_grad():
+            return pipeline._get_qwen_prompt_embeds(texts, images, "cpu", torch.float32)
+
+    return encode
+
+
+def test_conditioning_is_the_pipelines_own_given_the_token_types(policy, stock_embeds):
+    """A prompt's kept states are the stock encoder's; the completion adds rows after them."""
+    samples = [tiny_qwen.sample(i, width=64 * (i + 1)) for i in range(2)]
+    prompts = [policy.build_prompt(sample) for sample in samples]
+    embeds, mask = stock_embeds(
+        [sample.instruction for sample in samples], [prompt.images[0] for prompt in prompts]
+    )
+    for i, prompt in enumerate(prompts):
+        expected = embeds[i] if mask is None else embeds[i][mask[i].bool()]
+        [action] = act_group(policy, prompt, [policy.encode_completion("blue")])
+        kept = len(prompt.token_ids) - 64
+        assert expected.shape == (kept, 64)
+        assert (action.payload.embeds[:kept] - expected).abs().max() < 1e-5
+        assert action.payload.embeds.shape[0] == kept + len(
+            policy.encode_completion("blue").token_ids
+        )
+
+
+def test_the_stop_token_is_conditioned_on_and_embeds_are_detached(policy, group):
+    prompt, completions_G = group
+    for completion, action in zip(
+        completions_G, act_group(policy, prompt, completions_G), strict=True
+    ):
+        kept = len(prompt.token_ids) - prompt.num_dropped_tokens
+        assert action.payload.embeds.shape == (kept + len(completion.token_ids), 64)
+        assert not action.payload.embeds.requires_grad
+
+
+def test_base_conditioning_ignores_the_adapter_and_negatives_always_do(folder, group):
+    prompt, completions_G = group
+    moved = make(folder, negative=" ", conditioning="base")
+    untrained = make(folder, negative=" ")
+    [before] = act_group(untrained, prompt, completions_G[:1])
+    move(moved)
+    [base] = act_group(moved, prompt, completions_G[:1])
+    assert torch.equal(base.payload.embeds, before.payload.embeds)
+    assert torch.equal(base.payload.negative_embeds, before.payload.negative_embeds)
+
+    trained = make(folder, negative=" ")
+    move(trained)
+    [drifted] = act_group(trained, prompt, completions_G[:1])
+    assert (drifted.payload.embeds - before.payload.embeds).abs().max() > 1e-2
+    assert torch.equal(drifted.payload.negative_embeds, before.payload.negative_embeds)
+
+
+def test_a_new_negative_comes_of_a_forward_of_its_own_and_of_no_second(folder, group):
+    """Two pictures, one of them under two instructions; nothing of the other's row leaks in."""
+    policy = make(folder, negative=" ")
+    samples = [tiny_qwen.sample(0), tiny_qwen.sample(1, width=96), tiny_qwen.sample(0, "blue")]
+    prompts = [policy.build_prompt(sample) for sample in samples]
+    rows = [(prompt, policy.encode_completion("blue").token_ids) for prompt in prompts]
+    forwards = []
+    policy.module.register_forward_hook(lambda _module, args, _out: forwards.append(args[0].groups))
+    first = [action.payload.negative_embeds for action in act(policy, rows)]
+    assert [len(groups) for groups in forwards] == [3, 1, 1]
+    assert first[2] is first[0]
+    again = [action.payload.negative_embeds for action in act(policy, rows[::-1])]
+    assert len(forwards) == 4 and all(a is b for a, b in zip(again[::-1], first, strict=True))
+    for prompt, states in zip(prompts, first, strict=True):
+        negative = policy.prompts.prompt(prompt.sample, " ")
+        expected = padded_reference.qwen_states(policy.module.vl_model, negative, ())
+        assert (states - expected[64:]).abs().max() <= 2e-6 * expected.abs().max()
+
+
+def test_the_tower_runs_once_a_picture_and_the_processor_never_twice(folder, monkeypatch):
+    """Rollout, reference, training and negative prompt of four prompts, two of them of one
+    picture; then more pictures than are kept."""
+    policy = make(folder, negative=" ", max_kept_pictures=3)
+    encoded, processed = [], []
+    visual = policy.module.vl_model.model.visual
+    visual.register_forward_hook(lambda _module, _args, out: encoded.append(len(out[0])))
+    processor = type(policy.prompts.image_processor)
+    preprocess = processor.preprocess
+    monkeypatch.setattr(
+        processor, "preprocess", lambda *a, **k: (processed.append(1), preprocess(*a, **k))[1]
+    )
+    samples = [tiny_qwen.sample(i, width=64 + 32 * i) for i in range(3)]
+    prompts = [policy.build_prompt(s) for s in (*samples, tiny_qwen.sample(0, "blue"))]
+    rows = [(prompt, policy.encode_completion(words).token_ids) for prompt in prompts
+            for words in WORDS_G]  # fmt: skip
+    for _ in range(2):
+        for part in (rows[:6], rows[6:]):
+            act(policy, part)
+            with policy.reference(), torch.no_grad():
+                policy.module(policy.collate(part))
+            policy.module(policy.collate(part)).logprobs.sum().backward()
+    assert len(encoded) == 3, "three pictures, each once"
+    assert len(processed) == len(prompts), "one picture under two instructions is two samples"
+    act(policy, [(policy.build_prompt(tiny_qwen.sample(9)), ())])
+    assert len(encoded) == 4
+    act(policy, rows)
+    assert len(encoded) == 5, "the oldest went"
+
+
+def test_a_picture_s_features_do_not_depend_on_what_else_is_looked_at(folder):
+    """A resumed run has other pictures at hand than one that was never stopped."""
+    policy, alone = make(folder), make(folder)
+    prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(3)]
+    encoded = []
+    visual = policy.module.vl_model.model.visual
+    visual.register_forward_pre_hook(
+        lambda _module, _args, given: encoded.append(len(given["grid_thw"])), with_kwargs=True
+    )
+    features = policy.picture_features(prompts)
+    assert encoded == [1, 1, 1]
+    for prompt, found in zip(prompts, features, strict=True):
+        [expected] = alone.picture_features([prompt])
+        assert torch.equal(found, expected)
+
+
+# What is trained
+
+
+def test_only_the_language_models_attention_is_trained(policy):
+    names = list(trainable(policy))
+    assert len(names) == 2 * 2 * 4, "A and B of q, k, v, o in two layers"
+    assert all("language_model.layers" in name for name in names)
+    wide = qwen2_5_vl.LoraSection(target_modules=("gate_proj", "q_proj"))
+    adapted = make(policy.config.model_path, lora=wide)
+    assert not any("visual" in name for name in trainable(adapted))
+
+
+# What a completion means
+
+
+def test_text_actions_carry_the_words_and_run_no_forward(folder, group, monkeypatch):
+    policy = make(folder, kind="text")
+    monkeypatch.setattr(policy.module, "forward", None)
+    assert not policy.reads_states
+    for action, words in zip(policy.act(rows(group), None, None), WORDS_G, strict=True):
+        assert action.text == action.payload == words
+        assert action.failure is None
+
+
+@pytest.mark.parametrize("kind", ["hidden_states", "text"])
+def test_completions_without_words_fail_alone(folder, group, kind):
+    policy = make(folder, kind=kind)
+    stop = policy.stop_token_ids[0]
+    spaces = policy.encode_completion("  \n").token_ids
+    ids_G = [(stop,), spaces, group[1][0].token_ids]
+    empty, blank, fine = act(policy, [(group[0], ids) for ids in ids_G])
+    assert empty.payload is None and "no words" in empty.failure
+    assert blank.payload is None and "no words" in blank.failure
+    assert fine.failure is None and fine.text == WORDS_G[0]
+    assert isinstance(fine.payload, str if kind == "text" else HiddenStates)
+
+
+def test_a_reference_completion_stops_and_holds_no_specials(policy):
+    completion = policy.encode_completion("say <|im_end|> now")
+    assert completion.token_ids[-1] == policy.stop_token_ids[0]
+    assert not set(completion.token_ids[:-1]) & {*policy.banned_token_ids, *policy.stop_token_ids}
+    assert completion.finish == "stop"
+
+
+# Weights
+
+
+def test_reference_is_the_base_and_comes_back(policy, group):
+    batch = policy.collate(rows(group))
+    with torch.no_grad():
+        trained = policy.module(batch).logprobs
+        with policy.reference():
+            base = policy.module(batch).logprobs
+        after = policy.module(batch).logprobs
+        untrained = make(policy.config.model_path).module(batch).logprobs
+    assert torch.equal(base, untrained)
+    assert torch.equal(after, trained)
+    assert (trained - base).abs().max() > 1e-2
+    assert all(parameter.requires_grad for parameter in trainable(policy).values())
+
+
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8, "target_modules": ["qkv"]}, None])
+def test_a_trained_towers_features_are_never_those_of_other_weights(folder, group, lora):
+    """Nor the reference's, under which an adapter's parameters look frozen."""
+    policy = make(folder, freeze_vision_tower=False, lora=lora)
+    batch = policy.collate(rows(group))
+    with torch.no_grad(), policy.reference():
+        base = policy.module(batch).logprobs
+    move(policy)
+    trained = policy.module(batch).logprobs
+    assert (trained - base).abs().max() > 1e-2
+    trained.sum().backward()
+    assert any(p.grad.any() for n, p in trainable(policy).items() if "visual" in n)
+    with torch.no_grad(), policy.reference():
+        assert torch.equal(policy.module(batch).logprobs, base)
+    assert torch.equal(policy.module(batch).logprobs, trained)
+
+
+def test_full_finetuning_trains_all_but_the_tower_and_keeps_its_reference(folder, group):
+    policy = make(folder, lora=None)
+    assert {n.split(".")[2] for n in trainable(policy)} == {"language_model", "weight"}
+    batch = policy.collate(rows(group))
+    with torch.no_grad():
+        base = policy.module(batch).logprobs
+        move(policy, 0.02)
+        trained = policy.module(batch).logprobs
+        with policy.reference():
+            assert torch.equal(policy.module(batch).logprobs, base)
+        assert torch.equal(policy.module(batch).logprobs, trained)
+    assert (trained - base).abs().max() > 1e-2
+
+
+def test_exported_weights_are_named_as_peft_does_and_are_copies(policy):
+    from peft import get_peft_model_state_dict
+
+    weights = policy.export_weights(trainable(policy), version=3)
+    expected = get_peft_model_state_dict(policy.module.model)
+    assert weights.kind == "lora" and weights.version == 3
+    assert set(weights.tensors) == set(expected)
+    assert all(torch.equal(weights.tensors[name], expected[name]) for name in expected)
+    name = next(iter(weights.tensors))
+    weights.tensors[name].mul_(2)
+    assert not torch.equal(weights.tensors[name], expected[name])
+
+
+def test_the_fingerprint_changes_exactly_when_a_weight_does(policy):
+    tensors = {name: tensor.detach().clone() for name, tensor in trainable(policy).items()}
+    first = policy.export_weights(tensors, 0).fingerprint
+    assert policy.export_weights(dict(reversed(tensors.items())), 1).fingerprint == first
+    victim = next(iter(tensors.values())).view(-1)
+    victim[5] = torch.nextafter(victim[5], torch.tensor(9.0))
+    assert policy.export_weights(tensors, 0).fingerprint != first
+
+
+def test_a_saved_adapter_loads_in_peft_and_as_a_new_start(policy, group, tmp_path):
+    from peft import PeftModel
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    policy.save_pretrained(str(tmp_path), trainable(policy))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        policy.config.model_path, dtype=torch.float32
+    )
+    restored = PeftModel.from_pretrained(model, tmp_path)
+    assert restored.peft_config["default"].base_model_name_or_path == policy.config.model_path
+    theirs = {n: p for n, p in restored.named_parameters() if "lora_" in n}
+    ours = {n.removeprefix("model."): p for n, p in trainable(policy).items()}
+    assert set(theirs) == set(ours)
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+    again = make(policy.config.model_path, adapter_path=str(tmp_path))
+    batch = policy.collate(rows(group))
+    with torch.no_grad():
+        assert torch.equal(again.module(batch).logprobs, policy.module(batch).logprobs)
+    assert trainable(again).keys() == trainable(policy).keys()
+    with pytest.raises(ValueError, match="r=4 alpha=8"):
+        make(policy.config.model_path, adapter_path=str(tmp_path), lora={"r": 2, "alpha": 8})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_full_model_loads_in_transformers(tmp_path, tied):
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    policy = make(tiny_qwen.save_policy_folder(tmp_path / "base", tied=tied), lora=None)
+    move(policy)
+    exported = policy.export_weights(trainable(policy), 0)
+    assert "lm_head.weight" in exported.tensors, "a sampler keeps its own head"
+    policy.save_pretrained(str(tmp_path / "saved"), trainable(policy))
+    restored = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    expected = policy.module.model.state_dict()
+    for name, tensor in restored.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_weights_may_come_from_an_editors_text_encoder(folder, tmp_path):
+    """Another model's weights under this model's tokenizer; the sampler's folder joins both."""
+    editor = tmp_path / "editor"
+    tokenizer = tiny_qwen.make_tokenizer()
+    tiny_qwen.make_model(tokenizer, seed=7).save_pretrained(editor / "text_encoder")
+    policy = make(folder, init_text_encoder_from=str(editor))
+    theirs = load_file(editor / "text_encoder" / "model.safetensors")
+    ours = policy.module.vl_model.state_dict()
+    own = load_file(Path(folder) / "model.safetensors")
+    head = "lm_head.weight"
+    assert torch.equal(ours[head], theirs[head])
+    assert not torch.equal(ours[head], own[head])
+
+    joined = Path(policy.sampler_folder())
+    assert (joined / "model.safetensors").resolve() == editor / "text_encoder" / "model.safetensors"
+    assert (joined / "tokenizer.json").resolve() == Path(folder) / "tokenizer.json"
+    assert (joined / "preprocessor_config.json").exists()
+    assert Path(policy.sampler_folder()) == joined, "asked twice, made once"
+    assert make(folder).sampler_folder() == folder
+
+
+def test_picture_bounds_can_be_set(folder):
+    """Fewer image tokens for the policy, whatever the processor on disk says."""
+    sample = tiny_qwen.sample(0, width=96, height=96)
+
+    def num_image_tokens(**config) -> int:
+        prompt = make(folder, **config).build_prompt(sample)
+        return int(prompt.model_inputs["image_grid_thw"].prod()) // 4
+
+    assert num_image_tokens() == 9
+    assert num_image_tokens(image_max_pixels=56 * 56) == 4
+    assert num_image_tokens(image_min_pixels=110 * 110) == 16
+    assert make(folder, image_max_pixels=56 * 56).image_pixel_bounds == (56 * 56, 56 * 56)
+
+
+def test_every_rank_starts_from_the_same_adapter(folder):
+    torch.manual_seed(1)
+    first = trainable(make(folder))
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = trainable(make(folder))
+    assert torch.equal(torch.get_rng_state(), before), "and draws nothing from the trainer's stream"
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = trainable(make(folder, lora={"r": 4, "alpha": 8, "init_seed": 1}))
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_importing_the_plug_imports_nothing_heavy():
+    code = (
+        "import sys, rl.policies.qwen2_5_vl.plug as plug; plug.Config(type='x', model_path='y');"
+        "assert not {'torch', 'transformers', 'peft', 'PIL'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,46 @@
+"""Keeping less for the backward changes no bit of a gradient. How much less it is:
+`test_config_memory_plan.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_policy
+import tiny_qwen
+import torch
+
+from rl.policies.shared import recomputing
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+def gradients(folder: str, **section: Any) -> dict[str, torch.Tensor]:
+    policy = tiny_policy.make_policy(folder, **section)
+    prompt = policy.build_prompt(tiny_qwen.sample(0))
+    policy.module.train()
+    outputs = policy.module(policy.collate([(prompt, list(range(10, 30))), (prompt, [7, 8, 9])]))
+    (outputs.logprobs.sum() + outputs.hidden.float().square().sum()).backward()
+    return {n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None}
+
+
+ADAPTED = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("lora", [None, ADAPTED, ADAPTED | {"dropout": 0.5}])
+def test_gradients_are_the_same_bit_for_bit(
+    folder: str, monkeypatch: pytest.MonkeyPatch, dtype: str, lora: dict[str, Any] | None
+) -> None:
+    torch.manual_seed(0)  # of the dropout
+    spared = gradients(folder, dtype=dtype, lora=lora)
+    monkeypatch.setattr(recomputing, "spare_activations", lambda model, checkpointing: None)
+    torch.manual_seed(0)
+    plain = gradients(folder, dtype=dtype, lora=lora)
+    assert spared.keys() == plain.keys() and len(plain) > 10
+    for name, gradient in plain.items():
+        assert gradient.any(), name
+        assert torch.equal(spared[name], gradient), name

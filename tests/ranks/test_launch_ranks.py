@@ -1,0 +1,334 @@
+"""The launcher on real processes: exit codes, tracebacks, signals, orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny_config
+
+from rl.simple_launch import main
+
+TESTS = Path(__file__).parents[1]
+WORKER = TESTS / "launch_worker.py"
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    started = []
+
+    def start(mode: str, *options: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
+        folder.mkdir(exist_ok=True)
+        environ = os.environ | {
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+            "TEST_FOLDER": str(folder),
+            "TEST_MODE": mode,
+        }
+        environ.pop("OMP_NUM_THREADS", None)
+        command = [sys.executable, "-m", "rl.simple_launch", *options, str(WORKER), str(config)]
+        runs = f"base_exp_dir={folder / 'runs'}"
+        process = subprocess.Popen(
+            [*command, runs],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_two_launches_at_once_do_not_collide(launch: Launch, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    processes = [launch("done", "--nproc", "2", folder=folder) for folder in folders]
+    for process, folder in zip(processes, folders, strict=True):
+        printed, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert "rank 0 says hello" in printed and "rank 1" not in printed
+        logs = folder / "runs" / "tiny" / "logs"
+        assert "rank 0 says hello" in (logs / "rank_0.log").read_text()
+        assert "rank 1 says hello" in (logs / "rank_1.log").read_text()
+        words = (folder / "argv_1").read_text().split()
+        assert words[1:] == [f"base_exp_dir={folder / 'runs'}", "world_size=2"]
+        assert (folder / "threads_0").read_text() == "1" or _has_gpu()
+        for rank in range(2):
+            met = (folder / f"met_{rank}").read_text()
+            assert met == f"['{folder.name} 0', '{folder.name} 1']", "its own peers, in order"
+
+
+def listening(pid: int) -> list[list[str]]:
+    """For a process and each of its descendants: the addresses that the kernel says it listens
+    on."""
+    return [
+        [
+            socket_.laddr.ip
+            for socket_ in process.net_connections("inet")
+            if socket_.status == psutil.CONN_LISTEN
+        ]
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
+    ]
+
+
+def test_on_one_node_nothing_listens_outside_loopback(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth0")  # as a cluster's image has it
+    process = launch("listen", "--nproc", "2")
+    wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
+    launcher, *ranks = listening(process.pid)
+    (tmp_path / "seen").touch()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    for rank in range(2):
+        assert (tmp_path / f"interfaces_{rank}").read_text() == "lo =lo"
+    assert launcher == [], "the launcher has no port at all"
+    assert len(ranks) == 2 and all(ranks), "gloo listens in both"
+    assert {ip for seen in ranks for ip in seen} == {"127.0.0.1"}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: Path) -> None:
+    process = launch("raise", "--nproc", "2")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    lines = errors.splitlines()
+    assert lines[0].startswith("rank 1 failed: exit code 1; logs: ")
+    assert lines[1] == "Traceback (most recent call last):"
+    assert "launch_worker.py" in lines[2], "the script's own frames only"
+    assert "in fail_deep_inside" in errors
+    assert lines[-1] == "ValueError: boom on rank 1"
+    wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())), 5)
+
+
+@pytest.mark.parametrize("options", [(), ("--nproc", "2")])
+def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
+    launch: Launch, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    process = launch("mistake", *options)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "this run cannot go on:\n  judge.api_base='/no/such/file' is neither a URL" in errors
+    assert "Traceback" not in errors
+    log = tmp_path / "runs" / "tiny" / "logs" / f"rank_{1 if options else 0}.log"
+    assert "Traceback" in log.read_text() and "in resolve_api_base" in log.read_text()
+
+
+def test_an_exit_code_is_passed_on(launch: Launch) -> None:
+    process = launch("exit")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 7
+    assert "rank 0 failed: exit code 7" in errors
+
+
+def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_path: Path) -> None:
+    process = launch("killed", "--nproc", "2")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed: killed by SIGKILL" in errors
+    child = int((tmp_path / "child_1").read_text())
+    wait_for(lambda: not is_alive(child), 5)
+
+
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_reaches_every_rank_and_is_waited_for(
+    launch: Launch, tmp_path: Path, signum: signal.Signals
+) -> None:
+    process = launch("graceful", "--nproc", "2")
+    wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signum
+    assert f"stopped by {signum.name}; the same command resumes the run" in errors
+    for rank in range(2):
+        assert (tmp_path / f"saved_{rank}").read_text() == signum.name
+
+
+def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> None:
+    process = launch("graceful", "--nproc", "2")
+    wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in range(2)]
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), 10)
+    assert (tmp_path / "saved_0").read_text() == "SIGTERM", "they were asked, and saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_whole_run_listens_on_loopback_only(tmp_path: Path, num_ranks: int) -> None:
+    """vLLM, the judge and the process groups of the shipped quickstart, looked at all the time."""
+    short = ["num_iterations=1", "optimizer.warmup_iterations=0", "evaluation.num_samples=4"]
+    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks)]
+    command += ["configs/quickstart.jsonnet", f"base_exp_dir={tmp_path}", *short]
+    process = subprocess.Popen(
+        command, cwd=TESTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    seen = set()
+    while process.poll() is None:
+        with suppress(psutil.Error):  # a process that ended while it was looked at
+            seen |= {ip for addresses in listening(process.pid) for ip in addresses}
+        time.sleep(0.05)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    assert process.returncode == 0, errors
+    assert seen == {"127.0.0.1"}
+    assert "listens on" not in errors
+
+
+@pytest.fixture
+def endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, endpoint: str) -> None:
+    options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
+    nodes = [launch("listen", *options, str(rank)) for rank in (1, 0)]
+    wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
+    addresses = [ip for node in nodes for seen in listening(node.pid) for ip in seen]
+    (tmp_path / "seen").touch()
+    for node in nodes:
+        _, errors = node.communicate(timeout=60)
+        assert node.returncode == 0, errors
+    assert addresses and set(addresses) == {"127.0.0.1"}
+    assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
+    assert "which only this machine reaches" in errors, "node 0 says what a loopback address means"
+
+
+def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: str) -> None:
+    options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
+    first = launch("done", "--nproc", "1", "--node-rank", "0", *options)
+    second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 1
+    assert "this node was told of 2 nodes of 2 ranks, another of 2 nodes of 1 ranks" in errors
+    twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
+    _, errors = twin.communicate(timeout=60)
+    assert twin.returncode == 1 and "node 0 cannot listen on 127.0.0.1" in errors
+    first.terminate()
+
+
+@pytest.mark.parametrize(
+    ("endpoint_", "message"),
+    [
+        ("host0", "--rdzv-endpoint 'host0' is not host:port"),
+        ("host0:0", "is not host:port"),
+        ("no-such-host.invalid:29777", "no-such-host.invalid is not known here"),
+        ("192.0.2.1:29777", "node 0 cannot listen on 192.0.2.1:29777 (Cannot assign requested"),
+    ],
+)
+def test_an_endpoint_that_cannot_be(launch: Launch, endpoint_: str, message: str) -> None:
+    node = launch("done", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint_)
+    _, errors = node.communicate(timeout=60)
+    assert node.returncode == 1
+    assert message in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc", "0"], "--nproc 0: at least one rank is needed"),
+        (["--nproc", "-2"], "--nproc -2: at least one rank is needed"),
+        (["--nnodes", "2"], "--nnodes > 1 needs --rdzv-endpoint"),
+        (["--node-rank", "1"], "--node-rank 1 is not within --nnodes 1"),
+    ],
+)
+def test_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*options, str(tmp_path / "any.jsonnet")])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_alone_is_not_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["rl/train.py"])
+    assert caught.value.code == 2
+    assert "a config is missing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["nowhere.py", "any.jsonnet"])
+    assert "no script nowhere.py; the training loop is rl/train.py" in capsys.readouterr().err
+
+
+def test_a_script_without_a_config_gets_its_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "assert sys.argv[1:] == []\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'] + 'of' + os.environ['WORLD_SIZE'])"
+        ".touch()\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["--nproc", "2", str(script)])
+    assert ended.value.code == 0
+    assert {"0of2", "1of2"} <= {file.name for file in tmp_path.iterdir()}
+
+
+def test_an_earl_users_launch_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs").mkdir()
+    config = tiny_config.write(tmp_path / "configs", tiny_config.nothing(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}"])
+    assert ended.value.code == 0
+    assert "on each of 2 ranks" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main([str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}"])
+    assert ended.value.code == 1
+    assert f"base_exp_dir: {tmp_path / 'file'}" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""Collectives on two real gloo ranks, and their absence with one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from tiny_ranks import run_ranks
+
+from rl.algorithm.metrics import Metrics
+from rl.ranks.dist import Dist
+
+
+def collectives() -> dict[str, Any]:
+    import torch
+
+    dist = Dist.from_env("cpu")
+    mine = torch.tensor([1.0 + dist.rank, 10.0])
+    same = dist.sum_(mine)
+    metrics = Metrics()
+    metrics.add("a", [4.0, 1.0][dist.rank], weight=[1, 3][dist.rank])
+    metrics.maximum("b", float(dist.rank))
+    seen = {
+        "main": dist.is_main,
+        "summed": mine.tolist(),
+        "in_place": same is mine,
+        "floats": dist.sum_floats([[0.1, 1e16], [0.2, 1.0]][dist.rank]),
+        "max": dist.max_int(5 - dist.rank),
+        "any": [dist.any(dist.rank == 1), dist.any(False)],
+        "broadcast": dist.broadcast({"from": dist.rank}),
+        "gather": dist.gather(f"r{dist.rank}"),
+        "reduce": dist.reduce(metrics),
+    }
+    try:
+        dist.sum_floats([1.0] * (1 + dist.rank))
+    except ValueError as error:
+        seen["ragged"] = str(error)
+    dist.barrier()
+    dist.close()
+    return seen
+
+
+def test_two_ranks_see_the_same_results():
+    ranks = run_ranks(collectives, 2)
+    assert [rank.pop("main") for rank in ranks] == [True, False]
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == {
+        "summed": [3.0, 20.0],
+        "in_place": True,
+        "floats": [0.1 + 0.2, 1e16],  # exactly rounded: 1e16 + 1 has no float64 of its own
+        "max": 5,
+        "any": [True, False],
+        "broadcast": {"from": 0},
+        "gather": ["r0", "r1"],
+        "reduce": {"a": (4.0 + 3 * 1.0) / 4, "b": 1.0},
+        "ragged": "ranks brought [1, 2] numbers to one sum",
+    }
+
+
+def test_one_process_needs_no_group():
+    import torch
+
+    had_group = torch.distributed.is_initialized()  # other tests of this process may have made one
+    dist = Dist.from_env("cpu")
+    tensor = torch.tensor([2.0])
+    metrics = Metrics()
+    metrics.add("a", 3.0)
+    assert torch.distributed.is_initialized() == had_group
+    assert (dist.rank, dist.world_size, dist.is_main, dist.device) == (0, 1, True, "cpu")
+    assert dist.sum_(tensor) is tensor and tensor.item() == 2.0
+    assert dist.sum_floats([1.5]) == [1.5]
+    assert dist.max_int(4) == 4 and dist.any(True) and not dist.any(False)
+    assert dist.broadcast("x") == "x" and dist.gather("x") == ["x"]
+    assert dist.reduce(metrics) == {"a": 3.0}
+    dist.barrier()
+    dist.close()
+    assert torch.distributed.is_initialized() == had_group
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "cpu"), ("cuda", "cuda")])
+def test_a_cpu_rank_spares_its_user_the_accelerator_warning(monkeypatch, given, kept):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    if given is not None:
+        monkeypatch.setenv("DS_ACCELERATOR", given)
+    Dist.from_env("cpu")
+    assert os.environ["DS_ACCELERATOR"] == kept
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK is not set.*simple_launch"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK=2 is not within WORLD_SIZE=2"),
+    ],
+)
+def test_half_an_environment_is_refused(monkeypatch, environ, message):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        Dist.from_env("cpu")
+
+
+def test_apples_device_holds_one_process(monkeypatch):
+    assert Dist.from_env("mps").device == "mps"
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="'mps' holds one process"):
+        Dist.from_env("mps")
+
+
+@pytest.mark.parametrize("num_devices", [0, 1])
+def test_a_rank_without_its_cuda_device_says_so(monkeypatch, num_devices):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    message = rf"cuda:1 but this machine shows {num_devices} CUDA devices"
+    with pytest.raises(ValueError, match=message):
+        Dist.from_env("cuda:1")

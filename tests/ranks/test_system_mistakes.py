@@ -1,0 +1,82 @@
+"""Which errors are told in a sentence, and which need their traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rl import build
+from rl.config.schema import ConfigError, listed, load_config
+from rl.judge.background import BackgroundLoop
+from rl.judge.endpoint import resolve_api_base
+from rl.ranks.dist import Dist
+from rl.ranks.error_messages import sentence
+
+
+def told(call: Callable[[], object]) -> str | None:
+    with pytest.raises(Exception) as caught:
+        call()
+    return sentence(caught.value)
+
+
+def test_what_the_package_raises_is_a_sentence() -> None:
+    text = told(lambda: resolve_api_base(""))
+    assert text is not None
+    assert text.startswith("this run cannot go on:\n  judge.api_base is empty")
+
+
+def test_every_problem_of_a_config_is_a_line() -> None:
+    def fail() -> None:
+        raise ConfigError(["a: wrong", "b: wrong too"])
+
+    assert told(fail) is None, "raised here, not in the package"
+    text = told(lambda: load_config("missing.jsonnet"))
+    assert text is not None
+    assert text.splitlines()[0] == "this config cannot run:"
+    assert text.splitlines()[1].startswith("  - missing.jsonnet: no such config file")
+
+
+def test_further_lines_of_a_problem_stay_under_its_bullet() -> None:
+    assert listed(["a: wrong\nRemedy: mend it", "b"]) == "  - a: wrong\n    Remedy: mend it\n  - b"
+
+
+def test_a_sentence_survives_another_thread() -> None:
+    async def ask() -> str:
+        await asyncio.sleep(0)
+        return resolve_api_base("")
+
+    with BackgroundLoop("test") as loop:
+        text = told(lambda: loop.submit(ask()).result())
+    assert text is not None and "judge.api_base is empty" in text
+
+
+def test_a_model_folder_that_lacks_files_is_named_by_its_key(tmp_path: Path) -> None:
+    overrides = ["run_name=x", f"renderer.model_path={tmp_path}"]
+    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.jsonnet", overrides)
+    text = told(lambda: build.build_renderer(build.resolve(config), Dist.from_env()))
+    assert text is not None
+    assert "renderer: qwen_image_edit could not read its files: " in text and str(tmp_path) in text
+
+
+def test_what_nobody_foresaw_keeps_its_traceback() -> None:
+    assert told(lambda: int("x")) is None, "raised by Python"
+    assert told(lambda: resolve_api_base(3)) is None, "a bug, seen in a frame of the package"  # type: ignore[arg-type]
+    assert sentence(ValueError("never raised")) is None
+
+
+def test_a_rank_started_by_hand_says_it_too(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "rl.train", str(tmp_path / "none.jsonnet")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ended.returncode == 1
+    assert "none.jsonnet: no such config file" in ended.stderr
+    assert "Traceback" not in ended.stderr

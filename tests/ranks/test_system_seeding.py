@@ -1,0 +1,53 @@
+"""Derived seeds are stable and collision-free in practice; generators go to disk and back."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from rl.ranks.seeding import SEED_LIMIT, derive_seed, rng_state, seed_everything, set_rng_state
+
+
+def test_a_seed_is_a_fixed_function_of_its_name():
+    # blake2b-64 of '[0, "noise", 12]', mod 2**31 - 2**16, by hand; a changed value would silently
+    # change every run that is resumed.
+    assert derive_seed(0, "noise", 12) == 1957695701
+    assert derive_seed(0, "noise", 12) == derive_seed(0, "noise", 12)
+
+
+def test_names_that_look_alike_differ():
+    names = [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (1, 2), (12,), ("a", ""), ("a",)]
+    assert len({derive_seed(*name) for name in names}) == len(names)
+
+
+def test_seeds_are_spread_and_leave_room_for_the_group_member():
+    seeds = [derive_seed("run", index) for index in range(20_000)]
+    assert all(0 <= seed < SEED_LIMIT for seed in seeds)
+    assert SEED_LIMIT + 2**16 <= 2**31
+    assert len(set(seeds)) > 19_990  # birthday: 0.09 collisions expected
+    assert abs(float(np.mean(seeds)) / SEED_LIMIT - 0.5) < 0.01
+
+
+def test_every_generator_continues_after_a_round_trip_through_a_file(tmp_path):
+    def draw() -> tuple[float, ...]:
+        return (
+            random.random(),
+            random.gauss(0, 1),
+            float(np.random.rand()),
+            float(np.random.randn()),
+            float(torch.randn(1)),
+        )
+
+    seed_everything(7)
+    first = draw()
+    # Gaussian draws come in pairs; the saved state must hold the second half of a pair too.
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    expected = [draw() for _ in range(3)]
+    seed_everything(8)
+    draw()
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert [draw() for _ in range(3)] == expected
+    seed_everything(7)
+    assert draw() == first

@@ -1,0 +1,95 @@
+"""Real signals to real processes: asked once, a rank saves; asked twice, or orphaned, it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from tiny_ranks import run_ranks, start
+
+from rl.ranks import signals
+from rl.ranks.dist import Dist
+
+RANK = """
+    import sys, time
+    from rl.ranks import signals
+    from rl.ranks.dist import Dist
+    signals.ECHO_S = float(sys.argv[1])
+    signals.install()
+    dist = Dist()
+    print(signals.stop_requested(dist), flush=True)
+    deadline = time.monotonic() + 20
+    while not signals.stop_requested(dist) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("saving", flush=True)
+    time.sleep(float(sys.argv[2]))
+    print("saved", flush=True)
+"""
+
+
+def started(echo_s: float, save_s: float) -> subprocess.Popen[str]:
+    process = start(RANK, str(echo_s), str(save_s))
+    assert process.stdout.readline() == "False\n"
+    return process
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_the_run_save_and_leave(signum):
+    process = started(echo_s=5, save_s=0)
+    process.send_signal(signum)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (0, "saving\nsaved\n")
+    assert f"{signal.Signals(signum).name}: will save and leave" in stderr
+
+
+def test_the_same_ctrl_c_heard_twice_is_one():
+    process = started(echo_s=5, save_s=0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (0, "saved\n")
+
+
+def test_a_second_one_later_ends_it_at_once():
+    process = started(echo_s=0.05, save_s=60)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saving\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=10)
+    assert (process.returncode, stdout) == (-signal.SIGTERM, "")
+
+
+def test_a_rank_whose_launcher_is_killed_saves_and_leaves():
+    launcher = start(
+        """
+        import subprocess, sys, time
+        rank = subprocess.Popen([sys.executable, "-c", sys.argv[1], "5", "0"])
+        print("launched", flush=True)
+        time.sleep(60)
+        """,
+        "\n".join(line[4:] for line in RANK.splitlines()),
+    )
+    assert {launcher.stdout.readline(), launcher.stdout.readline()} == {"launched\n", "False\n"}
+    launcher.kill()
+    stdout, _ = launcher.communicate(timeout=30)  # the rank holds the pipe open until it is gone
+    assert stdout == "saving\nsaved\n"
+
+
+def stop_one_of_two() -> tuple[bool, bool]:
+    signals.install()
+    dist = Dist.from_env("cpu")
+    before = signals.stop_requested(dist)
+    if dist.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    seen = (before, signals.stop_requested(dist))
+    dist.close()
+    return seen
+
+
+def test_one_rank_s_signal_stops_all():
+    assert run_ranks(stop_one_of_two, 2) == [(False, True), (False, True)]

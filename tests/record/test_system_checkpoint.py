@@ -1,0 +1,400 @@
+"""Checkpoints under kill -9, damage and full disks: the newest whole one is what is found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_ranks import run_ranks, spawn
+
+from rl.config.schema import CheckpointConfig
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import rng_state, seed_everything, set_rng_state
+from rl.record import checkpoint
+from rl.record.checkpoint import Checkpoints, SaveError, model_folder, problem_of
+
+
+def checkpoints_in(folder: Path, **config) -> Checkpoints:
+    return Checkpoints(folder, CheckpointConfig(**config), Dist())
+
+
+def save(
+    checkpoints: Checkpoints,
+    iteration: int,
+    write_model: Callable[[Path], None] | None = None,
+    final: bool = False,
+    size: int = 12,
+) -> Path | None:
+    """Every number in the checkpoint is its iteration, so that a mixture would show."""
+
+    def write(folder: Path) -> None:
+        (folder / "adapter_model.bin").write_text(str(iteration) * 100)
+
+    return checkpoints.save(
+        iteration,
+        {"master/w": torch.full((size,), float(iteration)), "exp_avg/w": torch.zeros(2)},
+        {"learner": {"version": iteration}, "config": {"seed": 1}},
+        rng_state(),
+        write_model or write,
+        f"# card {iteration}\n",
+        final,
+    )
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    checkpoints = checkpoints_in(tmp_path)
+    assert checkpoints.latest() is None
+    torch.manual_seed(5)
+    path = save(checkpoints, 10)
+    expected = torch.rand(3)
+    loaded = checkpoints.load(checkpoints.latest())
+    assert path == tmp_path / "checkpoints" / "step_000010"
+    assert loaded.iteration == 10
+    assert loaded.meta == {"learner": {"version": 10}, "config": {"seed": 1}}
+    assert set(loaded.tensors) == {"master/w", "exp_avg/w"}
+    assert torch.equal(loaded.tensors["master/w"], torch.full((12,), 10.0))
+    torch.set_rng_state(loaded.rng["torch"])
+    assert torch.equal(torch.rand(3), expected)
+    assert (path / "model" / "README.md").read_text() == "# card 10\n"
+    assert set(json.loads((path / "manifest.json").read_text())) == {
+        "state.safetensors",
+        "state.json",
+        "rng_rank0000.pt",
+        "model/README.md",
+        "model/adapter_model.bin",
+    }
+
+
+def _truncate(path: Path) -> None:
+    (path / "state.safetensors").write_bytes((path / "state.safetensors").read_bytes()[:-1])
+
+
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray((path / "state.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "state.safetensors").write_bytes(data)
+
+
+def _lose_a_file(path: Path) -> None:
+    (path / "model" / "adapter_model.bin").unlink()
+
+
+def _garble_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('{"state.json": {"size"')
+
+
+def _lose_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncate, "state.safetensors has"),
+        (_flip_a_bit, "state.safetensors does not match its sha256"),
+        (_lose_a_file, "model/adapter_model.bin is missing"),
+        (_garble_manifest, "no readable manifest.json"),
+        (_lose_manifest, "no readable manifest.json"),
+    ],
+)
+def test_a_damaged_newest_is_named_and_passed_over(tmp_path, capfd, damage, words):
+    checkpoints = checkpoints_in(tmp_path)
+    save(checkpoints, 10)
+    newest = save(checkpoints, 20)
+    damage(newest)
+    assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000010"
+    warning = capfd.readouterr().err
+    assert "WARNING" in warning and "step_000020" in warning and words in warning
+    # The iteration is done again and replaces the damaged one.
+    assert save(checkpoints, 20) == newest
+    assert problem_of(newest) is None and checkpoints.latest() == newest
+    assert names_in(tmp_path) == ["step_000010", "step_000020"]
+
+
+def test_a_model_is_found_in_a_run_a_checkpoint_and_by_itself(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=1)
+    first, second, _ = (save(checkpoints, iteration) for iteration in (10, 999_999, 1_000_000))
+    damaged = tmp_path / "checkpoints" / "step_1000000"
+    assert model_folder(tmp_path) == damaged / "model"  # the newest by number, not by name
+    _lose_a_file(damaged)
+    assert model_folder(tmp_path) == second / "model"
+    assert model_folder(first) == model_folder(first / "model") == first / "model"
+    for path in (first, second):
+        _lose_manifest(path)
+    with pytest.raises(ValueError, match="none of its 3 checkpoints is whole"):
+        model_folder(tmp_path)
+
+
+def test_a_run_without_any_whole_checkpoint_does_not_start_over_silently(tmp_path):
+    checkpoints = checkpoints_in(tmp_path)
+    for path in [save(checkpoints, 10), save(checkpoints, 20)]:
+        _lose_manifest(path)
+    folder = tmp_path / "checkpoints"
+    way_out = (
+        "choose another run_name to start from the base weights, or move "
+        f"{tmp_path} away to start so under this one"
+    )
+    with pytest.raises(ValueError) as refused:
+        checkpoints.latest()
+    assert str(refused.value) == (
+        f"none of the 2 checkpoints in {folder} is whole: restore one, {way_out}"
+    )
+    emptied: list[Callable[[], object]] = [
+        lambda: [path.rename(tmp_path / path.name) for path in folder.glob("step_*")],
+        lambda: (folder / ".tmp-step_000030").mkdir(),  # a save that was killed
+        lambda: (folder / "step_000030").write_text("of another's making"),
+        lambda: shutil.rmtree(folder),
+    ]
+    for empty in emptied:
+        empty()
+        with pytest.raises(ValueError) as refused:
+            checkpoints.latest()
+        assert str(refused.value) == (
+            f"{folder} holds no checkpoint, though step_000020 was written there: restore it, "
+            f"{way_out}"
+        )
+    assert checkpoints_in(tmp_path / "moved").latest() is None
+
+
+def test_a_newest_that_is_gone_is_named(tmp_path, capfd):
+    checkpoints = checkpoints_in(tmp_path)
+    first, second = save(checkpoints, 10), save(checkpoints, 20)
+    shutil.rmtree(first)
+    assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
+    save(checkpoints, 30)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_000030")
+    assert checkpoints.latest() == second
+    words = "checkpoint step_000030 was the last to be written and is gone: going on from an older"
+    assert words in capfd.readouterr().err
+    for written in ("", "no name", "step_000020"):
+        (tmp_path / "last_checkpoint.txt").write_text(written)
+        assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
+
+
+def test_what_lies_beside_the_checkpoints_is_never_deleted(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, push_to_hub_every_n_iterations=1)
+    others = ("step_000001.bak/a", "step_1/a", ".tmp-mine/a", ".tmp-step_000001-mine/a", ".tmp-x")
+    for name in others:
+        path = tmp_path / "checkpoints" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    for iteration in range(1, 6):
+        assert save(checkpoints, iteration)
+    assert {name: (tmp_path / "checkpoints" / name).read_text() for name in others} == {
+        name: name for name in others
+    }
+    assert names_in(tmp_path)[-2:] == ["step_000005", "step_1"]
+
+
+def test_pruning_keeps_the_newest_two_whole_ones_and_the_chosen(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=20)
+    for iteration in range(10, 80, 10):
+        save(checkpoints, iteration)
+    assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70)]
+    # A damaged one is no resume point and does not count as one of the two.
+    _truncate(tmp_path / "checkpoints" / "step_000070")
+    save(checkpoints, 90)
+    assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 90)]
+
+
+def test_of_what_stays_for_ever_the_model_may_be_all(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=20, keep="model")
+    for iteration in range(10, 80, 10):
+        save(checkpoints, iteration)
+    assert names_in(tmp_path) == ["step_000060", "step_000070"]
+    models = tmp_path / "models"
+    assert sorted(path.name for path in models.iterdir()) == ["step_000020", "step_000040"]
+    assert (models / "step_000020" / "adapter_model.bin").read_text() == "20" * 100
+    assert problem_of(checkpoints.latest()) is None
+
+
+def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new(tmp_path, monkeypatch, capfd):
+    checkpoints = checkpoints_in(tmp_path)
+    for iteration in (10, 20):
+        save(checkpoints, iteration)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"may not delete {path.name}")
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    assert save(checkpoints, 30, final=True) == checkpoints.latest()
+    assert "may not delete .tmp-pruned-step_000010" in capfd.readouterr().err
+
+
+def test_due_by_either_cadence(tmp_path):
+    checkpoints = checkpoints_in(
+        tmp_path, save_every_n_iterations=4, push_to_hub_every_n_iterations=6
+    )
+    assert [n for n in range(1, 13) if checkpoints.due(n)] == [4, 6, 8, 12]
+
+
+def test_a_failed_save_costs_nothing_but_itself(tmp_path, capfd):
+    def disk_full(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    checkpoints = checkpoints_in(tmp_path)
+    save(checkpoints, 10)
+    assert save(checkpoints, 20, disk_full) is None
+    assert "No space left on device" in capfd.readouterr().err
+    assert names_in(tmp_path) == ["step_000010"]
+    assert checkpoints.load(checkpoints.latest()).iteration == 10
+    with pytest.raises(SaveError, match="No space left on device"):
+        save(checkpoints, 20, disk_full, final=True)
+    assert save(checkpoints, 20, final=True) is not None
+
+
+def save_on_a_small_disk(folder: Path, answers: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    checkpoints = checkpoints_in(folder)
+    first = save(checkpoints, 1)
+    too_large = save(checkpoints, 2, size=100_000)
+    found = checkpoints.latest()
+    answers.send((first, too_large, found, save(checkpoints, 3)))
+
+
+def test_a_disk_that_refuses_bytes_midway_leaves_the_old_checkpoint(tmp_path):
+    """A real refusal by the kernel: files may not grow beyond 20 kB."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    spawn(save_on_a_small_disk, tmp_path, sender)
+    assert receiver.poll(60)
+    first, too_large, found, third = receiver.recv()
+    assert first == found and first.name == "step_000001"
+    assert too_large is None
+    assert third.name == "step_000003"
+    assert names_in(tmp_path) == ["step_000001", "step_000003"]
+
+
+def save_forever(folder: Path, answers: Connection) -> None:
+    checkpoints = checkpoints_in(folder)
+    newest = checkpoints.latest()
+    begin = checkpoints.load(newest).iteration if newest else 0
+    for iteration in itertools.count(begin + 1):
+        save(checkpoints, iteration, size=50_000)
+        answers.send(iteration)
+
+
+def test_kill_9_at_any_moment_never_leaves_an_unloadable_state(tmp_path):
+    checkpoints = checkpoints_in(tmp_path)
+    reached = 0
+    for kill in range(5):
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = spawn(save_forever, tmp_path, sender)
+        sender.close()
+        said = receiver.recv()
+        assert said == reached + 1  # it went on from what was found: nothing lost, nothing redone
+        time.sleep(0.031 * kill)  # a save takes some 10 ms: moments spread over one
+        process.kill()
+        process.join()
+        while receiver.poll():
+            try:
+                said = receiver.recv()
+            except EOFError:
+                break
+        loaded = checkpoints.load(checkpoints.latest())
+        reached = loaded.iteration
+        assert reached in (said, said + 1)  # at most the one that could not be told any more
+        assert loaded.meta["learner"] == {"version": reached}
+        assert torch.equal(loaded.tensors["master/w"], torch.full((50_000,), float(reached)))
+
+
+def die_in_a_save(folder: Path, stage: str) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoints = checkpoints_in(folder)
+    save(checkpoints, 1)
+    if stage == "manifest":
+        checkpoint._seal = die
+    elif stage == "rename":
+        Path.rename = die
+    save(checkpoints, 2, write_model=die if stage == "model" else None)
+
+
+@pytest.mark.parametrize("stage", ["model", "manifest", "rename"])
+def test_kill_9_inside_a_save_leaves_the_one_before(tmp_path, stage):
+    """The three gaps: half the files written, all written but unproven, proven but not in place."""
+    process = spawn(die_in_a_save, tmp_path, stage)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert names_in(tmp_path) == [".tmp-step_000002", "step_000001"]
+    checkpoints = checkpoints_in(tmp_path)
+    assert checkpoints.latest().name == "step_000001"
+    save(checkpoints, 2)
+    assert names_in(tmp_path) == ["step_000001", "step_000002"]
+
+
+def save_and_load_together(folder: Path) -> dict[str, Any]:
+    def fail(_: Path) -> None:
+        raise OSError("no space")
+
+    dist = Dist.from_env("cpu")
+    checkpoints = Checkpoints(folder, CheckpointConfig(), dist)
+    seed_everything(100 + dist.rank)
+    rng = rng_state()
+    expected = torch.rand(2).tolist()
+    tensors = {"w": torch.ones(3)} if dist.is_main else {}
+    path = checkpoints.save(1, tensors, {}, rng, lambda folder: None, "card")
+    failed = checkpoints.save(2, tensors, {}, rng, fail, "card")
+    loaded = checkpoints.load(checkpoints.latest())
+    set_rng_state(loaded.rng)
+    dist.close()
+    return {
+        "path": path.name,
+        "failed": failed,
+        "w": loaded.tensors["w"].tolist(),
+        "own_rng": torch.rand(2).tolist() == expected,
+    }
+
+
+def test_two_ranks_agree_and_keep_their_own_generators(tmp_path):
+    ranks = run_ranks(save_and_load_together, 2, tmp_path)
+    whole = {"path": "step_000001", "failed": None, "w": [1.0, 1.0, 1.0], "own_rng": True}
+    assert ranks == [whole, whole]
+    # Read by one process: the state is there, generators of another world size are not used.
+    loaded = checkpoints_in(tmp_path).load(tmp_path / "checkpoints" / "step_000001")
+    assert loaded.iteration == 1 and loaded.rng is None
+
+
+def test_pickles_in_a_checkpoint_are_not_executed(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "executed"),))
+
+    checkpoints = checkpoints_in(tmp_path)
+    path = save(checkpoints, 1)
+    torch.save({"python": Payload()}, path / "rng_rank0000.pt")
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+        checkpoints.load(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_keys_in_the_environment_do_not_reach_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "sk-0123456789abcdef")
+    checkpoints = checkpoints_in(tmp_path)
+    path = checkpoints.save(
+        1,
+        {"w": torch.ones(1)},
+        {"config": {"note": "uses sk-0123456789abcdef"}},
+        rng_state(),
+        lambda folder: None,
+        "trained with sk-0123456789abcdef",
+    )
+    assert checkpoints.load(path).meta == {"config": {"note": "uses <SOME_API_KEY>"}}
+    assert all(b"sk-0123" not in file.read_bytes() for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,251 @@
+"""What one sees: phase lines, the summary line with its ETA, shares that add up; and the names."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image, PngImagePlugin
+
+from rl.files.images import downscale, png_bytes
+from rl.meter import flop_meter
+from rl.meter.flop_meter import Ceilings, Work
+from rl.record import console
+from rl.record.console import Console, PhaseTimer, duration
+from rl.run.metric_table import METRICS, check_known, doc_of, markdown_table
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """clock[0] is the time, in s."""
+    now = [100.0]
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def seconds_of(timer: PhaseTimer) -> dict[str, float]:
+    return {name: spent.seconds for name, spent in timer.total.items()}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (8.25, "8.2 s"),
+        (99.9, "99.9 s"),
+        (100, "1 min 40 s"),
+        (245.4, "4 min 05 s"),
+        (3599.9, "1 h 00 min"),
+        (11220, "3 h 07 min"),
+    ],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_phases_print_add_up_and_start_over_with_each_lap(clock):
+    stream = io.StringIO()
+    timer = PhaseTimer(Console(True, stream))
+    for seconds in (2.0, 3.0):
+        with timer.phase("render") as phase:
+            phase.note("1/4 pictures")
+            clock[0] += seconds
+            phase.note("4 pictures [p50 1.2 s]")
+    clock[0] += 1.0
+    assert timer.lap() == {"time/render_s": 5.0, "time/iteration_s": 6.0}
+    with timer.phase("learn"):
+        clock[0] += 4.0
+    assert timer.lap() == {"time/learn_s": 4.0, "time/iteration_s": 4.0}
+    assert seconds_of(timer) == {"render": 5.0, "learn": 4.0} and timer.wall_s == 10.0
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert lines == [
+        ["render", "2.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
+        ["render", "3.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
+        ["learn", "4.0", "s"],
+    ]
+
+
+def test_a_phase_that_raises_is_timed_and_the_next_can_start(clock):
+    timer = PhaseTimer()
+    with pytest.raises(OSError, match="judge"), timer.phase("judge"):
+        clock[0] += 2.0
+        raise OSError("judge")
+    with timer.phase("learn"):
+        pass
+    assert seconds_of(timer) == {"judge": 2.0, "learn": 0.0}
+
+
+def test_a_phase_inside_another_pauses_it_and_is_one_line_however_often_it_ran(clock):
+    stream = io.StringIO()
+    timer = PhaseTimer(Console(True, stream))
+    with timer.phase("render") as render:
+        clock[0] += 1.0
+        for group in (1, 2):
+            with timer.phase("condition") as condition:
+                condition.note(f"{group} groups")
+                clock[0] += 0.5
+            clock[0] += 2.0
+        render.note("2 pictures")
+        assert stream.getvalue() == ""
+    assert seconds_of(timer) == {"render": 5.0, "condition": 1.0} and timer.wall_s == 6.0
+    assert [line.split() for line in stream.getvalue().splitlines()] == [
+        ["render", "5.0", "s", "2", "pictures"],
+        ["condition", "1.0", "s", "2", "groups"],
+    ]
+
+
+def test_an_inner_phase_that_raises_leaves_the_outer_one_under_way(clock):
+    timer = PhaseTimer()
+    with timer.phase("render"):
+        with pytest.raises(OSError, match="disk"), timer.phase("condition"):
+            clock[0] += 1.0
+            raise OSError("disk")
+        clock[0] += 2.0
+    assert seconds_of(timer) == {"render": 2.0, "condition": 1.0}
+
+
+def test_on_a_terminal_the_live_line_names_the_innermost_phase(clock):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = []
+    timer = PhaseTimer(Console(True, Terminal()))
+    with timer.phase("render") as render:
+        render.note("2 pictures")
+        with timer.phase("condition") as condition:
+            assert condition.status is render.status
+            shown.append(condition.status.status)
+        shown.append(render.status.status)
+    assert shown == ["condition", "render: 2 pictures"]
+
+
+def test_a_silent_timer_may_run_inside_a_phase(clock):
+    stream = io.StringIO()
+    timer = PhaseTimer(Console(True, stream))
+    with timer.phase("evaluate"), timer.silent().phase("render"):
+        clock[0] += 1.0
+    assert seconds_of(timer) == {"evaluate": 1.0}
+    assert "render" not in stream.getvalue()
+
+
+def test_the_summary_line_says_how_it_goes_and_when_it_ends():
+    stream = io.StringIO()
+    face = Console(True, stream)
+    face.iteration(1, 101, {"time/iteration_s": 10.0})
+    face.iteration(
+        2,
+        101,
+        {
+            "reward/mean": 0.41234,
+            "eval/reward": 0.5,
+            "optimizer/grad_norm": 1e-05,
+            "time/iteration_s": 20.0,
+        },
+    )
+    first, second = stream.getvalue().splitlines()
+    assert first == "[1/101]  10.0 s/it  ETA 16 min 40 s"
+    assert second == "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  15.0 s/it  ETA 24 min 45 s"
+
+
+def test_work_is_booked_like_time_and_has_a_floor(clock):
+    timer = PhaseTimer(ceilings=Ceilings(flops_per_s=1e12, bytes_per_s=1e9))
+    flop_meter.add(Work(flops=7e12))  # before any phase: nobody's
+    with timer.phase("render"):
+        flop_meter.add(Work(flops=1e12))
+        with timer.phase("condition"):
+            flop_meter.add(Work(flops=1e11, bytes_moved=5e8))
+            clock[0] += 1.0
+        flop_meter.add(Work(flops=2e12))
+        clock[0] += 9.0
+    with timer.phase("judge_wait"):
+        clock[0] += 2.0
+    metrics = timer.lap()
+    check_known(metrics)
+    assert metrics == {
+        "time/render_s": 9.0,
+        "work/render_tflop": 3.0,
+        "work/render_floor_share": pytest.approx(3 / 9),
+        "time/condition_s": 1.0,
+        "work/condition_tflop": 0.1,
+        "work/condition_floor_share": 0.5,  # moving its bytes takes longer than computing
+        "time/judge_wait_s": 2.0,
+        "time/iteration_s": 12.0,
+        "work/iteration_tflop": pytest.approx(3.1),
+        "work/iteration_floor_share": pytest.approx(3.5 / 12),
+    }
+
+
+def test_the_closing_table_accounts_for_every_second_and_operation(clock):
+    stream = io.StringIO()
+    timer = PhaseTimer(ceilings=Ceilings(flops_per_s=1e12, bytes_per_s=2e9))
+    for name, seconds, tflop in (("learn", 3.0, 0.6), ("render", 6.0, 1.5), ("judge_wait", 0.5, 0)):
+        with timer.phase(name):
+            flop_meter.add(Work(flops=tflop * 1e12))
+            clock[0] += seconds
+    clock[0] += 0.5
+    Console(True, stream).where_time_went(timer)
+    rows = [line.strip("│").split("│") for line in stream.getvalue().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["render", "6.0 s", "60.0%", "1.5", "1.5 s", "25.0%"],
+        ["learn", "3.0 s", "30.0%", "0.6", "0.6 s", "20.0%"],
+        ["judge_wait", "0.5 s", "5.0%", "", "", ""],
+        ["(other)", "0.5 s", "5.0%", "", "", ""],
+        ["wall", "10.0 s", "100.0%", "2.1", "2.1 s", "21.0%"],
+    ]
+    assert "1 TFLOP/s and 2 GB/s" in stream.getvalue().splitlines()[-1]
+
+
+def test_other_ranks_are_mute():
+    stream = io.StringIO()
+    face = Console(False, stream)
+    timer = PhaseTimer(face)
+    with timer.phase("learn"):
+        face.say("hello")
+    face.iteration(1, 2, timer.lap())
+    face.where_time_went(timer)
+    assert stream.getvalue() == ""
+
+
+def test_every_metric_of_the_summary_line_has_a_row():
+    check_known(console.SUMMARY)
+
+
+def test_a_name_finds_its_row_and_a_stranger_is_named_with_the_nearest():
+    assert doc_of("reward/mean") is METRICS["reward/mean"]
+    assert doc_of("reward/part/judge/edit_success") is METRICS["reward/part/<name>"]
+    assert doc_of("eval/reward/colour") is METRICS["eval/reward/<category>"]
+    assert doc_of("time/iteration_s") is METRICS["time/iteration_s"]
+    assert doc_of("time/render_s") is METRICS["time/<phase>_s"]
+    assert doc_of("time/_s") is None and doc_of("reward/part/") is None
+    check_known(["reward/mean", "time/render_s"])
+    with pytest.raises(ValueError, match=r"reward/maen \(did you mean reward/mean\?\), xyzzy\."):
+        check_known(["reward/mean", "reward/maen", "xyzzy"])
+
+
+def test_the_table_has_a_row_per_metric_and_no_empty_cell():
+    lines = markdown_table().splitlines()
+    assert lines[0] == "| metric | unit | meaning |" and len(lines) == len(METRICS) + 2
+    assert all(doc.unit and doc.meaning and "|" not in doc.unit for doc in METRICS.values())
+    assert lines[2].startswith("| `reward/mean` | 0..1 | ")
+
+
+def test_pictures_are_made_smaller_never_larger_and_keep_their_shape():
+    assert downscale(Image.new("RGB", (400, 100)), 200).size == (200, 50)
+    assert downscale(Image.new("RGB", (3, 1000)), 100).size == (1, 100)
+    small = Image.new("RGB", (20, 10))
+    assert downscale(small, 200) is small
+
+
+def test_an_encoded_picture_is_its_pixels_and_nothing_else(tmp_path):
+    image = Image.effect_noise((16, 16), 50).convert("RGBA")
+    text = PngImagePlugin.PngInfo()
+    text.add_text("owner", "somebody")
+    exif = Image.Exif()
+    exif[0x010E] = "taken at home"
+    image.save(tmp_path / "photo.png", pnginfo=text, icc_profile=b"profile", exif=exif)
+    data = png_bytes(Image.open(tmp_path / "photo.png"))
+    read = Image.open(io.BytesIO(data))
+    assert read.mode == "RGB" and read.tobytes() == image.convert("RGB").tobytes()
+    assert read.info == {}
+    assert not any(word in data for word in (b"somebody", b"profile", b"home"))

@@ -1,0 +1,185 @@
+"""The model card, and a push that is made when due and never stops a run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import run_config
+
+from rl.config.schema import CheckpointConfig
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import rng_state
+from rl.record import hub
+from rl.record.checkpoint import Checkpoints
+
+
+def card(**changes: Any) -> str:
+    config = run_config(**changes).model_dump(mode="json")
+    return hub.model_card(config, 50, {"eval/reward": 0.81234, "time/learn_s": 3.0})
+
+
+def test_the_card_says_what_it_is_and_what_it_scored():
+    text = card()
+    assert text.startswith("---\nbase_model: some/base\nlibrary_name: peft\ntags:\n- grpo\n")
+    assert "after 50 iterations of GRPO" in text and "`judge` (viescore)" in text
+    assert "| eval/reward | 0.8123 |" in text and "time/learn_s" not in text
+
+
+@pytest.mark.parametrize("path", ["/models/qwen", "./here/qwen", "assets/tiny/policy"])
+def test_a_local_folder_is_no_base_model_on_the_hub(path):
+    assert "base_model" not in card(policy={"type": "qwen2_5_vl", "model_path": path})
+
+
+def test_the_base_on_the_card_is_what_was_trained():
+    """Not where its tokenizer lies."""
+    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
+    assert "\nbase_model: Qwen/Qwen-Image-Edit\n" in card(policy={"type": "qwen2_5_vl"} | editor)
+    assert "\nbase_model: one-word\n" in card(
+        policy={"type": "qwen2_5_vl", "model_path": "one-word"}
+    )
+
+
+class _Hub:
+    """Stands for huggingface.co: names and contents of files on each branch."""
+
+    def __init__(self) -> None:
+        self.commits: list[tuple[str, dict[str, str]]] = []
+        self.branches: dict[str, dict[str, str]] = {}
+        self.starts, self.go = threading.Semaphore(0), threading.Semaphore(1000)
+
+    def create_repo(self, repo_id: str, private: bool, exist_ok: bool) -> None:
+        assert repo_id == "me/run" and private and exist_ok
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> Any:
+        self.starts.release()
+        assert self.go.acquire(timeout=30)
+        files = {path.name: path.read_text() for path in folder_path.iterdir()}
+        self.commits.append((commit_message, files))
+        return SimpleNamespace(oid=str(len(self.commits) - 1))
+
+    def list_repo_refs(self, repo_id: str) -> Any:
+        return SimpleNamespace(branches=[SimpleNamespace(name=name) for name in self.branches])
+
+    def delete_branch(self, repo_id: str, branch: str) -> None:
+        del self.branches[branch]
+
+    def create_branch(self, repo_id: str, branch: str, revision: str) -> None:
+        assert branch not in self.branches
+        self.branches[branch] = self.commits[int(revision)][1]
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> _Hub:
+    import huggingface_hub
+
+    remote = _Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: remote)
+    return remote
+
+
+def checkpoints_in(folder: Path) -> Checkpoints:
+    config = CheckpointConfig(push_to_hub_every_n_iterations=20, push_to_hub_repo_id="me/run")
+    return Checkpoints(folder, config, Dist())
+
+
+def save(checkpoints: Checkpoints, iteration: int, final: bool = False) -> None:
+    checkpoints.save(
+        iteration,
+        {"w": torch.ones(1)},
+        {},
+        rng_state(),
+        lambda model: (model / "adapter_model.safetensors").write_text(str(iteration)),
+        "card",
+        final=final,
+    )
+
+
+def model_of(iteration: int) -> dict[str, str]:
+    return {"README.md": "card", "adapter_model.safetensors": str(iteration)}
+
+
+def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_a_branch(tmp_path, remote):
+    checkpoints = checkpoints_in(tmp_path)
+    said: list[str] = []
+    for iteration in (10, 20, 30):
+        save(checkpoints, iteration)
+    checkpoints.close(said.append)
+    save(checkpoints, 35, final=True)
+    checkpoints.close(said.append)
+    assert remote.commits == [("iteration 20", model_of(20)), ("iteration 35", model_of(35))]
+    assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000035": model_of(35)}
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_000030", "step_000035"], "nothing stays aside"
+
+
+def test_an_iteration_done_again_moves_its_branch(tmp_path, remote):
+    remote.branches["ckpt_000020"] = {"adapter_model.safetensors": "before"}
+    checkpoints = checkpoints_in(tmp_path)
+    save(checkpoints, 20)
+    checkpoints.close(print)
+    assert remote.branches == {"ckpt_000020": model_of(20)}
+
+
+def test_training_goes_on_meanwhile_and_pruning_takes_nothing_away(tmp_path, remote, capfd):
+    remote.go = threading.Semaphore(0)
+    (tmp_path / "checkpoints" / ".push-ckpt_000010").mkdir(parents=True)  # of a killed run
+    checkpoints = checkpoints_in(tmp_path)
+    save(checkpoints, 20)
+    assert remote.starts.acquire(timeout=30), "the upload is under way"
+    for iteration in (20, 40, 60, 80, 80):
+        save(checkpoints, iteration)
+    assert not (tmp_path / "checkpoints" / "step_000020").exists()
+    said: list[str] = []
+    checkpoints._pusher.close(said.append, timeout_s=0.01)
+    warnings = capfd.readouterr().err
+    assert "iteration 40: left out: iteration 60" in warnings
+    assert "iteration 60: left out: iteration 80" in warnings
+    assert "not done after 0.0 s" in warnings
+    remote.go.release(2)
+    checkpoints.close(said.append)
+    assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000080": model_of(80)}
+    assert len(said) == 2 and said[1] == "uploading to me/run (waiting 10 min 00 s at most)"
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_000060", "step_000080"]
+
+
+def test_what_is_set_aside_costs_no_space_where_links_are_had(tmp_path, remote, monkeypatch):
+    def refuse(*_args: object) -> None:
+        raise OSError("no hard links here")
+
+    for can_link in (True, False):
+        if not can_link:
+            monkeypatch.setattr("os.link", refuse)
+        remote.go = threading.Semaphore(0)
+        checkpoints = checkpoints_in(tmp_path / str(can_link))
+        save(checkpoints, 20)
+        [aside] = checkpoints.folder.glob(".push-*/adapter_model.safetensors")
+        kept = checkpoints.folder / "step_000020" / "model" / aside.name
+        assert aside.samefile(kept) == can_link and aside.read_text() == "20"
+        remote.go.release()
+        checkpoints.close(print)
+
+
+def test_a_push_that_fails_is_one_warning(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
+    # The real client; the suite runs with HF_HUB_OFFLINE=1.
+    checkpoints = checkpoints_in(tmp_path)
+    save(checkpoints, 20, final=True)
+    checkpoints.close(print)
+    warning = capfd.readouterr().err
+    assert warning.count("WARNING") == 1
+    assert "push_to_hub to 'me/run', iteration 20: failed" in warning and "Offline" in warning
+    assert "hf_0123456789abcdef" not in warning
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert names == ["step_000020"]
+
+
+def test_a_run_that_pushes_nothing_waits_for_nothing(tmp_path):
+    said: list[str] = []
+    checkpoints_in(tmp_path).close(said.append)
+    assert said == []

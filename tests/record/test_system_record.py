@@ -1,0 +1,319 @@
+"""What a run leaves on disk: traceable, rewound exactly, free of keys, owned by one run."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tiny_ranks import spawn
+from tiny_run import episode, run_config
+
+from rl.api.types import Action, Completion, Status
+from rl.files.atomic import json_line, read_rows, write_atomically
+from rl.ranks.dist import Dist
+from rl.record.run_record import RunRecord
+from rl.record.scrub import scrub, scrubbed
+
+KEY = "sk-0123456789abcdef"
+
+
+def record_in(folder: Path, dist: Dist | None = None, **config) -> RunRecord:
+    return RunRecord(folder, run_config(**config), dist or Dist())
+
+
+def lines_of(path: Path) -> list[dict]:
+    rows, damaged = read_rows(path)
+    assert not damaged
+    return rows
+
+
+def test_an_episode_can_be_traced_from_its_line(tmp_path):
+    record = record_in(tmp_path)
+    forced = Completion((5, 6), (-0.25, -1.0 / 3.0), "length", forced=(True, False))
+    failed = episode(
+        completion=forced,
+        action=Action("", None, failure="no JSON"),
+        image=None,
+        status=Status.POLICY_FAILED,
+        reward=0.0,
+        failure="no JSON",
+        parts={},
+        replies={},
+    )
+    ungraded = episode(status=Status.UNGRADED, reward=None, failure="judge: timeout")
+    record.write_episodes(12, [[episode(), failed], [ungraded]], [[1.0, -1.0], [None]])
+    scored, broken, lost = lines_of(tmp_path / "episodes" / "it_000012.rank0.jsonl")
+    assert scored == {
+        "sample_id": "row-7",
+        "group_id": "it12/row-7",
+        "category": "colour",
+        "instruction": "make it red",
+        "completion": "a red circle",
+        "finish": "stop",
+        "status": "scored",
+        "failure": None,
+        "reward": 0.75,
+        "advantage": 1.0,
+        "parts": {"judge": 0.75, "judge/edit_success": 8.0},
+        "judge_s": 0.5,
+        "replies": {"judge": ['{"score": [8, 9]}']},
+        "noise_seed": 99,
+        "token_ids": [5, 6],
+        "sampler_logprobs": [-0.25, -0.333333],
+        "forced": None,
+        "rank": 0,
+        "member": 0,
+        "source_file": "images/it_000012/rank0_g00_source.png",
+        "target_file": "images/it_000012/rank0_g00_target.png",
+        "image_file": "images/it_000012/rank0_g00_m0.png",
+    }
+    assert (broken["status"], broken["failure"], broken["forced"]) == (
+        "policy_failed",
+        "no JSON",
+        [1, 0],
+    )
+    assert broken["image_file"] is None and broken["member"] == 1
+    assert (lost["reward"], lost["advantage"], lost["status"]) == (None, None, "ungraded")
+    rendered = Image.open(tmp_path / scored["image_file"])
+    assert rendered.getpixel((0, 0)) == (255, 0, 0)
+    assert Image.open(tmp_path / scored["source_file"]).getpixel((0, 0)) == (0, 0, 255)
+    assert Image.open(tmp_path / scored["target_file"]).getpixel((0, 0)) == (255, 255, 0)
+
+
+def test_pictures_and_records_keep_to_their_limits(tmp_path):
+    tracking = {"log_episodes_every_n_iterations": 3, "images_per_iteration": 3}
+    record = record_in(tmp_path, Dist(rank=1, world_size=2), tracking=tracking)
+    groups = [[episode(), episode()], [episode(), episode()]]
+    advantages = [[0.0, 0.0], [0.0, 0.0]]
+    for iteration in range(1, 5):
+        record.write_episodes(iteration, groups, advantages)
+    assert [path.name for path in (tmp_path / "episodes").iterdir()] == ["it_000003.rank1.jsonl"]
+    assert len(lines_of(tmp_path / "episodes" / "it_000003.rank1.jsonl")) == 4
+    images = sorted(path.name for path in (tmp_path / "images" / "it_000003").iterdir())
+    assert images == [
+        "rank1_g00_m0.png",
+        "rank1_g00_m1.png",
+        "rank1_g00_source.png",
+        "rank1_g00_target.png",
+        "rank1_g01_m0.png",
+        "rank1_g01_source.png",
+        "rank1_g01_target.png",
+    ]
+
+
+def test_metrics_are_strict_json_and_only_rank_0_writes(tmp_path):
+    record_in(tmp_path).write_metrics(1, {"a": 0.1, "nan": math.nan, "inf": -math.inf})
+    record_in(tmp_path, Dist(rank=1, world_size=2)).write_metrics(1, {"a": 9.0})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"iteration": 1, "a": 0.1, "nan": null, "inf": null}\n'
+
+
+def test_half_a_surrogate_pair_costs_no_record(tmp_path):
+    """JSON rows, completions cut in the middle of a sign, and judges can all spell one."""
+    odd = episode(
+        action=Action("half \ud83d", None),
+        replies={"vie": ("\udc00",)},
+        status=Status.UNGRADED,
+        reward=None,
+        failure="\ud800",
+    )
+    record_in(tmp_path).write_episodes(1, [[odd]], [[None]])
+    (row,) = lines_of(tmp_path / "episodes" / "it_000001.rank0.jsonl")
+    assert row["completion"] == "half \ud83d" and row["failure"] == "\ud800"
+    assert row["replies"] == {"vie": ["\udc00"]}
+
+
+ODD = "".join(map(chr, (0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029)))
+"""Where Python ends a line and JSON does not."""
+
+
+def write_some(folder: Path, num: int = 6) -> RunRecord:
+    """A record of iterations 0 .. `num` - 1, as another writer of JSON may have left it."""
+    record = record_in(folder)
+    record.write_config()
+    rows = [{"iteration": n, "a": n / 7, "said": f"{ODD} {n}"} for n in range(num)]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    (folder / "metrics.jsonl").write_bytes("".join(lines).encode())
+    for iteration in range(num):
+        record.write_episodes(iteration, [[episode()]], [[0.0]])
+    for iteration in range(0, num, 2):
+        write_atomically(folder / f"evaluation/it_{iteration:06d}/records.jsonl", "{}\n")
+    return record
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("iteration", [-1, 0, 3, 5])
+def test_a_resume_sets_aside_what_is_done_again(tmp_path, iteration):
+    run_dir, expected = tmp_path / "run", tmp_path / "expected"
+    record = write_some(run_dir)
+    before = contents(run_dir)
+    said = record.rewind(iteration)
+    if iteration == 5:
+        assert (said, contents(run_dir)) == ([], before), "nothing came after it"
+        return
+    write_some(expected, iteration + 1)
+    (aside,) = (run_dir / "set_aside").iterdir()
+    moved = contents(aside)
+    left = {name: data for name, data in contents(run_dir).items() if "set_aside" not in name}
+    assert left == contents(expected)
+    # Every byte is in one place or the other.
+    assert left.pop("metrics.jsonl") + moved.pop("metrics.jsonl") == before.pop("metrics.jsonl")
+    assert moved.pop("config.json") == before["config.json"]
+    assert left | moved == before and not left.keys() & moved.keys()
+    num = 5 - iteration
+    num_evaluated = sum(n > iteration for n in (0, 2, 4))
+    listed = f"{num} lines of metrics.jsonl, {num} of episodes/, {num} of images/, "
+    begin = (
+        "no iteration is in a checkpoint, so the run begins again from the base weights; what was "
+        "recorded before is set aside in "
+        if iteration < 0
+        else f"what was recorded after iteration {iteration} is done again, and set aside in "
+    )
+    assert said == [f"{begin}{aside}: {listed}{num_evaluated} of evaluation/"]
+
+
+DAMAGE = {
+    "torn": b'{"iteration": 2, "a": 0.1',
+    "no UTF-8": b'{"iteration": 2, "a": "\xff"}',
+    "zeros": b"\0" * 40,
+    "a list": b"[2]",
+    "nothing": b"{}",
+    "a string": b'{"iteration": "2"}',
+    "a truth": b'{"iteration": true}',
+    "too deep": b"[" * 100_000,
+    "too long a number": b'{"iteration": ' + b"9" * 5000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_line_of_the_metrics_costs_no_other(tmp_path, damage):
+    for place in (0, 2, 5):
+        folder = tmp_path / str(place)
+        record = write_some(folder)
+        path = folder / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1]
+        path.write_bytes(b"\n".join([*lines[:place], damage, *lines[place:]]))  # no last end
+        said = record.rewind(3)
+        assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
+        (aside,) = (folder / "set_aside").iterdir()
+        assert said[1:] == [
+            f"damaged lines of metrics.jsonl (number {place + 1}) are left out of it, and set "
+            f"aside in {aside}"
+        ]
+        assert damage in (aside / "metrics.jsonl").read_bytes().split(b"\n")
+        assert record.rewind(3) == [], "once"
+
+
+def test_a_line_after_half_a_line_is_whole(tmp_path):
+    """A full disk may cut a line short and the run go on."""
+    record = record_in(tmp_path)
+    record.write_metrics(1, {"a": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 2, "a')
+    record.write_metrics(3, {"a": 3.0})
+    rows, damaged = read_rows(tmp_path / "metrics.jsonl")
+    assert ([row["iteration"] for row in rows], damaged) == ([1, 3], [2])
+
+
+def test_a_line_is_one_line_to_any_reader(tmp_path):
+    value = {"said": ODD + "\n\ud83d half", "iteration": 1}
+    line = json_line(value)
+    assert json.loads(line) == value
+    assert len(line.splitlines()) == 1 and line.encode()
+    record = record_in(tmp_path)
+    record.write_episodes(1, [[episode(replies={"judge": (ODD + "\udcff",)})]], [[1.0]])
+    (row,) = lines_of(tmp_path / "episodes" / "it_000001.rank0.jsonl")
+    assert row["replies"] == {"judge": [ODD + "\udcff"]}
+
+
+def test_what_a_run_did_not_write_stays_where_it_is(tmp_path):
+    record = write_some(tmp_path)
+    others = (
+        "episodes/it_000004.notes.txt", "episodes/it_000004.rank0.jsonl.bak", "episodes/mine",
+        "images/it_000004_best/a.png", "images/it_4", "images/xit_000004", "notes.md",
+        "evaluation/it_000004b/x", "judge/iteration_000005.rank0.jsonl", "judge/a_b.rank0.jsonl",
+    )  # fmt: skip
+    for name in others:
+        write_atomically(tmp_path / name, name)
+    record.rewind(-1)
+    assert {name: (tmp_path / name).read_text() for name in others} == {n: n for n in others}
+
+
+def test_two_restarts_in_a_second_are_set_aside_apart(tmp_path):
+    for _ in range(3):
+        write_some(tmp_path, 2).rewind(-1)
+    folders = list((tmp_path / "set_aside").iterdir())
+    assert len(folders) == 3
+    assert all(len(read_rows(folder / "metrics.jsonl")[0]) == 2 for folder in folders)
+
+
+def test_a_replaced_file_is_old_or_new_never_half(tmp_path, monkeypatch):
+    path = tmp_path / "file.txt"
+    write_atomically(path, "old")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError, match="killed here"):
+        write_atomically(path, "new" * 1000)
+    assert path.read_text() == "old"
+
+
+def test_keys_in_the_environment_reach_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOSTED_JUDGE_KEY", KEY)
+    monkeypatch.setenv("ODDLY_NAMED", "hunter2-hunter2")
+    judge = {"api_key_env": "ODDLY_NAMED", "api_base": f"http://user:{KEY}@judge:4877"}
+    record = record_in(tmp_path, judge=judge, rewards={"judge": {"type": "x", "header": KEY}})
+    record.write_config()
+    leaky = episode(
+        status=Status.UNGRADED,
+        reward=None,
+        failure=f"refused: 401 invalid key {KEY}",
+        replies={"judge": ("you sent hunter2-hunter2",)},
+    )
+    record.write_episodes(1, [[leaky]], [[None]])
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) == 5
+    assert not any(KEY.encode() in data or b"hunter2" in data for data in written)
+    assert record.config["rewards"]["judge"]["header"] == "<HOSTED_JUDGE_KEY>"
+    assert record.config["judge"]["api_key_env"] == "ODDLY_NAMED"
+    assert "<ODDLY_NAMED>" in (tmp_path / "episodes" / "it_000001.rank0.jsonl").read_text()
+
+
+def test_scrubbing_spares_what_is_no_key(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghij")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "yes-please-in-parallel")
+    monkeypatch.setenv("SHORT_KEY", "abc")
+    text = "abc yes-please-in-parallel hf_abcdefghij"
+    assert scrub(text) == "abc yes-please-in-parallel <HF_TOKEN>"
+    assert scrubbed({"hf_abcdefghij": ["hf_abcdefghij", 1, None]}) == {
+        "<HF_TOKEN>": ["<HF_TOKEN>", 1, None]
+    }
+
+
+def hold(folder: Path, answers: Connection) -> None:
+    record = record_in(folder)
+    record.claim()
+    answers.send("held")
+    time.sleep(60)
+    record.release()
+
+
+def test_one_run_folder_belongs_to_one_run(tmp_path):
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    owner = spawn(hold, tmp_path, sender)
+    assert receiver.recv() == "held"
+    record = record_in(tmp_path)
+    with pytest.raises(ValueError, match=f"in use by process {owner.pid}.*another run_name"):
+        record.claim(wait_s=0.3)
+    owner.kill()  # a killed run leaves no lock behind
+    owner.join()
+    record.claim(wait_s=0)
+    record.release()

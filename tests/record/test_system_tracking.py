@@ -1,0 +1,231 @@
+"""wandb really written offline, and every way in which it can fail leaving the run alone."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import episode, run_config
+
+from rl.ranks.dist import Dist
+from rl.record import tracking
+from rl.record.console import PhaseTimer
+from rl.record.run_record import RunRecord
+from rl.record.tracking import Tracker, page_id
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_in_the_environment(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "run" / "wandb"))
+
+
+def tracker(folder: Path, mode: str, dist: Dist | None = None, **config: Any) -> Tracker:
+    config = run_config(tracking={"wandb": mode, "images_per_iteration": 3}, **config)
+    dist = dist or Dist()
+    return Tracker(folder / "run", config, dist, RunRecord(folder / "run", config, dist).config)
+
+
+def use(tracker: Tracker) -> None:
+    """Everything that the loop does with it."""
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.log_episodes(1, [[episode(), episode()]], [[1.0, -1.0]])
+    tracker.close()
+
+
+def page_of(folder: Path) -> bytes:
+    (page,) = (folder / "run").glob("wandb/offline-run-*/run-*.wandb")
+    return page.read_bytes()
+
+
+def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
+    page = tracker(tmp_path, "offline", rewards={"judge": {"type": "x", "header": KEY}})
+    assert page.mode == "offline"
+    page.log(1, {"reward/mean": 0.25})
+    page.log_episodes(1, [[episode(failure="401: hunter2-hunter2")]], [[1.5]])
+    timer = PhaseTimer()
+    with timer.phase("render"):
+        pass
+    page.log_where_time_went(timer)
+    page.close()
+    assert b"reward/mean" in page_of(tmp_path) and b"iteration" in page_of(tmp_path)
+    media = "wandb/offline-run-*/files/media/table"
+    (closing,) = (tmp_path / "run").glob(f"{media}/where_time_went_*.json")
+    assert [row[0] for row in json.loads(closing.read_text())["data"]] == [
+        "render", "(other)", "wall"
+    ]  # fmt: skip
+    (table,) = (tmp_path / "run").glob(f"{media}/episodes_*.json")
+    columns = ["source", "target", "rendered", "instruction", "completion", "status", "failure"]
+    columns += ["reward", "judge", "judge/edit_success", "advantage"]
+    assert table.read_text().count('"make it red"') == 1
+    assert all(f'"{column}"' in table.read_text() for column in columns)
+    staged = [p for p in (tmp_path / "run" / "wandb" / "artifacts").rglob("*") if p.is_file()]
+    pictures = [path for path in staged if path.read_bytes().startswith(b"\x89PNG")]
+    assert len(pictures) == 3  # source, target and rendered wait for `wandb sync` beside the run
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert KEY.encode() not in data and b"hunter2" not in data, path
+
+
+def test_a_resumed_run_continues_its_page(tmp_path):
+    page_ids = []
+    for _ in range(2):
+        page = tracker(tmp_path, "offline")
+        page_ids.append(page._run.id)
+        page.close()
+    assert page_ids == [page_id(tmp_path / "run")] * 2
+    assert page_id(tmp_path / "other") != page_ids[0]
+
+
+def test_the_table_keeps_to_its_limit(tmp_path, monkeypatch):
+    page = tracker(tmp_path, "offline")
+    shown = []
+    monkeypatch.setattr(page, "_log_table", lambda iteration, pairs: shown.append(len(pairs)))
+    page.log_episodes(1, [[episode()] * 5], [[0.0] * 5])
+    page.close()
+    assert shown == [3]
+
+
+def test_off_and_other_ranks_never_import_wandb(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
+    for page in (tracker(tmp_path, "off"), tracker(tmp_path, "online", Dist(1, 2))):
+        assert page.mode == "off"
+        use(page)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_wandb_installed_the_run_goes_on(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    page = tracker(tmp_path, "online")
+    use(page)
+    assert page.mode == "off"
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "line", "limit_s"),
+    [
+        ({}, "no API key", 2),
+        ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "127.0.0.1:9", 5),
+        (
+            {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://no-such-host.invalid"},
+            "no-such-host",
+            5,
+        ),
+    ],
+)
+def test_online_without_key_or_network_goes_on_offline_at_once(
+    tmp_path, monkeypatch, capfd, environ, line, limit_s
+):
+    import wandb  # noqa: F401  the second that its import takes is not what is measured
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    started_s = time.monotonic()
+    page = tracker(tmp_path, "online")
+    took_s = time.monotonic() - started_s
+    assert page.mode == "offline"
+    use(page)
+    warnings = [text for text in capfd.readouterr().err.splitlines() if "WARNING" in text]
+    assert len(warnings) == 1 and line in warnings[0] and "offline" in warnings[0]
+    assert b"reward/mean" in page_of(tmp_path)
+    assert took_s < limit_s
+
+
+class _Refuses(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(401)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_GET = do_POST  # noqa: N815  http.server's names
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing_server() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_key_that_is_refused_goes_on_offline(tmp_path, monkeypatch, capfd, refusing_server):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", refusing_server)
+    monkeypatch.setattr(tracking, "INIT_TIMEOUT_S", 3.0)
+    page = tracker(tmp_path, "online")
+    assert page.mode == "offline"
+    use(page)
+    assert "wandb init online failed, the run goes on" in capfd.readouterr().err
+    assert b"reward/mean" in page_of(tmp_path)
+
+
+def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, capfd):
+    page = tracker(tmp_path, "offline")
+    run = page._run
+    page._run = _Raises()
+    for iteration in range(3):
+        page.log(iteration, {"a": 1.0})
+    page.close()
+    run.finish()
+    assert page.mode == "off"
+    assert capfd.readouterr().err.count("wandb log failed, the run goes on: OSError") == 1
+
+
+class _Raises:
+    def log(self, _: object) -> None:
+        raise OSError("disk full")
+
+
+def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd):
+    page = tracker(tmp_path, "offline")
+    run = page._run
+    page._run = _Hangs()
+    monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 0.2)
+    started_s = time.monotonic()
+    page.close()
+    assert time.monotonic() - started_s < 2
+    assert "no answer in 0.2 s" in capfd.readouterr().err
+    run.finish()
+
+
+class _Hangs:
+    def finish(self, exit_code: int) -> None:
+        time.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "from_env", "allowed"),
+    [
+        ("online", "", "online"),
+        ("online", "offline", "offline"),
+        ("online", "disabled", "off"),
+        ("offline", "online", "offline"),
+        ("offline", "disabled", "off"),
+    ],
+)
+def test_wandb_s_own_switch_lowers_the_mode_only(monkeypatch, wanted, from_env, allowed):
+    if from_env:
+        monkeypatch.setenv("WANDB_MODE", from_env)
+    assert tracking._allowed_by_env(wanted) == allowed

@@ -1,0 +1,53 @@
+"""What may be shown, and what may be written, of text that another machine sent."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rl.record.untrusted import shown, without_lone_surrogates
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("plain, größer, 好", "plain, größer, 好"),
+        ("two\r\nlines\u2028and\x85more\ttabs", "two lines and more tabs"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("user\u202etxt.exe\u2066", "user\\u202etxt.exe\\u2066"),
+        ("zero\u200bwidth\ufeff", "zero\\u200bwidth\\ufeff"),
+        ("half \ud83d", "half \\ud83d"),
+        ("", ""),
+    ],
+)
+def test_a_line_that_a_terminal_takes_as_text(text: str, line: str) -> None:
+    assert shown(text, 100) == line
+
+
+def test_it_is_cut_and_says_so() -> None:
+    assert shown("a" * 10, 10) == "a" * 10
+    assert shown("a" * 11, 10) == "a" * 10 + "..."
+    assert shown("\x00" * 10, 10) == "\\x00\\x00\\x" + "..."
+    assert shown(" " * 1000 + "a", 10) == "..."
+
+
+def test_any_text_is_shown_as_one_short_printable_line_and_can_be_written() -> None:
+    rng = random.Random(9)
+    for _ in range(3000):
+        ranges = [(0, 0xFF), (0x2000, 0x2100), (0xD700, 0xE000), (0, 0x10FFFF)]
+        points = [rng.randint(*rng.choice(ranges)) for _ in range(rng.randrange(60))]
+        text = "".join(map(chr, points))
+        line = shown(text, 40)
+        assert line.isprintable() and len(line) <= 43
+        line.encode()
+        written = without_lone_surrogates(text)
+        written.encode()
+        if text.isascii():
+            assert written == text
+
+
+def test_only_halves_of_pairs_are_replaced() -> None:
+    assert without_lone_surrogates("\ufeffa\ud800b\udc00\U0001f600\ud83d") == (
+        "\ufeffa\ufffdb\ufffd\U0001f600\ufffd"
+    )

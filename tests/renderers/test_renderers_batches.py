@@ -1,0 +1,220 @@
+"""How a call is cut into batches, what is shared between them, and what happens when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import tiny_editor
+import torch
+from PIL import Image
+from tiny_editor import (
+    assert_same_picture,
+    make_job,
+    make_picture,
+    make_renderer,
+    render_floats,
+    three_jobs,
+)
+from tiny_rounding import PICTURE
+
+from rl.api.types import RenderFailure, RenderJob
+from rl.renderers.qwen_image import loop as loop
+from rl.renderers.shared import decoding
+from rl.renderers.shared.batches import Outcome, render_in_batches
+
+
+def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -> None:
+    """Jobs are pictures' widths; narrow ones go two at a time, wide ones three."""
+    events: list[str] = []
+
+    def take() -> Iterator[int]:
+        for number, width in enumerate([1, 5, 1, 5, 0, 5, 1, 5, 1, 1]):
+            events.append(f"take {number}")
+            yield width
+
+    def place(width: int) -> str | Outcome:
+        if width == 0:
+            return RenderFailure("nothing to draw")
+        return "narrow" if width == 1 else "wide"
+
+    def render(widths: Sequence[int], bucket: str) -> list[Outcome]:
+        assert set(widths) == {1 if bucket == "narrow" else 5}
+        events.append(f"{len(widths)} {bucket}")
+        return [Image.new("RGB", (width, 1)) for width in widths]
+
+    outcomes: dict[int, Outcome] = {}
+    for number, outcome in render_in_batches(
+        take(), place, {"narrow": 2, "wide": 3}.__getitem__, render
+    ):
+        events.append(f"have {number}")
+        outcomes[number] = outcome
+    assert " / ".join(events) == (
+        "take 0 / take 1 / take 2 / 2 narrow / have 0 / have 2 / take 3 / take 4 / have 4 / "
+        "take 5 / 3 wide / have 1 / have 3 / have 5 / take 6 / take 7 / take 8 / 2 narrow / "
+        "have 6 / have 8 / take 9 / 1 wide / have 7 / 1 narrow / have 9"
+    )
+    assert outcomes.pop(4) == RenderFailure("nothing to draw")
+    widths = {number: outcome.width for number, outcome in outcomes.items()}
+    assert widths == {0: 1, 1: 5, 2: 1, 3: 5, 5: 5, 6: 1, 7: 5, 8: 1, 9: 1}
+
+
+@pytest.fixture(scope="module")
+def parts() -> loop.EditorParts:
+    return tiny_editor.make_parts()
+
+
+@pytest.fixture
+def counted_encodes(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[tuple[int, ...]]]:
+    shapes: list[tuple[int, ...]] = []
+    encode = parts.vae.encode
+
+    def counting_encode(pixels: torch.Tensor) -> object:
+        shapes.append(tuple(pixels.shape))
+        return encode(pixels)
+
+    monkeypatch.setattr(parts.vae, "encode", counting_encode)
+    yield shapes
+
+
+def test_each_source_is_encoded_once(
+    parts: loop.EditorParts, counted_encodes: list[tuple[int, ...]]
+) -> None:
+    sources = [make_picture(0), make_picture(1)]
+    jobs = [make_job(sources[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
+    renderer = make_renderer(parts, batch_size=4)
+    assert len(dict(renderer.render(jobs))) == 6
+    assert counted_encodes == [(2, 3, 64, 64)], "new sources of a batch are encoded together"
+    list(renderer.render(jobs))
+    assert len(counted_encodes) == 1
+
+
+def test_forgotten_sources_are_encoded_again(
+    parts: loop.EditorParts,
+    counted_encodes: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "NUM_KEPT_SOURCES", 1)
+    renderer = make_renderer(parts, num_steps=2)
+    jobs = [make_job(make_picture(seed), 9, noise_seed=0) for seed in (0, 1)]
+    list(renderer.render(jobs))
+    list(renderer.render(jobs[:1]))
+    assert counted_encodes == [(2, 3, 64, 64), (1, 3, 64, 64)]
+
+
+def test_mixed_aspects_each_keep_their_own(parts: loop.EditorParts) -> None:
+    sizes = [(64, 64), (128, 64), (64, 128), (128, 64)]
+    jobs = [make_job(make_picture(0, *size), 9, noise_seed=0) for size in sizes]
+    renderer = make_renderer(parts)
+    pictures = dict(renderer.render(jobs))
+    assert [pictures[i].size for i in range(4)] == [(64, 64), (96, 32), (32, 96), (96, 32)]
+    for index, job in enumerate(jobs):
+        ((_, alone),) = renderer.render([job])
+        assert_same_picture(pictures[index], alone)
+
+
+def test_pictures_come_as_their_batches_finish(parts: loop.EditorParts) -> None:
+    renderer = make_renderer(parts, batch_size=1, num_steps=2)
+    denoised: list[int] = []
+    render_tensor = renderer.render_tensor
+
+    def noting(jobs: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
+        denoised.extend(job.noise_seed for job in jobs)
+        return render_tensor(jobs, bucket)
+
+    renderer.render_tensor = noting  # type: ignore[method-assign]
+    stream = renderer.render(three_jobs())
+    assert next(stream)[0] == 0
+    assert denoised == [0]
+
+
+def test_one_bad_batch_fails_alone(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts, batch_size=1, num_steps=2)
+    render_tensor = renderer.render_tensor
+
+    def break_second(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
+        if batch[0] is jobs[1]:
+            raise RuntimeError("device fell over")
+        return render_tensor(batch, bucket)
+
+    monkeypatch.setattr(renderer, "render_tensor", break_second)
+    outcomes = dict(renderer.render(jobs))
+    assert outcomes[1] == RenderFailure("exception: RuntimeError: device fell over")
+    assert isinstance(outcomes[0], Image.Image)
+    assert isinstance(outcomes[2], Image.Image)
+
+
+@pytest.mark.parametrize("room", [1, 2, 0])
+def test_a_batch_that_does_not_fit_is_halved(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts, num_steps=2)
+    expected = dict(renderer.render(jobs))
+    render_tensor = renderer.render_tensor
+
+    def small_device(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
+        if len(batch) > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return render_tensor(batch, bucket)
+
+    monkeypatch.setattr(renderer, "render_tensor", small_device)
+    outcomes = dict(renderer.render(jobs))
+    for index in range(3):
+        if room:
+            assert_same_picture(outcomes[index], expected[index])
+        else:
+            assert outcomes[index] == RenderFailure("out_of_memory: out of memory")
+
+
+def test_nan_fails_its_own_picture_only(parts: loop.EditorParts) -> None:
+    jobs = three_jobs()
+    jobs[1].payload.embeds[3, 7] = float("nan")
+    renderer = make_renderer(parts, num_steps=2)
+    outcomes = dict(renderer.render(jobs))
+    assert isinstance(outcomes[1], RenderFailure)
+    assert outcomes[1].reason.startswith("non_finite")
+    ((_, alone),) = renderer.render(jobs[:1])
+    assert_same_picture(outcomes[0], alone)
+
+
+def test_what_cannot_be_rendered_is_said(parts: loop.EditorParts) -> None:
+    source = make_picture(0)
+    jobs = [make_job(None, 9, noise_seed=0), make_job(source, 4095, noise_seed=0)]
+    outcomes = dict(make_renderer(parts).render(jobs))
+    assert outcomes[0].reason.startswith("no_source")
+    assert outcomes[0].blame == "renderer"
+    assert outcomes[1] == RenderFailure(
+        "too_long: 4095 conditioning tokens, room for 4094", blame="policy"
+    )
+    with pytest.raises(ValueError, match="true_cfg_scale: 1"):
+        list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9, noise_seed=0)]))
+
+
+def test_the_longest_text_that_is_let_in_fits(parts: loop.EditorParts) -> None:
+    renderer = make_renderer(parts, num_steps=2)
+    ((_, picture),) = renderer.render([make_job(make_picture(0), 4094, noise_seed=0)])
+    assert isinstance(picture, Image.Image)
+
+
+def test_large_pictures_are_decoded_in_slices(
+    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = three_jobs()
+    renderer = make_renderer(parts)
+    together = render_floats(renderer, jobs)
+    decode, slices = parts.vae.decode, []
+
+    def noting_decode(latents: torch.Tensor) -> torch.Tensor:
+        slices.append(len(latents))
+        return decode(latents)
+
+    monkeypatch.setattr(parts.vae, "decode", noting_decode)
+    monkeypatch.setattr(decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
+    assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE
+    assert slices == [2, 1]

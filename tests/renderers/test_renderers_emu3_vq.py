@@ -1,0 +1,326 @@
+"""The emu3_vq renderer against transformers' own Emu3VQVAE and image processor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_emu3_vq
+import torch
+from PIL import Image
+from tiny_emu3_vq import NUM_CODES, make_codes, make_picture
+from tiny_rounding import PRODUCT
+from transformers import Emu3ImageProcessor, Emu3VQVAE
+
+from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.renderers.emu3_vq import plug as emu3_vq
+from rl.renderers.emu3_vq.codec import Emu3Codec, fit
+from rl.renderers.emu3_vq.loop import Emu3VqRenderer
+
+
+@pytest.fixture(scope="module")
+def vq() -> Emu3VQVAE:
+    return tiny_emu3_vq.make_vq()
+
+
+@pytest.fixture(scope="module")
+def codec(vq: Emu3VQVAE) -> Emu3Codec:
+    return Emu3Codec(vq)
+
+
+@pytest.fixture
+def renderer(codec: Emu3Codec) -> Emu3VqRenderer:
+    return Emu3VqRenderer(codec, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def folder(vq: Emu3VQVAE, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("vq")
+    vq.save_pretrained(place)
+    return place
+
+
+def codes_batch(num: int) -> torch.Tensor:
+    return torch.from_numpy(np.stack([make_codes(seed) for seed in range(num)])).long()
+
+
+def job(codes: np.ndarray) -> RenderJob:
+    return RenderJob(Sample(id="s", instruction="i"), payload=codes, noise_seed=0)
+
+
+def count_decodes(renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    sizes: list[int] = []
+    decode = renderer.codec.decode_tensor
+
+    def counted(codes: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(codes))
+        return decode(codes)
+
+    monkeypatch.setattr(renderer.codec, "decode_tensor", counted)
+    return sizes
+
+
+# --- the codec ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_decoding_is_the_stock_models(vq: Emu3VQVAE, num: int) -> None:
+    codes = codes_batch(num)
+    with torch.no_grad():
+        stock = vq.decode(codes)
+    assert stock.std() > 0.03
+    assert (Emu3Codec(vq).decode_tensor(codes) - stock).abs().max() <= PRODUCT
+
+
+def test_decoding_takes_the_first_frame_exactly() -> None:
+    vq = tiny_emu3_vq.make_vq().double()
+    codes = codes_batch(2)
+    with torch.no_grad():
+        video = vq.decode(codes[:, None])
+    assert video.shape[1] == 4
+    assert (video[:, 0] - video[:, 1]).abs().max() > 0.05
+    assert (Emu3Codec(vq).decode_tensor(codes) - video[:, 0].float()).abs().max() < 1e-7
+
+
+def test_encoding_is_the_stock_models(vq: Emu3VQVAE, codec: Emu3Codec) -> None:
+    processor = Emu3ImageProcessor(do_resize=False, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    pictures = [make_picture(seed) for seed in range(4)]
+    inputs = processor(pictures, return_tensors="pt")
+    with torch.no_grad():
+        stock = vq.encode(inputs["pixel_values"], inputs["image_sizes"]).image_tokens
+    ours = codec.encode(pictures, area_px=64 * 64, batch_size=3)
+    assert all(codes.dtype == np.int32 and codes.shape == (8, 8) for codes in ours)
+    np.testing.assert_array_equal(np.stack(ours), torch.stack(list(stock)).numpy())
+    assert len(np.unique(ours)) > 20
+
+
+def test_pictures_are_the_stock_processors(codec: Emu3Codec) -> None:
+    pixels = codec.decode_tensor(codes_batch(3)) * 4  # beyond -1..1 as well
+    processor = Emu3ImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    stock = processor.postprocess(list(pixels), return_tensors="PIL.Image.Image")["pixel_values"]
+    ours = codec.to_pictures(pixels)
+    by_hand = ((pixels * 0.5 + 0.5) * 255).clamp(0, 255).permute(0, 2, 3, 1).numpy()
+    for picture, expected, floats in zip(ours, stock, by_hand, strict=True):
+        assert picture.mode == "RGB"
+        np.testing.assert_array_equal(np.asarray(picture), np.asarray(expected))
+        assert np.abs(np.asarray(picture) - floats).max() <= 1.0001  # the stock one truncates
+
+
+def test_encoding_keeps_order_over_mixed_sizes(codec: Emu3Codec) -> None:
+    sizes = [(64, 64), (96, 48), (64, 64), (48, 96)]
+    pictures = [make_picture(seed, *size) for seed, size in enumerate(sizes)]
+    together = codec.encode(pictures, area_px=64 * 64, batch_size=8)
+    apart = [codec.encode([p], area_px=64 * 64, batch_size=1)[0] for p in pictures]
+    assert [codes.shape for codes in together] == [(8, 8), (5, 11), (8, 8), (11, 5)]
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((256, 256), (32, 32)),
+        ((512, 512), (32, 32)),
+        ((640, 427), (39, 26)),  # 313 x 209 px in the published sets, of which 312 x 208 are read
+        ((100, 3000), (5, 175)),
+        ((9, 9000), (1, 1011)),  # 8 x 8096 px
+    ],
+)
+def test_the_grid_is_that_of_the_published_sets(
+    size: tuple[int, int], grid: tuple[int, int]
+) -> None:
+    picture = Image.new("L", size)
+    width, height = fit(picture, area_px=256 * 256, patch_px=8).size
+    assert (width // 8, height // 8) == grid
+    assert width % 8 == height % 8 == 0
+
+
+# --- the renderer ------------------------------------------------------------------------------
+
+
+def test_each_distinct_grid_is_decoded_once(
+    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, wide = make_codes(1), make_codes(2), make_codes(3, 2, 8)
+    alone = {k: next(renderer.render([job(c)]))[1] for k, c in (("a", a), ("wide", wide))}
+    sizes = count_decodes(renderer, monkeypatch)
+    jobs = [job(c) for c in (a, wide, b, a.copy(), a.astype(np.int64), wide)]
+    pictures = dict(renderer.render(jobs))
+    assert sorted(pictures) == list(range(6))
+    assert sorted(sizes) == [1, 2]
+    assert pictures[0] is pictures[3] is pictures[4] is not pictures[2]
+    assert pictures[1].size == (64, 16) and pictures[0].size == (32, 32)
+    np.testing.assert_allclose(np.asarray(pictures[0], int), np.asarray(alone["a"], int), atol=1)
+    np.testing.assert_allclose(np.asarray(pictures[1], int), np.asarray(alone["wide"], int), atol=1)
+
+
+def test_codes_that_come_again_later_are_not_decoded_again(
+    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = count_decodes(renderer, monkeypatch)
+    renderer.batch_size = 2
+    jobs = [job(make_codes(seed)) for seed in (1, 2, 1, 3, 1)]
+    events: list[str] = []
+
+    def take() -> Iterator[RenderJob]:
+        for number, taken in enumerate(jobs):
+            events.append(f"take {number}")
+            yield taken
+
+    for number, _ in renderer.render(take()):
+        events.append(f"have {number}")
+    assert " / ".join(events) == (
+        "take 0 / take 1 / have 0 / have 1 / take 2 / have 2 / take 3 / take 4 / have 4 / have 3"
+    )
+    assert sizes == [2, 1]
+
+
+def test_a_reshaped_grid_is_another_picture(renderer: Emu3VqRenderer) -> None:
+    codes = make_codes(1)
+    pictures = dict(renderer.render([job(codes), job(codes.reshape(2, 8))]))
+    assert pictures[0].size == (32, 32) and pictures[1].size == (64, 16)
+
+
+@pytest.mark.parametrize("code", [NUM_CODES, -1])
+def test_codes_outside_the_codebook_are_the_policys_fault(
+    renderer: Emu3VqRenderer, code: int
+) -> None:
+    codes = make_codes(1)
+    codes[2, 1] = code
+    outcomes = dict(renderer.render([job(codes), job(make_codes(1)), job(codes[:0])]))
+    assert outcomes[0] == RenderFailure(
+        f"bad_code: {code} is not in the codebook's 0..63", blame="policy"
+    )
+    assert isinstance(outcomes[1], Image.Image)
+    assert outcomes[2].blame == "policy" and "[0, 4]" in outcomes[2].reason
+
+
+def test_nan_is_the_renderers_fault_and_its_own_pictures_alone(tmp_path: Path) -> None:
+    vq = tiny_emu3_vq.make_vq()
+    vq.quantize.embedding.weight.data[7] = torch.nan
+    renderer = Emu3VqRenderer(Emu3Codec(vq), batch_size=4)
+    healthy = make_codes(1)
+    healthy[healthy == 7] = 0
+    outcomes = dict(renderer.render([job(healthy), job(np.full((4, 4), 7, np.int32))]))
+    assert isinstance(outcomes[0], Image.Image)
+    assert outcomes[1].blame == "renderer" and outcomes[1].reason.startswith("non_finite")
+
+
+def test_a_batch_that_does_not_fit_is_halved(
+    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = renderer.codec.decode_tensor
+
+    def cramped(codes: torch.Tensor) -> torch.Tensor:
+        if len(codes) > 2:
+            raise torch.OutOfMemoryError("full")
+        return decode(codes)
+
+    monkeypatch.setattr(renderer.codec, "decode_tensor", cramped)
+    outcomes = dict(renderer.render([job(make_codes(seed)) for seed in (0, 1, 2, 0)]))
+    assert all(isinstance(outcome, Image.Image) for outcome in outcomes.values())
+    assert outcomes[0] is outcomes[3], "found drawn in the other half"
+
+
+def test_large_pictures_share_a_batch_with_fewer(
+    codec: Emu3Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = Emu3VqRenderer(codec, batch_size=4)
+    sizes = count_decodes(renderer, monkeypatch)
+    monkeypatch.setattr("rl.renderers.emu3_vq.loop.BATCH_UNIT_PX", 32 * 32)
+    list(renderer.render([job(make_codes(seed, 4, 8)) for seed in range(3)]))
+    assert sizes == [2, 1]  # 32 x 64 px: two of them are four of 32 x 32
+
+
+def illustrated(renderer: Emu3VqRenderer, samples: Sequence[Sample]) -> list[Sample]:
+    out = renderer.illustrate(samples)
+    assert [s.id for s in out] == [s.id for s in samples]
+    return out
+
+
+def test_illustrate_draws_what_exists_as_codes_alone(
+    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = count_decodes(renderer, monkeypatch)
+    own = make_picture(0)
+    a, b = make_codes(1), make_codes(2)
+    samples = [
+        Sample(id="1", instruction="", source_codes=a, target_codes=b),
+        Sample(id="2", instruction="", source_codes=a, source=own),
+        Sample(id="3", instruction=""),
+        Sample(id="4", instruction="", source_codes=b, target_codes=a.copy()),
+    ]
+    out = illustrated(renderer, samples)
+    assert sizes == [2]
+    assert out[1].source is own and out[1].target is None and out[2].source is None
+    assert out[0].source is out[3].target and out[0].target is out[3].source
+    assert out[0].source_codes is a
+    (_, rendered), *_ = renderer.render([job(a)])
+    np.testing.assert_allclose(np.asarray(out[0].source, int), np.asarray(rendered, int), atol=1)
+    again = illustrated(renderer, samples[:1])
+    assert sizes == [2, 1]  # the second is render's: nothing was drawn again
+    assert again[0].source is out[0].source
+
+
+def test_kept_pictures_are_bounded(
+    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl.renderers.emu3_vq.loop.NUM_KEPT_PICTURES", 2)
+    sizes = count_decodes(renderer, monkeypatch)
+    samples = [Sample(id=str(i), instruction="", source_codes=make_codes(i)) for i in range(3)]
+    assert all(s.source is not None for s in illustrated(renderer, samples))
+    illustrated(renderer, samples[1:])
+    assert sizes == [3]
+    illustrated(renderer, samples[:1])
+    assert sizes == [3, 1]
+
+
+def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqRenderer) -> None:
+    sample = Sample(id="p-7", instruction="", target_codes=np.full((2, 2), 99, np.int32))
+    with pytest.raises(ValueError, match=r"sample p-7: its target .* bad_code: 99"):
+        renderer.illustrate([sample])
+
+
+# --- the plug ----------------------------------------------------------------------------------
+
+
+def test_the_plug_builds_a_renderer(folder: Path, vq: Emu3VQVAE) -> None:
+    config = emu3_vq.Config(type="emu3_vq", model_path=str(folder), batch_size=2)
+    renderer = emu3_vq.build(config, device="cpu")
+    assert renderer.batch_size == 2 and renderer.state_dim is None
+    assert emu3_vq.ACCEPTS == "image_tokens" and emu3_vq.MAKES_IMAGES
+    assert emu3_vq.prompt_template(config) is emu3_vq.negative_prompt(config) is None
+    assert emu3_vq.parameter_counts(config) == {"vq": sum(p.numel() for p in vq.parameters())}
+    assert emu3_vq.activation_counts(config) == {"vq": 12 * 32 * 2 * 256 * 256}
+    half = emu3_vq.build(config.model_copy(update={"dtype": "bfloat16"}), device="cpu")
+    (_, picture), *_ = half.render([job(make_codes(1))])
+    assert picture.size == (32, 32)
+
+
+def test_published_checkpoints_are_counted_by_name() -> None:
+    config = emu3_vq.Config(type="emu3_vq")
+    assert config.model_path == "BAAI/Emu3-VisionTokenizer"
+    with torch.device("meta"):
+        full = Emu3VQVAE(Emu3VQVAE.config_class())
+    count = sum(p.numel() for p in full.parameters())
+    assert emu3_vq.parameter_counts(config)["vq"] == pytest.approx(count, rel=1e-4)
+    other = emu3_vq.Config(type="emu3_vq", model_path="someone/else")
+    assert emu3_vq.validate(other) == [] and emu3_vq.parameter_counts(other) == {}
+
+
+def test_wrong_paths_are_named(folder: Path, tmp_path: Path) -> None:
+    def problems(path: str) -> list[str]:
+        return emu3_vq.validate(emu3_vq.Config(type="emu3_vq", model_path=path))
+
+    assert problems(str(folder)) == []
+    assert "no folder './nowhere'" in problems("./nowhere")[0]
+    assert "lacks config.json" in problems(str(tmp_path))[0]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "emu3_vqgan"}))
+    assert "lacks model.safetensors" in problems(str(tmp_path))[0]
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "'llama' model, which holds no Emu3" in problems(str(tmp_path))[0]

@@ -1,0 +1,241 @@
+"""The renderer plugs as a config sees them: light, checked, and loadable from a folder."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_editor
+import tiny_rounding
+import torch
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from peft import LoraConfig, get_peft_model_state_dict
+from pydantic import ValidationError
+from tiny_editor import make_job, make_picture
+
+from rl.api.types import RenderJob
+from rl.config.messages import sections
+from rl.renderers import none, qwen_image_edit, qwen_image_edit_plus
+from rl.renderers.qwen_image import config as qwen_image
+from rl.renderers.qwen_image.loop import QwenImageRenderer
+
+EDITORS = [qwen_image_edit, qwen_image_edit_plus]
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def editor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("editor")
+    tiny_editor.save_editor(tiny_editor.make_stock(), folder)
+    return folder
+
+
+def make_config(folder: Path, **changes: object) -> qwen_image_edit.Config:
+    settings = {
+        "type": "qwen_image_edit",
+        "model_path": str(folder),
+        "dtype": "float32",
+        "num_steps": 3,
+        "true_cfg_scale": 1.0,
+        "output_area_px": 64 * 64,
+        "condition_area_px": 64 * 64,
+    }
+    return qwen_image_edit.Config(**{**settings, **changes})
+
+
+def render_one(renderer: QwenImageRenderer, job: RenderJob) -> torch.Tensor:
+    return renderer.render_tensor([job], renderer.bucket_of(job.sample.source))
+
+
+def test_plugs_import_without_torch() -> None:
+    script = """
+import sys
+for heavy in ("torch", "diffusers", "transformers", "numpy", "PIL"):
+    sys.modules[heavy] = None
+from rl.renderers import none, qwen_image_edit, qwen_image_edit_plus
+for plug in (qwen_image_edit, qwen_image_edit_plus):
+    config = plug.Config(type="x")
+    assert plug.validate(config) == []
+    assert 13.7e9 < sum(plug.parameter_counts(config).values()) < 13.8e9
+    assert plug.prompt_template(config) and plug.negative_prompt(config) == " "
+assert none.validate(none.Config(type="none")) == []
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_edit_asks_as_the_stock_pipeline_does() -> None:
+    stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), QwenImageEditPipeline)
+    template = qwen_image_edit.prompt_template(qwen_image_edit.Config(type="x"))
+    asked = template.text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
+    assert asked == stock.prompt_template_encode.format("make it blue")
+    assert template.image_area_px == 1024 * 1024
+
+
+def test_plus_asks_as_the_stock_pipeline_does() -> None:
+    stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), QwenImageEditPlusPipeline)
+    template = qwen_image_edit_plus.prompt_template(qwen_image_edit_plus.Config(type="x"))
+    asked = template.text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
+    # `_get_qwen_prompt_embeds` puts this label before every picture.
+    assert asked == stock.prompt_template_encode.format(f"Picture 1: {PICTURE}make it blue")
+    assert template.image_area_px == 384 * 384
+
+
+@pytest.mark.parametrize("plug", EDITORS)
+def test_the_dropped_prefix_ends_where_the_user_begins(plug: object) -> None:
+    template = plug.prompt_template(plug.Config(type="x"))
+    assert template.text.startswith(template.drop_prefix)
+    assert template.drop_prefix.endswith("<|im_end|>\n<|im_start|>user\n")
+    assert template.text.count("<|im_start|>user\n") == 1
+
+
+def test_no_negative_prompt_without_guidance() -> None:
+    assert qwen_image_edit.negative_prompt(make_config(Path("a/b"))) is None
+    guided = make_config(Path("a/b"), true_cfg_scale=2.5, negative_prompt="blurry")
+    assert qwen_image_edit.negative_prompt(guided) == "blurry"
+
+
+@pytest.mark.parametrize("area", [64 * 64, 384 * 384, 512 * 512, 1024 * 1024])
+@pytest.mark.parametrize("size", [(64, 64), (640, 427), (427, 640), (3000, 1000), (1, 1)])
+def test_sizes_follow_the_stock_pipeline(area: int, size: tuple[int, int]) -> None:
+    assert qwen_image.fit_area(area, size) == calculate_dimensions(area, size[0] / size[1])[:2]
+
+
+def test_a_very_long_picture_keeps_a_row() -> None:
+    assert calculate_dimensions(64 * 64, 100)[:2] == (640, 0)
+    assert qwen_image.fit_area(64 * 64, (1000, 10)) == (640, 32)
+
+
+def test_a_fixed_size_wins_over_the_area() -> None:
+    config = make_config(Path("a/b"), height_px=48, width_px=80)
+    assert qwen_image.output_size(config, (64, 64)) == (80, 48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"height_px": 512}, "set both"),
+        ({"height_px": 500, "width_px": 512}, "height_px: 500 is not a multiple of 16; try 496"),
+        ({"num_steps": 1}, "num_steps"),
+        ({"lora_weight_name": "x.safetensors"}, "lora_path"),
+        ({"model_path": "/no/such/folder"}, "/no/such/folder"),
+        ({"model_path": "Qwen-Image-Edit"}, "owner/name"),
+    ],
+)
+def test_each_problem_is_named(editor_folder: Path, changes: dict[str, object], named: str) -> None:
+    (problem,) = qwen_image_edit.validate(make_config(editor_folder, **changes))
+    assert named in problem
+
+
+def test_sound_configs_have_no_problem(editor_folder: Path) -> None:
+    unstretched = {"num_steps": 1, "scheduler_overrides": {"shift_terminal": None}}
+    assert qwen_image_edit.validate(make_config(editor_folder)) == []
+    assert qwen_image_edit.validate(make_config(editor_folder, **unstretched)) == []
+    assert qwen_image_edit.validate(make_config(Path("owner/name"))) == []
+
+
+def test_a_folder_that_lacks_a_part_is_named(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    (problem,) = qwen_image_edit.validate(make_config(tmp_path))
+    assert "lacks transformer/config.json, scheduler/scheduler_config.json" in problem
+
+
+@pytest.mark.parametrize(
+    "typo",
+    [
+        {"num_step": 4},
+        {"true_cfg_scale": 0.5},
+        {"dtype": "fp16"},
+        {"scheduler_overrides": {"shift_terminl": None}},
+        {"scheduler_overrides": {"use_dynamic_shifting": None}},
+        {"scheduler_overrides": {"shift": None}},
+    ],
+)
+def test_bad_values_are_refused(editor_folder: Path, typo: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(typo))):
+        make_config(editor_folder, **typo)
+
+
+@pytest.mark.parametrize("plug", [*EDITORS, none])
+def test_every_key_is_documented(plug: object) -> None:
+    for _, section in sections(plug.Config):
+        assert all(field.description for field in section.model_fields.values())
+
+
+def test_parameters_are_counted_from_the_folder(editor_folder: Path) -> None:
+    """All that comes to the device: not the modulation, two blocks of two [192, 32] layers."""
+    stock = tiny_editor.make_stock()
+    counts = qwen_image_edit.parameter_counts(make_config(editor_folder))
+    modulation = 2 * 2 * 192 * (32 + 1)
+    assert counts == {
+        "transformer": sum(p.numel() for p in stock.transformer.parameters()) - modulation,
+        "vae": sum(p.numel() for p in stock.vae.parameters()),
+    }
+    assert qwen_image_edit.parameter_counts(make_config(Path("owner/unknown"))) == {}
+
+
+def test_half_precision_weights_run_in_float32(tmp_path: Path) -> None:
+    stock = tiny_editor.make_stock()
+    stock.transformer.half()
+    stock.vae.half()
+    tiny_editor.save_editor(stock, tmp_path)
+    job = make_job(make_picture(0), 9, noise_seed=0)
+    loaded = qwen_image_edit.build(make_config(tmp_path), device="cpu")
+    stock.transformer.float()
+    stock.vae.float()
+    direct = QwenImageRenderer(loaded.config, stock.ours())
+    assert torch.equal(render_one(loaded, job), render_one(direct, job))
+    assert not any(p.requires_grad for p in loaded.parts.transformer.parameters())
+    assert not loaded.parts.vae.training
+
+
+def test_the_device_of_the_config_wins(editor_folder: Path) -> None:
+    for device, expected in (("auto", "cpu"), ("meta", "meta")):
+        config = make_config(editor_folder, device=device)
+        parts = qwen_image_edit.build(config, device="cpu").parts
+        assert parts.transformer.device.type == parts.vae.mean.device.type == expected
+
+
+def test_an_adapter_is_fused(editor_folder: Path, tmp_path: Path) -> None:
+    parts = tiny_editor.make_parts()
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_v"])
+    parts.transformer.add_adapter(lora)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in parts.transformer.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    QwenImageEditPipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers=get_peft_model_state_dict(parts.transformer),
+        transformer_lora_adapter_metadata=lora.to_dict(),
+        weight_name="few_steps.safetensors",
+    )
+    config = make_config(
+        editor_folder, lora_path=str(tmp_path), lora_weight_name="few_steps.safetensors"
+    )
+    job = make_job(make_picture(0), 9, noise_seed=0)
+    fused = render_one(qwen_image_edit.build(config, device="cpu"), job)
+    unfused = render_one(QwenImageRenderer(config, parts), job)
+    plain = render_one(qwen_image_edit.build(make_config(editor_folder), device="cpu"), job)
+    torch.testing.assert_close(fused, unfused, atol=tiny_rounding.PICTURE, rtol=0)
+    assert (fused - plain).abs().max() > 1e-2
+
+
+def test_overrides_reach_the_scheduler(editor_folder: Path) -> None:
+    overrides = {"base_shift": math.log(3), "shift_terminal": None}
+    config = make_config(editor_folder, scheduler_overrides=overrides)
+    scheduler = qwen_image_edit.build(config, device="cpu").parts.scheduler
+    changed = {key: scheduler.config[key] for key in ("base_shift", "shift_terminal", "max_shift")}
+    assert changed == {"base_shift": math.log(3), "shift_terminal": None, "max_shift": 0.9}
+
+
+def test_none_renders_nothing() -> None:
+    renderer = none.build(none.Config(type="none"), device="cpu")
+    jobs = [make_job(None, 3, noise_seed=0)] * 3
+    assert list(renderer.render(jobs)) == [(0, None), (1, None), (2, None)]
+    assert (none.ACCEPTS, none.MAKES_IMAGES) == ("text", False)
+    assert none.prompt_template(none.Config(type="none")) is None

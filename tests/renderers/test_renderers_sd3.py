@@ -1,0 +1,310 @@
+"""The SD3 render loop against the stock pipeline, and every picture against its batch mates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tiny_sd3
+import torch
+from PIL import Image
+from tiny_rounding import PICTURE
+from tiny_sd3 import PROMPTS, as_floats, make_job, make_jobs, make_renderer
+
+from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.renderers.sd3 import text as sd3_text
+from rl.renderers.sd3.loop import SD3Parts, SD3Renderer, make_noise
+from rl.renderers.shared import decoding
+
+LONG_PROMPT = "a very long walk along the sea " * 4
+"""124 letters: one token each for the tiny tokenizers."""
+
+
+@pytest.fixture(scope="module")
+def parts() -> SD3Parts:
+    return tiny_sd3.make_parts()
+
+
+@pytest.fixture
+def counted_encodes(parts: SD3Parts) -> Iterator[list[int]]:
+    """Rows of every call of the first text encoder."""
+    rows: list[int] = []
+    handle = parts.text.encoders[0].register_forward_pre_hook(
+        lambda _module, inputs: rows.append(len(inputs[0]))
+    )
+    yield rows
+    handle.remove()
+
+
+def render_stock(
+    parts: SD3Parts, prompts: tuple[str, ...], seeds: list[int], **arguments: object
+) -> torch.Tensor:
+    """[B, 3, H, W] in 0..1, the stock pipeline drawing the noise itself."""
+    settings: dict[str, object] = {
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": 4,
+        "guidance_scale": 7.0,
+        "max_sequence_length": 32,
+        "output_type": "pt",
+    }
+    return tiny_sd3.stock_pipeline(parts)(
+        list(prompts),
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        **{**settings, **arguments},
+    ).images
+
+
+def render_floats(renderer: SD3Renderer, jobs: list[RenderJob]) -> torch.Tensor:
+    return as_floats(renderer.render_tensor(jobs))
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours"),
+    [
+        ({}, {}),
+        ({"guidance_scale": 1.0}, {"guidance_scale": 1.0}),
+        ({"negative_prompt": "blurry"}, {"negative_prompt": "blurry"}),
+        ({"height": 96, "num_inference_steps": 3}, {"height_px": 96, "num_steps": 3}),
+    ],
+)
+def test_one_picture_is_the_stock_pipelines_to_the_bit(
+    parts: SD3Parts, stock: dict[str, object], ours: dict[str, object]
+) -> None:
+    expected = render_stock(parts, PROMPTS[:1], [0], **stock)
+    assert torch.equal(render_floats(make_renderer(parts, **ours), make_jobs()[:1]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_as_stock_from_the_same_noise(dtype: torch.dtype) -> None:
+    parts = tiny_sd3.make_parts()
+    encoder_3 = parts.text.encoder_3
+    for module in (parts.transformer, parts.vae, encoder_3, *parts.text.encoders):
+        module.to(dtype)
+    # The stock pipeline draws in half precision; ours draws in float32 and rounds.
+    latents = make_noise(0, 4, 8, 8).to(dtype)
+    expected = render_stock(parts, PROMPTS[:1], [0], latents=latents)
+    assert torch.equal(render_floats(make_renderer(parts), make_jobs()[:1]), expected)
+
+
+def test_the_shift_by_picture_size_is_the_stock_pipelines() -> None:
+    parts = tiny_sd3.make_parts({"use_dynamic_shifting": True, "max_shift": 2.0})
+    expected = render_stock(parts, PROMPTS[:1], [0])
+    ours = make_renderer(parts)
+    assert torch.equal(render_floats(ours, make_jobs()[:1]), expected)
+
+
+def test_without_the_third_encoder_as_stock(parts: SD3Parts) -> None:
+    text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
+    bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
+    expected = render_stock(bare, PROMPTS[:1], [0])
+    assert torch.equal(render_floats(make_renderer(bare), make_jobs()[:1]), expected)
+    assert (expected - render_stock(parts, PROMPTS[:1], [0])).abs().max() > 0.05
+
+
+def test_a_batch_is_the_stock_pipelines_and_each_picture_its_own(parts: SD3Parts) -> None:
+    jobs = make_jobs()
+    together = render_floats(make_renderer(parts), jobs)
+    stock = render_stock(parts, PROMPTS, [0, 1, 2])
+    assert (together - stock).abs().max() <= PICTURE
+    for index, job in enumerate(jobs):
+        alone = render_floats(make_renderer(parts), [job])
+        assert (together[index] - alone[0]).abs().max() <= PICTURE
+
+
+def test_guidance_in_one_forward_equals_two(parts: SD3Parts) -> None:
+    jobs = make_jobs()
+    one = render_floats(make_renderer(parts), jobs)
+    two = render_floats(make_renderer(parts, cfg_in_one_forward=False), jobs)
+    assert (one - two).abs().max() <= PICTURE
+
+
+def test_the_words_and_the_noise_both_show(parts: SD3Parts) -> None:
+    renderer = make_renderer(parts)
+    words = [render_floats(renderer, [make_job(prompt, 0)]) for prompt in PROMPTS[:2]]
+    noise = [render_floats(renderer, [make_job(PROMPTS[0], seed)]) for seed in (0, 1)]
+    for left, right in (words, noise):
+        assert (left - right).abs().max() > 0.05
+
+
+def test_noise_is_float32_on_the_cpu_from_the_jobs_seed() -> None:
+    noise = make_noise(5, 4, 8, 8)
+    assert noise.dtype == torch.float32 and noise.shape == (1, 4, 8, 8)
+    assert torch.equal(noise, make_noise(5, 4, 8, 8))
+    assert not torch.equal(noise, make_noise(6, 4, 8, 8))
+
+
+def test_each_prompt_is_encoded_once_and_by_itself(
+    parts: SD3Parts, counted_encodes: list[int]
+) -> None:
+    renderer = make_renderer(parts, batch_size=4)
+    jobs = [make_job(PROMPTS[index % 2], index) for index in range(6)]
+    assert len(dict(renderer.render(jobs))) == 6
+    assert counted_encodes == [1, 1, 1]  # two prompts and the negative one
+    list(renderer.render(jobs))
+    assert len(counted_encodes) == 3
+
+
+def test_the_negative_prompt_is_not_encoded_without_guidance(
+    parts: SD3Parts, counted_encodes: list[int]
+) -> None:
+    render_floats(make_renderer(parts, guidance_scale=1.0), make_jobs()[:1])
+    assert counted_encodes == [1]
+
+
+def test_forgotten_prompts_are_encoded_again_to_the_same_bits(
+    parts: SD3Parts, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sd3_text, "NUM_KEPT_PROMPTS", 1)
+    renderer = make_renderer(parts, guidance_scale=1.0)
+    jobs = make_jobs()
+    first = render_floats(renderer, jobs[:1])
+    render_floats(renderer, jobs[1:])
+    assert torch.equal(render_floats(renderer, jobs[:1]), first)
+    assert len(counted_encodes) == 4
+
+
+def test_the_negative_prompt_is_never_forgotten(
+    parts: SD3Parts, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sd3_text, "NUM_KEPT_PROMPTS", 1)
+    renderer = make_renderer(parts, num_steps=1, batch_size=2)
+    list(renderer.render(make_jobs()))
+    assert len(counted_encodes) == 4  # three prompts in two batches, and it once
+
+
+def test_what_clip_cuts_off_is_said_once_and_counted(
+    parts: SD3Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    renderer = make_renderer(parts, num_steps=1, max_t5_tokens=64)
+    assert renderer.take_stats() == {}
+    jobs = [make_job(prompt, 0) for prompt in ("a cat", LONG_PROMPT, LONG_PROMPT, "a dog")]
+    with caplog.at_level(logging.WARNING):
+        list(renderer.render(jobs))
+        list(renderer.render(jobs))
+    (warning,) = [r.getMessage() for r in caplog.records if "renderer sd3" in r.getMessage()]
+    # The tiny CLIP tokenizer drops the 28 spaces: 96 letters and two markers.
+    assert "21 tokens beyond CLIP's 77, which only the third encoder reads" in warning
+    assert "tokens beyond renderer.max_t5_tokens=64" in warning
+    assert "sampling.max_completion_tokens" in warning and "policy.system_prompt" in warning
+    stats = renderer.take_stats()
+    assert stats == {"clip_cut_share": 0.5, "clip_cut_tokens": 10.5, "t5_cut_share": 0.5}
+    assert renderer.take_stats() == {}
+
+
+def test_prompts_that_fit_are_not_complained_about(
+    parts: SD3Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    renderer = make_renderer(parts, num_steps=1)
+    exact = "b" * 75  # with its two markers CLIP's 77; T5's 32 are fewer
+    with caplog.at_level(logging.WARNING):
+        list(renderer.render([make_job("a cat", 0)]))
+        assert not [r for r in caplog.records if "renderer sd3" in r.getMessage()]
+        list(make_renderer(parts, num_steps=1, max_t5_tokens=80).render([make_job(exact, 0)]))
+        assert not [r for r in caplog.records if "renderer sd3" in r.getMessage()]
+        list(make_renderer(parts, num_steps=1, max_t5_tokens=80).render([make_job("b" * 76, 0)]))
+    (warning,) = [r.getMessage() for r in caplog.records if "renderer sd3" in r.getMessage()]
+    assert "1 tokens beyond CLIP's 77" in warning and "max_t5_tokens" not in warning
+
+
+def test_without_the_third_encoder_nothing_reads_the_rest(
+    parts: SD3Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
+    bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
+    renderer = make_renderer(bare, num_steps=1)
+    with caplog.at_level(logging.WARNING):
+        list(renderer.render([make_job(LONG_PROMPT, 0)]))
+    assert "which no encoder reads" in caplog.text
+    assert renderer.take_stats()["t5_cut_share"] == 0
+
+
+@pytest.mark.parametrize("room", [1, 2, 0])
+def test_a_batch_that_does_not_fit_is_halved(
+    parts: SD3Parts, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    jobs = make_jobs()
+    renderer = make_renderer(parts, num_steps=2)
+    expected = dict(renderer.render(jobs))
+    renderer.take_stats()
+    render_tensor = renderer.render_tensor
+
+    def small_device(batch: list[RenderJob]) -> torch.Tensor:
+        if len(batch) > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return render_tensor(batch)
+
+    monkeypatch.setattr(renderer, "render_tensor", small_device)
+    outcomes = dict(renderer.render(jobs))
+    for index in range(3):
+        if room:
+            left, right = (np.asarray(o[index], dtype=int) for o in (outcomes, expected))
+            assert np.abs(left - right).max() <= 1
+        else:
+            assert outcomes[index] == RenderFailure("out_of_memory: out of memory")
+
+
+def test_nan_fails_its_own_picture_only(parts: SD3Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = make_renderer(parts, num_steps=2)
+    render_tensor = renderer.render_tensor
+
+    def poison(jobs: list[RenderJob]) -> torch.Tensor:
+        pictures = render_tensor(jobs)
+        pictures[1, 0, 3, 3] = float("nan")
+        return pictures
+
+    monkeypatch.setattr(renderer, "render_tensor", poison)
+    outcomes = dict(renderer.render(make_jobs()))
+    assert outcomes[1] == RenderFailure("non_finite: the renderer produced NaN or infinity")
+    for index in (0, 2):
+        assert isinstance(outcomes[index], Image.Image)
+        assert outcomes[index].mode == "RGB" and outcomes[index].size == (64, 64)
+
+
+def test_pictures_come_as_their_batches_finish(
+    parts: SD3Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = make_renderer(parts, batch_size=2, num_steps=1)
+    denoised: list[int] = []
+    render_tensor = renderer.render_tensor
+
+    def noting(jobs: list[RenderJob]) -> torch.Tensor:
+        denoised.extend(job.noise_seed for job in jobs)
+        return render_tensor(jobs)
+
+    monkeypatch.setattr(renderer, "render_tensor", noting)
+    stream = renderer.render(make_jobs())
+    assert next(stream)[0] == 0
+    assert denoised == [0, 1]
+    assert [index for index, _ in stream] == [1, 2]
+
+
+def test_large_pictures_are_decoded_in_slices(
+    parts: SD3Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = make_jobs()
+    together = render_floats(make_renderer(parts), jobs)
+    monkeypatch.setattr(decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
+    assert (render_floats(make_renderer(parts), jobs) - together).abs().max() <= PICTURE
+
+
+def test_rendering_leaves_no_state_behind(parts: SD3Parts) -> None:
+    untouched = parts.scheduler.sigmas.clone()
+    renderer = make_renderer(parts)
+    jobs = make_jobs()
+    first = render_floats(renderer, jobs)
+    render_floats(make_renderer(parts, num_steps=2), jobs)
+    assert torch.equal(render_floats(renderer, jobs), first)
+    assert torch.equal(parts.scheduler.sigmas, untouched)
+
+
+def test_samples_are_left_as_they_are(parts: SD3Parts) -> None:
+    samples = [Sample("a", "a cat"), Sample("b", "a dog")]
+    assert make_renderer(parts).illustrate(samples) == samples
+
+
+def test_a_picture_larger_than_the_checkpoint_makes_is_refused(parts: SD3Parts) -> None:
+    with pytest.raises(ValueError, match=r"renderer.width_px: .* at most 256 px a side, 272"):
+        make_renderer(parts, width_px=272)

@@ -1,0 +1,260 @@
+"""accuracy: what counts as the right answer, and what a hostile one can do (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.api.types import Evidence, Grade, Sample
+from rl.rewards.accuracy import plug as accuracy
+
+RIGHT = [
+    # numbers
+    ("5", "5"),
+    ("5", "5.0"),
+    ("5", " 5. "),
+    ("1234", "1,234"),
+    ("-3", "\u22123"),
+    ("0.5", "1/2"),
+    ("1/3", "0.333333"),
+    ("1.5", "1 1/2"),
+    ("2500", "2.5e3"),
+    ("50%", "0.5"),
+    ("0.5", "50\\%"),
+    ("50%", "50"),
+    # units
+    ("5 cm", "5"),
+    ("5", "5 cm"),
+    ("5 centimeters", "5cm"),
+    ("25 cm^2", "25 square centimeters"),
+    ("90^{\\circ}", "90 degrees"),
+    ("90", "90°"),
+    ("$3.50", "3.5 dollars"),
+    ("7", "7 apples"),
+    # multiple choice
+    ("B", "(B)"),
+    ("B", "B."),
+    ("(B)", "b"),
+    ("B", "B) red"),
+    ("B) red", "B"),
+    ("B) red", "Red"),
+    ("red", "(B) red"),
+    ("B", "The answer is B"),
+    ("B", "**B**"),
+    # text
+    ("blue", "Blue."),
+    ("ice cream", "ice-cream"),
+    ("Yes", "yes"),
+    # formulas
+    ("\\frac{1}{2}", "\\dfrac12"),
+    ("2\\sqrt{2}", "\\sqrt{8}"),
+    ("2\\sqrt{2}", "2√2"),
+    ("x^2-1", "(x-1)(x+1)"),
+    ("2x+1", "1 + 2*x"),
+    ("x**2", "x²"),
+    ("\\sin(x)^2", "1-cos(x)^2"),
+    ("y=2x+1", "2x - y + 1 = 0"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    ("x>3", "3<x"),
+    ("\\{1,2\\}", "2, 1"),
+    ("\\pi/4", "pi/4"),
+    ("$x=3$, $y=5$", "x = 3 and y = 5"),
+    ("$1$ and $2$", "2, 1"),
+    ("[1,2)", "$[1, 2)$"),
+    ("\\log_2 8", "3"),
+    ("10!", "3628800"),
+    ("\\frac{\\sqrt{3}}{2}", "sqrt(3)/2"),
+    # wrappings
+    ("$5$", "5"),
+    ("<think>because</think>\n<answer> $5$ </answer>", "5"),
+    ("\\boxed{\\frac{3}{4}}", "0.75"),
+    ("5", "\\boxed{5}"),
+    ("\\text{blue}", "blue"),
+    (5, "5"),
+    (0.25, "1/4"),
+]
+WRONG = [
+    ("5", "6"),
+    ("5", "-5"),
+    ("5", "5x"),
+    ("5", "5 million"),
+    ("5", "5 or 6"),
+    ("5", "5, 6"),
+    ("1000000", "1000001"),
+    ("1.5", "15"),
+    ("5 cm", "5 m"),
+    ("5 cm", "5 cm^2"),
+    ("3 apples", "3 pears"),
+    ("50%", "0.05"),
+    ("B", "C"),
+    ("B", "A or B"),
+    ("B) red", "B) blue"),
+    ("B", "a blue one"),
+    ("blue", "lube"),
+    ("route 66", "outer 66"),
+    ("no", "on"),
+    ("blue", "not blue"),
+    ("two", "one"),
+    ("x+1", "x-1"),
+    ("x+1", "x+1 where x is large"),
+    ("(1,2)", "(2,1)"),
+    ("\\frac{1}{2}", "\\frac{1}{3}"),
+    ("\\frac{1}{2}", "\\frac{1}{"),
+    ("2\\sqrt{2}", "$1$ or $2\\sqrt{2}$"),
+    ("2\\sqrt{2}", "$1$, $2\\sqrt{2}$"),
+    ("2\\sqrt{2}", "$1$ and $2\\sqrt{2}$"),
+    ("[1,2)", "[1,2]"),
+    ("5", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[accuracy.Accuracy]:
+    reward = accuracy.build(accuracy.Config(max_cpu_s=1), None, "cpu")
+    yield reward
+    reward._maths.close()
+
+
+def grade(reward: accuracy.Accuracy, text: str, gold: Any) -> Grade:
+    return asyncio.run(
+        reward.grade(Evidence(Sample("a", "?", hidden={"answer": gold}), text, None))
+    )
+
+
+def answered(answer: str) -> str:
+    return f"<think>so it is</think><answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT, ids=str)
+def test_right(reward: accuracy.Accuracy, gold: Any, answer: str) -> None:
+    result = grade(reward, answered(answer), gold)
+    assert result.value == 1.0 and result.parts == {"parsed": 1, "undecided": 0}
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG, ids=str)
+def test_wrong(reward: accuracy.Accuracy, gold: Any, answer: str) -> None:
+    assert grade(reward, answered(answer), gold).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<answer>4</answer> no, <answer>5</answer>", True),
+        ("<answer>5</answer> and <answer>4", True),
+        ("<answer>5", False),
+        ("the answer is 5", False),
+        ("\\boxed{5}", False),
+        ("", False),
+    ],
+)
+def test_the_last_complete_block_is_the_answer(
+    reward: accuracy.Accuracy, text: str, found: bool
+) -> None:
+    result = grade(reward, text, "5")
+    assert result.value == float(found) and result.parts["parsed"] == float(found)
+
+
+def test_a_box_will_do_where_the_tag_is_not_required() -> None:
+    reward = accuracy.build(accuracy.Config(tag_required=False), None, "cpu")
+    assert grade(reward, "first \\boxed{1}, then \\boxed{\\text{a {5}}}", "a {5}").value == 1
+    assert grade(reward, "\\boxed{4} <answer>5</answer>", "5").value == 1
+    assert grade(reward, "\\boxed{5", "5").parts["parsed"] == 0
+    reward._maths.close()
+
+
+@pytest.mark.parametrize(
+    "gold", ["", " $ $ ", "<answer></answer>", None, ["5"], True, "\\frac{1}{", "3 + + )"]
+)
+def test_a_gold_that_cannot_be_read_is_nobodys_score(reward: accuracy.Accuracy, gold: Any) -> None:
+    for answer in ("5", ""):
+        result = grade(reward, answered(answer), gold)
+        failure = result.failure or ""
+        assert result.value is None and failure.startswith("gold: of sample 'a': ")
+        assert not gold or str(gold) not in failure
+
+
+HOSTILE = [
+    "9" * 390,
+    "9" * 100_000,
+    "2^{" * 120,
+    "(" * 390,
+    "__import__('os').system('touch hacked')",
+    "\\input{/etc/passwd}",
+    "\\text{__import__('os').system('touch hacked')}+1",
+    "nan",
+    "\\infty",
+    "\x00\n\r $",
+]
+COSTLY = [
+    "10000000!",
+    "((((9!)!)!)!)!",
+    "9^{9^{9^{9}}}",
+    "\\sum_{i=1}^{10000000000} i^i",
+    "x^{99999999}-(x-1)^{99999999}",
+    "(1+x)^{3000}(1-x)^{3000}",
+    "\\int_0^1 e^{e^{e^{x}}} \\sin(x^x) dx",
+]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *HOSTILE,
+        *COSTLY[:2],
+        *(pytest.param(costly, marks=pytest.mark.slow) for costly in COSTLY[2:]),
+    ],
+    ids=lambda answer: answer[:20],
+)
+def test_a_hostile_answer_is_wrong_and_no_more(
+    reward: accuracy.Accuracy, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = time.monotonic()
+    worker = reward._maths._process.pid
+    result = grade(reward, answered(answer), "2\\sqrt{2}x")
+    assert result.value == 0.0 and (result.parts["undecided"] or answer not in COSTLY)
+    assert time.monotonic() - started < 60, "bounded, on a busy machine too"
+    assert grade(reward, answered("x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0
+    assert list(tmp_path.iterdir()) == []
+    assert reward._maths._process.pid == worker, "stopped, not killed"
+
+
+@pytest.mark.parametrize("answer", ["A. " * 3000, "A" + " " * 9000 + "x"], ids=["options", "gap"])
+def test_a_long_answer_is_only_long(answer: str) -> None:
+    long = accuracy.build(accuracy.Config(max_answer_chars=10_000), None, "cpu")
+    started = time.process_time()
+    assert grade(long, answered(answer), "blue").value == 0.0
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_meant_for_the_run_does_not_end_the_worker(
+    reward: accuracy.Accuracy, stop: signal.Signals
+) -> None:
+    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
+    process = reward._maths._process
+    process.send_signal(stop)
+    assert grade(reward, answered(f"x\\sqrt{{8}} - {stop} + {stop}"), "2\\sqrt{2}x").value == 1.0
+    assert reward._maths._process is process and process.poll() is None
+
+
+def test_a_worker_that_dies_is_replaced_and_blamed_on_the_question_it_died_over(
+    reward: accuracy.Accuracy,
+) -> None:
+    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
+    reward._maths._process.kill()
+    reward._maths._process.wait()
+    idle = grade(reward, answered("x\\sqrt{8} + 0"), "2\\sqrt{2}x")
+    assert idle.value == 1.0 and idle.parts["undecided"] == 0
+    threading.Timer(0.3, reward._maths._process.kill).start()
+    at_work = grade(reward, answered("(3+x)^{3000}(1-x)^{3000}"), "2\\sqrt{2}x")
+    assert at_work.value == 0.0 and at_work.parts["undecided"] == 1
+    assert grade(reward, answered("0 + x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0

@@ -1,0 +1,266 @@
+"""clip against the stock CLIPModel, CLIPScore by hand, and scoring in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from tiny_sd3 import clip_tokenizer
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+
+from rl.api.types import Evidence, Grade, Sample
+from rl.rewards.clip import plug as clip
+from rl.rewards.clip.model import ClipModel
+from rl.rewards.shared.batching import BatchWorker
+
+PROMPTS = ["a cat", "a purple rabbit eating carrots", "a square wheel", "glass"]
+LONG = "a " * 100
+"""102 tokens: one per letter, and the two markers."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny CLIP as transformers saves it, random but far from indifferent."""
+    folder = tmp_path_factory.mktemp("clip")
+    tokenizer = clip_tokenizer()
+    torch.manual_seed(0)
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "projection_dim": 16,
+    }
+    ends = {f"{end}_token_id": getattr(tokenizer, f"{end}_token_id") for end in ("bos", "eos")}
+    config = CLIPConfig(
+        text_config={**tower, **ends, "vocab_size": len(tokenizer)},
+        vision_config={**tower, "image_size": 32, "patch_size": 8},
+        projection_dim=16,
+    )
+    model = CLIPModel(config)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward(folder: Path) -> clip.Clip:
+    return clip.build(clip.Config(model_path=str(folder), batch_size=3), None, "cpu")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Image.Image]:
+    """Of several sizes; one with transparency."""
+    rng = np.random.default_rng(0)
+    sizes = [(32, 32), (64, 40), (40, 64), (50, 50)]
+    arrays = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for w, h in sizes]
+    return [Image.fromarray(a) for a in arrays[:3]] + [Image.fromarray(arrays[3]).convert("RGBA")]
+
+
+def evidence(prompt: str, picture: Image.Image | None, text: str = "4k, trending") -> Evidence:
+    return Evidence(Sample("a", prompt), text, picture)
+
+
+def grade_all(reward: clip.Clip, pairs: Sequence[tuple[str, Image.Image]]) -> list[Grade]:
+    """All at once, as during rendering."""
+
+    async def run() -> list[Grade]:
+        return await asyncio.gather(*(reward.grade(evidence(*pair)) for pair in pairs))
+
+    return asyncio.run(run())
+
+
+def stock_cosines(folder: Path, pairs: Sequence[tuple[str, Image.Image]]) -> list[float]:
+    model = CLIPModel.from_pretrained(folder).eval()
+    tokenizer = clip_tokenizer()
+    prompts, pictures = zip(*pairs, strict=True)
+    tokens = tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
+    processor = CLIPImageProcessorPil.from_pretrained(folder)
+    rgb = [picture.convert("RGB") for picture in pictures]
+    pixels = processor(images=rgb, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        found = model(**tokens, pixel_values=pixels)
+    cosines: list[float] = (found.logits_per_image.diag() / model.logit_scale.exp()).tolist()
+    return cosines
+
+
+def test_cosines_are_the_stock_models(
+    folder: Path, reward: clip.Clip, pictures: list[Image.Image]
+) -> None:
+    pairs = [*zip(PROMPTS, pictures, strict=True), (LONG, pictures[0])]
+    cosines = [grade.parts["cosine"] for grade in grade_all(reward, pairs)]
+    assert cosines == pytest.approx(stock_cosines(folder, pairs), abs=1e-5)
+    assert max(cosines) - min(cosines) > 0.1, "the tiny model tells pairs apart"
+
+
+def test_company_in_a_batch_changes_nothing(reward: clip.Clip, pictures: list[Image.Image]) -> None:
+    pairs = [(prompt, picture) for prompt in PROMPTS for picture in pictures]
+    alone = [grade_all(reward, [pair])[0].parts["cosine"] for pair in pairs]
+    order = list(range(len(pairs)))
+    random.Random(0).shuffle(order)
+    together = grade_all(reward, [pairs[i] for i in order])
+    for place, i in enumerate(order):
+        assert together[place].parts["cosine"] == alone[i]
+
+
+def test_a_cosine_has_the_same_bits_in_a_batch_of_any_size(pictures: list[Image.Image]) -> None:
+    """With the shipped tiny CLIP, whose kernels differ for one, two and more rows."""
+    model = ClipModel(clip.Config(model_path="rl/tiny_world/weights/clip"), "cpu")
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 255, (16, 64, 64, 3), dtype=np.uint8)
+    pairs = [("purple triangle bottom left", Image.fromarray(pixels)) for pixels in noise]
+    whole = model.compare(pairs)
+    for size in (1, 2, 5):
+        parts = [model.compare(pairs[i : i + size]) for i in range(0, len(pairs), size)]
+        assert [pair for part in parts for pair in part] == whole
+
+
+class Scripted:
+    """A model that says what it is told, and how many it was asked at once."""
+
+    def __init__(self, cosine: float) -> None:
+        self.cosine = cosine
+        self.batches: list[int] = []
+
+    def compare(self, pairs: Sequence[tuple[str, Image.Image]]) -> list[tuple[float, bool]]:
+        self.batches.append(len(pairs))
+        return [(self.cosine, False)] * len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("cosine", "scale", "value"),
+    [(0.3, 2.5, 0.75), (0.4, 2.5, 1.0), (0.9, 2.5, 1.0), (-0.2, 2.5, 0.0), (0.3, 1.0, 0.3)],
+)
+def test_clipscore_by_hand(cosine: float, scale: float, value: float) -> None:
+    model: Any = Scripted(cosine)
+    reward = clip.Clip(clip.Config(scale=scale), model)
+    (grade,) = grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))])
+    assert grade.value == pytest.approx(value)
+    assert grade.parts == {"cosine": cosine, "prompt_cut": 0.0}
+
+
+def test_the_users_prompt_counts_and_the_rewriting_does_not(
+    reward: clip.Clip, pictures: list[Image.Image]
+) -> None:
+    async def cosine(prompt: str, text: str) -> float:
+        grade = await reward.grade(evidence(prompt, pictures[0], text))
+        return grade.parts["cosine"]
+
+    first, other_text, other_prompt = (
+        asyncio.run(cosine(*words))
+        for words in (("a cat", "x"), ("a cat", "glass, 4k"), ("glass", "x"))
+    )
+    assert first == other_text != other_prompt
+
+
+def test_a_prompt_that_is_too_long_is_cut_and_it_is_said(
+    reward: clip.Clip, pictures: list[Image.Image]
+) -> None:
+    fits = "a" * 75  # and two markers
+    pairs = [(fits, pictures[0]), (fits + "b", pictures[0]), (LONG, pictures[0])]
+    assert [grade.parts["prompt_cut"] for grade in grade_all(reward, pairs)] == [0, 1, 1]
+
+
+def test_no_picture_is_no_score(reward: clip.Clip) -> None:
+    grade = asyncio.run(reward.grade(evidence("a cat", None)))
+    assert grade.value is None and (grade.failure or "").startswith("no_image: ")
+
+
+def test_what_does_not_fit_in_memory_is_halved(
+    folder: Path, pictures: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ClipModel(clip.Config(model_path=str(folder), batch_size=4), "cpu")
+    whole = model.compare(list(zip(PROMPTS, pictures, strict=True)))
+    compare, sizes = model._compare, []
+
+    def narrow(pairs: Any) -> Any:
+        sizes.append(len(pairs))
+        if len(pairs) > limit:
+            raise torch.OutOfMemoryError
+        return compare(pairs)
+
+    monkeypatch.setattr(model, "_compare", narrow)
+    limit = 1
+    halved = model.compare(list(zip(PROMPTS, pictures, strict=True)))
+    assert sizes == [4, 2, 1, 1, 1, 1], "halved for good"
+    assert [c for c, _ in halved] == pytest.approx([c for c, _ in whole], abs=1e-6)
+    limit = 0
+    monkeypatch.setattr(clip, "MAX_WAIT_S", 0.0)
+    (grade,) = grade_all(clip.Clip(clip.Config(), model), [(PROMPTS[0], pictures[0])])
+    assert grade.value is None and (grade.failure or "").startswith("out_of_memory: ")
+
+
+def test_grades_that_wait_are_scored_together() -> None:
+    model: Any = Scripted(0.3)
+    reward = clip.Clip(clip.Config(batch_size=4), model)
+    grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))] * 10)
+    assert sum(model.batches) == 10 and max(model.batches) <= 4
+    assert len(model.batches) <= 5, "not one by one"
+
+
+def test_a_worker_takes_what_waits_and_survives_a_failure() -> None:
+    go, seen = threading.Event(), []
+
+    def work(items: Sequence[int]) -> list[int]:
+        seen.append(list(items))
+        assert go.wait(30)
+        if 5 in items:
+            raise ValueError("five")
+        return [10 * item for item in items]
+
+    worker = BatchWorker(work, max_batch_size=3, max_wait_s=0.0, name="test")
+    futures: list[Future[int]] = [worker.submit(0)]
+    while not seen:
+        pass
+    futures += [worker.submit(item) for item in range(1, 8)]
+    assert futures[2].cancel()
+    go.set()
+    with pytest.raises(ValueError, match="five"):
+        futures[5].result(30)
+    assert [futures[i].result(30) for i in (0, 1, 3, 7)] == [0, 10, 30, 70]
+    assert seen == [[0], [1, 3], [4, 5, 6], [7]]
+
+
+def test_a_result_too_few_fails_its_batch_and_not_the_thread() -> None:
+    worker = BatchWorker(lambda items: items[1:], max_batch_size=1, max_wait_s=0.0, name="test")
+    for item in (1, 2):
+        with pytest.raises(ValueError, match="shorter"):
+            worker.submit(item).result(30)
+
+
+def test_the_memory_plan_knows_its_size(folder: Path) -> None:
+    size = sum(parameter.numel() for parameter in CLIPModel.from_pretrained(folder).parameters())
+    assert clip.parameter_counts(clip.Config(model_path=str(folder))) == {"model": size}
+    assert clip.parameter_counts(clip.Config()) == {"model": pytest.approx(151.3e6, rel=0.01)}
+    assert clip.parameter_counts(clip.Config(model_path="someone/else")) == {}
+
+
+def test_the_memory_plan_knows_its_activations(folder: Path) -> None:
+    # 32 px in patches of 8: 17 tokens of width 32.
+    tiny = clip.Config(model_path=str(folder), batch_size=2)
+    assert clip.activation_counts(tiny) == {"model": 2 * (12 * 32 * 17 + 3 * 32 * 32)}
+    large = clip.Config(model_path="openai/clip-vit-large-patch14")
+    assert clip.activation_counts(large) == {"model": 16 * (12 * 1024 * 257 + 3 * 224 * 224)}
+    assert clip.activation_counts(clip.Config(model_path="someone/else")) == {}
+    assert set(clip.HUB_VISION) == set(clip.HUB_PARAMETERS)
+
+
+def test_a_model_that_is_nowhere_is_refused() -> None:
+    with pytest.raises(ValidationError, match="no folder"):
+        clip.Config(model_path="models/clip/is/not/here")

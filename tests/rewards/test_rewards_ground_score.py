@@ -1,0 +1,112 @@
+"""ground_score's arithmetic, what the judge sees, and EARL's composition with VIEScore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+from tiny_faulty_judge import Fault, FaultyJudge
+from tiny_rewards import ask
+
+from rl.algorithm.compose import compose
+from rl.api.types import Evidence, Sample
+from rl.config.schema import FinalReward
+from rl.judge.client import JudgeRefused
+from rl.judge.question import png_data_url
+from rl.rewards import ground_score, viescore
+
+SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
+TARGET = Image.new("RGB", (16, 16), (0, 200, 0))
+EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
+SAMPLE = Sample("a", "paint the sky red", source=SOURCE, target=TARGET)
+EVIDENCE = Evidence(SAMPLE, "a rewrite", EDITED)
+
+
+def score(value: Any) -> Fault:
+    return Fault(reply=f'{{"reasoning": "r", "score": {value}}}')
+
+
+def test_a_tenth_of_the_score() -> None:
+    with FaultyJudge([score(7.5)]) as judge:
+        result = ask(ground_score, judge, EVIDENCE)
+    assert result.value == 0.75 and result.parts == {"score": 7.5}
+    assert len(result.replies) == 1 and result.failure is None and result.seconds > 0
+
+
+def test_the_judge_sees_reference_and_edit_and_nothing_else() -> None:
+    with FaultyJudge(after=score(5)) as judge:
+        ask(ground_score, judge, EVIDENCE)
+        ask(ground_score, judge, Evidence(Sample("a", "x", target=EDITED), "", TARGET))
+    first, second = (request["messages"][0]["content"] for request in judge.requests)
+    assert [part["type"] for part in first] == ["image_url", "text", "image_url"]
+    assert first[0] == second[2] != first[2] == second[0]
+    assert first[0]["image_url"]["url"] == png_data_url(TARGET, 16), "the reference comes first"
+    for words in (SAMPLE.instruction, "a rewrite", "{instruction}"):
+        assert words not in first[1]["text"]
+
+
+def test_repeats_are_averaged_over_those_that_could_be_had() -> None:
+    """(4 + 9) / 2 = 6.5; the reply with 11 stays unreadable."""
+    with FaultyJudge([score(4), score(11), score(9)]) as judge:
+        config = {"n_evals": 3, "temperature": 0.7}
+        result = ask(ground_score, judge, EVIDENCE, config, max_attempts=1, max_concurrency=1)
+    assert result.value == pytest.approx(0.65)
+    assert [r["seed"] for r in judge.requests] == [0, 1000, 2000]
+    assert {r["temperature"] for r in judge.requests} == {0.7}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ['{"score": "7"}', '{"score": [7]}', '{"score": -1}', "<score>7</score>", "7", '{"grade": 7}'],
+)
+def test_another_reply_is_never_guessed_at(reply: str) -> None:
+    with FaultyJudge(after=Fault(reply=reply)) as judge:
+        result = ask(ground_score, judge, EVIDENCE)
+    assert result.value is None and result.replies == (reply, reply)
+    assert (result.failure or "").startswith("unreadable: ")
+
+
+def test_no_reference_is_no_question() -> None:
+    with FaultyJudge() as judge:
+        for evidence in (Evidence(SAMPLE, "", None), Evidence(Sample("a", "x"), "", EDITED)):
+            result = ask(ground_score, judge, evidence)
+            assert result.value is None and (result.failure or "").startswith("no_image: ")
+    assert judge.requests == []
+
+
+def test_a_wrong_set_up_passes_through() -> None:
+    with FaultyJudge(after=Fault(404)) as judge, pytest.raises(JudgeRefused):
+        ask(ground_score, judge, EVIDENCE)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"prompt": "/no/such/file.txt"}, "prompt: cannot read"),
+        ({"n_evals": 3, "temperature": 0}, "n_evals=3 at judge temperature 0"),
+        ({"n_evals": 0}, "n_evals"),
+    ],
+)
+def test_a_config_that_cannot_serve_is_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        ground_score.Config(**config)
+
+
+def test_the_root_of_perceptual_quality_times_ground_score() -> None:
+    """PQ = min(9, 4) = 4 of 10, ground score 9 of 10: sqrt(.4 * .9) = .6."""
+    with FaultyJudge([Fault(reply='{"score": [9, 4]}')] * 2 + [score(9)]) as judge:
+        vie = ask(viescore, judge, EVIDENCE)
+        ground = ask(ground_score, judge, EVIDENCE)
+    final = FinalReward(op="geometric_mean", weights={"viescore/pq_01": 1, "ground_score": 1})
+    values = {
+        "viescore": vie.value,
+        "ground_score": ground.value,
+        **{f"viescore/{part}": value for part, value in vie.parts.items()},
+    }
+    assert "pq_01" in viescore.UNIT_PARTS, "so the config check lets it be named"
+    assert compose(values, final) == pytest.approx(0.6)
+    assert compose({**values, "viescore": None}, final) == pytest.approx(0.6)
+    assert compose({**values, "ground_score": None}, final) is None
+    assert compose({**values, "ground_score": 0.0}, final) == 0

@@ -1,0 +1,58 @@
+"""What happens around an iteration."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from tiny_run import run_config
+
+from rl import train
+from rl.algorithm.metrics import Metrics
+from rl.ranks.dist import Dist
+from rl.run.run import Flight, Run
+
+
+def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path) -> None:
+    run = Run.__new__(Run)
+    outcomes = iter([None, tmp_path / "checkpoints/step_000001"])
+    run.checkpoints = SimpleNamespace(save=lambda *_, **__: next(outcomes))
+    run.learner = SimpleNamespace(state=lambda: ({}, {}), trainable_tensors=dict)
+    run.record = SimpleNamespace(config=run_config().model_dump(mode="json"))
+    run.dist, run.run_dir, run.last_metrics = Dist(), tmp_path, {}
+    journals = [tmp_path / f"judge/iteration_00000{i}.rank0.jsonl" for i in (0, 1)]
+    journals[0].parent.mkdir()
+    others = [journals[0].with_name(name) for name in ("my_notes.rank0.jsonl", "a_000000.jsonl")]
+    for journal in [*journals, *others]:
+        journal.touch()
+    run.save(1)
+    assert all(journal.exists() for journal in journals), "nothing was saved"
+    run.save(1)
+    assert [journal.exists() for journal in journals] == [False, True]
+    assert all(other.exists() for other in others), "not of our making"
+
+
+def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pictures, and what is left on the device of its states and graphs."""
+    flights: list[weakref.ref[Flight]] = []
+
+    def roll_out(run: Any, iteration: int) -> Flight:
+        assert not any(ref() for ref in flights), "an iteration outlived its update"
+        flight = Flight(iteration, MagicMock(), MagicMock())
+        flights.append(weakref.ref(flight))
+        return flight
+
+    monkeypatch.setattr(train, "roll_out", roll_out)
+    monkeypatch.setattr(train, "learn_from", lambda run, flight: True)
+    run = Run.__new__(Run)
+    run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
+    run.console = run.timer = run.tracker = MagicMock()
+    monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
+    train.train(run)
+    assert len(flights) == 3

@@ -1,0 +1,123 @@
+"""The check of the ranks' communicators: what it says when they sum, and when they do not."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tiny_ranks import run_ranks
+
+from rl.ranks.dist import Dist
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_distributed.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_distributed", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check = load()
+TWO = Dist(rank=1, world_size=2)
+"""Rank 1's tensor is rank 0's plus one."""
+
+
+def test_a_right_sum_of_two_ranks():
+    assert check.wrong_sum(lambda mine: mine + (mine - 1), TWO, "cpu") == ""
+
+
+@pytest.mark.parametrize("first", [0, 999_999, 1_000_002])
+def test_one_wrong_value_is_found_anywhere(first):
+    def sum_(mine: torch.Tensor) -> torch.Tensor:
+        total = mine + (mine - 1)
+        total[first] += 1
+        return total
+
+    assert f"on rank 1: 1 of 1000003 values, the first at {first}" in check.wrong_sum(
+        sum_, TWO, "cpu"
+    )
+
+
+def test_a_sum_that_left_out_the_other_rank_is_wrong():
+    assert "1000003 of 1000003 values" in check.wrong_sum(lambda mine: 2 * mine, TWO, "cpu")
+
+
+def test_one_process_says_that_it_is_alone(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check.main()
+    assert capsys.readouterr().out == (
+        "PyTorch GLOO skipped: one process has nobody to sum with (--nproc 2)\n"
+    )
+
+
+def test_what_is_tried_on_gpus(monkeypatch):
+    from rl.engines.vllm import communicator
+
+    monkeypatch.setattr(communicator, "gpu_sums", lambda _: ("straight", "graphed"))
+    names = [name for name, _, _ in check.communicators(Dist(0, 2, 0, "cuda:0"))]
+    assert names == ["PyTorch GLOO", "PyTorch NCCL", "vLLM NCCL", "vLLM NCCL with cuda graph"]
+
+
+def test_nobody_is_waited_for_for_ever():
+    code = (
+        "import sys, time; sys.path.insert(0, 'scripts'); import check_distributed as check\n"
+        "with check.patience(0.05, 3): time.sleep(30)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SCRIPT.parents[1], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "rank 3 waited" in done.stderr
+
+
+def sum_wrongly_on_rank_1() -> tuple[Any, str]:
+    """(exit code, lines) of a rank of a run in which Gloo sums and another communicator fails."""
+    import contextlib
+    import io
+
+    module = load()
+
+    def communicators(dist: Dist) -> Any:
+        yield "PyTorch GLOO", "cpu", dist.sum_
+        yield "Other", "cpu", lambda mine: dist.sum_(mine) + dist.rank
+
+    module.communicators = communicators  # type: ignore[attr-defined]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            module.main()
+        except SystemExit as error:
+            return error.code, out.getvalue()
+    return 0, out.getvalue()
+
+
+def test_every_rank_fails_when_one_sums_wrongly_and_rank_0_says_why():
+    (reason, lines), (other, silence) = run_ranks(sum_wrongly_on_rank_1, 2)
+    assert lines == "PyTorch GLOO is successful!\n" and silence == ""
+    assert "Other sums wrongly on rank 1" in reason and "rank 0:" not in reason
+    assert other == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_under_the_launcher(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rl.simple_launch", "--nproc", "2", str(SCRIPT)],
+        cwd=SCRIPT.parents[1],
+        env={**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "PyTorch GLOO is successful!",
+        "PyTorch NCCL skipped: this machine has no CUDA device",
+        "vLLM CPU is successful!",
+    ]

@@ -1,0 +1,303 @@
+"""An exported adapter answers as the policy did that was trained: in transformers and in vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_emu3
+import tiny_qwen
+import torch
+from safetensors.torch import load_file
+
+from rl.api.types import Prompt, Sample, SamplingParams
+from rl.data import shape_questions
+from rl.engines.transformers import TransformersEngine
+from rl.policies.emu3 import plug as emu3
+from rl.policies.qwen2_5_vl import loading
+from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.record.checkpoint import _seal, model_folder
+from rl.tiny_world.questions import SYSTEM_PROMPT
+from scripts import export_adapter
+
+BASE = str(Path(__file__).parents[2] / "rl" / "tiny_world" / "weights" / "reasoner")
+GREEDY = SamplingParams(0.0, top_p=1.0, top_k=-1, max_tokens=40, num_completions=1)
+SECTION = {
+    "type": "qwen2_5_vl",
+    "model_path": BASE,
+    "dtype": "float32",
+    "lora": {"r": 4, "alpha": 8},
+    "system_prompt": SYSTEM_PROMPT,
+    "max_prompt_tokens": 256,
+}
+
+
+def make_policy(section: Mapping[str, Any] = SECTION) -> qwen2_5_vl.Qwen25VLPolicy:
+    """With an adapter far from zero, as if it had been trained."""
+    policy = qwen2_5_vl.build(
+        qwen2_5_vl.Config(**section),
+        None,
+        kind="text",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=GREEDY.max_tokens,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    move_from_zero(policy.module)
+    return policy
+
+
+def move_from_zero(module: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=generator)
+
+
+def samples() -> list[Sample]:
+    source = shape_questions.build(
+        shape_questions.Config(type="shape_questions", num_samples=8, seed=3), "error", 64
+    )
+    return [source[i] for i in range(8)]
+
+
+def greedy(policy: qwen2_5_vl.Qwen25VLPolicy) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+    prompts = [policy.build_prompt(sample) for sample in samples()]
+    groups = TransformersEngine(policy).generate(prompts, GREEDY, [0] * len(prompts))
+    return prompts, [group[0].token_ids for group in groups]
+
+
+def trained(policy: Any) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
+
+
+def checkpoint(folder: Path, policy: Any, section: Mapping[str, Any]) -> Path:
+    """A run folder with one whole checkpoint and a newer, damaged one."""
+    step = folder / "run" / "checkpoints" / "step_000002"
+    policy.save_pretrained(str(step / "model"), trained(policy))
+    state = {"iteration": 2, "meta": {"config": {"policy": dict(section)}}}
+    (step / "state.json").write_text(json.dumps(state))
+    _seal(step)
+    damaged = shutil.copytree(step, step.parent / "step_000004")
+    (damaged / "model" / "adapter_config.json").unlink()
+    return folder / "run"
+
+
+def load(folder: str | Path) -> Any:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+
+
+def answers(model: Any, prompts: list[Prompt]) -> list[tuple[int, ...]]:
+    """Greedy, by transformers alone."""
+    written = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt.token_ids])
+        types = (ids == model.config.image_token_id).int()
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=types,
+            **prompt.model_inputs,
+            do_sample=False,
+            max_new_tokens=GREEDY.max_tokens,
+        )
+        written.append(tuple(out[0, len(prompt.token_ids) :].tolist()))
+    return written
+
+
+def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) -> None:
+    policy = make_policy()
+    prompts, expected = greedy(policy)
+    run = checkpoint(tmp_path, policy, SECTION)
+    export_adapter.main([str(run), str(tmp_path / "merged")])
+    assert answers(load(tmp_path / "merged"), prompts) == expected
+    assert answers(load(BASE), prompts) != expected, "the adapter changes nothing"
+
+
+def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
+    section = {**SECTION, "image_max_pixels": 48 * 48}
+    policy = make_policy(section)
+    elsewhere = {**section, "attn_implementation": "varlen"}  # which runs on a GPU alone
+    export_adapter.main([str(checkpoint(tmp_path, policy, elsewhere)), str(tmp_path / "merged")])
+    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "merged")
+    sample = samples()[0]
+    prompt = policy.build_prompt(sample)
+    content = [{"type": "image"}, {"type": "text", "text": sample.instruction}]
+    chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    pixels = processor(images=[sample.source], return_tensors="pt")["pixel_values"]
+    assert torch.equal(pixels, prompt.model_inputs["pixel_values"])
+    num_image_tokens = len(pixels) // 4
+    expanded = text.replace("<|image_pad|>", "<|image_pad|>" * num_image_tokens)
+    assert tuple(tokenizer(expanded).input_ids) == prompt.token_ids
+
+
+def test_it_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    policy = make_policy()
+    policy.save_pretrained(str(tmp_path / "adapter"), trained(policy))
+    arguments = [str(tmp_path / "adapter"), str(tmp_path / "merged"), "--dtype", "bfloat16"]
+    export_adapter.main(arguments)
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    base, merged = (load_file(Path(f) / "model.safetensors") for f in (BASE, tmp_path / "merged"))
+    assert all(tensor.dtype == torch.bfloat16 for tensor in merged.values())
+    name = "language_model.layers.1.self_attn.o_proj"
+    a, b = (adapter[f"base_model.model.model.{name}.lora_{side}.weight"] for side in ("A", "B"))
+    [key] = [key for key in merged if key.endswith("layers.1.self_attn.o_proj.weight")]
+    whole = base[key].float() + 2.0 * (b @ a)  # alpha / r = 2
+    assert torch.equal(merged[key], whole.bfloat16())
+    untouched = [key for key in merged if "visual" in key]
+    assert untouched
+    assert all(torch.equal(merged[key], base[key].float().bfloat16()) for key in untouched)
+
+
+def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
+    words = tiny_qwen.save_policy_folder(tmp_path / "words")
+    encoder = tmp_path / "editor" / "text_encoder"
+    tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7).save_pretrained(encoder)
+    section = {
+        **SECTION,
+        "model_path": words,
+        "init_text_encoder_from": str(tmp_path / "editor"),
+    }
+    policy = make_policy(section)
+    run = checkpoint(tmp_path, policy, section)
+    noted = run / "checkpoints" / "step_000002" / "model" / "adapter_config.json"
+    assert json.loads(noted.read_text())["base_model_name_or_path"] == str(encoder)
+    from_run, from_adapter = tmp_path / "merged", tmp_path / "merged_too"
+    export_adapter.main([str(run), str(from_run)])
+    bare = shutil.copytree(noted.parent, tmp_path / "bare")
+    bases = ["--base", words, "--text-encoder-from", str(tmp_path / "editor")]
+    export_adapter.main([str(bare), str(from_adapter), *bases, "--dtype", "float32"])
+    merged, base = (load_file(f / "model.safetensors") for f in (from_run, encoder))
+    assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
+    assert any(not torch.equal(merged[key], base[key]) for key in merged if "q_proj" in key)
+    # Bare, it says itself what it belongs to, and keeps saying so in a copy.
+    for target, more in ((tmp_path / "alone", []), (tmp_path / "kept", ["--keep-adapter"])):
+        export_adapter.main([str(bare), str(target), "--dtype", "float32", *more])
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    assert all(torch.equal(merged[key], alone[key]) for key in merged)
+    kept = json.loads((tmp_path / "kept" / "adapter_config.json").read_text())
+    assert kept == json.loads(noted.read_text())
+    again = load_file(from_adapter / "model.safetensors")
+    assert all(torch.equal(merged[key], again[key]) for key in merged)
+
+
+def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import Emu3ForCausalLM
+
+    base = tiny_emu3.save_policy_folder(tmp_path / "base")
+    section = {"type": "emu3", "model_path": base, "dtype": "float32", "lora": {"r": 4, "alpha": 8}}
+    policy = emu3.build(
+        emu3.Config(**section),
+        template=None,
+        kind="image_tokens",
+        negative_prompt=None,
+        temperature=1.0,
+        max_completion_tokens=64,
+        gradient_checkpointing=False,
+        device="cpu",
+    )
+    move_from_zero(policy.module)
+    run = checkpoint(tmp_path, policy, section)
+    export_adapter.main([str(run), str(tmp_path / "merged")])
+    ids = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        merged = Emu3ForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+        stock = Emu3ForCausalLM.from_pretrained(base, dtype=torch.float32)
+        unmerged = stock(ids).logits
+        adapter = run / "checkpoints" / "step_000002" / "model"
+        adapted = PeftModel.from_pretrained(stock, adapter)(ids).logits
+    assert float((merged - adapted).abs().max()) < 1e-4
+    assert float((unmerged - adapted).abs().max()) > 1e-2
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
+def test_the_adapter_alone_is_copied_with_its_base(tmp_path: Path) -> None:
+    policy = make_policy()
+    run = checkpoint(tmp_path, policy, SECTION)
+    export_adapter.main([str(run), str(tmp_path / "adapter"), "--keep-adapter"])
+    from peft import PeftModel
+
+    noted = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    prompts, expected = greedy(policy)
+    base = load(noted["base_model_name_or_path"])
+    assert answers(PeftModel.from_pretrained(base, tmp_path / "adapter"), prompts) == expected
+
+
+def test_a_merge_that_fails_midway_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+
+    def fail(config: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_image_processor", fail)  # the last to be written
+        with pytest.raises(OSError, match="disk full"):
+            export_adapter.main([str(run), str(tmp_path / "merged")])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "merged.part").mkdir()  # of an export that was killed
+    (tmp_path / "merged.part" / "model-00009.safetensors").touch()
+    export_adapter.main([str(run), str(tmp_path / "merged")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "run"]
+    assert not list((tmp_path / "merged").glob("model-*"))
+
+
+def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
+    def refusal(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as refused:
+            export_adapter.main(list(arguments))
+        return str(refused.value)
+
+    target = str(tmp_path / "target")
+    assert "there is no adapter to merge, load it as it is" in refusal(BASE, target)
+    assert "neither an adapter" in refusal(str(tmp_path), target)
+    policy = make_policy()
+    run = checkpoint(tmp_path, policy, SECTION)
+    assert "exists; name a folder that does not" in refusal(str(run), str(tmp_path))
+    moved = {**SECTION, "model_path": str(tmp_path / "gone")}
+    run = checkpoint(tmp_path / "moved", policy, moved)
+    assert "say where the base lies with --base" in refusal(str(run), target)
+    bare = model_folder(tmp_path / "run")
+    bare = shutil.copytree(bare, tmp_path / "bare")
+    written = json.loads((bare / "adapter_config.json").read_text())
+    written["base_model_name_or_path"] = "Qwen/Qwen-Image-Edit/text_encoder"
+    (bare / "adapter_config.json").write_text(json.dumps(written))
+    assert refusal(str(bare), target) == (
+        "the adapter belongs to 'text_encoder' of Qwen/Qwen-Image-Edit and does not say whose "
+        "tokenizer goes with it: write auto_mapping.base_model_tokenizer into its "
+        "adapter_config.json (the run's policy.model_path); or give --base (and "
+        "--text-encoder-from for an editor's text encoder)"
+    )
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.slow
+def test_vllm_answers_the_same(tmp_path: Path) -> None:
+    from rl.engines.vllm import plug as vllm_engine
+    from rl.ranks.dist import Dist
+
+    policy = make_policy()
+    prompts, expected = greedy(policy)
+    export_adapter.main([str(checkpoint(tmp_path, policy, SECTION)), str(tmp_path / "merged")])
+    section = {**SECTION, "model_path": str(tmp_path / "merged"), "lora": None}
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
+    engine = vllm_engine.build(config, make_policy(section), Dist())
+    try:
+        groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
+        assert [group[0].token_ids for group in groups] == expected
+    finally:
+        engine.close()

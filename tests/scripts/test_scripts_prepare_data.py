@@ -1,0 +1,379 @@
+"""scripts/prepare_data.py: what it makes, and that no row is lost, doubled or half written."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_emu3_vq
+from tiny_edits import write_jsonl
+from tiny_tokens import fields, save_published, write_list
+
+from rl.data.emu3_tokens import plug as emu3_tokens
+from rl.data.emu3_tokens.files import TokenisedEdit, read, write
+from rl.data.shared.rows import BadRowError
+from rl.renderers.emu3_vq.codec import Emu3Codec
+from scripts import _edit_shards, prepare_data
+from scripts._edit_shards import CannotPrepare, Edit
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = "list/tokenized_datalist.json"
+
+
+@pytest.fixture(scope="module")
+def vq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vq")
+    tiny_emu3_vq.make_vq().save_pretrained(folder)
+    return folder
+
+
+def write_edits(folder: Path, num: int, **changes: Any) -> str:
+    """`edits.jsonl` with two pictures a row, in two sizes; `changes`: row number -> its keys."""
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for number in range(num):
+        for name, seed in (("before", number), ("after", 1000 + number)):
+            size = (64, 64) if number % 3 else (96, 48)
+            tiny_emu3_vq.make_picture(seed, *size).save(folder / f"{name}{number}.png")
+        rows.append(
+            {
+                "source": f"before{number}.png",
+                "edited": f"after{number}.png",
+                "words": f"make it {number}",
+                "name": f"edit/{number}",
+                "why": f"the box [0, 16, {number}, 24.9] moves",
+                "note": None,
+            }
+            | changes.get(f"row{number}", {})
+        )
+    return write_jsonl(folder / "edits.jsonl", rows)
+
+
+def arguments(data: str, vq: Path, output: Path, *more: str) -> list[str]:
+    return [
+        "tokenize",
+        *("--dataset-name", data, "--output-path", str(output), "--model-path", str(vq)),
+        *("--original-image-key", "source", "--edited-image-key", "edited"),
+        *("--edit-instruction-key", "words", "--image-area", "4096"),
+        *("--device", "cpu", "--batch-size", "2", *more),
+    ]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/prepare_data.py", *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+def contents(output: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (output / "feature").iterdir()}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are functions called one after the other: nothing of what they do is left out."""
+
+    class Pool:
+        def __init__(self, num: int, context: Any, prepare: Any, given: tuple[Any, ...]) -> None:
+            prepare(given[0], given[1], os.getppid())
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            return None
+
+        def submit(self, function: Any, *given: Any) -> Any:
+            from concurrent.futures import Future
+
+            future: Future[Any] = Future()
+            try:
+                future.set_result(function(*given))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+    monkeypatch.setattr(_edit_shards, "ProcessPoolExecutor", Pool)
+
+
+# --- what is made ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_tokenised_set_loads_as_data(
+    vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_edits(tmp_path / "raw", 5), tmp_path / "mine" / "train"
+    more = ("--CoT-keys", "why", "note", "--id-key", "name", "--num-workers", "2")
+    assert prepare_data.main(arguments(data, vq_folder, output, *more)) == 0
+    assert f"{output / LIST}: 5 edits, 0 left out" in capsys.readouterr().out
+    config = emu3_tokens.Config(type="emu3_tokens", path=str(output / LIST))
+    rows = emu3_tokens.build(config, "error", 4096)
+    assert [row.id for row in rows] == [f"mine/train/edit/{n}" for n in range(5)]
+    assert [row.instruction for row in rows] == [f"make it {n}" for n in range(5)]
+    codec = Emu3Codec(tiny_emu3_vq.make_vq())
+    for number, row in enumerate(rows):
+        size = (64, 64) if number % 3 else (96, 48)
+        pictures = [tiny_emu3_vq.make_picture(seed, *size) for seed in (number, 1000 + number)]
+        source, target = codec.encode(pictures, area_px=4096, batch_size=1)
+        assert source.shape == ((8, 8) if number % 3 else (5, 11))
+        np.testing.assert_array_equal(row.source_codes, source)
+        np.testing.assert_array_equal(row.target_codes, target)
+    files = json.loads((output / LIST).read_text())
+    assert files["path_list"][1] == "edit%2F1.safetensors"
+    thoughts = [read(output / "feature" / name).thoughts for name in files["path_list"][:2]]
+    # The first picture went from 96x48 to 88x40 px, the second stayed.
+    assert thoughts[0] == {"why": "the box [0, 13, 0, 21] moves"}
+    assert thoughts[1] == {"why": "the box [0, 16, 1, 25] moves"}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_rows_without_ids_are_numbered_and_a_second_start_does_nothing_again(
+    vq_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, output = write_edits(tmp_path / "raw", 3), tmp_path / "set" / "train"
+    assert prepare_data.main(arguments(data, vq_folder, output)) == 0
+    files = json.loads((output / LIST).read_text())
+    assert files["path_list"] == [f"{n:08d}.safetensors" for n in range(3)]
+    assert files["prefix"] == str(output / "feature")
+    (output / LIST).unlink()
+    (output / "feature" / "00000001.safetensors").write_bytes(b"half")
+    (output / "feature" / ".00000001.safetensors.77.tmp").write_bytes(b"less")
+    before = contents(output)
+    made: list[int] = []
+    tokenise = prepare_data.tokenise
+    monkeypatch.setattr(
+        prepare_data,
+        "tokenise",
+        lambda *given: made.extend(edit.number for edit in given[-1]) or tokenise(*given),
+    )
+    assert prepare_data.main(arguments(data, vq_folder, output)) == 0
+    assert made == [1]
+    after = contents(output)
+    assert sorted(after) == files["path_list"]
+    assert after["00000000.safetensors"] == before["00000000.safetensors"]
+    assert json.loads((output / LIST).read_text()) == files
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_bad_rows_stop_or_are_left_out(
+    vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_edits(
+        tmp_path / "raw", 4, row1={"edited": "gone.png"}, row2={"words": ""}, row3={"name": None}
+    )
+    command = arguments(data, vq_folder, tmp_path / "out")
+    assert prepare_data.main(command) == 1
+    error = capsys.readouterr().err
+    assert "row 2: target picture" in error and "gone.png does not exist" in error
+    assert "--on-bad-row skip" in error and "start the same command again" in error
+    assert not (tmp_path / "out" / LIST).exists()
+    assert prepare_data.main([*command, "--on-bad-row", "skip"]) == 0
+    assert "2 edits, 2 left out" in capsys.readouterr().out
+    entries = json.loads((tmp_path / "out" / LIST).read_text())["path_list"]
+    assert entries == ["00000000.safetensors", "00000003.safetensors"]
+    named = arguments(data, vq_folder, tmp_path / "named", "--id-key", "name")
+    assert prepare_data.main([*named, "--on-bad-row", "skip"]) == 0
+    assert "2 edits, 2 left out" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_published_files_are_converted_without_being_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = save_published(tmp_path / "set" / "feature", range(3))
+    (tmp_path / "set" / "feature" / "bad.pth").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    path = write_list(tmp_path / "set" / LIST, [*entries, "bad.pth", "gone.pth"])
+    output = tmp_path / "safe" / "train"
+    command = ["convert", "--list", path, "--output-path", str(output)]
+    assert prepare_data.main(command) == 1
+    assert "bad.pth: is refused" in capsys.readouterr().err
+    assert prepare_data.main([*command, "--on-bad-row", "skip", "--num-workers", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "3 edits, 2 left out" in out and "gone.pth does not exist" in out
+    edit = read(output / "feature" / "2.safetensors")
+    assert (edit.id, edit.instruction) == ("2", "make it 2")
+    assert edit.thoughts == {"thinking": "thought 2"}
+    np.testing.assert_array_equal(edit.target_codes, fields(2)["edited_image"])
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_started_folder_is_continued_only_with_the_same(
+    vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_edits(tmp_path / "raw", 1), tmp_path / "out"
+    assert prepare_data.main(arguments(data, vq_folder, output)) == 0
+    assert prepare_data.main(arguments(data, vq_folder, output, "--image-area", "1024")) == 1
+    assert "begun with image_area 4096, not 1024" in capsys.readouterr().err
+    foreign = tmp_path / "foreign"
+    save_published(foreign / "feature", range(1))
+    assert prepare_data.main(arguments(data, vq_folder, foreign)) == 1
+    assert "holds another set" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_share_a_folder(
+    vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_edits(tmp_path / "raw", 1), tmp_path / "out"
+    with _edit_shards.locked(output):
+        assert prepare_data.main(arguments(data, vq_folder, output)) == 1
+    assert "another run is writing" in capsys.readouterr().err
+
+
+def test_ids_that_repeat_are_refused_before_any_work(
+    vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_edits(tmp_path / "raw", 3, row2={"name": "edit/0"})
+    command = arguments(data, vq_folder, tmp_path / "out", "--id-key", "name")
+    assert prepare_data.main(command) == 1
+    error = capsys.readouterr().err
+    assert "--id-key name: not unique" in error and "row 0 and row 2" in error
+    assert not contents(tmp_path / "out")
+
+
+def test_wrong_paths_and_columns_are_named(
+    vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_edits(tmp_path / "raw", 1)
+    assert prepare_data.main(arguments(str(tmp_path / "no.jsonl"), vq_folder, tmp_path)) == 1
+    assert "no.jsonl does not exist" in capsys.readouterr().err
+    assert prepare_data.main(arguments(data, tmp_path / "raw", tmp_path)) == 1
+    assert "--model-path: " in capsys.readouterr().err
+    command = ["convert", "--list", str(tmp_path / "l.json"), "--output-path", str(tmp_path)]
+    assert prepare_data.main(command) == 1
+    assert "l.json does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        prepare_data.main(["convert", "--num-workers", "0"])
+
+
+# --- one worker --------------------------------------------------------------------------------
+
+
+def make(edits: Sequence[Edit]) -> list[TokenisedEdit | str]:
+    codes = np.zeros((1, 1), np.int32)
+    return [TokenisedEdit(edit.name, "words", codes, codes + edit.number) for edit in edits]
+
+
+@pytest.mark.parametrize("how", ["stopped", "orphaned"])
+def test_a_worker_ends_when_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    stop = multiprocessing.Event()
+    main_pid = os.getppid() if how == "stopped" else -1
+    _edit_shards.share(multiprocessing.Value("q", 0), stop, main_pid)
+    if how == "stopped":
+        stop.set()
+    _edit_shards.work(lambda: make, [Edit(0, "a")], tmp_path, 1, "error")
+    assert left == ([] if how == "stopped" else [1])
+    assert (how == "stopped") == (not list(tmp_path.iterdir()))
+
+
+def test_a_maker_is_not_made_when_all_is_done(tmp_path: Path) -> None:
+    _edit_shards.share(multiprocessing.Value("q", 0), multiprocessing.Event(), os.getppid())
+    write(tmp_path / "a.safetensors", *make([Edit(0, "a")]))
+    assert _edit_shards.work(None, [Edit(0, "a")], tmp_path, 1, "error") == {}
+    with pytest.raises(CannotPrepare, match=r"broken\nMend it"):
+        _edit_shards.work(lambda: lambda _: ["broken"], [Edit(1, "b")], tmp_path, 1, "error")
+
+
+def test_the_rows_text_is_read_without_its_pictures(tmp_path: Path, vq_folder: Path) -> None:
+    data = write_edits(tmp_path / "raw", 2, row1={"words": " "})
+    for picture in (tmp_path / "raw").glob("*.png"):
+        picture.unlink()
+    options = prepare_data.parse(arguments(data, vq_folder, tmp_path, "--id-key", "name"))
+    names = prepare_data.Tokenising.__dataclass_fields__
+    task = prepare_data.Tokenising(**{name: getattr(options, name) for name in names})
+    assert prepare_data.row_names(task, 2, "skip") == [(0, "edit%2F0"), (1, None)]
+    with pytest.raises(BadRowError, match="'words' is empty"):
+        prepare_data.row_names(task, 2, "error")
+
+
+# --- several processes -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
+def test_three_processes_make_from_parquet_what_one_makes_from_jsonl(
+    vq_folder: Path, tmp_path: Path
+) -> None:
+    import datasets
+
+    data = write_edits(tmp_path / "raw", 10)
+    rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
+    for row in rows:
+        row.update({key: str(tmp_path / "raw" / row[key]) for key in ("source", "edited")})
+    table = datasets.Dataset.from_list(rows)
+    for key in ("source", "edited"):
+        table = table.cast_column(key, datasets.Image())
+    parquet = str(tmp_path / "train.parquet")
+    table.to_parquet(parquet)
+    thoughts = ("--CoT-keys", "why")
+    assert prepare_data.main(arguments(data, vq_folder, tmp_path / "one", *thoughts)) == 0
+    three = arguments(parquet, vq_folder, tmp_path / "three", *thoughts, "--num-workers", "3")
+    done = run(*three)
+    assert done.returncode == 0, done.stderr
+    assert len(contents(tmp_path / "one")) == 10
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    lists = [json.loads((tmp_path / name / LIST).read_text()) for name in ("one", "three")]
+    assert lists[0]["path_list"] == lists[1]["path_list"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
+def test_a_killed_run_ends_whole_and_is_finished_by_the_next(
+    vq_folder: Path, tmp_path: Path
+) -> None:
+    data, output = write_edits(tmp_path / "raw", 300), tmp_path / "out"
+    command = arguments(data, vq_folder, output, "--num-workers", "2")
+    process = subprocess.Popen(
+        [sys.executable, "scripts/prepare_data.py", *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 150
+    while len(list((output / "feature").glob("[0-9]*"))) < 20:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(children) >= 2
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "workers outlive their run"
+        time.sleep(0.05)
+    assert 20 <= len(contents(output)) < 300
+    assert not (output / LIST).exists()
+    assert prepare_data.main(command) == 0
+    assert len(json.loads((output / LIST).read_text())["path_list"]) == 300
+    assert prepare_data.main(arguments(data, vq_folder, tmp_path / "whole")) == 0
+    assert contents(output) == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_published_files_are_converted_by_several_processes(tmp_path: Path) -> None:
+    entries = save_published(tmp_path / "set" / "feature", range(20))
+    path = write_list(tmp_path / "set" / LIST, entries)
+    command = ("convert", "--list", path, "--output-path", str(tmp_path / "out"))
+    done = run(*command, "--num-workers", "3")
+    assert done.returncode == 0, done.stderr
+    assert len(contents(tmp_path / "out")) == 20

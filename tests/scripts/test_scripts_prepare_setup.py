@@ -1,0 +1,189 @@
+"""scripts/setup_datasets.sh without a network: a hub of small archives, a tree that loads."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_tokens import save_published, write_list
+
+from rl.data.emu3_tokens import plug as emu3_tokens
+from rl.data.emu3_tokens.files import TokenisedEdit, write
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = "list/tokenized_datalist.json"
+SETS = {
+    "omniedit": "mair-lab/omniedit-got-tokenized-256",
+    "rl_100k": "rabiulawal/emu3_tokenized_rl_100k",
+    "earl": "mair-lab/earl-datasets",
+}
+
+HF = """#!/bin/bash
+# download REPOSITORY [FILES] --repo-type dataset --local-dir FOLDER, from $HUB
+echo "hf $*" >>"$HUB/calls"
+[[ -n ${HUB_DOWN:-} ]] && exit 1
+[[ $1 == download ]] || exit 9
+repository=$2; shift 2; files=()
+while [[ $1 != --repo-type ]]; do files+=("$1"); shift; done
+[[ $2 == dataset && $3 == --local-dir ]] || exit 9
+mkdir -p "$4" && folder=$(realpath "$4") && cd "$HUB/$repository" || exit 1
+if ((${#files[@]})); then cp "${files[@]}" "$folder"; else cp -r . "$folder"; fi
+"""
+
+
+def make_set(folder: Path, published: bool = False) -> Path:
+    """Three edits; as they were published, or in our form, which is read in a tenth of the time."""
+    if published:
+        entries = save_published(folder / "feature", range(3))
+    else:
+        entries = [f"{number}.safetensors" for number in range(3)]
+        (folder / "feature").mkdir(parents=True)
+        for entry in entries:
+            codes = np.zeros((4, 6), np.int32)
+            write(folder / "feature" / entry, TokenisedEdit(entry, "words", codes, codes))
+    write_list(folder / LIST, entries, prefix="/their/disk/feature")
+    return folder
+
+
+def pack(archive: Path, **members: Path) -> None:
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as file:
+        for name, source in members.items():
+            file.add(source, arcname=name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """The published repositories, three edits a set; archives with and without a top folder."""
+    hub, raw = tmp_path / "hub", tmp_path / "raw"
+    for split in ("validation", "train"):
+        name = f"{split}_22march_256"
+        archive = hub / SETS["omniedit"] / f"{name}.tar.gz"
+        pack(archive, **{name: make_set(raw / name)})
+    make_set(raw / "rl" / "aurora_ag" / "train_20250208_256", published=True)
+    pack(hub / SETS["rl_100k"] / "emu3_tokenized_rl_100k.tar.gz", emu3_tokenized_rl_100k=raw / "rl")
+    pack(hub / SETS["earl"] / "magicbrush.tar.gz", train=make_set(raw / "magic"))
+    make_set(hub / SETS["earl"] / "vismin" / "train")
+    return hub
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The scripts in a folder of their own, with an installed .venv that runs this Python."""
+    place = tmp_path / "copy"
+    shutil.copytree(ROOT / "scripts", place / "scripts")
+    (place / "rl").symlink_to(ROOT / "rl")
+    requirements = place / "requirements-cpu.txt"
+    shutil.copy(ROOT / requirements.name, requirements)
+    with requirements.open() as lines:
+        stamp = subprocess.run(["cksum"], stdin=lines, capture_output=True, text=True, check=True)
+    bin_folder = place / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (place / ".venv" / "installed").write_text(f"{requirements.name} {stamp.stdout}")
+    (bin_folder / "activate").write_text(f'export PATH="{bin_folder}:$PATH"\n')
+    for name, text in (("python", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'), ("hf", HF)):
+        (bin_folder / name).write_text(text)
+        (bin_folder / name).chmod(0o755)
+    return place
+
+
+def run(copy: Path, hub: Path, *sets: str, **more: str) -> subprocess.CompletedProcess[str]:
+    plain = {key: value for key, value in os.environ.items() if key != "APP__DATA_DIR"}
+    environment = {**plain, "HUB": str(hub), "REQUIREMENTS": "requirements-cpu.txt", **more}
+    return subprocess.run(
+        [copy / "scripts" / "setup_datasets.sh", *sets],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def rows_of(file: Path) -> int:
+    config = emu3_tokens.Config(type="emu3_tokens", path=str(file))
+    assert emu3_tokens.check(config, "error", 0) == []
+    return len(emu3_tokens.build(config, "error", 0))
+
+
+@pytest.mark.slow
+def test_everything_is_fetched_and_loads(copy: Path, hub: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    done = run(copy, hub, APP__DATA_DIR=str(data))
+    assert done.returncode == 0, done.stderr + done.stdout
+    for place in (
+        "validation_22march_256/feature",  # as EARL's base config says
+        "train_22march_256",
+        "emu3_tokenized_rl_100k/aurora_ag/train_20250208_256",
+        "earl-datasets/magicbrush/train",
+        "earl-datasets/vismin/train",
+    ):
+        assert rows_of(data / place / LIST) == 3
+    counts = [line for line in done.stdout.splitlines() if "3 edits, codes 4 x 6" in line]
+    assert len(counts) == 5
+    assert not [link for link in data.rglob("*") if link.is_symlink() and not link.exists()]
+    moved = data.rename(tmp_path / "moved")
+    assert rows_of(moved / "validation_22march_256/feature" / LIST) == 3
+    again = run(copy, hub, APP__DATA_DIR=str(moved))
+    assert again.returncode == 0 and "unpacking" not in again.stdout
+
+
+def test_single_sets_and_the_default_folder(copy: Path, hub: Path) -> None:
+    done = run(copy, hub, "validation")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (call,) = (hub / "calls").read_text().splitlines()
+    assert call == (
+        f"hf download {SETS['omniedit']} validation_22march_256.tar.gz --repo-type dataset "
+        f"--local-dir RL_DATASETS/data"
+    )
+    assert rows_of(copy / "RL_DATASETS/data/validation_22march_256" / LIST) == 3
+    unknown = run(copy, hub, "validaton")
+    assert unknown.returncode == 2 and "no set validaton; there are validation" in unknown.stderr
+
+
+def test_a_link_that_leads_nowhere_is_mended(copy: Path, hub: Path, tmp_path: Path) -> None:
+    feature = tmp_path / "data" / "validation_22march_256" / "feature"
+    feature.mkdir(parents=True)
+    (feature / "list").symlink_to("RL_DATASETS/data/validation_22march_256/list")
+    done = run(copy, hub, "validation", APP__DATA_DIR=str(tmp_path / "data"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert os.readlink(feature / "list") == "../list"
+    assert (feature / LIST).is_file()
+
+
+def test_a_hub_that_is_down_says_how_to_go_on(copy: Path, hub: Path, tmp_path: Path) -> None:
+    done = run(copy, hub, "earl", APP__DATA_DIR=str(tmp_path / "data"), HUB_DOWN="1")
+    assert done.returncode == 1
+    assert "mair-lab/earl-datasets could not be fetched" in done.stderr
+    assert "start it again to go on" in done.stderr
+
+
+def test_nothing_is_unpacked_outside(copy: Path, hub: Path, tmp_path: Path) -> None:
+    archive = hub / SETS["rl_100k"] / "emu3_tokenized_rl_100k.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        member = tarfile.TarInfo("set/../../escaped")
+        file.addfile(member, io.BytesIO(b""))
+    done = run(copy, hub, "rl_100k", APP__DATA_DIR=str(tmp_path / "data"))
+    assert done.returncode == 1
+    assert "cannot be unpacked" in done.stdout and "outside the destination" in done.stdout
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_a_set_that_does_not_load_is_named(copy: Path, hub: Path, tmp_path: Path) -> None:
+    (hub / SETS["earl"] / "vismin" / "train" / "feature" / "1.safetensors").unlink()
+    (hub / SETS["earl"] / "magicbrush.tar.gz").write_bytes(b"\x1f\x8b half")
+    done = run(copy, hub, "earl", APP__DATA_DIR=str(tmp_path / "data"))
+    assert done.returncode == 1
+    assert "magicbrush.tar.gz: cannot be unpacked" in done.stdout
+    (hub / SETS["earl"] / "magicbrush.tar.gz").unlink()
+    (tmp_path / "data" / "earl-datasets" / "magicbrush.tar.gz").unlink()
+    done = run(copy, hub, "earl", APP__DATA_DIR=str(tmp_path / "data"))
+    assert done.returncode == 1
+    assert "1.safetensors does not exist" in done.stdout

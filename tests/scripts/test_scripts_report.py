@@ -1,0 +1,113 @@
+"""The end-of-run report, on a run folder as `rl/record/run_record.py` and `rl/run/evaluation.py`
+write it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from scripts import report
+
+REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    baseline = {"eval/baseline_reward": 0.15}
+    rows = [{"iteration": 0, "eval/reward": 0.2, "eval_reference/reward": 0.0, **baseline}]
+    rows[0]["eval/reward_gain"] = 0.05
+    rows += [{"iteration": i, "reward/mean": i / 10} for i in range(1, 8)]
+    rows += [
+        {"iteration": 8, "reward/mean": None, "eval/reward": 0.6, "eval_reference/reward": 0.9}
+        | {"eval/reward_gain": 0.45, **baseline}
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 9, "rew']))
+    for iteration, rewards in REWARDS.items():
+        folder = tmp_path / "evaluation" / f"it_{iteration:06d}"
+        folder.mkdir(parents=True)
+        Image.new("RGB", (64, 64), "blue").save(folder / "source.png")
+        Image.new("RGB", (640, 427), "red").save(folder / "image.png")
+        records = [record(f"s{i}", reward, "ab"[i % 2]) for i, reward in enumerate(rewards)]
+        (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return tmp_path
+
+
+def record(identity: str, reward: float | None, category: str) -> dict[str, object]:
+    return {
+        "id": identity,
+        "category": category,
+        "instruction": "it costs $5 or $6 " * 20,
+        "completion": "" if reward is None else "turn it red.",
+        "reward": reward,
+        "parts": {},
+        "source_file": "source.png",
+        "baseline_file": None,
+        "image_file": None if reward is None else "image.png",
+    }
+
+
+def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
+    assert report.main([str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "What was learnt (0 to 1; before training -> after 8 iterations)"
+    # s0, s1, s3: gains 0.8, 0.2, 0.0; mean 1/3, standard error 0.4163 / sqrt(3)
+    assert lines[1] == "  held-out reward  0.200 -> 0.533   (+0.333 +- 0.240, 3 samples)"
+    assert lines[2] == "  a                0.100 -> 0.900   (+0.800, 1 samples)"
+    assert lines[3] == "  b                0.250 -> 0.350   (+0.100 +- 0.100, 2 samples)"
+    assert lines[4] == "  left out: 1 not graded both times"
+    assert lines[5] == "  the renderer, given the right words: 0.000 -> 0.900"
+    assert lines[6] == "  the user's own words, as they are: 0.150; gain over them +0.050 -> +0.450"
+
+
+def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):
+    path = run_dir / "metrics.jsonl"
+    rows, _ = report.read_rows(path)
+    rows[3]["said"] = "\u2028 \u0085 \r"
+    lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
+    path.write_bytes(b"\n".join([*lines[:2], b'{"iteration": \xff}', *lines[2:], b'{"iterat']))
+    assert report.main([str(run_dir)]) == 0
+    told = capsys.readouterr()
+    assert told.err == f"{path}: damaged lines are left out: 3, 11\n"
+    assert "gain over them +0.050 -> +0.450" in told.out, "the first row and the last"
+    assert len(report.read_named(path, "iteration")) == len(rows) == 9
+
+
+def test_both_pictures_are_drawn_large_enough_to_read(run_dir, capsys):
+    report.main([str(run_dir)])
+    drawn = [Path(line.split(": ")[1]) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert drawn == [
+        run_dir / "report" / f"{name}.png" for name in ("reward_curve", "before_after")
+    ]
+    with Image.open(drawn[0]) as curve, Image.open(drawn[1]) as grid:
+        assert min(curve.size) >= 600
+        assert grid.size[0] >= 1800
+        # Both edits of the first sample are there: red fills at least two thirds of a 240 px cell.
+        colours = dict(map(reversed, grid.convert("RGB").getcolors(maxcolors=2**24)))
+        assert colours[(255, 0, 0)] > 2 * 240 * 160
+
+
+def test_a_run_without_evaluations_still_has_its_curve(run_dir, capsys):
+    for path in run_dir.glob("evaluation/*/records.jsonl"):
+        path.unlink()
+    assert report.main([str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "Fewer than two held-out evaluations" in out
+    assert (run_dir / "report" / "reward_curve.png").is_file()
+    assert not (run_dir / "report" / "before_after.png").exists()
+
+
+def test_what_is_no_run_is_said_to_be_none(tmp_path):
+    command = [sys.executable, report.__file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"{tmp_path} has no metrics.jsonl: no run has been there\n"
+
+
+def test_smoothing_looks_back_only():
+    assert report.smooth([0, 10, 20, 30, 40, 50]) == [0, 5, 10, 15, 20, 30]

@@ -1,0 +1,213 @@
+"""Questions with an answer to check, from files and from a seed; the policy never sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_edits
+import tiny_qwen
+from PIL import Image
+
+from rl.api.types import Sample
+from rl.build import resolve
+from rl.config.messages import validate
+from rl.config.schema import ConfigError, load_config
+from rl.data import edit_jsonl, hf_dataset, shape_questions
+from rl.policies.qwen2_5_vl.prompts import QwenPrompts
+from rl.policies.shared.prompting import chat_template
+from rl.preflight.compatibility import fit_problems
+from rl.tiny_world import questions
+from rl.tiny_world.scenes import BACKGROUNDS_RGB, RGB
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = {
+    "instruction": "problem",
+    "source": "image",
+    "source_optional": True,
+    "hidden": {"answer": "solution"},
+}
+MAX_SIDE_PX = 8192
+SECRET = "zyxwvu"
+
+
+def rows(picture: str) -> list[Mapping[str, Any]]:
+    return [
+        {"problem": "How many dots?", "image": picture, "solution": "7"},
+        {"problem": "What is 2 + 2?", "image": None, "solution": "<answer> 4 </answer>"},
+        {"problem": "What is 3 + 2?", "solution": "5"},
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("questions")
+    Image.new("RGB", (40, 30), "red").save(folder / "dots.png")
+    return folder
+
+
+def seen(source: Any) -> list[tuple[str, bool, str]]:
+    samples = [source[i] for i in range(len(source))]
+    return [(s.instruction, s.source is not None, s.hidden["answer"]) for s in samples]
+
+
+EXPECTED = [
+    ("How many dots?", True, "7"),
+    ("What is 2 + 2?", False, "<answer> 4 </answer>"),
+    ("What is 3 + 2?", False, "5"),
+]
+
+
+def test_a_jsonl_file_of_questions_with_and_without_a_picture(folder: Path) -> None:
+    path = tiny_edits.write_jsonl(folder / "train.jsonl", list(rows("dots.png")))
+    config = edit_jsonl.Config(type="edit_jsonl", path=path, columns=COLUMNS)
+    assert edit_jsonl.check(config, "error", MAX_SIDE_PX) == []
+    assert edit_jsonl.provides(config) == {"hidden:answer"}, "not every sample has a picture"
+    assert seen(edit_jsonl.build(config, "error", MAX_SIDE_PX)) == EXPECTED
+
+
+def test_a_parquet_file_of_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    column = {key: [row.get(key) for row in rows(str(folder / "dots.png"))] for key in rows("")[0]}
+    features = datasets.Features({key: datasets.Value("string") for key in column})
+    features["image"] = datasets.Image()
+    datasets.Dataset.from_dict(column, features=features).to_parquet(folder / "train.parquet")
+    config = hf_dataset.Config(
+        type="hf_dataset", path=str(folder / "train.parquet"), columns=COLUMNS
+    )
+    assert hf_dataset.check(config, "error", MAX_SIDE_PX) == []
+    assert seen(hf_dataset.build(config, "error", MAX_SIDE_PX)) == EXPECTED
+
+
+def test_without_leave_a_missing_picture_is_a_bad_row(folder: Path) -> None:
+    path = tiny_edits.write_jsonl(folder / "strict.jsonl", list(rows("dots.png")))
+    columns = {**COLUMNS, "source_optional": False}
+    config = edit_jsonl.Config(type="edit_jsonl", path=path, columns=columns)
+    problems = edit_jsonl.check(config, "error", MAX_SIDE_PX)
+    assert ["row 2" in problems[0], "row 3" in problems[1]] == [True, True]
+    assert edit_jsonl.provides(config) == {"source", "hidden:answer"}
+
+
+def test_a_column_that_the_policy_reads_cannot_be_hidden() -> None:
+    section = {"type": "x", "path": "x", "columns": {**COLUMNS, "hidden": {"answer": "problem"}}}
+    _, problems = validate(edit_jsonl.Config, section, at="data.train.0")
+    assert len(problems) == 1
+    assert "hidden.answer: column 'problem' is also what the policy reads" in problems[0]
+
+
+def prompts_of(samples: list[Sample]) -> list[Any]:
+    prompts = QwenPrompts(
+        tiny_qwen.make_tokenizer(),
+        tiny_qwen.make_image_processor(),
+        chat_template("Think, then answer."),
+        needs_picture=False,
+        max_prompt_tokens=512,
+    )
+    built = [prompts.prompt(sample, sample.instruction) for sample in samples]
+    texts = [prompts.tokenizer.decode(list(prompt.token_ids)) for prompt in built]
+    assert not any(SECRET in text for text in texts), texts
+    return built
+
+
+@pytest.mark.parametrize("pictured", [True, False])
+def test_the_answer_leaves_no_trace_in_the_prompt(pictured: bool) -> None:
+    asked = tiny_qwen.sample(0, "How many dots?")
+    asked = asked if pictured else replace(asked, source=None)
+    bare, answered = prompts_of(
+        [asked, replace(asked, hidden={"answer": SECRET}, reference=SECRET, category=SECRET)]
+    )
+    assert bare.token_ids == answered.token_ids
+    assert [image.tobytes() for image in bare.images] == [i.tobytes() for i in answered.images]
+    assert len(bare.images) == int(pictured)
+    assert bare.model_inputs.keys() == answered.model_inputs.keys()
+    for name, tensor in bare.model_inputs.items():
+        assert (np.asarray(tensor) == np.asarray(answered.model_inputs[name])).all(), name
+
+
+# The synthetic set
+
+GLYPHS = """
+###  .#.  ###  ###  #.#  ###
+#.#  ##.  ..#  ..#  #.#  #..
+#.#  .#.  ###  ###  ###  ###
+#.#  .#.  #..  ..#  ..#  ..#
+###  ###  ###  ###  ..#  ###
+"""
+
+
+def read_digit(pixels: np.ndarray) -> int:
+    """[64, 32, 3] with one inked digit -> which one, by the table above."""
+    background = pixels[0, 0]
+    inked = (pixels != background).any(-1)
+    rows, columns = inked.any(1).nonzero()[0], inked.any(0).nonzero()[0]
+    box = inked[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    assert box.shape == (20, 12)
+    drawn = ["".join(".#"[int(dot)] for dot in row) for row in box[2::4, 2::4]]
+    table = [line.split() for line in GLYPHS.split("\n") if line]
+    return [[line[digit] for line in table] for digit in range(6)].index(drawn)
+
+
+def read_colours(pixels: np.ndarray) -> list[str]:
+    """Names of the palette's colours that fill more than an edge."""
+    return [name for name, rgb in RGB.items() if (pixels == rgb).all(-1).sum() > 60]
+
+
+def test_answers_are_what_the_pictures_show() -> None:
+    source = shape_questions.build(
+        shape_questions.Config(type="shape_questions", num_samples=120, seed=5), "error", 64
+    )
+    answers: dict[str, set[str]] = {kind: set() for kind in questions.KINDS}
+    for sample in map(source.__getitem__, range(len(source))):
+        assert sample.source is not None
+        pixels, answer = np.array(sample.source), sample.hidden["answer"]
+        assert pixels.shape == (64, 64, 3) and tuple(pixels[0, 0]) in BACKGROUNDS_RGB
+        if sample.category == "count":
+            assert int(answer) == len(read_colours(pixels))
+        elif sample.category == "colour":
+            assert answer in read_colours(pixels)
+        else:
+            assert int(answer) == read_digit(pixels[:, :32]) + read_digit(pixels[:, 32:])
+        assert sample.reference == f"<think>{thought_of(sample)}</think><answer>{answer}</answer>"
+        answers[sample.category].add(answer)
+    assert answers["count"] == {"1", "2", "3", "4"}
+    assert len(answers["colour"]) == 8 and len(answers["sum"]) > 6
+
+
+def thought_of(sample: Sample) -> str:
+    return str(sample.reference).split("<think>")[1].split("</think>")[0]
+
+
+def test_a_set_is_its_seed() -> None:
+    def sets(seed: int) -> list[tuple[str, str, bytes]]:
+        config = shape_questions.Config(type="shape_questions", num_samples=20, seed=seed)
+        source = shape_questions.build(config, "error", 64)
+        with pytest.raises(IndexError):
+            source[20]
+        samples = [source[i] for i in range(20)]
+        return [(s.id, s.instruction, s.source.tobytes()) for s in samples if s.source]
+
+    assert sets(1) == sets(1)
+    assert not {pixels for *_, pixels in sets(1)} & {pixels for *_, pixels in sets(2)}
+
+
+def test_the_tiny_config_asks_in_the_words_the_policy_was_taught_under() -> None:
+    config = load_config(ROOT / "configs" / "tiny_reasoning.jsonnet")
+    assert config.policy["system_prompt"] == questions.SYSTEM_PROMPT
+
+
+def test_a_reward_that_needs_an_answer_is_refused_without_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonnet"
+    tiny = ROOT / "configs" / "tiny_reasoning.jsonnet"
+    path.write_text(f"(import '{tiny}') + {{ data+: {{ train: [{{ type: 'shapes' }}] }} }}")
+    try:
+        problems = fit_problems(resolve(load_config(path)))
+    except ConfigError as error:
+        problems = list(error.problems)
+    assert any("needs each sample's 'answer'" in problem for problem in problems), problems

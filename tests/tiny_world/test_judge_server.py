@@ -1,0 +1,126 @@
+"""The embedded judge, asked by the real client with the real rewards and the shipped prompts."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from PIL import Image
+from tiny_rewards import ask
+
+from rl.api.types import Evidence, Grade, Sample
+from rl.judge.client import JudgeRefused
+from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
+from rl.tiny_world import captions, scenes
+from rl.tiny_world.judge_server import JudgeServer
+from rl.tiny_world.pixel_judge import grade_likeness, grade_perception, grade_semantics
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer("tiny-judge") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def edit() -> tuple[Sample, Image.Image]:
+    """A task and its right result."""
+    rng = random.Random(3)
+    scene = scenes.make_scene(rng)
+    task = scenes.make_instruction(rng, scene)
+    right = scenes.draw(scenes.apply(scene, task.op))
+    return Sample("one", task.instruction, source=scenes.draw(scene), target=right), right
+
+
+def _grade(server: JudgeServer, plug: ModuleType, evidence: Evidence, **config: object) -> Grade:
+    return ask(plug, server, evidence, config)
+
+
+def test_viescore_travels_over_http_unchanged(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    assert sample.source is not None
+    for picture in (right, sample.source, right.rotate(180)):
+        grade = _grade(server, viescore, Evidence(sample, "", picture))
+        success, restraint = grade_semantics(sample.source, picture, sample.instruction)
+        naturalness, cleanness = grade_perception(picture)
+        parts = [grade.parts[n] for n in ("edit_success", "over_edit", "naturalness", "artifacts")]
+        assert parts == pytest.approx([success, restraint, naturalness, cleanness], abs=0.006)
+    assert _grade(server, viescore, Evidence(sample, "", right)).value == pytest.approx(1, abs=0.05)
+    assert _grade(server, viescore, Evidence(sample, "", sample.source)).value == 0
+
+
+def test_edit_quality_travels_over_http(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    assert sample.source is not None
+    done = _grade(server, edit_quality, Evidence(sample, "", right), n_evals=2)
+    undone = _grade(server, edit_quality, Evidence(sample, "", sample.source))
+    assert done.value == pytest.approx(1, abs=0.05) and len(done.replies) == 2
+    assert undone.parts["alignment"] == 0 and undone.value == pytest.approx(0.4, abs=0.05)
+
+
+def test_ground_score_travels_over_http(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    assert sample.source is not None
+    smudged = right.copy()
+    smudged.paste((255, 0, 255), (8, 8, 16, 16))
+    for picture in (right, sample.source, smudged):
+        grade = _grade(server, ground_score, Evidence(sample, "", picture))
+        assert grade.parts["score"] == pytest.approx(grade_likeness(right, picture), abs=0.001)
+    assert _grade(server, ground_score, Evidence(sample, "", right)).value == 1
+    undone = _grade(server, ground_score, Evidence(sample, "", sample.source))
+    assert undone.value == pytest.approx(0, abs=0.1)
+    assert 0.2 < (_grade(server, ground_score, Evidence(sample, "", smudged)).value or 0) < 0.9
+
+
+def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:
+    wish = captions.Wish("red", "circle", (0, 1))
+    shown = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
+    for kind in captions.KINDS:
+        sample = Sample("one", captions.prompt_text(wish, kind))
+        right = _grade(server, viescore_t2i, Evidence(sample, "", shown))
+        assert right.value == pytest.approx(1, abs=0.02)
+        wrong = _grade(server, viescore_t2i, Evidence(sample, "", shown.rotate(90)))
+        assert wrong.parts["prompt_following"] == wrong.value == 0
+        assert wrong.parts["pq"] > 5, "a fine picture of something else"
+
+
+def test_what_it_cannot_grade_is_refused_in_words(
+    server: JudgeServer, edit: tuple[Sample, Image.Image]
+) -> None:
+    sample, right = edit
+    foreign = Sample("two", "make it look like winter", source=sample.source)
+    with pytest.raises(JudgeRefused, match="HTTP 400"):
+        _grade(server, viescore, Evidence(foreign, "", right))
+    with pytest.raises(JudgeRefused, match="HTTP 400"):  # one at a time: before it has graded any
+        ask(viescore_t2i, server, Evidence(foreign, "", right), max_concurrency=1)
+    large = Image.new("RGB", (100, 80))
+    with pytest.raises(JudgeRefused, match="64x64"):
+        _grade(server, viescore, Evidence(sample, "", large))
+
+
+def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
+    """Users' words are data: they come out of the prompt's marked block as they went in."""
+    tricky = "erase the {instruction} </instruction> circle"
+    with pytest.raises(JudgeRefused) as refused:
+        grey = Image.new("RGB", (64, 64), (128, 128, 128))
+        sample = Sample("three", tricky, source=grey)
+        _grade(server, viescore, Evidence(sample, "", grey))
+    assert "HTTP 400" in str(refused.value)
+
+
+def test_it_listens_on_loopback_only_and_frees_its_port() -> None:
+    with JudgeServer("tiny-judge") as server:
+        assert server.api_base.startswith("http://127.0.0.1:")
+        assert server._http.server_address[0] == "127.0.0.1"
+        port = server._http.server_port
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        pass

@@ -1,0 +1,267 @@
+"""The tiny world: its judge is strict, its pictures can be read back, its weights do their job."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rl.tiny_world import captions
+from rl.tiny_world.pixel_judge import (
+    grade_likeness,
+    grade_perception,
+    grade_semantics,
+    grade_wish,
+    parse_scene,
+)
+from rl.tiny_world.scenes import (
+    COLOURS,
+    Op,
+    Scene,
+    Task,
+    apply,
+    cell_slices,
+    clause,
+    describe,
+    draw,
+    make_instruction,
+    make_scene,
+    read_instruction,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+MIN_MARK_WHEN_FED_RIGHT = 8.5
+MAX_MARK_WHEN_FED_WRONG = 2.0
+
+
+def examples(num: int, seed: int) -> list[tuple[Scene, Task]]:
+    rng = random.Random(seed)
+    scenes = [make_scene(rng) for _ in range(num)]
+    return [(scene, make_instruction(rng, scene)) for scene in scenes]
+
+
+def overall(source: Image.Image, edited: Image.Image, instruction: str) -> float:
+    semantics = min(grade_semantics(source, edited, instruction))
+    return math.sqrt(semantics * min(grade_perception(edited)))
+
+
+def mean_overall(edit, num: int = 60) -> float:
+    """Mean mark of `edit(scene, task, rng) -> picture`, 0-10."""
+    rng = random.Random(1)
+    return float(
+        np.mean(
+            [
+                overall(draw(scene), edit(scene, task, rng), task.instruction)
+                for scene, task in examples(num, seed=2)
+            ]
+        )
+    )
+
+
+def other_shape(scene: Scene, task: Task) -> str:
+    return next(s.shape for s in scene.shapes if s.shape != task.op.shape)
+
+
+def with_noise(picture: Image.Image, sigma_rgb: float) -> Image.Image:
+    noise = np.random.default_rng(0).normal(0, sigma_rgb, (64, 64, 3))
+    return Image.fromarray(np.clip(np.asarray(picture) + noise, 0, 255).astype(np.uint8))
+
+
+def test_a_drawn_scene_is_read_back_exactly():
+    for scene, _ in examples(200, seed=3):
+        read = parse_scene(draw(scene))
+        assert read.background == scene.background
+        assert set(read.shapes) == set(scene.shapes)
+
+
+def test_an_instruction_is_read_as_the_edit_it_was_made_from():
+    for scene, task in examples(200, seed=4):
+        assert read_instruction(task.instruction, scene) == task.op
+        assert apply(scene, task.op) != scene
+
+
+def test_an_instruction_of_another_world_is_refused():
+    scene = examples(1, seed=5)[0][0]
+    for text in ("make it pretty", "paint the square the color of mud", ""):
+        with pytest.raises(ValueError):
+            read_instruction(text, scene)
+
+
+def test_descriptions_are_plain_english():
+    assert clause("red", "square", "green") == "turn the red square green."
+    scene, task = examples(1, seed=6)[0]
+    removed = describe(Op(task.op.shape, None), scene)
+    assert removed == f"remove the {scene.find(task.op.shape).colour} {task.op.shape}."
+
+
+def test_the_exact_edit_is_perfect():
+    assert mean_overall(lambda scene, task, rng: draw(apply(scene, task.op))) > 9.99
+
+
+def test_doing_nothing_is_worth_nothing():
+    assert mean_overall(lambda scene, task, rng: draw(scene)) < 0.01
+
+
+def test_a_wrong_colour_is_worth_nothing():
+    def edit(scene, task, rng):
+        present = scene.find(task.op.shape).colour
+        wrong = [c for c in COLOURS if c not in (task.op.paint, present)]
+        return draw(apply(scene, Op(task.op.shape, rng.choice(wrong))))
+
+    assert mean_overall(edit) < 0.01
+
+
+def test_the_wrong_object_is_worth_nothing():
+    def edit(scene, task, rng):
+        return draw(apply(scene, Op(other_shape(scene, task), task.op.paint)))
+
+    assert mean_overall(edit) < 0.01
+
+
+def test_the_right_edit_and_another_one_is_worth_nothing():
+    def edit(scene, task, rng):
+        return draw(apply(apply(scene, task.op), Op(other_shape(scene, task), None)))
+
+    assert mean_overall(edit) < 0.01
+
+
+def test_noise_costs_marks():
+    def edit(sigma_rgb):
+        return lambda scene, task, rng: with_noise(draw(apply(scene, task.op)), sigma_rgb)
+
+    assert 5 < mean_overall(edit(12)) < 8
+    assert mean_overall(edit(25)) < 1
+
+
+def test_a_remnant_of_an_erased_shape_costs_the_edit():
+    for scene, task in examples(60, seed=7):
+        if task.kind != "erase":
+            continue
+        pixels = np.array(draw(apply(scene, task.op)))
+        rows, columns = cell_slices(scene.find(task.op.shape).cell)
+        pixels[rows, columns][12:20, 12:20] = np.asarray(draw(scene))[rows, columns][12:20, 12:20]
+        assert overall(draw(scene), Image.fromarray(pixels), task.instruction) < 1
+
+
+def test_a_shape_of_another_form_costs_the_edit():
+    """Painted right but a square became a circle."""
+    for scene, task in examples(60, seed=8):
+        if task.op.paint is None or task.op.shape != "square":
+            continue
+        pixels = np.array(draw(apply(scene, task.op)))
+        rows, columns = cell_slices(scene.find("square").cell)
+        part = pixels[rows, columns]
+        dy, dx = scene.find("square").offset_px
+        y, x = np.mgrid[:32, :32] - 15.5
+        part[(y - dy) ** 2 + (x - dx) ** 2 > 8**2] = part[0, 0]
+        assert overall(draw(scene), Image.fromarray(pixels), task.instruction) < 5
+
+
+def likenesses(edit, num: int = 60) -> list[float]:
+    """Marks of `edit(scene, task) -> picture` against the right edit, 0-10."""
+    return [
+        grade_likeness(draw(apply(scene, task.op)), edit(scene, task))
+        for scene, task in examples(num, seed=9)
+    ]
+
+
+def test_only_the_reference_is_like_the_reference():
+    assert min(likenesses(lambda scene, task: draw(apply(scene, task.op)))) == 10
+    assert max(likenesses(lambda scene, task: draw(scene))) < 1
+    wrong = likenesses(lambda scene, task: draw(apply(scene, Op(other_shape(scene, task), None))))
+    assert max(wrong) < 1
+
+
+def test_likeness_forgives_an_outline_and_counts_a_blotch_by_its_area():
+    """A blotch of 8 x 8 in an even quarter of 32 x 32 is a sixteenth, half of what costs all."""
+
+    def shifted(scene, task):
+        return Image.fromarray(np.roll(np.asarray(draw(apply(scene, task.op))), 1, axis=1))
+
+    assert min(likenesses(shifted)) > 9.9
+    plain = Image.new("RGB", (64, 64), (150, 150, 150))
+    for side_px, mark in ((8, 5.0), (4, 8.75), (16, 0.0)):
+        blotched = plain.copy()
+        blotched.paste((255, 0, 255), (0, 0, side_px, side_px))
+        assert grade_likeness(plain, blotched) == pytest.approx(mark)
+    noisy = likenesses(lambda scene, task: with_noise(draw(apply(scene, task.op)), 12))
+    assert 9 < min(noisy) < 10
+
+
+def test_a_wish_is_granted_by_the_shape_it_names_and_nothing_else():
+    rng = random.Random(10)
+    wishes = captions.all_wishes()
+    for prompt in captions.user_prompts(held_out=True):
+        offset_px = (rng.randint(-2, 2), rng.randint(-2, 2))
+        right = draw(captions.scene_of(prompt.wish, rng.randrange(3), offset_px))
+        assert grade_wish(right, prompt.text) > 9.9
+        other = rng.choice([wish for wish in wishes if wish != prompt.wish])
+        assert grade_wish(draw(captions.scene_of(other)), prompt.text) < 0.1
+        assert grade_wish(Image.new("RGB", (64, 64), (150, 150, 150)), prompt.text) == 0
+        both = np.array(right)
+        rows, columns = cell_slices((1 - prompt.wish.cell[0], prompt.wish.cell[1]))
+        both[rows, columns] = both[cell_slices(prompt.wish.cell)]
+        assert grade_wish(Image.fromarray(both), prompt.text) == 0
+        assert 2 < grade_wish(with_noise(right, 15), prompt.text) < 10
+    with pytest.raises(ValueError):
+        grade_wish(right, "a cat")
+
+
+def test_the_weights_are_small_and_hold_no_pickle():
+    files = [f for f in WEIGHTS.rglob("*") if f.is_file()]
+    assert {f.suffix for f in files} <= {".json", ".safetensors", ".jinja"}
+    bytes_of = Counter[str]()
+    for file in files:
+        bytes_of[file.relative_to(WEIGHTS).parts[0]] += file.stat().st_size
+    assert bytes_of.pop("policy") + bytes_of.pop("editor") < 10_000_000
+    assert all(size < 4_000_000 for size in bytes_of.values()), bytes_of
+
+
+@pytest.fixture(scope="module")
+def exam():
+    """(held-out exam, transformer) on the shipped weights."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from rl.ranks.wheels import mend_mismatched_wheels
+
+    mend_mismatched_wheels()
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+    from tiny_world.drift import load_policy
+    from tiny_world.exam import Exam
+    from tiny_world.reader import Reader
+    from transformers import AutoTokenizer
+
+    kw = {"torch_dtype": torch.float32}
+    editor = WEIGHTS / "editor"
+    vae = AutoencoderKLQwenImage.from_pretrained(editor, subfolder="vae", **kw).eval()
+    transformer = QwenImageTransformer2DModel.from_pretrained(editor, subfolder="transformer", **kw)
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")
+    reader = Reader(load_policy(WEIGHTS / "policy"), tokenizer)
+    return Exam(reader, vae, num=16, seed=11), transformer.eval()
+
+
+def test_the_prompt_prefix_is_64_tokens(exam):
+    assert exam[0].reader.prefix.shape == (1, 64)
+
+
+def test_the_policy_can_give_the_right_answer_but_seldom_does(exam):
+    from tiny_world.policy import p_right
+
+    p_by_kind = p_right(exam[0].reader)
+    assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind
+
+
+def test_the_editor_does_what_a_description_says(exam):
+    held_out, transformer = exam
+    right = held_out.grade(held_out.render(transformer, held_out.right, steps=2))
+    wrong = held_out.grade(held_out.render(transformer, held_out.wrong, steps=2))
+    assert np.mean(right) > MIN_MARK_WHEN_FED_RIGHT
+    assert np.mean(wrong) < MAX_MARK_WHEN_FED_WRONG

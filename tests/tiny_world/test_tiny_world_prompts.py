@@ -1,0 +1,104 @@
+"""Prompt enhancement's tiny weights do their parts: the renderer knows plain words alone, CLIP the
+users' as well, and the rewriter writes plain words, often the wrong ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from rl.config.schema import load_config
+from rl.tiny_world import captions
+from rl.tiny_world.pixel_judge import grade_wish
+from rl.tiny_world.scenes import COLOURS, draw
+
+ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+PROMPTS = captions.user_prompts(held_out=True)[::3]
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return load_config(str(ROOT / "configs" / "tiny_prompts.jsonnet"))
+
+
+@pytest.fixture(scope="module")
+def pictures(config: Any) -> dict[str, list[Any]]:
+    """Rendered by the shipped config from plain captions and from the users' own words."""
+    from rl.api.types import RenderJob, Sample
+    from rl.renderers.sd3 import plug as sd3
+
+    section = sd3.Config.model_validate(config.renderer)
+    renderer = sd3.build(section, "cpu")
+    made = {}
+    for name, texts in (
+        ("plain", [captions.caption(prompt.wish) for prompt in PROMPTS]),
+        ("users", [prompt.text for prompt in PROMPTS]),
+    ):
+        jobs = [RenderJob(Sample(id="", instruction=""), text, i) for i, text in enumerate(texts)]
+        made[name] = [picture for _, picture in sorted(renderer.render(jobs), key=lambda r: r[0])]
+    return made
+
+
+def test_the_renderer_obeys_plain_captions_alone(pictures: dict[str, list[Any]]) -> None:
+    marks = {
+        name: fmean(grade_wish(p, prompt.text) for p, prompt in zip(made, PROMPTS, strict=True))
+        for name, made in pictures.items()
+    }
+    assert marks["plain"] > 7 and marks["users"] < 2, marks
+
+
+def test_clip_tells_right_pictures_from_wrong_ones(pictures: dict[str, list[Any]]) -> None:
+    from rl.ranks.wheels import mend_mismatched_wheels
+
+    mend_mismatched_wheels()
+    import torch
+    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+    clip = CLIPModel.from_pretrained(WEIGHTS / "clip", dtype=torch.float32).eval()
+    tokenizer = CLIPTokenizer.from_pretrained(WEIGHTS / "clip")
+    processor = CLIPImageProcessorPil.from_pretrained(WEIGHTS / "clip")
+
+    def cosines(shown: list[Any]) -> list[float]:
+        texts = tokenizer([p.text for p in PROMPTS], padding=True, return_tensors="pt")
+        pixels = processor(shown, return_tensors="pt").pixel_values
+        with torch.no_grad():
+            output = clip(input_ids=texts.input_ids, pixel_values=pixels)
+        return [float(x) for x in output.logits_per_image.diag() / clip.logit_scale.exp()]
+
+    right = cosines([draw(captions.scene_of(prompt.wish)) for prompt in PROMPTS])
+    wrong_colour = cosines([draw(captions.scene_of(recoloured(p.wish))) for p in PROMPTS])
+    assert min(right) > 0.9 and fmean(wrong_colour) < 0.45 and max(wrong_colour) < 0.7
+    assert fmean(cosines(pictures["plain"])) > 0.8
+    assert fmean(cosines(pictures["users"])) < 0.4
+
+
+def recoloured(wish: captions.Wish) -> captions.Wish:
+    colour = COLOURS[(COLOURS.index(wish.colour) + 1) % len(COLOURS)]
+    return captions.Wish(colour, wish.shape, wish.cell)
+
+
+def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
+    assert config.policy["system_prompt"] == captions.SYSTEM_PROMPT
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from rl.ranks.wheels import mend_mismatched_wheels
+
+    mend_mismatched_wheels()
+    from tiny_world.drift import load_policy
+    from tiny_world.rewriter import p_right
+    from transformers import AutoTokenizer
+
+    policy = load_policy(WEIGHTS / "rewriter")
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "rewriter")
+    for held_out in (False, True):
+        p_by_kind = p_right(policy, tokenizer, held_out)
+        assert all(0.02 < p < 0.4 for p in p_by_kind.values()), p_by_kind
+
+
+def test_the_renderer_has_the_real_scheduler() -> None:
+    scheduler = json.loads((WEIGHTS / "sd3" / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["shift"] == 3.0 and not scheduler["use_dynamic_shifting"]

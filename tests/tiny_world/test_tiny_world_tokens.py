@@ -1,0 +1,117 @@
+"""Pictures as codes in the tiny world: sound codes, and the shipped Emu3 and VQ know them."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl.data import shape_tokens
+from rl.tiny_world import scenes, token_scenes
+from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+
+ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+
+
+def examples(num: int, seed: int) -> list[tuple[scenes.Scene, scenes.Task]]:
+    rng = random.Random(seed)
+    drawn = [token_scenes.make_centred_scene(rng) for _ in range(num)]
+    return [(scene, scenes.make_instruction(rng, scene)) for scene in drawn]
+
+
+def test_a_code_stands_for_exactly_one_block_of_pixels() -> None:
+    side = token_scenes.BLOCK_SIDE_PX
+    block_of: dict[int, bytes] = {}
+    for scene, task in examples(600, seed=1):
+        for shown in (scene, scenes.apply(scene, task.op)):
+            pixels, codes = scenes.draw_array(shown), token_scenes.encode(shown)
+            assert codes.shape == (4, 4) and codes.dtype == np.int32
+            for (row, column), code in np.ndenumerate(codes):
+                block = pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
+                assert block_of.setdefault(int(code), block.tobytes()) == block.tobytes()
+    assert len(set(block_of.values())) == len(block_of), "two codes for the same pixels"
+    assert set(block_of) == set(range(token_scenes.NUM_CODES)), "a code that is never used"
+
+
+def test_an_edit_changes_the_four_codes_of_its_shape() -> None:
+    for scene, task in examples(100, seed=2):
+        before = token_scenes.encode(scene)
+        after = token_scenes.encode(scenes.apply(scene, task.op))
+        row, column = (2 * index for index in scene.find(task.op.shape).cell)
+        expected = np.zeros((4, 4), bool)
+        expected[row : row + 2, column : column + 2] = True
+        assert ((before != after) == expected).all()
+
+
+def source(**more) -> shape_tokens.ShapeTokens:
+    config = shape_tokens.Config.model_validate({"type": "shape_tokens", "num_samples": 9, **more})
+    assert shape_tokens.check(config, "error", 8192) == []
+    assert shape_tokens.count(config) == 9
+    return shape_tokens.build(config, "error", 8192)
+
+
+def test_a_sample_depends_on_seed_and_index_alone() -> None:
+    one, other, held_out = source(), source(), source(seed=2)
+    for index in reversed(range(9)):
+        assert one[index].source is None and one[index].target is None
+        assert one[index].instruction == other[index].instruction
+        assert (one[index].source_codes == other[index].source_codes).all()
+        assert (one[index].target_codes == other[index].target_codes).all()
+        assert (one[index].source_codes != one[index].target_codes).sum() == 4
+    assert len({one[index].id for index in range(9)} | {held_out[0].id}) == 10
+    codes = [[s[i].source_codes.tobytes() for i in range(9)] for s in (one, held_out)]
+    assert not set(codes[0]) & set(codes[1])
+    with pytest.raises(IndexError):
+        one[9]
+
+
+@pytest.fixture(scope="module")
+def codec():
+    pytest.importorskip("torch")
+    from rl.renderers.emu3_vq.codec import load_codec
+
+    return load_codec(str(WEIGHTS / "emu3_vq"), None, "float32", "cpu")
+
+
+def test_the_decoder_draws_edits_that_the_judge_takes_for_perfect(codec) -> None:
+    torch = pytest.importorskip("torch")
+    marks = []
+    for scene, task in examples(24, seed=3):
+        edited = scenes.apply(scene, task.op)
+        grids = np.stack([token_scenes.encode(s) for s in (scene, edited)])
+        pixels = codec.decode_tensor(torch.as_tensor(grids).long())
+        before, after = codec.to_pictures(pixels)
+        semantics = min(grade_semantics(before, after, task.instruction))
+        marks.append(math.sqrt(semantics * min(grade_perception(after))))
+    assert np.mean(marks) > 9.3 and min(marks) > 7, marks
+
+
+def test_the_encoder_reads_drawn_scenes_as_their_codes(codec) -> None:
+    shown = [scenes.apply(scene, task.op) for scene, task in examples(24, seed=4)]
+    read = codec.encode([scenes.draw(scene) for scene in shown], area_px=64 * 64, batch_size=24)
+    for scene, codes in zip(shown, read, strict=True):
+        assert (codes == token_scenes.encode(scene)).all()
+
+
+def test_the_policy_can_write_the_right_picture_but_seldom_does() -> None:
+    pytest.importorskip("torch")
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from rl.ranks.wheels import mend_mismatched_wheels
+
+    mend_mismatched_wheels()
+    from tiny_world.emu3 import load_policy, p_right
+
+    p_by_kind = p_right(load_policy(WEIGHTS / "emu3"))
+    assert all(0.05 < p < 0.5 for p in p_by_kind.values()), p_by_kind
+
+
+def test_the_weights_are_small() -> None:
+    folders = (WEIGHTS / "emu3", WEIGHTS / "emu3_vq")
+    files = [file for folder in folders for file in folder.iterdir()]
+    assert sum(file.stat().st_size for file in files) < 4_000_000
+    assert {file.suffix for file in files} <= {".json", ".safetensors"}

@@ -1,0 +1,113 @@
+"""Reasoning at tiny size, on the shipped configs and weights: it learns, its control does not, a
+killed run goes on exactly, and two ranks under ZeRO-3 tell the story that one tells.
+
+Bounds are loose: a test must not fail by a seed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_edits
+import tiny_loop
+import torch
+from test_quickstart_learns import climb, run
+from tiny_loop import assert_same_run, metrics_of
+
+pytestmark = pytest.mark.slow
+
+CONFIG = "configs/tiny_reasoning.jsonnet"
+
+
+def test_right_answers_climb_on_held_out_questions(tmp_path: Path) -> None:
+    rows = run(CONFIG, tmp_path)
+    first, last = rows[0], rows[-1]
+    assert last["iteration"] == 100
+    assert climb(rows) > 0.2
+    assert first["eval/part/accuracy"] < 0.4 and last["eval/part/accuracy"] > 0.75
+    assert last["eval/part/format"] > 0.95
+    assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
+
+
+def test_with_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
+    rows = run("configs/tiny_reasoning_control.jsonnet", tmp_path)
+    assert abs(climb(rows)) < 0.08
+    assert rows[-1]["eval/part/accuracy"] < 0.5
+
+
+def write_config(folder: Path, changes: str) -> Path:
+    """The shipped config with `changes`, as run 'tiny' of `folder`, four iterations of 4 x 4."""
+    folder.mkdir()
+    path = folder / "config.jsonnet"
+    short = """{
+      run_name: 'tiny', base_exp_dir: '%s', num_iterations: 4,
+      prompts_per_iteration: 4, generations_per_prompt: 4,
+      optimizer+: { warmup_iterations: 1 },
+      evaluation+: { every_n_iterations: 2, num_samples: 6 },
+      checkpoint+: { save_every_n_iterations: 1 },
+    }"""
+    path.write_text(f"(import '{tiny_loop.REPO / CONFIG}') + {short % folder} + {changes}")
+    return path
+
+
+def test_kill_9_and_resume_equals_straight_through(tmp_path: Path) -> None:
+    tiny_loop.run(write_config(tmp_path / "straight", "{}"))
+    path = write_config(tmp_path / "killed", "{}")
+    killed = tiny_loop.run(path, "rl.learner.train_step:Update.finish", "3", check=False)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    tiny_loop.run(path)
+    straight, resumed = tmp_path / "straight" / "tiny", tmp_path / "killed" / "tiny"
+    assert_same_run(straight, resumed)
+    assert any(row["optimizer/grad_norm"] > 0 for row in metrics_of(straight)[1:])
+
+
+def launch(path: Path, num_ranks: int) -> Path:
+    """Under sizes that make ranks differ (`train_on_ranks.py`); returns the run's folder."""
+    script = tiny_loop.TESTS / "train_on_ranks.py"
+    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks), str(script)]
+    environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}"}
+    environment.pop("DS_ACCELERATOR", None)  # the run sets it by itself
+    ended = subprocess.run(
+        [*command, str(path)],
+        env=environment,
+        cwd=tiny_loop.REPO,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return path.parent / "tiny"
+
+
+def test_two_ranks_under_zero_3_where_some_questions_have_no_picture(tmp_path: Path) -> None:
+    """As configs/vlm_reasoning.jsonnet does: adapters on q and v, checkpointing, vLLM."""
+    rows = [{"problem": f"what is {a} plus 1?", "solution": str(a + 1)} for a in range(6)]
+    texts = tiny_edits.write_jsonl(tmp_path / "texts.jsonl", list(rows))
+    changes = """{
+      num_iterations: 2,
+      policy+: { lora: { r: 4, alpha: 8, target_modules: ['q_proj', 'v_proj'] } },
+      engine+: { kv_cache_memory_mb: 64, max_num_seqs: 16 },
+      data+: {
+        local texts = { type: 'edit_jsonl', path: '%s', columns: {
+          instruction: 'problem', source_optional: true, hidden: { answer: 'solution' } } },
+        train: [super.train[0], texts],
+        validation: [texts, super.validation[0]],
+      },
+      optimizer+: {
+        adam_eps: 1e-4, max_tokens_per_micro_batch: 600, gradient_checkpointing: true, %s
+      },
+    }"""
+    deepspeed = "backend: 'deepspeed', zero_stage: 3"
+    sharded = launch(write_config(tmp_path / "sharded", changes % (texts, deepspeed)), 2)
+    alone = launch(write_config(tmp_path / "alone", changes % (texts, "backend: 'torch'")), 1)
+    for row, expected in zip(metrics_of(sharded), metrics_of(alone), strict=True):
+        assert row["sync/mean_abs_dlogp"] < 1e-4
+        for name in ("reward/mean", "policy/entropy", "optimizer/grad_norm", "eval/reward"):
+            if name in expected:
+                assert row[name] == pytest.approx(expected[name], rel=1e-3), name
+    noted = torch.load(sharded / "weights_2.rank0.pt")
+    assert noted["sharded"] > 0 and noted["version"] == 2

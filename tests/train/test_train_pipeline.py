@@ -1,0 +1,62 @@
+"""`max_staleness: 1`: the next iteration is rolled out while the judge still reads the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_loop
+from tiny_loop import assert_same_run, metrics_of
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
+
+
+def stale_config(models: dict[str, str], folder: Path, **changes: Any) -> Path:
+    config = tiny_loop.config_of(
+        models, folder, max_staleness=1, checkpoint={"save_every_n_iterations": 2}, **changes
+    )
+    return tiny_loop.write_config(folder, config)
+
+
+def test_nobody_waits_for_a_judge_that_is_slower_than_a_rollout(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    """The first iteration's pictures are graded only after the second has begun to be sampled."""
+    second = tmp_path / "tiny/judge/iteration_000001.rank0.jsonl"
+    rewards = {
+        "patient": {"type": "tests.patient_reward", "wait_for": str(second)},
+        "viescore": {"type": "viescore"},
+    }
+    path = stale_config(
+        models,
+        tmp_path,
+        num_iterations=2,
+        rewards=rewards,
+        final_reward={"weights": {"patient": 1}},
+        evaluation={"every_n_iterations": 0},
+    )
+    tiny_loop.run(path)
+    _, first, late = metrics_of(tmp_path / "tiny")
+    assert first["status/scored"] == late["status/scored"] == 1
+    # Both were sampled by the first weights; the second one's ratio corrects for the step between.
+    assert first["policy/ratio_max"] == 1
+    assert late["policy/ratio_max"] != 1 and late["optimizer/grad_norm"] > 0
+    assert late["mismatch/max_abs_dlogp"] < 1e-4, "old log-probs are the sampler's weights'"
+
+
+@pytest.mark.slow
+def test_a_stale_run_resumes_exactly(models: dict[str, str], tmp_path: Path) -> None:
+    """It starts level after every checkpoint, stopped or not."""
+    tiny_loop.run(stale_config(models, tmp_path / "straight"))
+    path = stale_config(models, tmp_path / "killed")
+    killed = tiny_loop.run(path, "rl.learner.train_step:Update.finish", "4", check=False)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    assert "2 iterations done" in tiny_loop.run(path).stdout
+    straight = tmp_path / "straight" / "tiny"
+    assert_same_run(straight, tmp_path / "killed" / "tiny")
+    ratios = [row["policy/ratio_max"] for row in metrics_of(straight)[1:]]
+    assert [ratio == 1 for ratio in ratios] == [True, False, True, False]

@@ -1,0 +1,66 @@
+"""Every system on the one loop: its shipped tiny config, shortened, straight and killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_loop
+from tiny_rounding import NATS
+
+from rl.config.jsonnet import evaluate
+
+SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts")
+
+
+def shortened(system: str, base_exp_dir: Path, engine: str) -> dict[str, Any]:
+    """Three iterations of two prompts, three held-out samples."""
+    values, problems = evaluate(tiny_loop.REPO / "configs" / f"{system}.jsonnet", (), {})
+    assert values is not None and not problems
+    return values | {
+        "run_name": "tiny",
+        "base_exp_dir": str(base_exp_dir),
+        "num_iterations": 3,
+        "prompts_per_iteration": 2,
+        "generations_per_prompt": 4,
+        "engine": {"type": engine},
+        "optimizer": values["optimizer"]
+        | {"warmup_iterations": 0, "max_tokens_per_micro_batch": 300},
+        "evaluation": values["evaluation"] | {"every_n_iterations": 3, "num_samples": 3},
+        "checkpoint": values["checkpoint"] | {"save_every_n_iterations": 1},
+    }
+
+
+def write(folder: Path, system: str, engine: str = "transformers") -> Path:
+    return tiny_loop.write_config(folder, shortened(system, folder, engine))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> None:
+    tiny_loop.run(write(tmp_path, system))
+    run_dir = tmp_path / "tiny"
+    rows = tiny_loop.metrics_of(run_dir)
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
+    assert {"eval/reward"} <= rows[0].keys() & rows[3].keys()
+    assert all(row["status/ungraded"] == 0 for row in rows[1:])
+    assert any(row["optimizer/grad_norm"] > 0 for row in rows[1:] if "optimizer/grad_norm" in row)
+    assert max(row.get("mismatch/max_abs_dlogp", 0) for row in rows) < NATS
+    assert rows[3]["sync/mean_abs_dlogp"] < 1e-5
+    episodes = tiny_loop.episodes_of(run_dir)
+    assert len(episodes) == 3 * 2 * 4
+    draws = system != "tiny_reasoning"
+    assert (episodes[0]["image_file"] is not None) == draws
+    assert ("reward_gain" in rows[1]) == (system == "tiny_prompts"), "who has words of his own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_killed_and_resumed_is_straight_through(system: str, engine: str, tmp_path: Path) -> None:
+    straight, broken = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
+    tiny_loop.run(straight)
+    killed = tiny_loop.run(broken, "rl.learner.train_step:Update.finish", "2", check=False)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    assert "resumed from" in tiny_loop.run(broken).stdout
+    tiny_loop.assert_same_run(tmp_path / "straight/tiny", tmp_path / "broken/tiny", 3)
