@@ -171,7 +171,7 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, 
     known = plugs_of(room)
     if not isinstance(name, str) or not name:
         return None, [f"{key}.type: missing; name a file of rl/{room}: {', '.join(known)}"]
-    dotted = name if "." in name else f"rl.{room}.{name}"
+    dotted = name if "." in name else module_of(room, name)
     try:
         module = importlib.import_module(dotted)
     except ModuleNotFoundError as error:
@@ -195,9 +195,16 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, 
 
 
 def plugs_of(room: str) -> list[str]:
-    """Names of the plug files that lie in a room."""
+    """Names of the plugs that lie in a room: its files, and its folders that hold a `plug.py`."""
     folder = Path(__file__).parent / room
-    return sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_"))
+    files = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
+    return sorted([*files, *(file.parent.name for file in folder.glob("*/plug.py"))])
+
+
+def module_of(room: str, name: str) -> str:
+    """Dotted path of a shipped plug."""
+    is_folder = (Path(__file__).parent / room / name / "plug.py").is_file()
+    return f"rl.{room}.{name}.plug" if is_folder else f"rl.{room}.{name}"
 
 
 def claims(resolved: Resolved) -> list[Claim]:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,28 +28,28 @@ CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 PLUGS = [(room, name) for room in build.ROOMS for name in build.plugs_of(room)]
 
 FLOORS = [
-    {"types", "contracts", "config", "earl_fields", "jsonnet", "validation"},
-    {"algorithm", "system", "tiny_world"},
+    {"api", "config"},
+    {"algorithm", "files", "meter", "ranks"},
+    {"record"},
+    {"judge", "tiny_world"},
     set(build.ROOMS),
-    {"packs"},
-    {"build", "learner", "rollout", "sampler", "summary", "sync"},
-    {"enhance", "evaluate", "fit", "footprint"},
-    {"memory_fit"},
-    {"check"},
+    {"learner"},
+    {"rollout"},
+    {"build"},
+    {"enhance", "preflight"},
     {"run"},
-    {"opening"},
     {"train"},
     {"simple_launch"},
 ]
-"""Imports go down, or stay within one unit."""
+"""Rooms (or files beside them). Imports go down, or stay in one room."""
 
 FENCES = {
-    "vllm": r"rl/engines/_?vllm\w*\.py",
-    "deepspeed": r"rl/learner\w*\.py",
-    "diffusers": r"rl/renderers/\w+\.py",
-    "httpx": r"rl/system/judge_(http|endpoint)\.py",
-    "wandb": r"rl/system/tracking\.py",
-    "datasets": r"rl/data/\w+\.py",
+    "vllm": r"rl/engines/vllm/\w+\.py",
+    "deepspeed": r"rl/learner/deepspeed\.py",
+    "diffusers": r"rl/renderers/[\w/]+\.py",
+    "httpx": r"rl/judge/(http|endpoint)\.py",
+    "wandb": r"rl/record/tracking\.py",
+    "datasets": r"rl/data/[\w/]+\.py",
 }
 """Third-party package -> the only files that may import it."""
 
@@ -87,24 +88,6 @@ def imports_of(file: Path) -> Iterator[Import]:
 IMPORTS = [found for file in SOURCES for found in imports_of(file)]
 
 
-def unit(dotted: str) -> str:
-    """'rl.learner.backends.x' -> 'learner': a package, a module, or a module's family."""
-    word = dotted.split(".")[1]
-    family = word.partition("_")[0]
-    return family if family in ("learner", "rollout") else word
-
-
-def floor(name: str) -> int:
-    found = [number for number, units in enumerate(FLOORS) if name in units]
-    assert found, f"rl/{name} has no floor in test_layout.py"
-    return found[0]
-
-
-def own_unit(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return unit(".".join(parts))
-
-
 def test_only_a_line_feed_ends_a_line() -> None:
     """`splitlines`, of bytes too, cuts where a value may go on: `rl/files/atomic.py` reads."""
     files = [*SOURCES, *(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
@@ -118,27 +101,60 @@ def test_only_a_line_feed_ends_a_line() -> None:
     assert not cutting, cutting
 
 
+def room_of(dotted: str) -> str:
+    """'rl.learner.backends' -> 'learner'."""
+    return dotted.split(".")[1]
+
+
+def floor(room: str) -> int:
+    found = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    assert found, f"rl/{room} has no floor in test_layout.py"
+    return found[0]
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def test_imports_only_go_down() -> None:
-    upward = []
-    for found in IMPORTS:
-        if not found.module.startswith("rl.") or found.file == ROOT / "rl" / "__init__.py":
-            continue
-        here, there = own_unit(found.file), unit(found.module)
-        same_ground = here == there or (floor(here) == floor(there) == 0)
-        sideways = found.for_types_only and floor(here) == floor(there)
-        if not (same_ground or sideways or floor(there) < floor(here)):
-            upward.append(found.place)
+    upward = [
+        found.place
+        for found in IMPORTS
+        if found.module.startswith("rl.") and found.file != ROOT / "rl" / "__init__.py"
+        for here, there in [(room_of(module_name(found.file)), room_of(found.module))]
+        if here != there and floor(there) >= floor(here)
+    ]
     assert not upward, upward
 
 
+def test_no_two_files_need_each_other() -> None:
+    """Inside a room too, and imports in a function or for types only count."""
+    names = {module_name(file) for file in SOURCES}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for found in IMPORTS:
+        here = module_name(found.file)
+        there = found.module if found.module in names else found.module.rpartition(".")[0]
+        if there in names and there != here:
+            graph[here].add(there)
+    order = TopologicalSorter(graph)
+    try:
+        order.prepare()
+    except CycleError as error:
+        pytest.fail(f"these files need each other: {' -> '.join(error.args[1])}")
+
+
 def test_a_plug_imports_no_other_plug() -> None:
-    plugs = {f"rl.{room}.{name}" for room, name in PLUGS}
+    homes = {build.module_of(room, name).removesuffix(".plug"): room for room, name in PLUGS}
+
+    def home_of(dotted: str) -> str | None:
+        return next((home for home in homes if f"{dotted}.".startswith(f"{home}.")), None)
+
     wrong = [
         found.place
         for found in IMPORTS
-        if found.file.parent.name in build.ROOMS
-        and ".".join(found.module.split(".")[:3]) in plugs
-        and not found.for_types_only
+        for here, there in [(home_of(module_name(found.file)), home_of(found.module))]
+        if here and there and here != there
     ]
     assert not wrong, wrong
 
@@ -160,8 +176,8 @@ def test_the_algorithm_is_pure() -> None:
     wrong = [
         found.place
         for found in IMPORTS
-        if own_unit(found.file) == "algorithm"
-        and not (found.module.split(".")[0] in allowed and "rl.system" not in found.module)
+        if room_of(module_name(found.file)) == "algorithm"
+        and found.module.split(".")[0] not in allowed
     ]
     assert not wrong, wrong
 
@@ -172,14 +188,15 @@ import importlib, sys
 for heavy in ("torch", "vllm", "diffusers", "deepspeed", "transformers", "peft", "datasets"):
     sys.modules[heavy] = None
 import rl.simple_launch
-from rl import build, check
-from rl.config import load_config
+from rl import build
+from rl.config.schema import load_config
+from rl.preflight import report
 for room, name in {PLUGS!r}:
-    importlib.import_module(f"rl.{{room}}.{{name}}")
+    importlib.import_module(build.module_of(room, name))
 for path in {[str(path) for path in CONFIGS]!r}:
     config = load_config(path, env={ENVIRONMENT!r})
-    check.problems(config)
-    check.report(config, gpu_gb=141)
+    report.problems(config)
+    report.report(config, gpu_gb=141)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -189,7 +206,7 @@ for path in {[str(path) for path in CONFIGS]!r}:
 
 @pytest.mark.parametrize(("room", "name"), PLUGS)
 def test_a_plug_keeps_its_rooms_contract(room: str, name: str) -> None:
-    module = importlib.import_module(f"rl.{room}.{name}")
+    module = importlib.import_module(build.module_of(room, name))
     missing = [export for export in build.ROOMS[room] if not hasattr(module, export)]
     assert not missing, missing
     if getattr(module, "NEEDS_JUDGE", False):
@@ -275,7 +292,7 @@ def test_the_schema_is_documented() -> None:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    elsewhere = "\n".join(file.read_text() for file in SOURCES if file.name != "config.py")
+    elsewhere = "\n".join(file.read_text() for file in SOURCES if file.parent.name != "config")
     unread = [
         f"{key}.{name}"
         for key, section in sections(RunConfig)
@@ -283,10 +300,3 @@ def test_every_key_is_read_somewhere() -> None:
         if not re.search(rf"\.{name}\b", elsewhere)
     ]
     assert not unread, unread
-
-
-def test_files_stay_readable() -> None:
-    longest = {
-        file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines()) for file in SOURCES
-    }
-    assert {file: lines for file, lines in longest.items() if lines > 400} == {}

@@ -1,18 +1,18 @@
 """Renderer plug: Qwen-Image-Edit, conditioned on the policy's hidden states.
 
 What: its template. What not: the rest of the contract and the loop, which it shares with Edit-Plus
-(`qwen_image/config.py`, `qwen_image/loop.py`). Called by `build.py` and the config check.
+(`qwen_image/`). Called by `build.py` and the config check.
 """
 
 from __future__ import annotations
 
 from rl.api.types import PromptTemplate
+from rl.renderers.qwen_image.build import build
 from rl.renderers.qwen_image.config import (
     ACCEPTS,
     MAKES_IMAGES,
     QwenImageConfig,
     activation_counts,
-    build,
     edit_template,
     negative_prompt,
     parameter_counts,

@@ -2,7 +2,7 @@
 
 What: its template ("Picture 1: ...") and the 384^2 px picture its text encoder reads. What not:
 several source pictures; 2511's `zero_cond_t`, which is in the transformer's own config; the rest,
-shared with Edit (`qwen_image/config.py`, `qwen_image/loop.py`). Called by `build.py` and the check.
+shared with Edit (`qwen_image/`). Called by `build.py` and the check.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Annotated
 from pydantic import Field
 
 from rl.api.types import PromptTemplate
+from rl.renderers.qwen_image.build import build
 from rl.renderers.qwen_image.config import (
     ACCEPTS,
     MAKES_IMAGES,
     QwenImageConfig,
     activation_counts,
-    build,
     edit_template,
     negative_prompt,
     parameter_counts,

@@ -15,12 +15,12 @@ from benchmarks import gpu_bench, gpu_check, gpu_models, gpu_policy
 from benchmarks.gpu_bench import Bench, Line, Report
 from benchmarks.gpu_models import REAL, TINY
 from rl.meter.flop_meter import Ceilings, Work
+from rl.policies.qwen2_5_vl.config import Config
 from rl.policies.qwen2_5_vl.loading import load_image_processor, load_tokenizer
-from rl.policies.qwen2_5_vl.plug import Config
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
 from rl.policies.shared import attention_kernels
 from rl.policies.shared.attention_kernels import Kernel
-from rl.policies.shared.packing import Runs
+from rl.policies.shared.runs import Runs
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
 

@@ -15,7 +15,7 @@ import torch
 
 from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import start
-from rl.engines.vllm.start import GRID, VOCABULARY
+from rl.engines.vllm.config import GRID, VOCABULARY
 from rl.ranks.wheels import mend_mismatched_wheels
 
 mend_mismatched_wheels()
@@ -276,9 +276,9 @@ def test_vllms_own_loaders_take_each_shell_and_refuse_the_other():
 def test_a_vllm_of_another_interface_is_named(monkeypatch):
     import sys
 
-    from rl import engines
+    from rl.engines import vllm
 
-    monkeypatch.delattr(engines, "_vllm_grammar")
+    monkeypatch.delattr(vllm, "grammar")
     monkeypatch.setitem(sys.modules, "rl.engines.vllm.grammar", None)
     with pytest.raises(RuntimeError, match=r"requirements\.txt"):
         start.grammar_arguments("folder", {}, None)

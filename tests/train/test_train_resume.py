@@ -74,7 +74,7 @@ def test_kill_9_and_resume_equals_straight_through(
     assert killed.returncode == -9, killed.stderr[-2000:]
     resumed = tiny_loop.run(path)
     assert "resumed from" in resumed.stdout
-    if where.startswith("rl.system"):  # the second iteration was recorded, and is done again
+    if where.startswith("rl.record"):  # the second iteration was recorded, and is done again
         assert "what was recorded after iteration 1 is done again, and set aside" in resumed.stdout
     assert_same_run(straight, tmp_path / "tiny")
     lines = (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()

@@ -20,14 +20,13 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
-from rl.config.schema import Section
 from rl.engines.vllm import start
 from rl.engines.vllm import weights as vllm_weights
+from rl.engines.vllm.config import GRID, Residency
+from rl.engines.vllm.config import Config as Config
 from rl.meter import flop_meter
 from rl.meter.flops import LanguageModel, sampling_work
 from rl.ranks.wheels import mend_mismatched_wheels
@@ -52,43 +51,10 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
 
 
-Residency = Literal["auto", "resident", "sleep"]
 FeaturesOf = Callable[[Sequence[Prompt]], "list[torch.Tensor | None]"]
 """Prompts -> what their pictures look like to the language model, [N_img, D] each."""
 MergedWeights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
 """-> the matrices that an adapter changes, with it in them."""
-
-
-class Config(Section):
-    """The engine section."""
-
-    type: str
-    """'vllm'."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.35
-    """Share of the GPU's memory for weights and key-value cache while awake."""
-    kv_cache_memory_mb: Annotated[int, Field(ge=1)] | None = None
-    """Key-value cache, MiB, instead of that share; null on a CPU means 256."""
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest prompt + completion, tokens; null = policy.max_prompt_tokens +
-    sampling.max_completion_tokens."""
-    max_num_seqs: Annotated[int, Field(ge=1)] = 128
-    """Completions decoded at the same time."""
-    enforce_eager: bool = False
-    """True skips compilation and CUDA graphs; a CPU is always eager."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the sampler's weights; auto = policy.dtype."""
-    residency: Residency = "auto"
-    """Where the sampler is while others use the device (CUDA only). resident: it stays; sleep: its
-    weights go to host memory and its cache is freed, seconds an iteration for a large model; auto:
-    it stays where the memory plan has room. vLLM's deeper sleep, which throws the base away, is not
-    offered: it corrupts VLMs."""
-    adapter: Literal["served", "merged"] = "served"
-    """How a LoRA is sampled with. served: beside the base, exact. merged: summed into the matrices
-    it adapts at every sync: a fifth less decoding on a CPU for a sync of 19 ms instead of 2; exact
-    in float32, while in bfloat16 the sum loses what is small beside its matrix (mean
-    |log-prob difference| to the trainer 0.0024 nats instead of 0.0020). Not under ZeRO-3."""
-    tensor_parallel_size: Literal[1] = 1
-    """Every rank is a sampler of its own; more is not supported yet."""
 
 
 def build(
@@ -323,7 +289,7 @@ class VllmEngine:
             ignore_eos=True,  # the policy's stop ids are the only ones
             stop_token_ids=self._stop_ids,
             logit_bias=self._bans,
-            extra_args={start.GRID: grid} if grid else None,
+            extra_args={GRID: grid} if grid else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

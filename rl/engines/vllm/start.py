@@ -16,15 +16,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rl.api.types import ImageVocabulary
+from rl.engines.vllm.config import VOCABULARY
 from rl.ranks.seeding import rng_state, set_rng_state
 
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
 """Architectures that vLLM does not list, and the class of its own that computes the same."""
-
-GRID = "image_grid"
-"""Key of a request's (h, w) in `SamplingParams.extra_args`; absent: the request is not held."""
-VOCABULARY = "image_vocabulary"
-"""Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
 
 
 def register_in_process(folder: str) -> None:

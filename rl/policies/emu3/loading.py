@@ -25,7 +25,7 @@ from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
 
 if TYPE_CHECKING:
-    from rl.policies.emu3.plug import Config
+    from rl.policies.emu3.config import Config
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -18,7 +18,7 @@ from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
 
 if TYPE_CHECKING:
-    from rl.policies.qwen2_5_vl.plug import Config
+    from rl.policies.qwen2_5_vl.config import Config
 
 LANGUAGE_ONLY = r".*language_model\..*\.({names})"
 """The vision tower also has layers called gate_proj, up_proj and down_proj."""

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from rl.policies.shared.packing import Runs
+from rl.policies.shared.runs import Runs
 
 Name = Literal["auto", "sdpa", "varlen"]
 Tensors = tuple[torch.Tensor, ...]

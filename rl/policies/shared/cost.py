@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from rl.api.types import PackedGroup
-    from rl.policies.shared.logprobs import Head
+    from rl.policies.shared.head import Head
 
 
 def count_row(sizes: LanguageModel, groups: Iterable[PackedGroup], hidden: torch.Tensor) -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.policies.shared.cost import count_head
+from rl.policies.shared.head import Head
 from rl.policies.shared.packing import completion_tokens
 
 if TYPE_CHECKING:
@@ -24,18 +25,6 @@ if TYPE_CHECKING:
 
 LOGITS_PER_CHUNK = 2**26
 """Tokens are projected in chunks of about this many logits: 256 MiB in float32."""
-
-
-class Head(Protocol):
-    """A vocabulary projection; a module's call, so that sharded training can gather its weight."""
-
-    out_features: int
-
-    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """[N, D] -> [N, out_features] logits."""
-        ...
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
 def completion_outputs(

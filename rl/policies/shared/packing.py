@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from rl.api.types import PackedGroup, Prompt, Row
+from rl.policies.shared.runs import Runs
 
 if TYPE_CHECKING:
     import torch
@@ -88,21 +89,6 @@ def completion_tokens(groups: Sequence[PackedGroup]) -> torch.Tensor:
     positions_N = starts_B[rows_N] + columns_N
     predictors_N = torch.where(columns_N == 0, prompt_ends_B[rows_N], positions_N - 1)
     return torch.stack([rows_N, columns_N, positions_N, predictors_N])
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Attention in pieces: run i of the queries sees run i of the keys and nothing else."""
-
-    query_lens: tuple[int, ...]
-    """Together they cover the queries."""
-    key_lens: tuple[int, ...]
-    causal: bool
-    """Within a run, query n sees keys up to n; else all of them. Causal runs are square."""
-
-    @cached_property
-    def num_queries(self) -> int:
-        return sum(self.query_lens)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from pydantic import Field
 
 from rl.api.types import ActionKind, PromptTemplate
 from rl.files.weights import num_parameters
-from rl.ranks.placement import PlacedSection, resolve_device
+from rl.ranks.placement import PlacedSection
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
 from rl.renderers.shared.checkpoint_folder import path_problems
 from rl.renderers.shared.scheduling import SchedulerOverrides
 
 if TYPE_CHECKING:
-    from rl.renderers.qwen_image.loop import QwenImageRenderer
+    pass
 
 ACCEPTS: ActionKind = "hidden_states"
 MAKES_IMAGES = True
@@ -227,12 +227,3 @@ def activation_counts(config: QwenImageConfig) -> dict[str, float]:
         "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
         "vae": 8 * 96 * max(fixed or config.output_area_px, config.condition_area_px),
     }
-
-
-def build(config: QwenImageConfig, device: str) -> QwenImageRenderer:
-    """Load the editor onto `config.device`, or onto `device` (the rank's) when that is 'auto'."""
-    from rl.renderers.qwen_image.components import load_parts
-    from rl.renderers.qwen_image.loop import QwenImageRenderer
-
-    place = resolve_device(config.device, device)
-    return QwenImageRenderer(config, load_parts(config, place))

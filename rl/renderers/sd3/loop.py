@@ -31,7 +31,7 @@ from rl.renderers.shared.decoding import decode_in_slices, to_pictures
 from rl.renderers.shared.scheduling import override_scheduler, resolution_shift
 
 if TYPE_CHECKING:
-    from rl.renderers.sd3.plug import Config
+    from rl.renderers.sd3.config import Config
 
 LATENT_PX = 8
 """The VAE shrinks pictures this many times."""

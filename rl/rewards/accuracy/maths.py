@@ -98,7 +98,7 @@ class MathsProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # -P: this folder is no place to import from; it has a `format.py`.
-        script = Path(__file__).with_name("_maths_worker.py")
+        script = Path(__file__).with_name("maths_worker.py")
         return subprocess.Popen(
             [sys.executable, "-P", str(script)],
             stdin=subprocess.PIPE,

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # noqa
 if TYPE_CHECKING:
     from PIL import Image
 
-    from rl.rewards.clip.plug import Config
+    from rl.rewards.clip.config import Config
 
 REMEMBERED_PROMPTS = 4096
 

@@ -16,14 +16,12 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field, field_validator
+from typing import TYPE_CHECKING
 
 from rl.api.types import Evidence, Grade
-from rl.config.schema import missing_model
 from rl.files.weights import num_parameters
-from rl.ranks.placement import PlacedSection, resolve_device
+from rl.ranks.placement import resolve_device
+from rl.rewards.clip.config import Config as Config
 from rl.rewards.shared.batching import BatchWorker
 
 if TYPE_CHECKING:
@@ -47,32 +45,6 @@ HUB_VISION: Mapping[str, tuple[int, int, int]] = {
 """(picture's side, px; patch's side, px; width of the vision tower)."""
 MAX_WAIT_S = 0.005
 """A renderer hands over a batch of pictures within that time."""
-
-
-class Config(PlacedSection):
-    """Which CLIP, and where it runs."""
-
-    type: str = "clip"
-    """This plug."""
-    model_path: str = "openai/clip-vit-base-patch32"
-    """Hub id of a CLIP of transformers, or a local folder."""
-    revision: str | None = None
-    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
-    """Of weights and activations; cosines are taken in float32."""
-    batch_size: Annotated[int, Field(ge=1)] = 16
-    """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is
-    filled up to it, and costs as much."""
-    scale: Annotated[float, Field(gt=0)] = 2.5
-    """Cosine times this is the value."""
-
-    @field_validator("model_path")
-    @classmethod
-    def _can_be_found(cls, path: str) -> str:
-        problems = missing_model("model_path", path)
-        if problems:
-            raise ValueError(problems[0].removeprefix("model_path: "))
-        return path
 
 
 def parameter_counts(config: Config) -> dict[str, float]:

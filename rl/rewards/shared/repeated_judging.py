@@ -1,7 +1,7 @@
 """What rewards that ask the judge share: how often each picture is graded, and the mean of it.
 
 What: the two config keys and the folding of answers into one `Grade`. What not: the questions (the
-plugs), HTTP and the reading of replies (`rl/system/judge_*.py`). Called by the judged rewards.
+plugs), HTTP and the reading of replies (`rl/judge/`). Called by the judged rewards.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two questions per picture: semantic consistency (its marks differ from task to t
 quality, from the picture alone: `naturalness`, and absence of `artifacts`. SC and PQ are the minima
 of their marks, overall = sqrt(SC * PQ), all 0-10; the value is overall / 10.
 
-What not: HTTP, retries (`rl/system/judge_*.py`), what the semantic question is about (the plugs).
+What not: HTTP, retries (`rl/judge/`), what the semantic question is about (the plugs).
 Called by `viescore.py` and `viescore_t2i.py`.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rl.judge.client import JudgeClient
 
-PROMPTS = Path(__file__).parent / "prompts"
+PROMPTS = Path(__file__).parents[1] / "prompts"
 UNIT_PARTS = frozenset({"sc_01", "pq_01"})
 PERCEPTION_MARKS = ("naturalness", "artifacts")
 

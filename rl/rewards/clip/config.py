@@ -1,0 +1,39 @@
+"""The keys of a `clip` reward. Read by all files of this folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from rl.config.schema import missing_model
+from rl.ranks.placement import PlacedSection
+
+if TYPE_CHECKING:
+    pass
+
+
+class Config(PlacedSection):
+    """Which CLIP, and where it runs."""
+
+    type: str = "clip"
+    """This plug."""
+    model_path: str = "openai/clip-vit-base-patch32"
+    """Hub id of a CLIP of transformers, or a local folder."""
+    revision: str | None = None
+    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    """Of weights and activations; cosines are taken in float32."""
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is
+    filled up to it, and costs as much."""
+    scale: Annotated[float, Field(gt=0)] = 2.5
+    """Cosine times this is the value."""
+
+    @field_validator("model_path")
+    @classmethod
+    def _can_be_found(cls, path: str) -> str:
+        problems = missing_model("model_path", path)
+        if problems:
+            raise ValueError(problems[0].removeprefix("model_path: "))
+        return path

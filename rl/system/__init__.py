@@ -1,1 +1,0 @@
-"""All side effects: ranks, signals, disk, network, screen. No arithmetic of the algorithm."""
