@@ -56,7 +56,7 @@ def _tower_per_look(run: Run, folder: Path) -> None:
 
 def _source_per_picture(run: Run, folder: Path) -> None:
     """Sources are known by their objects: copies are strangers."""
-    renderer: Any = run.crew.renderer
+    renderer: Any = run.context.renderer
     encode = renderer._encode_sources
     renderer._encode_sources = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
 
@@ -101,7 +101,7 @@ class StockVae:
 
 
 def _stock_vae(run: Run, folder: Path) -> None:
-    renderer: Any = run.crew.renderer
+    renderer: Any = run.context.renderer
     renderer.parts = replace(renderer.parts, vae=StockVae(folder))
 
 
@@ -153,7 +153,7 @@ class StockConditioning:
 
 
 def _stock_denoiser(run: Run, folder: Path) -> None:
-    renderer: Any = run.crew.renderer
+    renderer: Any = run.context.renderer
     renderer._denoiser = StockDenoiser(folder)
     renderer._modulation.of_schedule = list
 

@@ -118,18 +118,18 @@ class Group:
     ) -> None:
         """An iteration's learning, verdicts at hand. `phase(name)`: around each part."""
         prompt, ids_G = next(self._turns)
-        update = self.learner.begin(0, [prompt], [ids_G], [len(ids_G)])
+        train_step = self.learner.begin(0, [prompt], [ids_G], [len(ids_G)])
         with phase("tower, forward, states"):
-            for pack in update.packs:
-                batch, outputs = update.forward(pack)
-                self.policy.act(pack.rows, batch, outputs)
+            for micro_batch in train_step.micro_batches:
+                batch, outputs = train_step.forward(micro_batch)
+                self.policy.decode_actions(micro_batch.rows, batch, outputs)
                 del batch, outputs
         with phase("reference pass"):
-            update.work_ahead(lambda: True)
+            train_step.prefetch_reference(lambda: True)
         with phase("backward"):
-            update.hand_in(0, [_graded(ids, g) for g, ids in enumerate(ids_G)])
+            train_step.accumulate(0, [_graded(ids, g) for g, ids in enumerate(ids_G)])
         with phase("optimiser step"):
-            update.finish()
+            train_step.step()
 
 
 def _graded(ids: tuple[int, ...], g: int) -> TrainSequence:

@@ -2,7 +2,7 @@
 
 What: a run's config, and an engine that says what it is told and marks where an iteration begins.
 What not: any part of the loop. Weights are not synced (`Run.sync_engine` does nothing): on neither
-side is there a sampler to give them to. The baseline arm, evaluations and checkpoints are off.
+side is there a sampler to give them to. The bare arm, evaluations and checkpoints are off.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
         "num_iterations": toy.MAX_ITERATIONS,
         "prompts_per_iteration": shape.num_groups,
         "generations_per_prompt": shape.group,
-        "baseline_arm": "never",
+        "bare_arm": "never",
         "policy": {
             "type": "qwen2_5_vl",
             "model_path": str(folder / "policy"),
@@ -123,12 +123,12 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
 
 
 def _watch(post: Post) -> None:
-    from rl.learner.train_step import Update
+    from rl.learner.train_step import TrainStep
 
     meter = post.meter
     watch_models(meter)
     meter.watch_phases()
-    meter.watch(Update, "work_ahead", TAIL)
+    meter.watch(TrainStep, "prefetch_reference", TAIL)
     for name in ("all_reduce", "all_gather", "broadcast"):
         for module in (torch.distributed, torch.distributed.distributed_c10d):
             meter.watch(module, name, None, _num_bytes)

@@ -29,14 +29,14 @@ from benchmarks import toy
 from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
-from rl.api.types import Evidence, HiddenStates, RenderJob, Sample
+from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers import qwen_image_edit
 from rl.rewards import viescore
-from rl.rollout.prompt_order import PromptSampler
+from rl.rollout.prompt_order import PromptOrder
 
 NUM_DROPPED_TOKENS = 64
 """The system prompt's, which condition but are not given to the DiT."""
@@ -224,7 +224,7 @@ class Peer:
                     true_cfg_scale=1.0,
                     generator=torch.Generator().manual_seed(0),
                 ).images[0]
-            evidence.append(Evidence(row, text, picture))
+            evidence.append(RewardInput(row, text, picture))
         with span(JUDGE_WAIT):
             grades = list(self._pool.map(lambda one: self._ask(one).result(), evidence))
         return [float(grade.value) for grade in grades]
@@ -252,7 +252,7 @@ class Peer:
             pictures: dict[int, Any] = {}
             with span(RENDER):
                 for index, picture in self._renderer.render(jobs):
-                    pictures[index] = self._ask(Evidence(sample, texts[index], picture))
+                    pictures[index] = self._ask(RewardInput(sample, texts[index], picture))
             grading += [pictures[index] for index in range(group)]
         with span(JUDGE_WAIT):
             grades = [one.result() for one in grading]
@@ -287,7 +287,7 @@ class Peer:
             for states, ids in zip(hidden, ids_G, strict=True)
         ]
 
-    def _ask(self, evidence: Evidence) -> Any:
+    def _ask(self, evidence: RewardInput) -> Any:
         return self._judge_loop.submit(self._reward.grade(evidence))
 
 
@@ -321,7 +321,7 @@ def ordered_samples(shape: Shape) -> list[Sample]:
 
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     config = toy_samples.Config(type="toy_samples", num_samples=num_rows, shape=vars(shape))
-    sampler = PromptSampler([toy_samples.ToySamples(config)], [1.0], 0, shape.num_groups)
+    sampler = PromptOrder([toy_samples.ToySamples(config)], [1.0], 0, shape.num_groups)
     return [
         row
         for iteration in range(toy.MAX_ITERATIONS)

@@ -27,7 +27,7 @@
   // Also render and grade the user's own words under the same noise, one picture per prompt, so
   // that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
   // there only, or not at all. Never trained on.
-  baseline_arm: 'always',
+  bare_arm: 'always',
   // Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc.
   world_size: 1,
   // GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans for.

@@ -217,7 +217,7 @@ def num_iterations(config: RunConfig, num_samples: int) -> int:
     """Iterations of the whole run; `num_samples` is the training mixture's length."""
     if config.num_iterations is not None:
         return config.num_iterations
-    assert config.num_epochs is not None, "fit_problems refuses a config with neither"
+    assert config.num_epochs is not None, "compatibility_problems refuses a config with neither"
     return max(1, round(config.num_epochs * num_samples / config.prompts_per_iteration))
 
 

@@ -160,7 +160,7 @@ class Enhancer:
 
     def _read(self, prompt: Prompt, completion: Completion) -> Enhanced:
         original = prompt.sample.instruction
-        (action,) = self._policy.act([(prompt, completion.token_ids)], None, None)
+        (action,) = self._policy.decode_actions([(prompt, completion.token_ids)], None, None)
         enhanced = action.text or original
         return Enhanced(
             original=original,

@@ -15,15 +15,17 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rl import build
 from rl.config.schema import load_config
 from rl.ranks import error_messages, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
+from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Sampled
-from rl.run import episode_metrics
-from rl.run.run import Flight, Run
+from rl.run.episode_metrics import rollout_metrics, size_of
+from rl.run.run import PendingStep, Run
 from rl.run.set_up import RunFinishedError, open_run
 
 
@@ -55,23 +57,17 @@ def train(run: Run) -> None:
         metrics.update(run.evaluate_if_due(0))
         run.log(0, metrics)
     done = sampled = run.start
-    in_flight: deque[Flight] = deque()
-    while done < run.num_iterations:
-        if run.may_sample(sampled, done):
-            flight = roll_out(run, sampled)
-            if flight is None:
-                break
-            in_flight.append(flight)
-            del flight  # or its pictures and states would outlive its update
-            sampled += 1
-        else:
-            if not learn_from(run, in_flight.popleft()):
-                break
+    pending_steps: deque[PendingStep] = deque()
+    with suppress(Interrupted):
+        while done < run.num_iterations:
+            while run.may_sample(sampled, done):
+                pending_steps.append(roll_out(run, sampled))
+                sampled += 1
+            learn_from(run, pending_steps.popleft())
             done += 1
-            if signals.stop_requested(run.dist):
-                break
-    for flight in in_flight:
-        flight.judging.cancel()
+            leave_together(None, run.dist)
+    for pending in pending_steps:
+        pending.rollout.cancel()
     if done < run.num_iterations:
         run.save(done, final=True)
         run.console.say(f"stopped after {done} iterations; the same command goes on from here")
@@ -79,12 +75,12 @@ def train(run: Run) -> None:
     run.tracker.log_where_time_went(run.timer)
 
 
-def roll_out(run: Run, iteration: int) -> Flight | None:
-    """Sample, condition, render, and ask the judge; None when asked to stop."""
+def roll_out(run: Run, iteration: int) -> PendingStep:
+    """Sample, condition, render, and ask the judge. Raises `Interrupted` when asked to stop."""
     config, dist, timer = run.config, run.dist, run.timer
     run.open_journal("iteration", iteration)
     with timer.phase("prompts"):
-        prompts_P = run.sampler.shard(
+        prompts_P = run.prompt_order.shard(
             iteration, dist.rank, dist.world_size, run.policy.build_prompt
         )
         first = dist.rank * len(prompts_P)
@@ -93,38 +89,38 @@ def roll_out(run: Run, iteration: int) -> Flight | None:
     with timer.phase("generate") as phase:
         seeds_P = [derive_seed(config.seed, "sampling", group) for group in groups_P]
         completions_PG = run.engine.generate(prompts_P, build.sampling_params(config), seeds_P)
-        phase.note(episode_metrics.size_of(completions_PG))
+        phase.note(size_of(completions_PG))
     run.engine.sleep()
     noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
-    sampled = Sampled(prompts_P, completions_PG, noise_P, groups_P, run.bare_completions(prompts_P))
+    bare_P = run.bare_arms(prompts_P)
+    sampled = Sampled(prompts_P, completions_PG, noise_P, groups_P, bare_P)
     sizes_P = [len(completions_G) for completions_G in completions_PG]
-    update = run.learner.begin(iteration, prompts_P, sampled.token_ids, sizes_P)
-    judging = run.render(sampled, update)
-    return None if judging is None else Flight(iteration, judging, update)
+    train_step = run.learner.begin(iteration, prompts_P, sampled.token_ids, sizes_P)
+    return PendingStep(iteration, run.render(sampled, train_step), train_step)
 
 
-def learn_from(run: Run, flight: Flight) -> bool:
-    """Grade, learn, sync, record; False when asked to stop before the weights moved."""
-    config, timer, iteration = run.config, run.timer, flight.iteration
+def learn_from(run: Run, pending: PendingStep) -> None:
+    """Weigh, learn, sync, record. Raises `Interrupted` when asked to stop before the weights move.
+
+    A group's backward runs while others are still judged, unless ranks have to do it together.
+    """
+    timer, train_step, done = run.timer, pending.train_step, pending.iteration + 1
     with timer.phase("learn"):  # the wait for the judge is a phase inside it
-        rollout = run.grade(flight, iteration)
-        if rollout is None:
-            return False
-        episodes_PG = rollout.episodes
-        advantages_PG, metrics = episode_metrics.group_rewards(config, iteration, rollout, run.dist)
-        for p, group in enumerate(zip(episodes_PG, advantages_PG, strict=True)):
-            run.hand_in(flight, p, *group)
-        metrics.update(flight.update.finish())
+        train_step.prefetch_reference(pending.is_waiting)
+        groups_P = []
+        for group in run.graded_groups(pending):
+            train_step.accumulate(group.p, group.sequences)
+            groups_P.append(group)
+        metrics = rollout_metrics(pending.rollout.finished(), run.dist)
+        metrics.update(train_step.step())
     run.engine.wake()
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
-    done = iteration + 1
     with timer.phase("record"):
-        run.log_episodes(done, episodes_PG, advantages_PG)
+        run.log_episodes(done, groups_P)
     metrics.update(run.evaluate_if_due(done))
     run.log(done, metrics)
     run.save_if_due(done)
-    return True
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 
 NEEDS = frozenset({"image"})
@@ -21,9 +21,9 @@ class Config(Section):
 class Brightness:
     """Continuous, so that random models have something to climb."""
 
-    async def grade(self, evidence: Evidence) -> Grade:
-        level = float(np.asarray(evidence.image, dtype=np.float64).mean() / 255)
-        return Grade(value=level, parts={"level": level})
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
+        level = float(np.asarray(reward_input.image, dtype=np.float64).mean() / 255)
+        return RewardOutput(value=level, parts={"level": level})
 
 
 def build(config: Config, judge: object, device: object) -> Brightness:

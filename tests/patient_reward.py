@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 from tests.brightness_reward import Brightness
 
@@ -27,14 +27,14 @@ class Patient(Brightness):
     def __init__(self, wait_for: Path) -> None:
         self._wait_for = wait_for
 
-    async def grade(self, evidence: Evidence) -> Grade:
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
         waited_s = 0.0
         while not self._wait_for.exists():
             if waited_s > PATIENCE_S:
-                return Grade(None, failure="timeout: nobody went on")
+                return RewardOutput(None, failure="timeout: nobody went on")
             await asyncio.sleep(0.02)
             waited_s += 0.02
-        return await super().grade(evidence)
+        return await super().grade(reward_input)
 
 
 def build(config: Config, judge: object, device: object) -> Patient:

@@ -13,10 +13,10 @@ from rl.api.types import Action, Completion, Prompt, Row
 def act(policy: Any, rows: Sequence[Row]) -> list[Action]:
     """Of one micro-batch; its forward first, where the policy wants one."""
     if not policy.reads_states:
-        return policy.act(rows, None, None)
+        return policy.decode_actions(rows, None, None)
     batch = policy.collate(rows)
     with torch.no_grad():
-        return policy.act(rows, batch, policy.module(batch))
+        return policy.decode_actions(rows, batch, policy.module(batch))
 
 
 def act_group(policy: Any, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:

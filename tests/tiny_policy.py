@@ -110,13 +110,13 @@ def update(
     ids_PG = [[one.token_ids for one in group] for group in groups.values()]
     opened = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
     if rollout:
-        for pack in opened.packs:
-            opened.forward(pack)
-        opened.work_ahead(lambda: True)
+        for micro_batch in opened.micro_batches:
+            opened.forward(micro_batch)
+        opened.prefetch_reference(lambda: True)
     for p, group in enumerate(groups.values()):
         sequences = [TrainSequence(o.loss_mask, o.advantage, o.sampler_logprobs) for o in group]
-        opened.hand_in(p, sequences)
-    return opened.finish()
+        opened.accumulate(p, sequences)
+    return opened.step()
 
 
 def make_sequences(
@@ -206,7 +206,7 @@ def run_ranks(function: str, num_ranks: int, out: Path, **arguments: Any) -> lis
             "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *filter(None, sys.path)]),
         }
         command = [sys.executable, "-m", "tiny_policy", call]
         processes.append(

@@ -8,19 +8,25 @@ from typing import Any
 
 from tiny_faulty_judge import MODEL, quick_config
 
-from rl.api.types import Evidence, Grade, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient
 from rl.tiny_world.judge_server import JudgeServer
 
 
 def ask(
-    plug: ModuleType, judge: JudgeServer, evidence: Evidence, config: Any = None, **client: Any
-) -> Grade:
+    plug: ModuleType,
+    judge: JudgeServer,
+    reward_input: RewardInput,
+    config: Any = None,
+    **client: Any,
+) -> RewardOutput:
     """The grade of one reward that asks `judge`; `config`: the reward's, `client`: the client's."""
 
-    async def run() -> Grade:
+    async def run() -> RewardOutput:
         asker = JudgeClient(quick_config(**{"max_attempts": 2, **client}), judge.api_base)
-        grade: Grade = await plug.build(plug.Config(**config or {}), asker, "cpu").grade(evidence)
+        grade: RewardOutput = await plug.build(plug.Config(**config or {}), asker, "cpu").grade(
+            reward_input
+        )
         await asker.aclose()
         return grade
 
@@ -30,9 +36,9 @@ def ask(
 
 def read(
     plug: ModuleType, text: str, instruction: str = "", answer: Any = None, **config: Any
-) -> Grade:
+) -> RewardOutput:
     """The grade of a completion by a reward that asks nobody."""
     sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
     reward = plug.build(plug.Config(**config), None, "cpu")
-    grade: Grade = asyncio.run(reward.grade(Evidence(sample, text, None)))
+    grade: RewardOutput = asyncio.run(reward.grade(RewardInput(sample, text, None)))
     return grade

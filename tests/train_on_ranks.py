@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl import train
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeRefused
 from rl.learner import deepspeed
 from rl.policies.shared import logprobs
@@ -26,7 +26,7 @@ from tests.brightness_reward import Brightness
 LOGITS_PER_CHUNK = 1500
 """Two tokens of the tiny vocabulary."""
 TROUBLED_VERDICT = 13
-"""Of the second iteration, if a rank has two groups of four and a baseline arm each."""
+"""Of the second iteration, if a rank has two groups of four and a bare arm each."""
 
 
 def note_weights(run: Run, done: int) -> None:
@@ -43,7 +43,7 @@ def trouble_last_rank(trouble: str, at: int) -> None:
         return
     number, grade = count(1), Brightness.grade
 
-    async def graded(self: Brightness, evidence: Evidence) -> Grade:
+    async def graded(self: Brightness, evidence: RewardInput) -> RewardOutput:
         if next(number) == at:
             if trouble == "refused":
                 raise JudgeRefused("HTTP 401: the key has expired")

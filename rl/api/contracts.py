@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 from rl.api.types import (
     Action,
     Completion,
-    Evidence,
-    Grade,
     ImageVocabulary,
     PolicyWeights,
     Prompt,
     RenderFailure,
     RenderJob,
+    RewardInput,
+    RewardOutput,
     Row,
     Sample,
     SamplingParams,
@@ -53,8 +53,8 @@ class Policy(Protocol):
         """`text` as if the policy had written it and stopped (for reference descriptions)."""
         ...
 
-    def bare_completion(self, sample: Sample) -> Completion | None:
-        """What a policy that adds nothing hands on, the user's own words: the baseline arm. None
+    def pass_through_completion(self, sample: Sample) -> Completion | None:
+        """What a policy that adds nothing hands on, the user's own words: the bare arm. None
         where there is no such thing."""
         ...
 
@@ -64,9 +64,9 @@ class Policy(Protocol):
         ...
 
     reads_states: bool
-    """Whether `act` needs what the module's forward gives."""
+    """Whether `decode_actions` needs what the module's forward gives."""
 
-    def act(
+    def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
         """Understand the rows of one micro-batch. `outputs`: of `module(batch)`, where `batch` is
@@ -121,7 +121,7 @@ class Renderer(Protocol):
     state_dim: int | None
     """Width of the hidden states it reads; None when it reads none."""
 
-    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples, with the pictures that exist only as codes drawn for rewards and records."""
         ...
 
@@ -142,7 +142,7 @@ class Reward(Protocol):
     {'source', 'image', 'target', 'text'} or names of keys in `Sample.hidden`, and `NEEDS_JUDGE`;
     `DIAGNOSTIC = True` keeps it out of the final reward unless `final_reward.weights` names it."""
 
-    async def grade(self, evidence: Evidence) -> Grade: ...
+    async def grade(self, evidence: RewardInput) -> RewardOutput: ...
 
 
 class DataSource(Protocol):

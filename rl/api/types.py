@@ -170,7 +170,7 @@ class RenderFailure:
 
 
 @dataclass(frozen=True, eq=False)
-class Evidence:
+class RewardInput:
     """What a reward may look at; `text` is the completion's."""
 
     sample: Sample
@@ -180,7 +180,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Grade:
+class RewardOutput:
     """One reward's verdict on one episode."""
 
     value: float | None

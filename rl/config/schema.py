@@ -252,7 +252,7 @@ class RunConfig(Section):
     moved); hides any judge latency below an iteration's time."""
     images_per_completion: Annotated[int, Field(ge=1)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
-    baseline_arm: Literal["always", "evaluation", "never"] = "always"
+    bare_arm: Literal["always", "evaluation", "never"] = "always"
     """Also render and grade the user's own words under the same noise, one picture per prompt, so
     that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
     there only, or not at all. Never trained on."""

@@ -1,9 +1,9 @@
 """The learner: what one batch of rollouts does to the weights.
 
-What: `Learner`: opens an iteration's `Update`, and gives the weights and state for others to read.
-What not: the update itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
-optimiser's state (`backends.py`, `deepspeed.py`), rewards and advantages. Called by
-`train.py`, `weight_sync.py` and the checkpoints.
+What: `Learner`: opens an iteration's `TrainStep`, and gives the weights and state for others to
+read. What not: the update itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
+optimiser's state (`backends.py`, `deepspeed.py`), rewards and advantages. Called by `train.py`,
+`weight_sync.py` and the checkpoints.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
@@ -21,7 +21,7 @@ from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
 from rl.learner.micro_batches import FILLER, in_step, pack_groups, shared_filler, split_evenly
-from rl.learner.train_step import Part, Update
+from rl.learner.train_step import Minibatch, TrainStep
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -58,13 +58,13 @@ class Learner:
         prompts_P: Sequence[Prompt],
         ids_PG: Sequence[Sequence[Sequence[int]]],
         num_completions_P: Sequence[int],
-    ) -> Update:
+    ) -> TrainStep:
         """Open an iteration's learning; nothing is forwarded yet. Collective.
 
         Args:
             iteration: 0-based, over the whole run; sets the learning rate.
             prompts_P: this rank's; may be empty, on some ranks or on all.
-            ids_PG: token ids of every completion to forward, the baseline arm's last.
+            ids_PG: token ids of every completion to forward, the bare arm's last.
             num_completions_P: how many of each group may be trained.
         """
         config = self._config.optimizer
@@ -72,20 +72,20 @@ class Learner:
         together = collective or self._backend.in_step
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
-        parts = []
+        minibatches = []
         for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
-            packs = pack_groups(
+            micro_batches = pack_groups(
                 prompts_P[groups.start : groups.stop],
                 ids_PG[groups.start : groups.stop],
                 config.max_tokens_per_micro_batch,
                 groups.start,
             )
             if together:
-                packs = in_step(packs, filler, self._dist)
+                micro_batches = in_step(micro_batches, filler, self._dist)
             lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
-            parts.append(Part(packs, self._planned(lengths)))
+            minibatches.append(Minibatch(micro_batches, self._planned(lengths)))
         exact = self._config.max_staleness == 0 and not _has_dropout(self._policy.module)
-        return Update(
+        return TrainStep(
             policy=self._policy,
             backend=self._backend,
             config=self._config,
@@ -98,7 +98,7 @@ class Learner:
                 config.final_lr_fraction,
             ),
             group_sizes=num_completions_P,
-            parts=parts,
+            minibatches=minibatches,
             keeps_graphs=exact and self._backend.keeps_graphs,
             collective=collective,
             on_step=self._count_step,
@@ -128,16 +128,18 @@ class Learner:
         """
         filler = shared_filler(rows, self._dist)
         budget = self._config.optimizer.max_tokens_per_micro_batch
-        packs = pack_groups([p for p, _ in rows], [[ids] for _, ids in rows], budget)
+        micro_batches = pack_groups([p for p, _ in rows], [[ids] for _, ids in rows], budget)
         self._policy.module.eval()
         result: list[list[float]] = []
-        for pack in in_step(packs, filler, self._dist):
+        for micro_batch in in_step(micro_batches, filler, self._dist):
             with torch.no_grad():
-                outputs = self._backend.forward(self._policy.collate(pack.rows))
-            if FILLER not in pack.members:
+                outputs = self._backend.forward(self._policy.collate(micro_batch.rows))
+            if FILLER not in micro_batch.members:
                 result += [
                     values_C[: len(ids)]
-                    for values_C, (_, ids) in zip(outputs.logprobs.tolist(), pack.rows, strict=True)
+                    for values_C, (_, ids) in zip(
+                        outputs.logprobs.tolist(), micro_batch.rows, strict=True
+                    )
                 ]
         return result
 

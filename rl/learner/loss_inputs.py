@@ -1,9 +1,9 @@
-"""Lists of a pack's rows -> padded tensors for the loss.
+"""Lists of a micro-batch's rows -> padded tensors for the loss.
 
 What: `LossInputs`, what the loss needs beside log-probs. What not: the loss (`algorithm/`). Called
 by `train_step.py`.
 
-Axes: `_B` rows of a pack, `_C` completion tokens, right-padded.
+Axes: `_B` rows of a micro-batch, `_C` completion tokens, right-padded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl.api.types import Row, TrainSequence
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """What the loss needs of a pack's rows beside log-probs, on the policy's device."""
+    """What the loss needs of a micro-batch's rows beside log-probs, on the policy's device."""
 
     mask: torch.Tensor
     """[B, C] bool: tokens that carry loss."""

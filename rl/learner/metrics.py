@@ -1,7 +1,7 @@
 """What one iteration's learning looks like in numbers.
 
-What: `Tally`, which adds up over packs, and what of it becomes a metric. What not: the numbers
-themselves (`algorithm/`) or when they are taken (`train_step.py`).
+What: `LearnerMetrics`, which adds up over micro-batches, and what of it becomes a metric. What not:
+the numbers themselves (`algorithm/`) or when they are taken (`train_step.py`).
 
 Metrics (each over all ranks; the README says what they mean):
 `loss/total`, `loss/policy`, `loss/kl`, `kl/reference_k1`, `kl/reference_k3`, `policy/entropy`,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Tally:
+class LearnerMetrics:
     """What one iteration adds up before it can be a metric."""
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -63,7 +63,7 @@ class Tally:
         entropy: torch.Tensor,
         importance_cap: float,
     ) -> None:
-        """One pack's share; all tensors [B, C] and detached but the loss."""
+        """One micro-batch's share; all tensors [B, C] and detached but the loss."""
         for name, value in (
             ("total", loss.total),
             ("policy", loss.policy_loss),

@@ -1,9 +1,9 @@
-"""A rank's groups in packs, the rows that are forwarded together, and who forwards them.
+"""A rank's groups in micro-batches, the rows that are forwarded together, and who forwards them.
 
-What: `Pack`; groups packed by a token budget; packs that only keep the ranks in step; `Forwards`,
-what a rollout reads of whoever runs them, and `Inference`, which keeps nothing. What not: model
-inputs (the policy's `collate`), or the forwards of training, whose graphs may be kept for the
-backward (`learner_update.Update`). Called by the learner, by `run/evaluation.py`, and by
+What: `MicroBatch`; groups packed by a token budget; micro-batches that only keep the ranks in step;
+`Forwards`, what a rollout reads of whoever runs them, and `Inference`, which keeps nothing. What
+not: model inputs (the policy's `collate`), or the forwards of training, whose graphs may be kept
+for the backward (`train_step.Update`). Called by the learner, by `run/evaluation.py`, and by
 `rollout/stream.py`.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
@@ -31,7 +31,7 @@ FILLER: Member = (-1, 0)
 
 
 @dataclass(frozen=True, eq=False)
-class Pack:
+class MicroBatch:
     """Rows of one packed forward: whole groups, as many as the token budget takes."""
 
     rows: tuple[Row, ...]
@@ -55,13 +55,13 @@ def pack_groups(
     ids_PG: Sequence[Sequence[Sequence[int]]],
     max_tokens: int,
     first: int = 0,
-) -> list[Pack]:
-    """The groups, in order, in packs of at most `max_tokens`; `first` is the first one's p.
+) -> list[MicroBatch]:
+    """The groups, in order, in micro-batches of at most `max_tokens`; `first` is the first one's p.
 
     A group that is longer than that is cut between completions, and a single completion that is
     longer stands alone.
     """
-    packs: list[Pack] = []
+    micro_batches: list[MicroBatch] = []
     rows: list[Row] = []
     members: list[Member] = []
     size = 0
@@ -69,7 +69,7 @@ def pack_groups(
     def close() -> None:
         nonlocal rows, members, size
         if rows:
-            packs.append(Pack(tuple(rows), tuple(members)))
+            micro_batches.append(MicroBatch(tuple(rows), tuple(members)))
         rows, members, size = [], [], 0
 
     for p, (prompt, ids_G) in enumerate(zip(prompts_P, ids_PG, strict=True), start=first):
@@ -85,7 +85,7 @@ def pack_groups(
             rows.append((prompt, ids))
             members.append((p, g))
     close()
-    return packs
+    return micro_batches
 
 
 def split_evenly(num_groups: int, num_parts: int) -> list[range]:
@@ -94,13 +94,16 @@ def split_evenly(num_groups: int, num_parts: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(bounds)]
 
 
-def in_step(packs: Sequence[Pack], filler: Row | None, dist: Dist) -> list[Pack]:
-    """The packs, followed by fillers up to the largest rank's number of packs. Collective."""
-    missing = dist.max_int(len(packs)) - len(packs)
+def in_step(
+    micro_batches: Sequence[MicroBatch], filler: Row | None, dist: Dist
+) -> list[MicroBatch]:
+    """The micro-batches, followed by fillers up to the largest rank's number of micro-batches.
+    Collective."""
+    missing = dist.max_int(len(micro_batches)) - len(micro_batches)
     if not missing:
-        return list(packs)
+        return list(micro_batches)
     assert filler is not None, "some rank has a row"
-    return [*packs, *(Pack((filler,), (FILLER,)) for _ in range(missing))]
+    return [*micro_batches, *(MicroBatch((filler,), (FILLER,)) for _ in range(missing))]
 
 
 def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
@@ -129,9 +132,9 @@ class Forwards(Protocol):
     before anything that ranks do at their own pace."""
 
     @property
-    def packs(self) -> Sequence[Pack]: ...
+    def micro_batches(self) -> Sequence[MicroBatch]: ...
 
-    def forward(self, pack: Pack) -> tuple[TokenBatch, TokenOutputs]: ...
+    def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]: ...
 
 
 class Inference:
@@ -145,23 +148,23 @@ class Inference:
         max_tokens: int,
         dist: Dist,
     ) -> None:
-        """`max_tokens`: of a pack. Collective where forwards are."""
+        """`max_tokens`: of a micro-batch. Collective where forwards are."""
         self._policy = policy
         self.collective = any(hasattr(p, "ds_id") for p in policy.module.parameters())
-        packs = pack_groups(prompts_P, ids_PG, max_tokens)
+        micro_batches = pack_groups(prompts_P, ids_PG, max_tokens)
         if self.collective:
-            rows = [row for pack in packs for row in pack.rows]
-            packs = in_step(packs, shared_filler(rows, dist), dist)
-        self.packs: Sequence[Pack] = packs
+            rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
+            micro_batches = in_step(micro_batches, shared_filler(rows, dist), dist)
+        self.micro_batches: Sequence[MicroBatch] = micro_batches
 
-    def forward(self, pack: Pack) -> tuple[TokenBatch, TokenOutputs]:
-        """Of all the pack's rows."""
+    def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """Of all the micro-batch's rows."""
         module = self._policy.module
         was_training = module.training
         module.eval()
         try:
             with torch.no_grad():
-                batch = self._policy.collate(pack.rows)
+                batch = self._policy.collate(micro_batch.rows)
                 return batch, module(batch)
         finally:
             module.train(was_training)

@@ -1,19 +1,19 @@
 """One iteration's learning, done as far as it can be at any moment.
 
-What: `Update`: the forwards the rollout conditions the renderer with, kept for the backward where
-that is exact; reference log-probs and forwards while the judge still reads; the backward of a pack
-as soon as its groups are graded; the optimiser steps. What not: the arithmetic (`algorithm/`), what
-holds the optimiser's state (`backends.py`), rewards and advantages. Made by
+What: `TrainStep`: the forwards the rollout conditions the renderer with, kept for the backward
+where that is exact; reference log-probs and forwards while the judge still reads; the backward of a
+micro-batch as soon as its groups are graded; the optimiser steps. What not: the arithmetic
+(`algorithm/`), what holds the optimiser's state (`backends.py`), rewards and advantages. Made by
 `Learner.begin`, driven by the rollout and by `train.py`.
 
 Three rules. The gradient does not depend on how the batch is split: a loss is divided by what was
 PLANNED before the judge spoke, which counts all ranks, and the step corrects by one factor for what
-was really graded. Backwards run in the order of the packs and over the same rows, however soon
-verdicts come in: floats do not commute. And where ranks work together (`backend.in_step`), each
-does as many forwards and backwards as the others, empty ones included.
+was really graded. Backwards run in the order of the micro-batches and over the same rows, however
+soon verdicts come in: floats do not commute. And where ranks work together (`backend.in_step`),
+each does as many forwards and backwards as the others, empty ones included.
 
-Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a pack, `_C` completion
-tokens, right-padded.
+Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
+completion tokens, right-padded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import RunConfig
 from rl.learner.backends import Backend
 from rl.learner.loss_inputs import loss_inputs, pad
-from rl.learner.metrics import Tally
-from rl.learner.micro_batches import FILLER, Member, Pack
+from rl.learner.metrics import LearnerMetrics
+from rl.learner.micro_batches import FILLER, Member, MicroBatch
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Part:
-    """The packs of one optimiser step."""
+class Minibatch:
+    """The micro-batches of one optimiser step."""
 
-    packs: list[Pack]
+    micro_batches: list[MicroBatch]
     planned: Denominators
     """Of all its completions, over all ranks, as if every one were graded."""
     num_done: int = 0
@@ -65,8 +65,8 @@ class Kept:
 
 
 @dataclass(eq=False)
-class Update:
-    """See `packs.Forwards` for what the rollout reads of it."""
+class TrainStep:
+    """See `micro-batches.Forwards` for what the rollout reads of it."""
 
     policy: Any
     backend: Backend
@@ -74,8 +74,8 @@ class Update:
     dist: Dist
     learning_rate: float
     group_sizes: Sequence[int]
-    """Of each group, those that may be trained: the baseline arm's come behind them."""
-    parts: list[Part]
+    """Of each group, those that may be trained: the bare arm's come behind them."""
+    minibatches: list[Minibatch]
     """In the order of the steps; the first runs under the weights that the rollout ran under."""
     keeps_graphs: bool
     """Whether a backward through the rollout's forward is exact here."""
@@ -83,229 +83,261 @@ class Update:
     """Whether a forward needs every rank in it (ZeRO-3)."""
     on_step: Callable[[], None]
     """Called after each optimiser step that was applied."""
-    _kept: dict[Pack, Kept] = field(default_factory=dict)
+    _kept: dict[MicroBatch, Kept] = field(default_factory=dict)
     _num_kept_tokens: int = 0
     _old: dict[Member, list[float]] = field(default_factory=dict)
     """Log-probs under the rollout's weights, nats."""
     _reference: dict[Member, list[float]] = field(default_factory=dict)
     _sequences: dict[Member, TrainSequence] = field(default_factory=dict)
-    _handed_in: set[int] = field(default_factory=set)
-    _tally: Tally = field(default_factory=Tally)
+    _accumulated: set[int] = field(default_factory=set)
+    _learner_metrics: LearnerMetrics = field(default_factory=LearnerMetrics)
 
     @property
-    def packs(self) -> list[Pack]:
+    def micro_batches(self) -> list[MicroBatch]:
         """All of them, in order, fillers included."""
-        return [pack for part in self.parts for pack in part.packs]
+        return [
+            micro_batch for minibatch in self.minibatches for micro_batch in minibatch.micro_batches
+        ]
 
     # --- while the rollout goes on ------------------------------------------------------------
 
-    def forward(self, pack: Pack) -> tuple[TokenBatch, TokenOutputs]:
-        """Of all the pack's rows, for the rollout; its graph stays where it can be used."""
-        keep = self._has_room(pack)
-        batch, outputs = self._run(pack, pack.members, keep)
-        if self._is_stale(self._part_of(pack)):
-            self._old.update(_by_member(pack, pack.members, outputs))
+    def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """Of all the micro-batch's rows, for the rollout; its graph stays where it can be used."""
+        keep = self._has_room(micro_batch)
+        batch, outputs = self._run(micro_batch, micro_batch.members, keep)
+        if self._is_stale(self._minibatch_of(micro_batch)):
+            self._old.update(_by_member(micro_batch, micro_batch.members, outputs))
         return batch, outputs
 
-    def work_ahead(self, still_waiting: Callable[[], bool]) -> None:
+    def prefetch_reference(self, still_waiting: Callable[[], bool]) -> None:
         """What needs no reward: reference log-probs, and the forwards that no rollout asked for.
 
-        Stops between two packs once nothing is waited for any more: by then it is known which
-        groups teach nothing and need neither.
+        Stops between two micro-batches once nothing is waited for any more: by then it is known
+        which groups teach nothing and need neither.
         """
         if self.collective:
             return
-        for pack in self.parts[0].packs:
+        for micro_batch in self.minibatches[0].micro_batches:
             if not still_waiting():
                 return
-            members = self._trainable(pack)
-            if pack not in self._kept and members and self._has_room(pack):
-                self._run(pack, members, keep=True)
-        self._find_reference([(pack, self._trainable(pack)) for pack in self.packs], still_waiting)
+            members = self._trainable(micro_batch)
+            if micro_batch not in self._kept and members and self._has_room(micro_batch):
+                self._run(micro_batch, members, keep=True)
+        self._find_reference(
+            [(micro_batch, self._trainable(micro_batch)) for micro_batch in self.micro_batches],
+            still_waiting,
+        )
 
-    def note_old(self) -> None:
+    def note_old_logprobs(self) -> None:
         """Log-probs under the rollout's weights, which are about to move, where no forward of the
         rollout has given them. Collective where forwards are."""
-        self._find_old([(pack, self._rows_to_read(pack)) for pack in self.packs])
+        self._find_old(
+            [(micro_batch, self._rows_to_read(micro_batch)) for micro_batch in self.micro_batches]
+        )
 
-    def hand_in(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
+    def accumulate(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
         """What prompt p's graded completions bring, None for those that bring nothing.
 
-        Runs the backward of every pack that is now complete, unless ranks have to do it together.
-        A group that is handed in again is known already.
+        Runs the backward of every micro-batch that is now complete, unless ranks have to do it
+        together. A group that is handed in again is known already.
         """
-        if p in self._handed_in:
+        if p in self._accumulated:
             return
         for g, sequence in enumerate(sequences_G):
             if sequence is not None and any(sequence.loss_mask):
                 self._sequences[p, g] = sequence
-        self._handed_in.add(p)
+        self._accumulated.add(p)
         if self.backend.in_step:
             return
-        part = self.parts[0]
-        for pack in part.packs[part.num_done :]:
-            live = self._live(pack)
-            if not all(p in self._handed_in for p, _ in pack.members):
+        minibatch = self.minibatches[0]
+        for micro_batch in minibatch.micro_batches[minibatch.num_done :]:
+            live = self._live(micro_batch)
+            if not all(p in self._accumulated for p, _ in micro_batch.members):
                 return
             if not self._reference_known(live):
                 return
             if live:
-                self._backward(part, pack)
-            self._kept.pop(pack, None)
-            part.num_done += 1
+                self._backward(minibatch, micro_batch)
+            self._kept.pop(micro_batch, None)
+            minibatch.num_done += 1
 
-    def finish(self) -> Metrics:
+    def step(self) -> Metrics:
         """Everything that is left, and the optimiser steps. Every group has been handed in.
 
         Returns this rank's metrics. Collective.
         """
         needed = self._needed()
-        later = [pack for part in self.parts if self._is_stale(part) for pack in part.packs]
-        self._find_old([(pack, self._rows_to_train(pack)) for pack in later if pack in needed])
-        for part in self.parts:
-            actual = self._count(part)
+        later = [
+            micro_batch
+            for minibatch in self.minibatches
+            if self._is_stale(minibatch)
+            for micro_batch in minibatch.micro_batches
+        ]
+        self._find_old(
+            [
+                (micro_batch, self._rows_to_train(micro_batch))
+                for micro_batch in later
+                if micro_batch in needed
+            ]
+        )
+        for minibatch in self.minibatches:
+            actual = self._count(minibatch)
             if actual.num_tokens == 0:
                 continue
-            rest = part.packs[part.num_done :]
+            rest = minibatch.micro_batches[minibatch.num_done :]
             self._find_reference(
-                [(pack, self._rows_to_read(pack)) for pack in rest if pack in needed]
+                [
+                    (micro_batch, self._rows_to_read(micro_batch))
+                    for micro_batch in rest
+                    if micro_batch in needed
+                ]
             )
-            for pack in rest:
-                if pack in needed:
-                    self._backward(part, pack)
-                self._kept.pop(pack, None)
+            for micro_batch in rest:
+                if micro_batch in needed:
+                    self._backward(minibatch, micro_batch)
+                self._kept.pop(micro_batch, None)
             loss = self.config.algorithm.loss
-            self._step(divisor(loss, part.planned) / divisor(loss, actual))
+            self._optimizer_step(divisor(loss, minibatch.planned) / divisor(loss, actual))
         self._kept.clear()
-        return self._tally.report(self.learning_rate, self.dist)
+        return self._learner_metrics.report(self.learning_rate, self.dist)
 
     # --- which rows ---------------------------------------------------------------------------
 
-    def _trainable(self, pack: Pack) -> tuple[Member, ...]:
-        """All but the baseline arm's and fillers."""
-        return tuple((p, g) for p, g in pack.members if p >= 0 and g < self.group_sizes[p])
+    def _trainable(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
+        """All but the bare arm's and fillers."""
+        return tuple((p, g) for p, g in micro_batch.members if p >= 0 and g < self.group_sizes[p])
 
-    def _live(self, pack: Pack) -> tuple[Member, ...]:
+    def _live(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
         """Those that carry loss."""
-        return tuple(member for member in pack.members if member in self._sequences)
+        return tuple(member for member in micro_batch.members if member in self._sequences)
 
-    def _rows_to_read(self, pack: Pack) -> tuple[Member, ...]:
-        """Those that may be trained; one that is not where a pack has none."""
-        return self._trainable(pack) or pack.members[:1]
+    def _rows_to_read(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
+        """Those that may be trained; one that is not where a micro-batch has none."""
+        return self._trainable(micro_batch) or micro_batch.members[:1]
 
-    def _rows_to_train(self, pack: Pack) -> tuple[Member, ...]:
+    def _rows_to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
         """Those that carry loss; one that carries none where only other ranks' do. All that may,
         where a slow judge leaves time to forward them ahead: the sums must not tell how slow."""
-        live = self._live(pack)
-        if live and self._may_be_kept(pack):
-            return self._trainable(pack)
-        return live or self._rows_to_read(pack)[:1]
+        live = self._live(micro_batch)
+        if live and self._may_be_kept(micro_batch):
+            return self._trainable(micro_batch)
+        return live or self._rows_to_read(micro_batch)[:1]
 
-    def _part_of(self, pack: Pack) -> Part:
-        return next(part for part in self.parts if pack in part.packs)
+    def _minibatch_of(self, micro_batch: MicroBatch) -> Minibatch:
+        return next(
+            minibatch for minibatch in self.minibatches if micro_batch in minibatch.micro_batches
+        )
 
-    def _is_stale(self, part: Part) -> bool:
+    def _is_stale(self, minibatch: Minibatch) -> bool:
         """Whether weights will have moved between the rollout and this part's backward."""
-        return self.config.max_staleness > 0 or part is not self.parts[0]
+        return self.config.max_staleness > 0 or minibatch is not self.minibatches[0]
 
-    def _needed(self) -> set[Pack]:
+    def _needed(self) -> set[MicroBatch]:
         """Packs that a backward must run for: on this rank, or on any where ranks are in step."""
-        packs = self.packs
-        live = [float(bool(self._live(pack))) for pack in packs]
+        micro_batches = self.micro_batches
+        live = [float(bool(self._live(micro_batch))) for micro_batch in micro_batches]
         if self.backend.in_step:
             live = self.dist.sum_floats(live)
-        return {pack for pack, some in zip(packs, live, strict=True) if some}
+        return {micro_batch for micro_batch, some in zip(micro_batches, live, strict=True) if some}
 
-    def _count(self, part: Part) -> Denominators:
+    def _count(self, minibatch: Minibatch) -> Denominators:
         """What the step is really divided by, over all ranks."""
-        members = [member for pack in part.packs for member in self._live(pack)]
+        members = [
+            member for micro_batch in minibatch.micro_batches for member in self._live(micro_batch)
+        ]
         num_tokens, num_sequences = self.dist.sum_floats(
             [sum(sum(self._sequences[member].loss_mask) for member in members), len(members)]
         )
         return Denominators(
             num_tokens,
             num_sequences,
-            part.planned.num_completions,
-            part.planned.max_completion_tokens,
+            minibatch.planned.num_completions,
+            minibatch.planned.max_completion_tokens,
         )
 
     # --- forwards -----------------------------------------------------------------------------
 
-    def _may_be_kept(self, pack: Pack, num_kept_tokens: int = 0) -> bool:
+    def _may_be_kept(self, micro_batch: MicroBatch, num_kept_tokens: int = 0) -> bool:
         """Whether its graph may stay until the rewards are there, beside so many others."""
         limit = self.config.optimizer.max_kept_tokens
-        if not self.keeps_graphs or self._is_stale(self._part_of(pack)) or FILLER in pack.members:
+        if (
+            not self.keeps_graphs
+            or self._is_stale(self._minibatch_of(micro_batch))
+            or FILLER in micro_batch.members
+        ):
             return False
-        return limit is None or num_kept_tokens + pack.num_tokens <= limit
+        return limit is None or num_kept_tokens + micro_batch.num_tokens <= limit
 
-    def _has_room(self, pack: Pack) -> bool:
-        return self._may_be_kept(pack, self._num_kept_tokens)
+    def _has_room(self, micro_batch: MicroBatch) -> bool:
+        return self._may_be_kept(micro_batch, self._num_kept_tokens)
 
     def _run(
-        self, pack: Pack, members: Sequence[Member], keep: bool
+        self, micro_batch: MicroBatch, members: Sequence[Member], keep: bool
     ) -> tuple[TokenBatch, TokenOutputs]:
-        """Forward some of a pack's rows, with a graph if it is kept."""
-        batch = self.policy.collate(pack.rows_of(members))
+        """Forward some of a micro-batch's rows, with a graph if it is kept."""
+        batch = self.policy.collate(micro_batch.rows_of(members))
         self.policy.module.train(keep)
         with torch.set_grad_enabled(keep):
             outputs = self.backend.forward(batch)
         if keep:
-            self._kept[pack] = Kept(tuple(members), outputs.logprobs, outputs.entropy)
-            self._num_kept_tokens += pack.num_tokens
+            self._kept[micro_batch] = Kept(tuple(members), outputs.logprobs, outputs.entropy)
+            self._num_kept_tokens += micro_batch.num_tokens
         return batch, outputs
 
-    def _logprobs_of(self, pack: Pack, members: Sequence[Member]) -> dict[Member, list[float]]:
-        """[T] of some of a pack's rows, without a graph, the module in evaluation mode."""
-        _, outputs = self._run(pack, members, keep=False)
-        return _by_member(pack, members, outputs)
+    def _logprobs_of(
+        self, micro_batch: MicroBatch, members: Sequence[Member]
+    ) -> dict[Member, list[float]]:
+        """[T] of some of a micro-batch's rows, without a graph, the module in evaluation mode."""
+        _, outputs = self._run(micro_batch, members, keep=False)
+        return _by_member(micro_batch, members, outputs)
 
-    def _find_old(self, wanted: Sequence[tuple[Pack, Sequence[Member]]]) -> None:
+    def _find_old(self, wanted: Sequence[tuple[MicroBatch, Sequence[Member]]]) -> None:
         """Log-probs under the weights of now. Which are missing is settled first: a filler's are
         known after its first forward, and ranks would fall out of step."""
         missing = [
-            (pack, members)
-            for pack, members in wanted
+            (micro_batch, members)
+            for micro_batch, members in wanted
             if not all(member in self._old for member in members)
         ]
-        for pack, members in missing:
-            self._old.update(self._logprobs_of(pack, members))
+        for micro_batch, members in missing:
+            self._old.update(self._logprobs_of(micro_batch, members))
 
     def _find_reference(
         self,
-        wanted: Sequence[tuple[Pack, Sequence[Member]]],
+        wanted: Sequence[tuple[MicroBatch, Sequence[Member]]],
         still_waiting: Callable[[], bool] = lambda: True,
     ) -> None:
         """Under one `reference()`: with full fine-tuning it moves a whole model's weights."""
         if not self.config.algorithm.kl_coeff:
             return
         missing = [
-            (pack, members)
-            for pack, members in wanted
+            (micro_batch, members)
+            for micro_batch, members in wanted
             if self.collective or not self._reference_known(members)
         ]
         if not missing:
             return
-        with self._tally.clock("learn_reference"), self.policy.reference():
-            for pack, members in missing:
+        with self._learner_metrics.clock("learn_reference"), self.policy.reference():
+            for micro_batch, members in missing:
                 if not still_waiting():
                     return
-                self._reference.update(self._logprobs_of(pack, members))
+                self._reference.update(self._logprobs_of(micro_batch, members))
 
     def _reference_known(self, members: Sequence[Member]) -> bool:
         return not self.config.algorithm.kl_coeff or all(m in self._reference for m in members)
 
     # --- backwards and steps ------------------------------------------------------------------
 
-    def _backward(self, part: Part, pack: Pack) -> None:
+    def _backward(self, minibatch: Minibatch, micro_batch: MicroBatch) -> None:
         """Forward unless one was kept, loss, backward."""
-        kept = self._kept.pop(pack, None)
+        kept = self._kept.pop(micro_batch, None)
         if kept is None:
-            members = self._rows_to_train(pack)
+            members = self._rows_to_train(micro_batch)
             self.policy.module.train()
-            with self._tally.clock("learn_forward"):
-                outputs = self.backend.forward(self.policy.collate(pack.rows_of(members)))
+            with self._learner_metrics.clock("learn_forward"):
+                outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
             kept = Kept(members, outputs.logprobs, outputs.entropy)
-        rows = pack.rows_of(kept.members)
+        rows = micro_batch.rows_of(kept.members)
         inputs = loss_inputs(
             rows, [self._sequences.get(member) for member in kept.members], self.dist.device
         )
@@ -319,7 +351,7 @@ class Update:
 
         algorithm = self.config.algorithm
         logprobs = kept.logprobs.masked_fill(~inputs.mask, 0.0)
-        old = padded(self._old) if self._is_stale(part) else logprobs.detach()
+        old = padded(self._old) if self._is_stale(minibatch) else logprobs.detach()
         reference = padded(self._reference) if algorithm.kl_coeff else None
         loss = objective(
             algorithm,
@@ -329,24 +361,24 @@ class Update:
             reference,
             inputs.advantages,
             inputs.mask,
-            part.planned,
+            minibatch.planned,
         )
-        with self._tally.clock("learn_backward"):
+        with self._learner_metrics.clock("learn_backward"):
             self.backend.backward(loss.total)
-        self._tally.measure(
+        self._learner_metrics.measure(
             inputs, loss, logprobs.detach(), old, reference, kept.entropy, algorithm.importance_cap
         )
 
-    def _step(self, gradient_scale: float) -> None:
-        with self._tally.clock("learn_step"):
+    def _optimizer_step(self, gradient_scale: float) -> None:
+        with self._learner_metrics.clock("learn_step"):
             outcome = self.backend.step(self.learning_rate, gradient_scale)
-        self._tally.close_step(gradient_scale, len(self.parts))
+        self._learner_metrics.close_step(gradient_scale, len(self.minibatches))
         if outcome.applied:
             self.on_step()
-            self._tally.num_applied += 1
-            self._tally.metrics.add("optimizer/grad_norm", outcome.grad_norm)
+            self._learner_metrics.num_applied += 1
+            self._learner_metrics.metrics.add("optimizer/grad_norm", outcome.grad_norm)
             return
-        self._tally.num_skipped += 1
+        self._learner_metrics.num_skipped += 1
         if self.dist.rank == 0:
             log.warning(
                 "the gradient's norm is %s: optimiser step skipped, weights and moments untouched",
@@ -355,11 +387,11 @@ class Update:
 
 
 def _by_member(
-    pack: Pack, members: Sequence[Member], outputs: TokenOutputs
+    micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
 ) -> dict[Member, list[float]]:
     """Each row's own [T] log-probs."""
     values_BC = outputs.logprobs.detach().tolist()
-    rows = pack.rows_of(members)
+    rows = micro_batch.rows_of(members)
     return {
         member: values_C[: len(ids)]
         for member, values_C, (_, ids) in zip(members, values_BC, rows, strict=True)

@@ -1,9 +1,9 @@
 """Do the chosen plugs run together? Asked before any process starts.
 
-What: `fit_problems`, the rules across rooms: what the policy emits and the renderer takes, what
-policy and rewards need of the data, judge, batch arithmetic. What not: the rules within a section
-(`config/messages.py`) and within a plug (its own `Config`), memory (`memory_remedies.py`). Called
-by `report.py` and `memory_remedies.py`.
+What: `compatibility_problems`, the rules across rooms: what the policy emits and the renderer
+takes, what policy and rewards need of the data, judge, batch arithmetic. What not: the rules within
+a section (`config/messages.py`) and within a plug (its own `Config`), memory
+(`memory_remedies.py`). Called by `report.py` and `memory_remedies.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANKS_OF_A_NODE = 8
 """More ranks than this are taken to be on several machines."""
 
 
-def fit_problems(resolved: Resolved) -> list[str]:
+def compatibility_problems(resolved: Resolved) -> list[str]:
     """Everything that keeps these plugs from running together, each with its key and remedy."""
     return [*plug_problems(resolved), *_data_problems(resolved)]
 

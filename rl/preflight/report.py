@@ -30,7 +30,7 @@ def problems(config: RunConfig) -> list[str]:
         resolved = build.resolve(config)
     except ConfigError as error:
         return list(error.problems)
-    return compatibility.fit_problems(resolved) + _resume(config)[1]
+    return compatibility.compatibility_problems(resolved) + _resume(config)[1]
 
 
 def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int) -> list[str]:
@@ -68,7 +68,7 @@ def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
         "judge": _judge_lines(resolved),
     }
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
-    found = [*compatibility.fit_problems(resolved), *unfit, *conflicts]
+    found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
     last, code = _verdict(found, footprint.unknowns(resolved))
     return "\n".join([*lines, last]), code
 

@@ -56,7 +56,7 @@ class NoRenderer:
 
     state_dim = None
 
-    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """As they are: nothing here draws."""
         return list(samples)
 

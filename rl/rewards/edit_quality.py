@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.judge.question import Question, fill_prompt, read_prompt
 from rl.judge.reply import fields_schema, read_fields
 from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
@@ -78,14 +78,16 @@ class EditQuality:
         self._prompt = config.read_prompt()
         self._temperature = config.temperature_with(judge)
 
-    async def grade(self, evidence: Evidence) -> Grade:
-        """Value in [0, 1]. A judge in trouble gives a Grade without value, never an exception;
-        `JudgeRefused` (a wrong set-up) passes through."""
-        sample = evidence.sample
-        if sample.source is None or evidence.image is None:
-            return Grade(None, failure="no_image: edit_quality needs a source and a rendering")
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
+        """Value in [0, 1]. A judge in trouble gives a RewardOutput without value, never an
+        exception; `JudgeRefused` (a wrong set-up) passes through."""
+        sample = reward_input.sample
+        if sample.source is None or reward_input.image is None:
+            return RewardOutput(
+                None, failure="no_image: edit_quality needs a source and a rendering"
+            )
         text = fill_prompt(self._prompt, sample.instruction)
-        parts = (sample.source, text, evidence.image)
+        parts = (sample.source, text, reward_input.image)
         question = Question(parts, fields_schema(FIELDS, 0, 1), self._temperature)
         answers = await asyncio.gather(
             *(self._judge.ask(question, _read_pair, n) for n in range(self._config.n_evals))

@@ -8,7 +8,7 @@ Called by the rollout.
 
 from __future__ import annotations
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 from rl.rewards.shared.tags import TagName, last_block
 
@@ -33,9 +33,9 @@ class Format:
     def __init__(self, config: Config) -> None:
         self._names = (config.think_tag, config.answer_tag)
 
-    async def grade(self, evidence: Evidence) -> Grade:
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """1 or 0; always graded."""
-        return Grade(float(is_well_formed(evidence.text, *self._names)))
+        return RewardOutput(float(is_well_formed(reward_input.text, *self._names)))
 
 
 def is_well_formed(text: str, think_tag: str, answer_tag: str) -> bool:

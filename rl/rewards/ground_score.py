@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.judge.question import Question, read_prompt
 from rl.judge.reply import fields_schema, read_fields
 from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
@@ -64,13 +64,15 @@ class GroundScore:
         self._num_evals = config.n_evals
         self._temperature = config.temperature_with(judge)
 
-    async def grade(self, evidence: Evidence) -> Grade:
-        """Value in [0, 1]. A judge in trouble gives a Grade without value, never an exception;
-        `JudgeRefused` (a wrong set-up) passes through."""
-        target = evidence.sample.target
-        if target is None or evidence.image is None:
-            return Grade(None, failure="no_image: ground_score needs a reference and a rendering")
-        parts = (target, self._prompt, evidence.image)
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
+        """Value in [0, 1]. A judge in trouble gives a RewardOutput without value, never an
+        exception; `JudgeRefused` (a wrong set-up) passes through."""
+        target = reward_input.sample.target
+        if target is None or reward_input.image is None:
+            return RewardOutput(
+                None, failure="no_image: ground_score needs a reference and a rendering"
+            )
+        parts = (target, self._prompt, reward_input.image)
         question = Question(parts, fields_schema(FIELDS, 0, 10), self._temperature)
         answers = await asyncio.gather(
             *(self._judge.ask(question, _read_score, n) for n in range(self._num_evals))

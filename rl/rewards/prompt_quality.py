@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 
 NEEDS = frozenset({"text"})
@@ -56,11 +56,11 @@ class Config(Section):
 class PromptQuality:
     """Reads one rewriting."""
 
-    async def grade(self, evidence: Evidence) -> Grade:
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Always graded."""
-        points = score(evidence.sample.instruction, evidence.text)
+        points = score(reward_input.sample.instruction, reward_input.text)
         total = sum(points.values())
-        return Grade(total / len(points), {**points, "total_0_5": total})
+        return RewardOutput(total / len(points), {**points, "total_0_5": total})
 
 
 def score(original: str, enhanced: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.rewards.shared import viescore
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class VieScoreT2I:
     def __init__(self, config: Config, judge: JudgeClient) -> None:
         self._questions = viescore.PairedQuestions(config, judge, SEMANTIC_MARKS)
 
-    async def grade(self, evidence: Evidence) -> Grade:
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1], or none when the judge is in trouble."""
-        if evidence.image is None:
-            return Grade(None, failure="no_image: viescore_t2i needs a rendered picture")
-        return await self._questions.grade((), evidence.sample.instruction, evidence.image)
+        if reward_input.image is None:
+            return RewardOutput(None, failure="no_image: viescore_t2i needs a rendered picture")
+        return await self._questions.grade((), reward_input.sample.instruction, reward_input.image)
 
 
 def build(config: Config, judge: JudgeClient, device: str) -> VieScoreT2I:

@@ -1,30 +1,28 @@
-"""One completion's verdicts -> its episode, and a group's episodes -> what the learner eats.
+"""One completion's verdicts -> its episode.
 
 What: who is to blame when there is no score (policy, renderer, judge), the mean over a completion's
-pictures, which tokens carry loss. What not: making or grading pictures (`stream.py`), advantages
-(`algorithm/`). Called by `stream.py` and `train.py`.
+pictures. What not: making or grading pictures (`stream.py`), what an episode is worth beside its
+siblings (`graded_groups.py`). Called by `stream.py`.
 
 Axes: `_G` completions in a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.compose import compose
-from rl.api.contracts import Policy
 from rl.api.types import (
     Action,
     Completion,
     Episode,
-    Grade,
     Prompt,
     RenderFailure,
+    RewardOutput,
     Status,
-    TrainSequence,
 )
 from rl.config.schema import RunConfig
 
@@ -41,7 +39,7 @@ class Verdict:
 
     image: Image | None
     failure: RenderFailure | None = None
-    grades: Mapping[str, Grade] = field(default_factory=dict)
+    grades: Mapping[str, RewardOutput] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,44 +118,14 @@ def episode_of(
     return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **more)
 
 
-def _named_parts(name: str, grade: Grade) -> dict[str, float]:
+def _named_parts(name: str, grade: RewardOutput) -> dict[str, float]:
     parts = {f"{name}/{part}": value for part, value in grade.parts.items()}
     return parts if grade.value is None else {name: grade.value, **parts}
 
 
-def _values(grades: Mapping[str, Grade]) -> dict[str, float | None]:
+def _values(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
     """What the final reward may name: every reward's value, and its parts as `<reward>/<part>`."""
     values: dict[str, float | None] = {name: grade.value for name, grade in grades.items()}
     for name, grade in grades.items():
         values.update({f"{name}/{part}": value for part, value in grade.parts.items()})
     return values
-
-
-def group_sequences(
-    config: RunConfig,
-    policy: Policy,
-    iteration: int,
-    episodes_G: Sequence[Episode],
-    advantages_G: Sequence[float | None],
-) -> list[TrainSequence | None]:
-    """What each of a group's completions brings to the loss; None: nothing.
-
-    UNGRADED episodes bring nothing, and under `zero_spread_groups: 'drop'` a group without spread
-    does not either. Forced tokens, those that the policy leaves out, and all tokens of a truncated
-    completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
-    """
-    if config.algorithm.zero_spread_groups == "drop" and not any(advantages_G):
-        return [None] * len(episodes_G)
-    mask_truncated = config.algorithm.truncated_completions == "mask"
-    sequences_G: list[TrainSequence | None] = []
-    for episode, advantage in zip(episodes_G, advantages_G, strict=True):
-        if advantage is None:
-            sequences_G.append(None)
-            continue
-        completion = episode.completion
-        masked = mask_truncated and completion.finish == "length"
-        forced = completion.forced or (False,) * len(completion.token_ids)
-        wanted = policy.loss_mask(completion, iteration)
-        loss_mask = tuple(w and not f and not masked for w, f in zip(wanted, forced, strict=True))
-        sequences_G.append(TrainSequence(loss_mask, advantage, completion.logprobs))
-    return sequences_G

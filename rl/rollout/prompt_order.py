@@ -1,6 +1,6 @@
 """The order of prompts: a weighted mixture of data sources, as a pure function of the iteration.
 
-What: `PromptSampler` (training) and `first_samples` (evaluation). What not: rows and pictures, see
+What: `PromptOrder` (training) and `first_samples` (evaluation). What not: rows and pictures, see
 `rl/data`. There is no stream to save or to restore: every rank computes the same order for any
 iteration from (seed, iteration) and takes its own share, so a resumed run and a run on another
 number of ranks see the same prompts. Called by `build.py` and, through it, by `train.py`.
@@ -21,7 +21,7 @@ from rl.data.shared.rows import OnBadRow
 T = TypeVar("T")
 
 
-class PromptSampler:
+class PromptOrder:
     """Draw n of the run is the next row in the shuffled order of one of the sources.
 
     Which one is chosen so that shares are exact. Every pass over a source is shuffled anew.

@@ -1,11 +1,11 @@
 """From completions to graded episodes: condition, render, judge, as one stream.
 
-What: `begin`, which takes pack after pack through the policy's forward (one per group, prompt and
-all completions together), hands its pictures to the renderer and each picture's questions to the
-judge the moment it exists, while later ones render; `Judging`, the verdicts on their way. Beside
-each group runs the baseline arm: what the user's own words alone would give, under the same noise.
-What not: sampling (engines), what a verdict is worth (`episodes.py`), the update (learner).
-Called by `run/run.py` and `run/evaluation.py`.
+What: `begin`, which takes micro-batch after micro-batch through the policy's forward (one per
+group, prompt and all completions together), hands its pictures to the renderer and each picture's
+questions to the judge the moment it exists, while later ones render; `PendingRollout`, the verdicts
+on their way. Beside each group runs the bare arm: what the user's own words alone would give, under
+the same noise. What not: sampling (engines), what a verdict is worth (`episodes.py`), the update
+(learner). Called by `run/run.py` and `run/evaluation.py`.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -19,10 +19,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rl.api.contracts import Policy, Renderer, Reward
-from rl.api.types import Completion, Episode, Evidence, Grade, Prompt, RenderFailure, RenderJob
+from rl.api.types import (
+    Completion,
+    Episode,
+    Prompt,
+    RenderFailure,
+    RenderJob,
+    RewardInput,
+    RewardOutput,
+)
 from rl.config.schema import RunConfig
-from rl.judge.client import JudgeError
 from rl.ranks.seeding import derive_seed
+from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
 
 if TYPE_CHECKING:
@@ -30,12 +38,11 @@ if TYPE_CHECKING:
 
     from rl.judge.background import BackgroundLoop
     from rl.learner.micro_batches import Forwards, Member
-    from rl.ranks.dist import Dist
     from rl.record.console import PhaseTimer
 
 
 @dataclass(frozen=True)
-class Crew:
+class RolloutContext:
     """Everything that turns completions into graded episodes."""
 
     config: RunConfig
@@ -43,7 +50,7 @@ class Crew:
     renderer: Renderer
     rewards: Mapping[str, Reward]
     makes_images: bool
-    """Whether the renderer draws at all: without pictures there is no baseline arm."""
+    """Whether the renderer draws at all: without pictures there is no bare arm."""
     loop: BackgroundLoop
     """Where the judge's coroutines run while this thread renders."""
 
@@ -61,11 +68,11 @@ class Sampled:
     group_ids: Sequence[str]
     """_P."""
     bare: Sequence[Completion | None]
-    """_P, the baseline arm; None where nobody asked or the policy has none."""
+    """_P, the bare arm; None where nobody asked or the policy has none."""
 
     @property
     def arms(self) -> list[list[Completion]]:
-        """_P, each group's completions and, last, its baseline arm."""
+        """_P, each group's completions and, last, its bare arm."""
         return [
             [*completions_G, *([] if bare is None else [bare])]
             for completions_G, bare in zip(self.completions, self.bare, strict=True)
@@ -83,14 +90,10 @@ class Rollout:
 
     episodes: list[list[Episode]]
     """_PG, in the order of the completions."""
-    baselines: list[Episode | None]
-    """_P, the baseline arm, never trained; None where nobody asked or the policy has none."""
+    bare_episodes: list[Episode | None]
+    """_P, the bare arm, never trained; None where nobody asked or the policy has none."""
     renderer_stats: Mapping[str, float] = field(default_factory=dict)
     """What the renderer reported of these pictures, means over them."""
-
-
-class Interrupted(Exception):  # noqa: N818 (reads as what happened)
-    """Asked to stop while pictures were made or graded: these completions have no episodes."""
 
 
 def never() -> bool:
@@ -99,12 +102,12 @@ def never() -> bool:
 
 
 def begin(
-    crew: Crew,
+    context: RolloutContext,
     sampled: Sampled,
     forwards: Forwards,
     timer: PhaseTimer,
     should_stop: Callable[[], bool] = never,
-) -> Judging:
+) -> PendingRollout:
     """Render every arm and ask the judge about it; the verdicts are still on their way.
 
     Two equal completions of a group are one picture: it is rendered and judged once. Raises
@@ -112,67 +115,61 @@ def begin(
     run is given.
     """
     with timer.phase("render") as phase:
-        samples = crew.renderer.illustrate([prompt.sample for prompt in sampled.prompts])
+        samples = context.renderer.decode_sources([prompt.sample for prompt in sampled.prompts])
         prompts_P = [
             prompt if sample is prompt.sample else replace(prompt, sample=sample)
             for prompt, sample in zip(sampled.prompts, samples, strict=True)
         ]
-        judging = Judging(crew, sampled)
+        pending = PendingRollout(context, sampled)
         jobs: Iterable[RenderJob] = _jobs(
-            crew, replace(sampled, prompts=prompts_P), forwards, judging, timer, should_stop
+            context, replace(sampled, prompts=prompts_P), forwards, pending, timer, should_stop
         )
         if forwards.collective:
             jobs = list(jobs)
         try:
-            for number, outcome in crew.renderer.render(jobs):
+            for number, outcome in context.renderer.render(jobs):
                 if should_stop():
                     raise Interrupted
-                judging.submit(number, outcome)
+                pending.submit(number, outcome)
         except BaseException:
-            judging.cancel()
+            pending.cancel()
             raise
-        if crew.makes_images:
-            phase.note(f"{judging.num_pictures} pictures")
-    judging.renderer_stats = crew.renderer.take_stats()
-    return judging
-
-
-def raise_together(refusal: str, dist: Dist) -> None:
-    """Raise `JudgeError` on every rank once any rank's judge has refused ('' = it has not): one
-    that left alone would hang the others in their next collective. Collective."""
-    refusals = [text for text in dist.gather(refusal) if text]
-    if refusals:
-        raise JudgeError(refusals[0])
+        if context.makes_images:
+            phase.note(f"{pending.num_pictures} pictures")
+    pending.renderer_stats = context.renderer.take_stats()
+    return pending
 
 
 def _jobs(
-    crew: Crew,
+    context: RolloutContext,
     sampled: Sampled,
     forwards: Forwards,
-    judging: Judging,
+    pending: PendingRollout,
     timer: PhaseTimer,
     should_stop: Callable[[], bool],
 ) -> Iterator[RenderJob]:
     """The pictures to make; a group's forward runs when its first one is asked for."""
     arms_PG = sampled.arms
-    for pack in forwards.packs:
+    for micro_batch in forwards.micro_batches:
         if should_stop() and not forwards.collective:
             raise Interrupted
         with timer.phase("condition"):
-            batch, outputs = forwards.forward(pack) if crew.policy.reads_states else (None, None)
-            actions = crew.policy.act(pack.rows, batch, outputs)
+            batch, outputs = (
+                forwards.forward(micro_batch) if context.policy.reads_states else (None, None)
+            )
+            actions = context.policy.decode_actions(micro_batch.rows, batch, outputs)
             del batch, outputs
-        for (p, g), action in zip(pack.members, actions, strict=True):
+        for (p, g), action in zip(micro_batch.members, actions, strict=True):
             if p < 0:  # a filler
                 continue
             completion = arms_PG[p][g]
-            failure = why_not_rendered(crew.config, completion, action)
-            num_pictures = 0 if failure else crew.config.images_per_completion
+            failure = why_not_rendered(context.config, completion, action)
+            num_pictures = 0 if failure else context.config.images_per_completion
             keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
             # Without the payload: a batch's hidden states are a gigabyte beside the update.
             understood = replace(action, payload=None)
             arm = Arm(sampled.prompts[p], completion, understood, failure, keys)
-            for key in judging.expect((p, g), arm):
+            for key in pending.expect((p, g), arm):
                 noise_seed = _noise(sampled.noise_seeds[p], key[2])
                 yield RenderJob(arm.prompt.sample, action.payload, noise_seed)
 
@@ -182,12 +179,12 @@ def _noise(group_seed: int, picture: int) -> int:
     return group_seed if picture == 0 else derive_seed(group_seed, picture)
 
 
-class Judging:
+class PendingRollout:
     """A batch whose pictures have been made, or are being made, and whose verdicts come in."""
 
-    def __init__(self, crew: Crew, sampled: Sampled) -> None:
+    def __init__(self, context: RolloutContext, sampled: Sampled) -> None:
         self.renderer_stats: Mapping[str, float] = {}
-        self._crew = crew
+        self._context = context
         self._sampled = sampled
         self._arms: dict[Member, Arm] = {}
         self._arm_of: dict[PictureKey, Arm] = {}
@@ -196,7 +193,7 @@ class Judging:
         """To the renderer, in its order."""
         self._images: dict[PictureKey, Image | None] = {}
         self._failures: dict[PictureKey, RenderFailure] = {}
-        self._grades: dict[PictureKey, Future[dict[str, Grade]]] = {}
+        self._grades: dict[PictureKey, Future[dict[str, RewardOutput]]] = {}
         self._episodes_PG: list[list[Episode]] = []
 
     @property
@@ -220,8 +217,8 @@ class Judging:
             self._failures[key] = outcome
             return
         self._images[key] = outcome
-        evidence = Evidence(arm.prompt.sample, arm.action.text, outcome)
-        self._grades[key] = self._crew.loop.submit(_grade(self._crew.rewards, evidence))
+        reward_input = RewardInput(arm.prompt.sample, arm.action.text, outcome)
+        self._grades[key] = self._context.loop.submit(_grade(self._context.rewards, reward_input))
 
     def cancel(self) -> None:
         """Ask nothing more."""
@@ -255,7 +252,7 @@ class Judging:
                         phase.note(self._latency())
                 episodes = [
                     episode_of(
-                        self._crew.config,
+                        self._context.config,
                         arm,
                         sampled.group_ids[p],
                         sampled.noise_seeds[p],
@@ -283,7 +280,7 @@ class Judging:
         median_s = seconds[len(seconds) // 2]
         return f"verdicts after {median_s:.1f} s (median), {seconds[-1]:.1f} s (longest)"
 
-    def rollout(self) -> Rollout:
+    def finished(self) -> Rollout:
         """Everything, after the last group."""
         groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
         return Rollout(
@@ -297,14 +294,16 @@ class Judging:
 
 
 def _wait_for(
-    future: Future[dict[str, Grade]], should_stop: Callable[[], bool]
-) -> dict[str, Grade]:
+    future: Future[dict[str, RewardOutput]], should_stop: Callable[[], bool]
+) -> dict[str, RewardOutput]:
     while not should_stop():
         if wait([future], timeout=0.5).done:
             return future.result()
     raise Interrupted
 
 
-async def _grade(rewards: Mapping[str, Reward], evidence: Evidence) -> dict[str, Grade]:
-    grades = await asyncio.gather(*(reward.grade(evidence) for reward in rewards.values()))
+async def _grade(
+    rewards: Mapping[str, Reward], reward_input: RewardInput
+) -> dict[str, RewardOutput]:
+    grades = await asyncio.gather(*(reward.grade(reward_input) for reward in rewards.values()))
     return dict(zip(rewards, grades, strict=True))

@@ -1,22 +1,20 @@
-"""What an iteration's episodes show, as metrics, and the advantages that follow from them.
+"""What an iteration's episodes show, as metrics.
 
-What: `group_rewards` (rewards -> advantages and metrics) and the failure-rate guard. What not: the
-advantage formulas (algorithm/advantages) and the learner's metrics. Called by `train.py`.
+What: `rollout_metrics` and the failure-rate guard. What not: advantages
+(`rollout/graded_groups.py`), the learner's metrics. Called by `train.py` and `run.py`.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pvariance
 from typing import TYPE_CHECKING
 
-from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
+from rl.algorithm.advantages import RewardMoments, reward_moments
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Episode, Status
 from rl.config.schema import RunConfig
-from rl.ranks.seeding import derive_seed
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -33,78 +31,42 @@ def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
     return f"{len(lengths)} completions, {sum(lengths)} tokens"
 
 
-def group_rewards(
-    config: RunConfig, iteration: int, rollout: Rollout, dist: Dist
-) -> tuple[list[list[float | None]], Metrics]:
-    """(advantages_PG, metrics) of this rank's groups; None for an UNGRADED episode."""
-    episodes_PG = rollout.episodes
-    rewards_PG = [[episode.reward for episode in episodes_G] for episodes_G in episodes_PG]
-    metrics = _rollout_metrics(episodes_PG)
-    for episodes_G, baseline in zip(episodes_PG, rollout.baselines, strict=True):
-        add_baseline(metrics, "", episodes_G, baseline)
+def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
+    """Of this rank's groups: rewards, how episodes ended, lengths, latencies, the bare arm, what
+    the renderer reports. Collective."""
+    metrics = Metrics()
+    for episodes_G, bare in zip(rollout.episodes, rollout.bare_episodes, strict=True):
+        _add_group(metrics, episodes_G)
+        add_bare_arm(metrics, "", episodes_G, bare)
     for name, value in rollout.renderer_stats.items():
         metrics.add(f"renderer/{name}", value)
-    local = reward_moments(rewards_PG)
+    local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
     batch = RewardMoments(*dist.sum_floats([local.total, local.total_of_squares, local.count]))
     metrics.maximum("reward/std", batch.std)
-    if config.algorithm.shuffle_rewards:
-        rewards_PG = _shuffled(rewards_PG, derive_seed(config.seed, "shuffle", iteration), dist)
-    algorithm = config.algorithm
-    groups = group_advantages(rewards_PG, algorithm.advantage_scale, algorithm.advantage_eps, batch)
-    return groups.advantages, metrics
-
-
-def early_advantages(config: RunConfig, episodes_G: Sequence[Episode]) -> list[float | None] | None:
-    """A group's advantages before the rest of the batch is graded, the same that `group_rewards`
-    will give; None where they depend on the whole batch."""
-    algorithm = config.algorithm
-    if algorithm.shuffle_rewards or algorithm.advantage_scale == "batch_std":
-        return None
-    rewards_G = [episode.reward for episode in episodes_G]
-    groups = group_advantages([rewards_G], algorithm.advantage_scale, algorithm.advantage_eps)
-    return groups.advantages[0]
-
-
-def _shuffled(
-    rewards_PG: Sequence[Sequence[float | None]], seed: int, dist: Dist
-) -> list[list[float | None]]:
-    """The control arm: the same rewards, handed out at random over all ranks' episodes."""
-    all_PG = [row for rank in dist.gather([list(row) for row in rewards_PG]) for row in rank]
-    flat = [reward for row in all_PG for reward in row]
-    random.Random(seed).shuffle(flat)
-    start = dist.rank * len(rewards_PG)
-    rows: list[list[float | None]] = []
-    for row in all_PG:
-        rows.append(flat[: len(row)])
-        flat = flat[len(row) :]
-    return rows[start : start + len(rewards_PG)]
-
-
-def _rollout_metrics(episodes_PG: Sequence[Sequence[Episode]]) -> Metrics:
-    """Reward, status, length and latency metrics of this rank's episodes."""
-    metrics = Metrics()
-    for episodes_G in episodes_PG:
-        rewards = [e.reward for e in episodes_G if e.reward is not None]
-        metrics.add("groups/zero_spread", float(len(set(rewards)) <= 1))
-        metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
-        if len(rewards) > 1:
-            metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
-        for episode in episodes_G:
-            _add_episode(metrics, episode)
-        _add_noise_share(metrics, episodes_G)
     return metrics
 
 
-def add_baseline(
-    metrics: Metrics, prefix: str, episodes_G: Sequence[Episode], baseline: Episode | None
+def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
+    rewards = [e.reward for e in episodes_G if e.reward is not None]
+    metrics.add("groups/zero_spread", float(len(set(rewards)) <= 1))
+    metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
+    if len(rewards) > 1:
+        metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
+    for episode in episodes_G:
+        _add_episode(metrics, episode)
+    _add_noise_share(metrics, episodes_G)
+
+
+def add_bare_arm(
+    metrics: Metrics, prefix: str, episodes_G: Sequence[Episode], bare: Episode | None
 ) -> None:
     """What the user's own words alone were worth, and what writing gained over them."""
-    if baseline is None or baseline.reward is None:
+    if bare is None or bare.reward is None:
         return
-    metrics.add(f"{prefix}baseline_reward", baseline.reward)
+    metrics.add(f"{prefix}bare_reward", bare.reward)
     for episode in episodes_G:
         if episode.reward is not None:
-            metrics.add(f"{prefix}reward_gain", episode.reward - baseline.reward)
+            metrics.add(f"{prefix}reward_gain", episode.reward - bare.reward)
 
 
 def _distinct_share(episodes_G: Sequence[Episode]) -> float:

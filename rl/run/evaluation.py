@@ -1,6 +1,6 @@
 """The held-out run of the same rollout: one completion each, fixed noise, the run's own judge.
 
-What: rewards on the first `evaluation.num_samples` validation samples, on the baseline arm (the
+What: rewards on the first `evaluation.num_samples` validation samples, on the bare arm (the
 user's own words), and on their reference
 completions where the data has them (a renderer that reads drifted states falls there, a policy that
 writes worse words does not). What not: training. Called by `train.py`; records and pictures land in
@@ -20,8 +20,9 @@ from rl.files.atomic import json_line, write_atomically
 from rl.judge.client import JudgeError
 from rl.learner.micro_batches import Inference
 from rl.ranks.seeding import derive_seed
-from rl.rollout.stream import Crew, Sampled, begin, raise_together
-from rl.run.episode_metrics import add_baseline
+from rl.rollout.consensus import refuse_together
+from rl.rollout.stream import RolloutContext, Sampled, begin
+from rl.run.episode_metrics import add_bare_arm
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    crew: Crew,
+    context: RolloutContext,
     engine: Engine,
     samples: Sequence[Sample],
     iteration: int,
@@ -38,9 +39,9 @@ def evaluate(
     timer: PhaseTimer,
 ) -> Metrics:
     """Metrics of `eval/*` over all ranks' samples; every rank passes the same list."""
-    config = crew.config
+    config = context.config
     mine = list(samples)[dist.rank :: dist.world_size]
-    baseline = config.baseline_arm != "never" and crew.makes_images
+    baseline = config.bare_arm != "never" and context.makes_images
     params = SamplingParams(
         temperature=config.evaluation.temperature,
         top_p=1.0,
@@ -50,15 +51,15 @@ def evaluate(
     )
     metrics = Metrics()
     with timer.phase("evaluate"):
-        prompts_P = [crew.policy.build_prompt(sample) for sample in mine]
+        prompts_P = [context.policy.build_prompt(sample) for sample in mine]
         seeds_P = [derive_seed("evaluation", config.seed, "sampling", s.id) for s in mine]
         completions_P1 = engine.generate(prompts_P, params, seeds_P) if mine else []
         engine.sleep()
-        bare_P = [crew.policy.bare_completion(s) if baseline else None for s in mine]
-        episodes, baselines = _score(crew, prompts_P, completions_P1, bare_P, timer, dist)
+        bare_P = [context.policy.pass_through_completion(s) if baseline else None for s in mine]
+        episodes, bare_episodes = _score(context, prompts_P, completions_P1, bare_P, timer, dist)
         _measure(metrics, "eval", episodes)
-        for episode, bare in zip(episodes, baselines, strict=True):
-            add_baseline(metrics, "eval/", [episode], bare)
+        for episode, bare in zip(episodes, bare_episodes, strict=True):
+            add_bare_arm(metrics, "eval/", [episode], bare)
         for episode in episodes:
             reference = episode.prompt.sample.reference
             if reference is not None:
@@ -66,18 +67,18 @@ def evaluate(
         if config.evaluation.reference_drift:
             known = [prompt for prompt in prompts_P if prompt.sample.reference is not None]
             references = [
-                [crew.policy.encode_completion(str(prompt.sample.reference))] for prompt in known
+                [context.policy.encode_completion(str(prompt.sample.reference))] for prompt in known
             ]
             nothing = [None] * len(known)
-            scored, _ = _score(crew, known, references, nothing, timer, dist)
+            scored, _ = _score(context, known, references, nothing, timer, dist)
             _measure(metrics, "eval_reference", scored)
         engine.wake()
-    _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, baselines, dist)
+    _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, bare_episodes, dist)
     return metrics
 
 
 def _score(
-    crew: Crew,
+    context: RolloutContext,
     prompts_P: Sequence[Prompt],
     completions_P1: Sequence[Sequence[Completion]],
     bare_P: Sequence[Completion | None],
@@ -85,20 +86,20 @@ def _score(
     dist: Dist,
 ) -> tuple[list[Episode], list[Episode | None]]:
     # The noise depends on the sample alone: before and after training differ by the words only.
-    noise_seeds = [derive_seed("evaluation", crew.config.seed, p.sample.id) for p in prompts_P]
+    noise_seeds = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
     sampled = Sampled(prompts_P, completions_P1, noise_seeds, ids, bare_P)
-    budget = crew.config.optimizer.max_tokens_per_micro_batch
-    forwards = Inference(crew.policy, prompts_P, sampled.token_ids, budget, dist)
+    budget = context.config.optimizer.max_tokens_per_micro_batch
+    forwards = Inference(context.policy, prompts_P, sampled.token_ids, budget, dist)
     silent = timer.silent()
-    judging = begin(crew, sampled, forwards, silent)
-    refusal, episodes = "", []
+    pending = begin(context, sampled, forwards, silent)
+    refusal, episodes = None, []
     try:
-        episodes = [episodes_1[0] for _, episodes_1 in judging.groups(silent)]
+        episodes = [episodes_1[0] for _, episodes_1 in pending.groups(silent)]
     except JudgeError as error:
-        refusal = str(error)
-    raise_together(refusal, dist)
-    return episodes, judging.rollout().baselines
+        refusal = error
+    refuse_together(refusal, dist)
+    return episodes, pending.finished().bare_episodes
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:
@@ -114,11 +115,11 @@ def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None
 
 
 def _write_records(
-    folder: Path, episodes: Sequence[Episode], baselines: Sequence[Episode | None], dist: Dist
+    folder: Path, episodes: Sequence[Episode], bare_episodes: Sequence[Episode | None], dist: Dist
 ) -> None:
     """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    records = [_record(folder, *pair) for pair in zip(episodes, baselines, strict=True)]
+    records = [_record(folder, *pair) for pair in zip(episodes, bare_episodes, strict=True)]
     gathered = [record for rank in dist.gather(records) for record in rank]
     if dist.is_main:
         write_atomically(folder / "records.jsonl", "".join(map(json_line, gathered)))
@@ -130,7 +131,7 @@ def _record(folder: Path, episode: Episode, baseline: Episode | None) -> Mapping
     pictures = {
         "source_file": sample.source,
         "image_file": episode.image,
-        "baseline_file": None if baseline is None else baseline.image,
+        "bare_file": None if baseline is None else baseline.image,
     }
     files: dict[str, str | None] = dict.fromkeys(pictures)
     for key, picture in pictures.items():
@@ -147,6 +148,6 @@ def _record(folder: Path, episode: Episode, baseline: Episode | None) -> Mapping
         "failure": episode.failure,
         "reward": episode.reward,
         "parts": dict(episode.parts),
-        "baseline_reward": None if baseline is None else baseline.reward,
+        "bare_reward": None if baseline is None else baseline.reward,
         **files,
     }

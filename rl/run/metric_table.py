@@ -38,13 +38,11 @@ METRICS: dict[str, MetricDoc] = {
     "reward/part/<name>": MetricDoc(
         "as the reward states", "mean of a reward's value or `<reward>/<part>` over graded episodes"
     ),
-    "baseline_reward": MetricDoc(
+    "bare_reward": MetricDoc(
         "0..1",
-        "mean reward of the baseline arm: the user's own words handed on as they are, same noise",
+        "mean reward of the bare arm: the user's own words handed on as they are, same noise",
     ),
-    "reward_gain": MetricDoc(
-        "-1..1", "mean over episodes of reward - baseline reward of its prompt"
-    ),
+    "reward_gain": MetricDoc("-1..1", "mean over episodes of reward - bare reward of its prompt"),
     "renderer/clip_cut_share": MetricDoc(
         "0..1", "sd3: share of prompts longer than CLIP's 77 tokens, whose end it does not read"
     ),
@@ -84,8 +82,8 @@ METRICS: dict[str, MetricDoc] = {
     "eval/reward": MetricDoc("0..1", "mean reward of greedy completions on the validation samples"),
     "eval/reward/<category>": MetricDoc("0..1", "the same over one category"),
     "eval/part/<name>": MetricDoc("as the reward states", "mean of a reward's value or part there"),
-    "eval/baseline_reward": MetricDoc("0..1", "mean reward of the baseline arm there"),
-    "eval/reward_gain": MetricDoc("-1..1", "mean of reward - baseline reward there"),
+    "eval/bare_reward": MetricDoc("0..1", "mean reward of the bare arm there"),
+    "eval/reward_gain": MetricDoc("-1..1", "mean of reward - bare reward there"),
     "eval/ungraded": MetricDoc("0..1", "share of validation episodes lost to renderer or judge"),
     "eval/reference_match": MetricDoc("0..1", "share of completions equal to the reference"),
     "eval_reference/reward": MetricDoc(

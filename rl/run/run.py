@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl.algorithm.metrics import Metrics
 from rl.api.contracts import Engine, Policy
-from rl.api.types import Completion, Episode, Prompt, Sample
+from rl.api.types import Completion, Prompt, Sample
 from rl.config.schema import RunConfig
 from rl.judge.client import JudgeClient, JudgeError
 from rl.learner.learner import Learner
-from rl.learner.train_step import Update
+from rl.learner.train_step import TrainStep
 from rl.learner.weight_sync import sync
 from rl.meter import flop_meter
 from rl.ranks import signals
@@ -32,10 +32,11 @@ from rl.record.checkpoint import Checkpoints
 from rl.record.console import Console, PhaseTimer, warn
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
-from rl.rollout.episodes import group_sequences
-from rl.rollout.prompt_order import PromptSampler
-from rl.rollout.stream import Crew, Interrupted, Judging, Rollout, Sampled, begin, raise_together
-from rl.run import episode_metrics
+from rl.rollout.consensus import Interrupted, leave_together
+from rl.rollout.graded_groups import Advantages, GradedGroup
+from rl.rollout.prompt_order import PromptOrder
+from rl.rollout.stream import PendingRollout, RolloutContext, Sampled, begin
+from rl.run.episode_metrics import TooManyFailuresError, check_failure_rate
 from rl.run.evaluation import evaluate
 from rl.run.metric_table import check_known
 
@@ -43,12 +44,16 @@ _JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
-    """An iteration between its rollout and its update: the judge has the word."""
+class PendingStep:
+    """An iteration between its rollout and its optimiser step: the judge has the word."""
 
     iteration: int
-    judging: Judging
-    update: Update
+    rollout: PendingRollout
+    train_step: TrainStep
+
+    def is_waiting(self) -> bool:
+        """Whether a verdict is missing, and nobody asks to stop."""
+        return self.rollout.still_waiting() and not signals.stop_heard()
 
 
 @dataclass(eq=False)
@@ -64,11 +69,11 @@ class Run:
     tracker: Tracker
     checkpoints: Checkpoints
     judge: JudgeClient | None
-    crew: Crew
+    context: RolloutContext
     policy: Policy
     engine: Engine
     learner: Learner
-    sampler: PromptSampler
+    prompt_order: PromptOrder
     held_out: Sequence[Sample]
     probe: Prompt
     """What the sampler and the trainer are compared on after every sync."""
@@ -99,69 +104,51 @@ class Run:
             metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
         return metrics
 
-    def bare_completions(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
-        """The baseline arm of each prompt, if the config wants one in training."""
-        wanted = self.config.baseline_arm == "always" and self.crew.makes_images
-        return [self.policy.bare_completion(p.sample) if wanted else None for p in prompts_P]
+    def bare_arms(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
+        """The bare arm of each prompt, if the config wants one in training."""
+        wanted = self.config.bare_arm == "always" and self.context.makes_images
+        return [
+            self.policy.pass_through_completion(p.sample) if wanted else None for p in prompts_P
+        ]
 
-    def render(self, sampled: Sampled, update: Update) -> Judging | None:
-        """Every picture made and every question asked; None, on every rank, once any was asked to
-        stop."""
-        judging = None
-        with suppress(Interrupted):  # the others hear of it below
-            judging = begin(self.crew, sampled, update, self.timer, signals.stop_heard)
-        if signals.stop_requested(self.dist):
-            if judging is not None:
-                judging.cancel()
-            return None
-        assert judging is not None, "interrupted without a signal"
+    def render(self, sampled: Sampled, train_step: TrainStep) -> PendingRollout:
+        """Every picture made and every question asked. Raises `Interrupted` on every rank once any
+        was asked to stop."""
+        pending, trouble = None, None
+        try:
+            pending = begin(self.context, sampled, train_step, self.timer, signals.stop_heard)
+        except Interrupted as error:
+            trouble = error
+        try:
+            leave_together(trouble, self.dist)
+        except Interrupted:
+            if pending is not None:
+                pending.cancel()
+            raise
+        assert pending is not None
         if self.config.max_staleness:
             with self.timer.phase("condition"):
-                update.note_old()
-        return judging
+                train_step.note_old_logprobs()
+        return pending
 
-    def grade(self, flight: Flight, done: int) -> Rollout | None:
-        """The iteration's graded episodes, baseline arm included; None, on every rank, once any was
-        asked to stop. While verdicts are on their way the update does what needs none of them, and
-        what needs only those that are there.
+    def graded_groups(self, pending: PendingStep) -> Iterator[GradedGroup]:
+        """Every group once, as soon as its verdicts are in and its advantages known.
 
-        A judge that refuses, or fails too often, stops the run on every rank together: its `done`
-        finished iterations are saved first. Raises `JudgeError` or `TooManyFailuresError`.
+        Raises on every rank together: `Interrupted` once any was asked to stop; `JudgeError` or
+        `TooManyFailuresError` for a judge that refuses or fails too often, the finished iterations
+        saved first.
         """
-        judging, update = flight.judging, flight.update
-        stopped, refusal = False, ""
+        advantages = Advantages(self.config, self.policy, pending.iteration, self.dist)
+        trouble: Interrupted | JudgeError | None = None
         try:
-            update.work_ahead(lambda: judging.still_waiting() and not signals.stop_heard())
-            for p, episodes_G in judging.groups(self.timer, signals.stop_heard):
-                advantages_G = episode_metrics.early_advantages(self.config, episodes_G)
-                if advantages_G is not None:
-                    self.hand_in(flight, p, episodes_G, advantages_G)
-        except Interrupted:
-            stopped = True  # the others hear of it below
-        except JudgeError as error:
-            refusal = str(error)
-        with self._saved_first(done):
-            raise_together(refusal, self.dist)
-        if signals.stop_requested(self.dist):
-            return None
-        assert not stopped, "interrupted without a signal"
-        rollout = judging.rollout()
-        with self._saved_first(done):
-            episode_metrics.check_failure_rate(self.config, rollout.episodes, self.dist)
-        return rollout
-
-    def hand_in(
-        self,
-        flight: Flight,
-        p: int,
-        episodes_G: Sequence[Episode],
-        advantages_G: Sequence[float | None],
-    ) -> None:
-        """Give the update a graded group."""
-        sequences_G = group_sequences(
-            self.config, self.policy, flight.iteration, episodes_G, advantages_G
-        )
-        flight.update.hand_in(p, sequences_G)
+            for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_heard):
+                yield from advantages.add(p, episodes_G)
+        except (Interrupted, JudgeError) as error:
+            trouble = error  # the others hear of it on the next line
+        with self._saved_first(pending.iteration):
+            leave_together(trouble, self.dist)
+            check_failure_rate(self.config, pending.rollout.finished().episodes, self.dist)
+        yield from advantages.rest()
 
     def may_sample(self, sampled: int, done: int) -> bool:
         """Whether iteration `sampled` may be rolled out when `done` are learnt from.
@@ -182,7 +169,7 @@ class Run:
         forbid to mend it under this run_name."""
         try:
             yield
-        except (JudgeError, episode_metrics.TooManyFailuresError):
+        except (JudgeError, TooManyFailuresError):
             if done > 0:
                 self.save(done)
             raise
@@ -194,7 +181,7 @@ class Run:
         self.open_journal("evaluation", done)
         with self._saved_first(done):
             return evaluate(
-                self.crew, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
+                self.context, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
             )
 
     def _evaluation_due(self, done: int) -> bool:
@@ -214,7 +201,7 @@ class Run:
         if self.judge is not None:
             _add_judge_stats(metrics, self.judge)
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
-        metrics.total("data/replaced_rows", self.sampler.num_replaced)
+        metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
         reduced = self.dist.reduce(metrics) | self.timer.lap()
         check_known(reduced)
@@ -224,13 +211,10 @@ class Run:
         self.tracker.log(done, reduced)
         self.console.iteration(done, self.num_iterations, reduced)
 
-    def log_episodes(
-        self,
-        done: int,
-        episodes_PG: Sequence[Sequence[Episode]],
-        advantages_PG: Sequence[Sequence[float | None]],
-    ) -> None:
+    def log_episodes(self, done: int, groups_P: Sequence[GradedGroup]) -> None:
         """Provenance and pictures of an iteration."""
+        episodes_PG = [group.episodes for group in groups_P]
+        advantages_PG = [group.advantages for group in groups_P]
         with _tolerated("episodes"):
             self.record.write_episodes(done, episodes_PG, advantages_PG)
         self.tracker.log_episodes(done, episodes_PG, advantages_PG)

@@ -30,8 +30,8 @@ from rl.record.checkpoint import Checkpoints
 from rl.record.console import Console, PhaseTimer, warn
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
-from rl.rollout.prompt_order import PromptSampler, first_samples, usable
-from rl.rollout.stream import Crew
+from rl.rollout.prompt_order import PromptOrder, first_samples, usable
+from rl.rollout.stream import RolloutContext
 from rl.run.run import Run
 from rl.tiny_world.judge_server import JudgeServer
 
@@ -60,8 +60,10 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         done = 0 if newest is None else _check_config(newest, record, dist)
         seed_everything(config.seed + dist.rank)
         sources = build.build_data(resolved, resolved.train)
-        sampler, held_out = _open_data(resolved, sources)
-        sampler.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)  # is it readable?
+        prompt_order, held_out = _open_data(resolved, sources)
+        prompt_order.shard(
+            0, 0, config.prompts_per_iteration, lambda sample: sample
+        )  # is it readable?
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
@@ -76,12 +78,12 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
-        [probe] = sampler.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
-        sampler.num_replaced = 0  # the loop takes that prompt again
+        [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
+        prompt_order.num_replaced = 0  # the loop takes that prompt again
         has_room = _sampler_has_room(resolved, dist.device, console)
         engine = build.build_engine(resolved, policy, dist, has_room)
         stack.callback(engine.close)
-        crew = _gather_crew(resolved, dist, policy, judge, loop)
+        context = _gather_context(resolved, dist, policy, judge, loop)
         learner = Learner(policy, config, dist, num_iterations)
         start = _restore(checkpoints, newest, learner, console)
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
@@ -103,11 +105,11 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             tracker=tracker,
             checkpoints=checkpoints,
             judge=judge,
-            crew=crew,
+            context=context,
             policy=policy,
             engine=engine,
             learner=learner,
-            sampler=sampler,
+            prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
             num_iterations=num_iterations,
@@ -139,11 +141,11 @@ def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
 
 def _open_data(
     resolved: build.Resolved, sources: Sequence[DataSource]
-) -> tuple[PromptSampler, list[Sample]]:
+) -> tuple[PromptOrder, list[Sample]]:
     """The training order and the held-out samples."""
     config = resolved.config
     on_bad_row = config.data.on_bad_row
-    sampler = PromptSampler(
+    prompt_order = PromptOrder(
         sources,
         build.mixture_weights(resolved, sources),
         config.seed,
@@ -154,7 +156,7 @@ def _open_data(
     weights = [1.0] * len(validation)
     num_samples = config.evaluation.num_samples
     held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []
-    return sampler, held_out
+    return prompt_order, held_out
 
 
 def _restore(
@@ -187,13 +189,13 @@ def _sampler_has_room(resolved: build.Resolved, device: str, console: Console) -
     return memory_plan.residency(planned, gpu_gb) == "resident"
 
 
-def _gather_crew(
+def _gather_context(
     resolved: build.Resolved,
     dist: Dist,
     policy: Policy,
     judge: JudgeClient | None,
     loop: BackgroundLoop,
-) -> Crew:
+) -> RolloutContext:
     """The renderer and the rewards beside the policy.
 
     Raises ValueError when the renderer reads other states than the policy writes: every picture
@@ -208,7 +210,7 @@ def _gather_crew(
         )
     rewards = build.build_rewards(resolved, judge, dist)
     makes_images = resolved.renderer.module.MAKES_IMAGES
-    return Crew(resolved.config, policy, renderer, rewards, makes_images, loop)
+    return RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
 
 
 def _open_judge(

@@ -102,7 +102,7 @@ def test_logprobs_and_flags_of_mixed_grids(
             num_whole += completion.finish == "stop"
             num_cut += completion.finish == "length"
             if completion.finish == "stop":
-                [action] = policy.act([(prompt, completion.token_ids)], None, None)
+                [action] = policy.decode_actions([(prompt, completion.token_ids)], None, None)
                 assert action.payload.shape == prompt.grid
     assert num_whole >= 10
     drawn = {token for c in completions_PG[-1] for token in c.token_ids}
@@ -194,7 +194,7 @@ def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch)
         ]
         assert set(chosen) <= kept and vocabulary.image in chosen
         assert completion.finish == "stop"
-        [action] = policy.act([(prompt, completion.token_ids)], None, None)
+        [action] = policy.decode_actions([(prompt, completion.token_ids)], None, None)
         assert action.payload.shape == prompt.grid
 
 

@@ -26,7 +26,7 @@ from tiny_rounding import GRADIENT, NATS, STEPPED
 from rl.api.types import Prompt, Sample, TrainSequence
 from rl.learner.learner import Learner
 from rl.learner.micro_batches import pack_groups, split_evenly
-from rl.learner.train_step import Update
+from rl.learner.train_step import TrainStep
 from rl.ranks.dist import Dist
 
 A_GROUP = 120
@@ -226,15 +226,15 @@ def test_stale_rollouts_are_corrected_by_the_ratio(folder: str, reads_states: bo
     rows = [(s.prompt, s.token_ids) for s in sequences]
     before = learner.logprobs(rows)
     opened = learner.begin(0, [rows[0][0]], [[ids for _, ids in rows]], [3])
-    for pack in opened.packs if reads_states else ():
-        opened.forward(pack)
-    opened.note_old()
+    for micro_batch in opened.micro_batches if reads_states else ():
+        opened.forward(micro_batch)
+    opened.note_old_logprobs()
     train(learner, sequences_of(learner, seed=1), 0, 1)
     after = learner.logprobs(rows)
-    opened.hand_in(
+    opened.accumulate(
         0, [TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs) for s in sequences]
     )
-    metrics = opened.finish()
+    metrics = opened.step()
     ratios = [
         math.exp(now - then)
         for s, now_T, then_T in zip(sequences, after, before, strict=True)
@@ -257,13 +257,13 @@ def test_weights_do_not_tell_how_slow_the_judge_was(folder: str) -> None:
         groups = [sequences[start : start + 3] for start in range(0, 12, 3)]
         ids_PG = [[s.token_ids for s in group] for group in groups]
         opened = learner.begin(0, [group[0].prompt for group in groups], ids_PG, [3] * 4)
-        assert 1 < len(opened.packs) < 4
+        assert 1 < len(opened.micro_batches) < 4
         left = iter(range(num_packs_ahead))
-        opened.work_ahead(lambda: next(left, None) is not None)
+        opened.prefetch_reference(lambda: next(left, None) is not None)
         for p, group in enumerate(groups):
             brought = [TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs) for s in group]
-            opened.hand_in(p, [None] * 3 if p in (0, 3) else [brought[0], None, brought[2]])
-        metrics = opened.finish()
+            opened.accumulate(p, [None] * 3 if p in (0, 3) else [brought[0], None, brought[2]])
+        metrics = opened.step()
         seen = metrics.merge([metrics.state()])
         return snapshot(learner), {k: v for k, v in seen.items() if not k.startswith("seconds/")}
 
@@ -289,7 +289,7 @@ def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
     opened = [open_update(by_hand, half) for half in halves]  # both see the first weights
     for half, one in zip(halves, opened, strict=True):
         for p in range(2):
-            one.hand_in(
+            one.accumulate(
                 p,
                 [
                     TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs)
@@ -300,26 +300,26 @@ def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
     assert relative_difference(snapshot(twice), snapshot(by_hand)) <= STEPPED
 
 
-def open_update(learner: Learner, sequences: list[Graded]) -> Update:
+def open_update(learner: Learner, sequences: list[Graded]) -> TrainStep:
     """Two groups of three, forwarded."""
     prompts = [sequences[0].prompt, sequences[3].prompt]
     ids = [[s.token_ids for s in sequences[start : start + 3]] for start in (0, 3)]
     opened = learner.begin(0, prompts, ids, [3, 3])
-    for pack in opened.packs:
-        opened.forward(pack)
+    for micro_batch in opened.micro_batches:
+        opened.forward(micro_batch)
     return opened
 
 
 def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
     a, b, c = (Prompt(Sample(name, "do it"), (1,) * 4) for name in "abc")
     ids_PG = [[(5,), (5, 6)], [(5, 6), (7,)], [(5,) * 3, (6,) * 3, (7,) * 3]]
-    packs = pack_groups([a, b, c], ids_PG, 14)
+    micro_batches = pack_groups([a, b, c], ids_PG, 14)
     # a and b: 4 + 3 each; c: 4 + 3 + 3 + 3 = 13 alone.
-    assert [p.members for p in packs] == [
+    assert [p.members for p in micro_batches] == [
         ((0, 0), (0, 1), (1, 0), (1, 1)),
         ((2, 0), (2, 1), (2, 2)),
     ]
-    assert [p.num_tokens for p in packs] == [14, 13]
+    assert [p.num_tokens for p in micro_batches] == [14, 13]
     cut = pack_groups([a, b, c], ids_PG, 10, first=3)
     assert [p.members for p in cut] == [
         ((3, 0), (3, 1)), ((4, 0), (4, 1)), ((5, 0), (5, 1)), ((5, 2),),

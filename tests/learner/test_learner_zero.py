@@ -94,10 +94,10 @@ def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
     first, *_ = sequences = make_sequences(learner._policy, groups=1)
     ids_G = [s.token_ids for s in sequences]
     opened = learner.begin(0, [first.prompt], [ids_G], [len(ids_G)])
-    opened.note_old()
+    opened.note_old_logprobs()
     train(learner, make_sequences(learner._policy, seed=1), 0, 1)
-    opened.hand_in(0, [TrainSequence(s.loss_mask, 1.0, s.sampler_logprobs) for s in sequences])
-    metrics = opened.finish()
+    opened.accumulate(0, [TrainSequence(s.loss_mask, 1.0, s.sampler_logprobs) for s in sequences])
+    metrics = opened.step()
     assert abs(metrics.merge([metrics.state()])["policy/ratio_max"] - 1) > 1e-3
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl.api.types import Completion, Evidence, Grade, RenderJob, Sample
+from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
 from rl.config.jsonnet import evaluate
 from rl.config.schema import RunConfig
 from rl.judge import question
@@ -101,8 +101,8 @@ def ask_about_group(plug: ModuleType, judge: FaultyJudge, pictures: Sequence[Ima
     async def run() -> None:
         client = JudgeClient(quick_config(max_attempts=1), judge.api_base)
         reward = plug.build(plug.Config(), client, "cpu")
-        grades: list[Grade] = await asyncio.gather(
-            *(reward.grade(Evidence(sample, f"words {i}", p)) for i, p in enumerate(pictures))
+        grades: list[RewardOutput] = await asyncio.gather(
+            *(reward.grade(RewardInput(sample, f"words {i}", p)) for i, p in enumerate(pictures))
         )
         assert len(grades) == len(pictures)
         await client.aclose()
@@ -189,7 +189,7 @@ def test_emu3_paints_one_frame_of_four_and_each_distinct_grid_once() -> None:
     source, *drawn = (tiny_emu3_vq.make_codes(seed) for seed in range(4))
     samples = [Sample(str(i), "", source_codes=codes) for i, codes in enumerate((source, drawn[0]))]
     for _ in range(2):
-        renderer.illustrate(samples)
+        renderer.decode_sources(samples)
     assert painted == [2], "the second time they are remembered"
     jobs = [RenderJob(samples[0], drawn[i], noise_seed=0) for i in (0, 0, 1, 2, 1, 0)]
     assert len(list(renderer.render(iter(jobs)))) == 6
@@ -247,16 +247,16 @@ def iterate(run: Run) -> Rollout:
     run.sync_engine()
     if run.judge is not None:
         run.judge.take_stats()  # drops the question whether anybody is there
-    flight = roll_out(run, 0)
-    assert flight is not None and learn_from(run, flight)
-    return flight.judging.rollout()
+    pending = roll_out(run, 0)
+    learn_from(run, pending)
+    return pending.rollout.finished()
 
 
 def num_distinct(rollout: Rollout) -> int:
     """Pictures that were wanted, baseline arms' included, equal ones of a group counted once."""
     arms_PG = [
         [*episodes, *([] if baseline is None else [baseline])]
-        for episodes, baseline in zip(rollout.episodes, rollout.baselines, strict=True)
+        for episodes, baseline in zip(rollout.episodes, rollout.bare_episodes, strict=True)
     ]
     assert all(len(arms_G) >= 4 for arms_G in arms_PG)
     return sum(
@@ -274,7 +274,7 @@ def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
     """Two pictures are edited, with guidance: each is looked at, and encoded, once."""
     with opened("quickstart", tmp_path, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
-        renderer: Any = run.crew.renderer
+        renderer: Any = run.context.renderer
         parts = renderer.parts
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.vl_model.model.visual)
@@ -295,7 +295,7 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
     held_out = [{"type": "shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
-        renderer: Any = run.crew.renderer
+        renderer: Any = run.context.renderer
         run.sync_engine()
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.vl_model.model.visual)
@@ -310,7 +310,7 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
 def test_an_iteration_of_earl(tmp_path: Path) -> None:
     """Two sources and two references exist as codes alone; each is painted once."""
     with opened("tiny_earl", tmp_path) as run:
-        renderer: Any = run.crew.renderer
+        renderer: Any = run.context.renderer
         painted = rows_of_calls(renderer.codec.model.decoder.conv_in)
         rollout = iterate(run)
         drawn = {e.image.tobytes() for group in rollout.episodes for e in group if e.image}
@@ -321,13 +321,13 @@ def test_an_iteration_of_earl(tmp_path: Path) -> None:
 def test_an_iteration_of_the_prompt_writer(tmp_path: Path) -> None:
     """With guidance: each distinct prompt is encoded once, and so is the negative one."""
     with opened("tiny_prompts", tmp_path, num_steps=2, guidance_scale=4.0) as run:
-        renderer: Any = run.crew.renderer
+        renderer: Any = run.context.renderer
         encoded = rows_of_calls(renderer.parts.text.encoders[0])
         denoised = rows_of_calls(renderer.parts.transformer)
         decoded = rows_of_calls(renderer.parts.vae.decoder)
         rollout = iterate(run)
         num_pictures = num_distinct(rollout)
-        arms = [e for group in rollout.episodes for e in group] + list(rollout.baselines)
+        arms = [e for group in rollout.episodes for e in group] + list(rollout.bare_episodes)
         prompts = {arm.action.text for arm in arms if arm is not None}
         assert sum(encoded) == len(prompts) + 1
         assert sum(denoised) == 2 * 2 * num_pictures and sum(decoded) == num_pictures

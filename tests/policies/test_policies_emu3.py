@@ -257,7 +257,7 @@ def test_a_group_becomes_codes(policy):
     assert np.array_equal(painted.payload, sample.target_codes) and painted.failure is None
     assert cut.payload is None and cut.failure.startswith("cut off")
     assert wordy.failure.startswith("no image token") and wordy.text == "4*"
-    assert policy.bare_completion(sample) is None
+    assert policy.pass_through_completion(sample) is None
 
 
 # What leaves the policy

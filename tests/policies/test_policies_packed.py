@@ -156,7 +156,9 @@ def test_conditioning_is_each_rows_own_and_holds_nothing_of_the_graph(qwen_folde
     rows = pictured_rows(policy)
     batch = policy.collate(rows)
     outputs = policy.module(batch)
-    for (prompt, ids), action in zip(rows, policy.act(rows, batch, outputs), strict=True):
+    for (prompt, ids), action in zip(
+        rows, policy.decode_actions(rows, batch, outputs), strict=True
+    ):
         if not ids:
             assert action.payload is None
             continue

@@ -238,7 +238,7 @@ def test_text_actions_carry_the_words_and_run_no_forward(folder, group, monkeypa
     policy = make(folder, kind="text")
     monkeypatch.setattr(policy.module, "forward", None)
     assert not policy.reads_states
-    for action, words in zip(policy.act(rows(group), None, None), WORDS_G, strict=True):
+    for action, words in zip(policy.decode_actions(rows(group), None, None), WORDS_G, strict=True):
         assert action.text == action.payload == words
         assert action.failure is None
 

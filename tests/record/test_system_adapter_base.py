@@ -167,7 +167,7 @@ def test_others_load_it_without_being_told_its_base(trained: Path) -> None:
 
 
 def test_it_loads_as_the_readme_says(trained: Path) -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     block = (
         text.partition("### A published adapter")[2].partition("\n\n    ")[2].partition("\n\n")[0]
     )

@@ -237,7 +237,7 @@ def test_large_pictures_share_a_batch_with_fewer(
 
 
 def illustrated(renderer: Emu3VqRenderer, samples: Sequence[Sample]) -> list[Sample]:
-    out = renderer.illustrate(samples)
+    out = renderer.decode_sources(samples)
     assert [s.id for s in out] == [s.id for s in samples]
     return out
 
@@ -282,7 +282,7 @@ def test_kept_pictures_are_bounded(
 def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqRenderer) -> None:
     sample = Sample(id="p-7", instruction="", target_codes=np.full((2, 2), 99, np.int32))
     with pytest.raises(ValueError, match=r"sample p-7: its target .* bad_code: 99"):
-        renderer.illustrate([sample])
+        renderer.decode_sources([sample])
 
 
 # --- the plug ----------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def test_rendering_leaves_no_state_behind(parts: SD3Parts) -> None:
 
 def test_samples_are_left_as_they_are(parts: SD3Parts) -> None:
     samples = [Sample("a", "a cat"), Sample("b", "a dog")]
-    assert make_renderer(parts).illustrate(samples) == samples
+    assert make_renderer(parts).decode_sources(samples) == samples
 
 
 def test_a_picture_larger_than_the_checkpoint_makes_is_refused(parts: SD3Parts) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl.api.types import Evidence, Grade, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.rewards.accuracy import plug as accuracy
 
 RIGHT = [
@@ -123,9 +123,9 @@ def reward() -> Iterator[accuracy.Accuracy]:
     reward._maths.close()
 
 
-def grade(reward: accuracy.Accuracy, text: str, gold: Any) -> Grade:
+def grade(reward: accuracy.Accuracy, text: str, gold: Any) -> RewardOutput:
     return asyncio.run(
-        reward.grade(Evidence(Sample("a", "?", hidden={"answer": gold}), text, None))
+        reward.grade(RewardInput(Sample("a", "?", hidden={"answer": gold}), text, None))
     )
 
 

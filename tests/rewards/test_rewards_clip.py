@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tiny_sd3 import clip_tokenizer
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-from rl.api.types import Evidence, Grade, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.rewards.clip import plug as clip
 from rl.rewards.clip.model import ClipModel
 from rl.rewards.shared.batching import BatchWorker
@@ -73,15 +73,17 @@ def pictures() -> list[Image.Image]:
     return [Image.fromarray(a) for a in arrays[:3]] + [Image.fromarray(arrays[3]).convert("RGBA")]
 
 
-def evidence(prompt: str, picture: Image.Image | None, text: str = "4k, trending") -> Evidence:
-    return Evidence(Sample("a", prompt), text, picture)
+def reward_input(
+    prompt: str, picture: Image.Image | None, text: str = "4k, trending"
+) -> RewardInput:
+    return RewardInput(Sample("a", prompt), text, picture)
 
 
-def grade_all(reward: clip.Clip, pairs: Sequence[tuple[str, Image.Image]]) -> list[Grade]:
+def grade_all(reward: clip.Clip, pairs: Sequence[tuple[str, Image.Image]]) -> list[RewardOutput]:
     """All at once, as during rendering."""
 
-    async def run() -> list[Grade]:
-        return await asyncio.gather(*(reward.grade(evidence(*pair)) for pair in pairs))
+    async def run() -> list[RewardOutput]:
+        return await asyncio.gather(*(reward.grade(reward_input(*pair)) for pair in pairs))
 
     return asyncio.run(run())
 
@@ -159,7 +161,7 @@ def test_the_users_prompt_counts_and_the_rewriting_does_not(
     reward: clip.Clip, pictures: list[Image.Image]
 ) -> None:
     async def cosine(prompt: str, text: str) -> float:
-        grade = await reward.grade(evidence(prompt, pictures[0], text))
+        grade = await reward.grade(reward_input(prompt, pictures[0], text))
         return grade.parts["cosine"]
 
     first, other_text, other_prompt = (
@@ -178,7 +180,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_it_is_said(
 
 
 def test_no_picture_is_no_score(reward: clip.Clip) -> None:
-    grade = asyncio.run(reward.grade(evidence("a cat", None)))
+    grade = asyncio.run(reward.grade(reward_input("a cat", None)))
     assert grade.value is None and (grade.failure or "").startswith("no_image: ")
 
 

@@ -10,21 +10,21 @@ from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
 from tiny_rewards import ask
 
-from rl.api.types import Evidence, Grade, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeRefused
 from rl.rewards import edit_quality
 
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
-EVIDENCE = Evidence(Sample("a", "paint the sky red", source=SOURCE), "a rewrite", EDITED)
+EVIDENCE = RewardInput(Sample("a", "paint the sky red", source=SOURCE), "a rewrite", EDITED)
 
 
 def marks(alignment: float, quality: float) -> Fault:
     return Fault(reply=f'{{"alignment": {alignment}, "quality": {quality}}}')
 
 
-def grade(judge: FaultyJudge, evidence: Evidence = EVIDENCE, **config: Any) -> Grade:
-    return ask(edit_quality, judge, evidence, config, max_attempts=1, max_concurrency=1)
+def grade(judge: FaultyJudge, reward_input: RewardInput = EVIDENCE, **config: Any) -> RewardOutput:
+    return ask(edit_quality, judge, reward_input, config, max_attempts=1, max_concurrency=1)
 
 
 def test_three_readings_by_hand() -> None:
@@ -87,7 +87,7 @@ def test_a_wrong_set_up_passes_through() -> None:
 
 def test_no_picture_is_no_question() -> None:
     with FaultyJudge() as judge:
-        result = grade(judge, Evidence(Sample("a", "paint"), "a rewrite", EDITED))
+        result = grade(judge, RewardInput(Sample("a", "paint"), "a rewrite", EDITED))
     assert result.value is None and (result.failure or "").startswith("no_image: ")
     assert judge.requests == []
 

@@ -11,7 +11,7 @@ from tiny_faulty_judge import Fault, FaultyJudge
 from tiny_rewards import ask
 
 from rl.algorithm.compose import compose
-from rl.api.types import Evidence, Sample
+from rl.api.types import RewardInput, Sample
 from rl.config.schema import FinalReward
 from rl.judge.client import JudgeRefused
 from rl.judge.question import png_data_url
@@ -21,7 +21,7 @@ SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 TARGET = Image.new("RGB", (16, 16), (0, 200, 0))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
 SAMPLE = Sample("a", "paint the sky red", source=SOURCE, target=TARGET)
-EVIDENCE = Evidence(SAMPLE, "a rewrite", EDITED)
+EVIDENCE = RewardInput(SAMPLE, "a rewrite", EDITED)
 
 
 def score(value: Any) -> Fault:
@@ -38,7 +38,7 @@ def test_a_tenth_of_the_score() -> None:
 def test_the_judge_sees_reference_and_edit_and_nothing_else() -> None:
     with FaultyJudge(after=score(5)) as judge:
         ask(ground_score, judge, EVIDENCE)
-        ask(ground_score, judge, Evidence(Sample("a", "x", target=EDITED), "", TARGET))
+        ask(ground_score, judge, RewardInput(Sample("a", "x", target=EDITED), "", TARGET))
     first, second = (request["messages"][0]["content"] for request in judge.requests)
     assert [part["type"] for part in first] == ["image_url", "text", "image_url"]
     assert first[0] == second[2] != first[2] == second[0]
@@ -70,8 +70,11 @@ def test_another_reply_is_never_guessed_at(reply: str) -> None:
 
 def test_no_reference_is_no_question() -> None:
     with FaultyJudge() as judge:
-        for evidence in (Evidence(SAMPLE, "", None), Evidence(Sample("a", "x"), "", EDITED)):
-            result = ask(ground_score, judge, evidence)
+        for reward_input in (
+            RewardInput(SAMPLE, "", None),
+            RewardInput(Sample("a", "x"), "", EDITED),
+        ):
+            result = ask(ground_score, judge, reward_input)
             assert result.value is None and (result.failure or "").startswith("no_image: ")
     assert judge.requests == []
 

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from tiny_rewards import ask
 
-from rl.api.types import Evidence, Grade, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient, JudgeRefused
 from rl.rewards import viescore
 
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
-EVIDENCE = Evidence(Sample("a", "paint the {sky} red", source=SOURCE), "a rewrite", EDITED)
+EVIDENCE = RewardInput(Sample("a", "paint the {sky} red", source=SOURCE), "a rewrite", EDITED)
 
 
 class PairJudge(FaultyJudge):
@@ -38,8 +38,8 @@ def scores(first: float, second: float) -> Fault:
     return Fault(reply=f'{{"reasoning": "r", "score": [{first}, {second}]}}')
 
 
-def grade(judge: FaultyJudge, evidence: Evidence = EVIDENCE, **config: Any) -> Grade:
-    return ask(viescore, judge, evidence, config)
+def grade(judge: FaultyJudge, reward_input: RewardInput = EVIDENCE, **config: Any) -> RewardOutput:
+    return ask(viescore, judge, reward_input, config)
 
 
 def test_minimum_and_geometric_mean_by_hand() -> None:
@@ -110,7 +110,7 @@ def test_a_wrong_set_up_passes_through() -> None:
 
 def test_no_picture_is_no_question() -> None:
     with FaultyJudge() as judge:
-        result = grade(judge, Evidence(EVIDENCE.sample, "a rewrite", None))
+        result = grade(judge, RewardInput(EVIDENCE.sample, "a rewrite", None))
     assert result.value is None and (result.failure or "").startswith("no_image: ")
     assert judge.requests == []
 

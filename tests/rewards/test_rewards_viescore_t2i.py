@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
 from tiny_rewards import ask
 
-from rl.api.types import Evidence, Sample
+from rl.api.types import RewardInput, Sample
 from rl.rewards import viescore_t2i
 
 PICTURE = Image.new("RGB", (16, 16), (200, 20, 30))
-EVIDENCE = Evidence(Sample("a", "a {square} wheel"), "a rewrite, 4k", PICTURE)
+EVIDENCE = RewardInput(Sample("a", "a {square} wheel"), "a rewrite, 4k", PICTURE)
 
 
 class PromptJudge(FaultyJudge):
@@ -63,7 +63,7 @@ def test_two_marks_for_meaning_are_unreadable() -> None:
 
 def test_no_picture_is_no_question() -> None:
     with FaultyJudge() as judge:
-        result = ask(viescore_t2i, judge, Evidence(EVIDENCE.sample, "", None))
+        result = ask(viescore_t2i, judge, RewardInput(EVIDENCE.sample, "", None))
     assert result.value is None and (result.failure or "").startswith("no_image: ")
     assert judge.requests == []
 

@@ -10,7 +10,7 @@ from tiny_edits import save_photos, write_jsonl
 from rl.api.types import Sample, UnusableSampleError
 from rl.data import edit_jsonl
 from rl.data.shared.rows import BadRowError
-from rl.rollout.prompt_order import PromptSampler, first_samples, usable
+from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 
 
 class Numbers:
@@ -28,21 +28,21 @@ class Numbers:
         return Sample(id=f"{self.name}:{index}", instruction="x")
 
 
-def ids(sampler: PromptSampler, iteration: int, rank: int = 0, world_size: int = 1) -> list[str]:
+def ids(sampler: PromptOrder, iteration: int, rank: int = 0, world_size: int = 1) -> list[str]:
     return sampler.shard(iteration, rank, world_size, lambda sample: sample.id)
 
 
-def run(sampler: PromptSampler, iterations: range) -> list[str]:
+def run(sampler: PromptOrder, iterations: range) -> list[str]:
     return [identity for iteration in iterations for identity in ids(sampler, iteration)]
 
 
-def mixture(seed: int = 0, prompts: int = 12) -> PromptSampler:
+def mixture(seed: int = 0, prompts: int = 12) -> PromptOrder:
     sources = [Numbers("a", 7), Numbers("b", 50), Numbers("c", 5)]
-    return PromptSampler(sources, [2, 3, 1], seed, prompts)
+    return PromptOrder(sources, [2, 3, 1], seed, prompts)
 
 
 def test_every_pass_takes_every_row_once_in_another_order():
-    sampler = PromptSampler([Numbers("a", 24)], [1], 0, 8)
+    sampler = PromptOrder([Numbers("a", 24)], [1], 0, 8)
     passes = [run(sampler, range(3 * epoch, 3 * epoch + 3)) for epoch in range(4)]
     for one in passes:
         assert sorted(one) == sorted(f"a:{index}" for index in range(24))
@@ -50,14 +50,14 @@ def test_every_pass_takes_every_row_once_in_another_order():
 
 
 def test_a_pass_may_end_within_an_iteration():
-    drawn = run(PromptSampler([Numbers("a", 7)], [1], 3, 5), range(7))
+    drawn = run(PromptOrder([Numbers("a", 7)], [1], 3, 5), range(7))
     assert set(Counter(drawn).values()) == {5}
 
 
 @pytest.mark.parametrize("weights", [[1, 1], [0.7, 0.3], [2, 3, 1], [1, 1, 1, 10], [1e-3, 1]])
 def test_shares_are_exact_at_every_iteration(weights):
     sources = [Numbers(str(index), 10 + index) for index in range(len(weights))]
-    sampler = PromptSampler(sources, weights, 0, 5)
+    sampler = PromptOrder(sources, weights, 0, 5)
     counts: Counter[int] = Counter()
     for iteration in range(400):
         counts.update(source for source, _ in sampler.draws(iteration))
@@ -92,7 +92,7 @@ def test_ranks_split_the_same_prompts(world_size):
 
 
 def test_no_rank_always_gets_the_same_source():
-    sampler = PromptSampler([Numbers("a", 9), Numbers("b", 9)], [1, 1], 0, 2)
+    sampler = PromptOrder([Numbers("a", 9), Numbers("b", 9)], [1, 1], 0, 2)
     seen = {ids(sampler, iteration, 0, 2)[0][0] for iteration in range(20)}
     assert seen == {"a", "b"}
 
@@ -103,19 +103,19 @@ def test_the_seed_changes_the_order():
 
 def test_a_row_found_bad_later_is_replaced_by_the_next_one():
     bad = frozenset({2, 3})
-    broken = PromptSampler([Numbers("a", 12, bad)], [1], 0, 12, "skip")
-    whole = PromptSampler([Numbers("a", 12)], [1], 0, 12)
+    broken = PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip")
+    whole = PromptOrder([Numbers("a", 12)], [1], 0, 12)
     got = ids(broken, 0)
     assert broken.num_replaced == 2
     assert not {"a:2", "a:3"} & set(got) and len(got) == 12
     kept = [(old, new) for old, new in zip(ids(whole, 0), got, strict=True) if old == new]
     assert len(kept) == 10
-    halves = [PromptSampler([Numbers("a", 12, bad)], [1], 0, 12, "skip") for _ in range(2)]
+    halves = [PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip") for _ in range(2)]
     assert ids(halves[0], 0, 0, 2) + ids(halves[1], 0, 1, 2) == got
     with pytest.raises(BadRowError, match="a, row"):
-        ids(PromptSampler([Numbers("a", 12, bad)], [1], 0, 12), 0)
+        ids(PromptOrder([Numbers("a", 12, bad)], [1], 0, 12), 0)
     with pytest.raises(UnusableSampleError, match="none of its 2 rows can be used"):
-        ids(PromptSampler([Numbers("a", 2, frozenset({0, 1}))], [1], 0, 1, "skip"), 0)
+        ids(PromptOrder([Numbers("a", 2, frozenset({0, 1}))], [1], 0, 1, "skip"), 0)
 
 
 def short_ones(sample: Sample) -> str:
@@ -126,11 +126,11 @@ def short_ones(sample: Sample) -> str:
 
 
 def test_a_row_that_makes_no_prompt_is_replaced_too():
-    sampler = PromptSampler([Numbers("a", 12)], [1], 0, 12, "skip")
+    sampler = PromptOrder([Numbers("a", 12)], [1], 0, 12, "skip")
     assert not {"a:4", "a:5"} & set(sampler.shard(0, 0, 1, short_ones))
     assert sampler.num_replaced == 2
     with pytest.raises(UnusableSampleError, match=r"'a:[45]' has 9999 tokens"):
-        PromptSampler([Numbers("a", 12)], [1], 0, 12).shard(0, 0, 1, short_ones)
+        PromptOrder([Numbers("a", 12)], [1], 0, 12).shard(0, 0, 1, short_ones)
     held_out = first_samples([Numbers("a", 12)], [1], 12)
     assert len(usable(held_out, short_ones, "skip")) == 10
     with pytest.raises(UnusableSampleError, match="'a:4' has 9999"):
@@ -145,7 +145,7 @@ def test_a_photograph_cut_short_does_not_end_a_run_that_skips(tmp_path):
     rows = [{"image": name, "instruction": "make it dusk", "id": name} for name in names]
     path = write_jsonl(tmp_path / "edits.jsonl", rows)
     source = edit_jsonl.build(edit_jsonl.Config(type="edit_jsonl", path=path), "skip", 8192)
-    sampler = PromptSampler([source], [1], 0, 3, "skip")
+    sampler = PromptOrder([source], [1], 0, 3, "skip")
     assert set(ids(sampler, 0)) == {"china.jpg", "flower.jpg"}
     assert sampler.num_replaced == 1
     assert [s.id for s in first_samples([source], [1], 9, "skip")] == ["china.jpg", "flower.jpg"]

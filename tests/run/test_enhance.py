@@ -356,7 +356,7 @@ def test_the_shipped_config_trains_under_the_same_words(monkeypatch: pytest.Monk
         config = load_config(repo / "configs" / "prompt_enhancement.jsonnet", [override], names)
         assert config.policy["system_prompt"] == SYSTEM_PROMPT
         resolved = build.resolve(config)
-        assert compatibility.fit_problems(resolved) == []
+        assert compatibility.compatibility_problems(resolved) == []
         places[override] = [claim.device for claim in build.claims(resolved)]
     assert places["one_gpu=false"] == ["auto", "cuda:1", "cuda:2"]
     assert places["one_gpu=true"] == ["auto", "auto", "auto"]

@@ -11,13 +11,22 @@ import torch
 from tiny_ranks import run_ranks
 from tiny_run import run_config
 
-from rl.api.types import Action, Completion, Evidence, Grade, Prompt, Row, Sample, SamplingParams
+from rl.api.types import (
+    Action,
+    Completion,
+    Prompt,
+    RewardInput,
+    RewardOutput,
+    Row,
+    Sample,
+    SamplingParams,
+)
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.ranks.dist import Dist
 from rl.record.console import PhaseTimer
 from rl.renderers.none import NoRenderer
-from rl.rollout.stream import Crew
+from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
 
 
@@ -38,10 +47,10 @@ class Gathering:
     def encode_completion(self, text: str) -> Completion:
         return Completion((2,), (0.0,), "stop")
 
-    def bare_completion(self, sample: Sample) -> Completion:
+    def pass_through_completion(self, sample: Sample) -> Completion:
         return self.encode_completion(sample.instruction)
 
-    def act(self, rows: Sequence[Row], batch: None, outputs: None) -> list[Action]:
+    def decode_actions(self, rows: Sequence[Row], batch: None, outputs: None) -> list[Action]:
         self.num_forwards += 1
         assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
         return [Action("words", "words") for _ in rows]
@@ -63,15 +72,15 @@ class Greedy:
 class Refusing:
     """Refuses one sample's, which one rank alone has."""
 
-    async def grade(self, evidence: Evidence) -> Grade:
+    async def grade(self, evidence: RewardInput) -> RewardOutput:
         if evidence.sample.id == "0":
             raise JudgeRefused("HTTP 401: the key has expired")
-        return Grade(0.5)
+        return RewardOutput(0.5)
 
 
 class Fixed:
-    async def grade(self, evidence: Evidence) -> Grade:
-        return Grade(0.25 if evidence.sample.id == "0" else 0.75)
+    async def grade(self, evidence: RewardInput) -> RewardOutput:
+        return RewardOutput(0.25 if evidence.sample.id == "0" else 0.75)
 
 
 def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
@@ -82,7 +91,7 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
         Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
     ]
     with BackgroundLoop() as loop:
-        crew = Crew(
+        context = RolloutContext(
             run_config(optimizer={"max_tokens_per_micro_batch": 3}),
             policy,
             NoRenderer(),
@@ -90,7 +99,7 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
             True,
             loop,
         )
-        metrics = evaluate(crew, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
+        metrics = evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
     seen = dist.reduce(metrics)
     dist.close()
     return {"forwards": policy.num_forwards, **seen}
@@ -112,9 +121,11 @@ def refused_run(folder: str) -> str:
     policy = Gathering(dist)
     samples = [Sample(str(i), "do it") for i in range(3)]
     with BackgroundLoop() as loop:
-        crew = Crew(run_config(), policy, NoRenderer(), {"judge": Refusing()}, True, loop)
+        context = RolloutContext(
+            run_config(), policy, NoRenderer(), {"judge": Refusing()}, True, loop
+        )
         try:
-            evaluate(crew, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
+            evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
         except JudgeError as error:
             return str(error)
         finally:

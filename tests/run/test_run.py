@@ -14,7 +14,7 @@ from tiny_run import run_config
 from rl import train
 from rl.algorithm.metrics import Metrics
 from rl.ranks.dist import Dist
-from rl.run.run import Flight, Run
+from rl.run.run import PendingStep, Run
 
 
 def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path) -> None:
@@ -40,19 +40,19 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its pictures, and what is left on the device of its states and graphs."""
-    flights: list[weakref.ref[Flight]] = []
+    pending_steps: list[weakref.ref[PendingStep]] = []
 
-    def roll_out(run: Any, iteration: int) -> Flight:
-        assert not any(ref() for ref in flights), "an iteration outlived its update"
-        flight = Flight(iteration, MagicMock(), MagicMock())
-        flights.append(weakref.ref(flight))
-        return flight
+    def roll_out(run: Any, iteration: int) -> PendingStep:
+        assert not any(ref() for ref in pending_steps), "an iteration outlived its update"
+        pending = PendingStep(iteration, MagicMock(), MagicMock())
+        pending_steps.append(weakref.ref(pending))
+        return pending
 
     monkeypatch.setattr(train, "roll_out", roll_out)
-    monkeypatch.setattr(train, "learn_from", lambda run, flight: True)
+    monkeypatch.setattr(train, "learn_from", lambda run, pending: None)
     run = Run.__new__(Run)
     run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
     run.console = run.timer = run.tracker = MagicMock()
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
     train.train(run)
-    assert len(flights) == 3
+    assert len(pending_steps) == 3

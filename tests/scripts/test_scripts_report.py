@@ -18,7 +18,7 @@ REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
 
 @pytest.fixture
 def run_dir(tmp_path):
-    baseline = {"eval/baseline_reward": 0.15}
+    baseline = {"eval/bare_reward": 0.15}
     rows = [{"iteration": 0, "eval/reward": 0.2, "eval_reference/reward": 0.0, **baseline}]
     rows[0]["eval/reward_gain"] = 0.05
     rows += [{"iteration": i, "reward/mean": i / 10} for i in range(1, 8)]
@@ -47,7 +47,7 @@ def record(identity: str, reward: float | None, category: str) -> dict[str, obje
         "reward": reward,
         "parts": {},
         "source_file": "source.png",
-        "baseline_file": None,
+        "bare_file": None,
         "image_file": None if reward is None else "image.png",
     }
 

@@ -20,7 +20,7 @@ from rl.config.schema import ConfigError, load_config
 from rl.data import edit_jsonl, hf_dataset, shape_questions
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
 from rl.policies.shared.prompting import chat_template
-from rl.preflight.compatibility import fit_problems
+from rl.preflight.compatibility import compatibility_problems
 from rl.tiny_world import questions
 from rl.tiny_world.scenes import BACKGROUNDS_RGB, RGB
 
@@ -207,7 +207,7 @@ def test_a_reward_that_needs_an_answer_is_refused_without_one(tmp_path: Path) ->
     tiny = ROOT / "configs" / "tiny_reasoning.jsonnet"
     path.write_text(f"(import '{tiny}') + {{ data+: {{ train: [{{ type: 'shapes' }}] }} }}")
     try:
-        problems = fit_problems(resolve(load_config(path)))
+        problems = compatibility_problems(resolve(load_config(path)))
     except ConfigError as error:
         problems = list(error.problems)
     assert any("needs each sample's 'answer'" in problem for problem in problems), problems

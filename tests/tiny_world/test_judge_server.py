@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from tiny_rewards import ask
 
-from rl.api.types import Evidence, Grade, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeRefused
 from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
 from rl.tiny_world import captions, scenes
@@ -35,7 +35,9 @@ def edit() -> tuple[Sample, Image.Image]:
     return Sample("one", task.instruction, source=scenes.draw(scene), target=right), right
 
 
-def _grade(server: JudgeServer, plug: ModuleType, evidence: Evidence, **config: object) -> Grade:
+def _grade(
+    server: JudgeServer, plug: ModuleType, evidence: RewardInput, **config: object
+) -> RewardOutput:
     return ask(plug, server, evidence, config)
 
 
@@ -45,13 +47,15 @@ def test_viescore_travels_over_http_unchanged(
     sample, right = edit
     assert sample.source is not None
     for picture in (right, sample.source, right.rotate(180)):
-        grade = _grade(server, viescore, Evidence(sample, "", picture))
+        grade = _grade(server, viescore, RewardInput(sample, "", picture))
         success, restraint = grade_semantics(sample.source, picture, sample.instruction)
         naturalness, cleanness = grade_perception(picture)
         parts = [grade.parts[n] for n in ("edit_success", "over_edit", "naturalness", "artifacts")]
         assert parts == pytest.approx([success, restraint, naturalness, cleanness], abs=0.006)
-    assert _grade(server, viescore, Evidence(sample, "", right)).value == pytest.approx(1, abs=0.05)
-    assert _grade(server, viescore, Evidence(sample, "", sample.source)).value == 0
+    assert _grade(server, viescore, RewardInput(sample, "", right)).value == pytest.approx(
+        1, abs=0.05
+    )
+    assert _grade(server, viescore, RewardInput(sample, "", sample.source)).value == 0
 
 
 def test_edit_quality_travels_over_http(
@@ -59,8 +63,8 @@ def test_edit_quality_travels_over_http(
 ) -> None:
     sample, right = edit
     assert sample.source is not None
-    done = _grade(server, edit_quality, Evidence(sample, "", right), n_evals=2)
-    undone = _grade(server, edit_quality, Evidence(sample, "", sample.source))
+    done = _grade(server, edit_quality, RewardInput(sample, "", right), n_evals=2)
+    undone = _grade(server, edit_quality, RewardInput(sample, "", sample.source))
     assert done.value == pytest.approx(1, abs=0.05) and len(done.replies) == 2
     assert undone.parts["alignment"] == 0 and undone.value == pytest.approx(0.4, abs=0.05)
 
@@ -73,12 +77,12 @@ def test_ground_score_travels_over_http(
     smudged = right.copy()
     smudged.paste((255, 0, 255), (8, 8, 16, 16))
     for picture in (right, sample.source, smudged):
-        grade = _grade(server, ground_score, Evidence(sample, "", picture))
+        grade = _grade(server, ground_score, RewardInput(sample, "", picture))
         assert grade.parts["score"] == pytest.approx(grade_likeness(right, picture), abs=0.001)
-    assert _grade(server, ground_score, Evidence(sample, "", right)).value == 1
-    undone = _grade(server, ground_score, Evidence(sample, "", sample.source))
+    assert _grade(server, ground_score, RewardInput(sample, "", right)).value == 1
+    undone = _grade(server, ground_score, RewardInput(sample, "", sample.source))
     assert undone.value == pytest.approx(0, abs=0.1)
-    assert 0.2 < (_grade(server, ground_score, Evidence(sample, "", smudged)).value or 0) < 0.9
+    assert 0.2 < (_grade(server, ground_score, RewardInput(sample, "", smudged)).value or 0) < 0.9
 
 
 def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:
@@ -86,9 +90,9 @@ def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:
     shown = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
     for kind in captions.KINDS:
         sample = Sample("one", captions.prompt_text(wish, kind))
-        right = _grade(server, viescore_t2i, Evidence(sample, "", shown))
+        right = _grade(server, viescore_t2i, RewardInput(sample, "", shown))
         assert right.value == pytest.approx(1, abs=0.02)
-        wrong = _grade(server, viescore_t2i, Evidence(sample, "", shown.rotate(90)))
+        wrong = _grade(server, viescore_t2i, RewardInput(sample, "", shown.rotate(90)))
         assert wrong.parts["prompt_following"] == wrong.value == 0
         assert wrong.parts["pq"] > 5, "a fine picture of something else"
 
@@ -99,12 +103,12 @@ def test_what_it_cannot_grade_is_refused_in_words(
     sample, right = edit
     foreign = Sample("two", "make it look like winter", source=sample.source)
     with pytest.raises(JudgeRefused, match="HTTP 400"):
-        _grade(server, viescore, Evidence(foreign, "", right))
+        _grade(server, viescore, RewardInput(foreign, "", right))
     with pytest.raises(JudgeRefused, match="HTTP 400"):  # one at a time: before it has graded any
-        ask(viescore_t2i, server, Evidence(foreign, "", right), max_concurrency=1)
+        ask(viescore_t2i, server, RewardInput(foreign, "", right), max_concurrency=1)
     large = Image.new("RGB", (100, 80))
     with pytest.raises(JudgeRefused, match="64x64"):
-        _grade(server, viescore, Evidence(sample, "", large))
+        _grade(server, viescore, RewardInput(sample, "", large))
 
 
 def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
@@ -113,7 +117,7 @@ def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
     with pytest.raises(JudgeRefused) as refused:
         grey = Image.new("RGB", (64, 64), (128, 128, 128))
         sample = Sample("three", tricky, source=grey)
-        _grade(server, viescore, Evidence(sample, "", grey))
+        _grade(server, viescore, RewardInput(sample, "", grey))
     assert "HTTP 400" in str(refused.value)
 
 

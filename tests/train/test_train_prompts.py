@@ -60,7 +60,7 @@ def test_every_prompt_is_written_painted_and_graded(straight: Path) -> None:
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(row["status/scored"] == 1 for row in rows[1:])
     assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:]), "nothing was learnt from"
-    assert {"eval/reward", "eval/baseline_reward", "eval/reward_gain"} <= rows[0].keys()
+    assert {"eval/reward", "eval/bare_reward", "eval/reward_gain"} <= rows[0].keys()
     episodes = episodes_of(straight)
     assert len(episodes) == 4 * 2 * 4
     for episode in episodes:

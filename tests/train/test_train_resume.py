@@ -79,7 +79,7 @@ def test_kill_9_and_resume_equals_straight_through(
     assert_same_run(straight, tmp_path / "tiny")
     lines = (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()
     reused = [json.loads(line).get("judge/reused_replies") for line in lines]
-    # Killed before the third update: 2 questions each about its 8 pictures and the baseline arm's 2
+    # Killed before the third update: 2 questions each about its 8 pictures and the bare arm's 2
     # were answered already.
     assert reused[3] == (20 if where == "rl.learner.train_step:Update.finish" else 0), reused
 
@@ -117,7 +117,7 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
     models: dict[str, str], straight: Path, tmp_path: Path, count: str, done: int
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
-    stopped = tiny_loop.run(path, "rl.rollout.stream:Judging.__init__", count, "SIGTERM")
+    stopped = tiny_loop.run(path, "rl.rollout.stream:PendingRollout.__init__", count, "SIGTERM")
     assert f"stopped after {done} iterations" in stopped.stdout
     assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == list(range(done + 1))
     assert "resumed from" in tiny_loop.run(path).stdout

@@ -194,7 +194,7 @@ class Emu3Policy(TrainedPolicy):
         ids = self.prompts.text_completion(text)
         return Completion(ids, (0.0,) * len(ids), "stop")
 
-    def bare_completion(self, sample: Sample) -> None:
+    def pass_through_completion(self, sample: Sample) -> None:
         """The user's words are no picture."""
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
@@ -207,7 +207,7 @@ class Emu3Policy(TrainedPolicy):
     reads_states = False
     """A picture is read from its tokens."""
 
-    def act(
+    def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
         """Read each completion's picture; no forward is needed."""

@@ -200,7 +200,7 @@ class Qwen25VLPolicy(TrainedPolicy):
         ids = self.prompts.completion_ids(text)
         return Completion(ids, (0.0,) * len(ids), "stop")
 
-    def bare_completion(self, sample: Sample) -> Completion:
+    def pass_through_completion(self, sample: Sample) -> Completion:
         """The instruction itself."""
         return self.encode_completion(sample.instruction)
 
@@ -215,7 +215,7 @@ class Qwen25VLPolicy(TrainedPolicy):
         """Whether the renderer is conditioned on the trained weights' own states."""
         return self._kind == "hidden_states" and self.config.conditioning == "policy"
 
-    def act(
+    def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
         """Parse the rows and, for hidden states, cut theirs out of the packed row.

@@ -65,7 +65,7 @@ class Emu3VqRenderer:
 
         return render_in_batches((job.payload for job in jobs), place, self._batch_size_of, draw)
 
-    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with `source` and `target` decoded from their codes where they are missing.
 
         Raises ValueError when a sample's codes are not this decoder's, RuntimeError when the

@@ -75,7 +75,7 @@ class QwenImageRenderer:
         self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
         self._source_latents = OrderedDict()
 
-    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """As they are: an editor's samples come with their pictures."""
         return list(samples)
 

@@ -138,7 +138,7 @@ class SD3Renderer:
         self._pixels = VaeImageProcessor(vae_scale_factor=LATENT_PX)
         self._cuts: list[tuple[int, int]] = []
 
-    def illustrate(self, samples: Sequence[Sample]) -> list[Sample]:
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """As they are: these samples hold no codes."""
         return list(samples)
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 from rl.rewards.accuracy import answers
 from rl.rewards.accuracy.maths import MathsProcess
@@ -61,21 +61,23 @@ class Accuracy:
         self._maths = MathsProcess(config.max_cpu_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accuracy")
 
-    async def grade(self, evidence: Evidence) -> Grade:
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """1.0 or 0.0. Parts: `parsed`, an answer was found; `undecided`, it was too costly to
         compare. No value when the gold cannot be read or the machine is too busy."""
         started = time.monotonic()
-        answer = self._answer(evidence.text)
+        answer = self._answer(reward_input.text)
         try:
-            gold = read_gold(evidence.sample.hidden, self._config.answer_tag)
+            gold = read_gold(reward_input.sample.hidden, self._config.answer_tag)
             right, undecided = await self._compare(gold, answer)
         except UnreadableGoldError as error:
             # Its text stays out: failures are written into episode records.
-            return Grade(None, failure=f"gold: of sample {evidence.sample.id!r}: {error}")
+            return RewardOutput(
+                None, failure=f"gold: of sample {reward_input.sample.id!r}: {error}"
+            )
         except TimeoutError as error:
-            return Grade(None, failure=f"timeout: {error}")
+            return RewardOutput(None, failure=f"timeout: {error}")
         parts = {"parsed": float(bool(answer)), "undecided": float(undecided)}
-        return Grade(float(right), parts, seconds=time.monotonic() - started)
+        return RewardOutput(float(right), parts, seconds=time.monotonic() - started)
 
     def _answer(self, text: str) -> str:
         """The policy's bare answer; '' when there is none that may be read."""

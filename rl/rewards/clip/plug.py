@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.api.types import Evidence, Grade
+from rl.api.types import RewardInput, RewardOutput
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.rewards.clip.config import Config as Config
@@ -81,20 +81,22 @@ class Clip:
         self._scale = config.scale
         self._worker = BatchWorker(model.compare, config.batch_size, MAX_WAIT_S, "clip")
 
-    async def grade(self, evidence: Evidence) -> Grade:
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's
         beginning). No value when the device's memory is full."""
-        if evidence.image is None:
-            return Grade(None, failure="no_image: clip needs a rendered picture")
+        if reward_input.image is None:
+            return RewardOutput(None, failure="no_image: clip needs a rendered picture")
         started = time.monotonic()
-        pair = (evidence.sample.instruction, evidence.image)
+        pair = (reward_input.sample.instruction, reward_input.image)
         found = await asyncio.wrap_future(self._worker.submit(pair))
         if found is None:
-            return Grade(None, failure="out_of_memory: no room for one picture on CLIP's device")
+            return RewardOutput(
+                None, failure="out_of_memory: no room for one picture on CLIP's device"
+            )
         cosine, was_cut = found
         value = min(1.0, self._scale * max(cosine, 0.0))
         parts = {"cosine": cosine, "prompt_cut": float(was_cut)}
-        return Grade(value, parts, seconds=time.monotonic() - started)
+        return RewardOutput(value, parts, seconds=time.monotonic() - started)
 
 
 def build(config: Config, judge: object, device: str) -> Clip:

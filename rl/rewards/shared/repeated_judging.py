@@ -1,7 +1,7 @@
 """What rewards that ask the judge share: how often each picture is graded, and the mean of it.
 
-What: the two config keys and the folding of answers into one `Grade`. What not: the questions (the
-plugs), HTTP and the reading of replies (`rl/judge/`). Called by the judged rewards.
+What: the two config keys and the folding of answers into one `RewardOutput`. What not: the
+questions (the plugs), HTTP and the reading of replies (`rl/judge/`). Called by the judged rewards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rl.api.types import Grade
+from rl.api.types import RewardOutput
 from rl.config.schema import Section
 from rl.judge.question import repeat_temperature
 
@@ -44,15 +44,15 @@ def mean_grade(
     answers: Sequence[Answer[Any]],
     readings: Sequence[Mapping[str, float]],
     value_of: Callable[[Mapping[str, float]], float],
-) -> Grade:
+) -> RewardOutput:
     """The mean of each part over the readings, and `value_of` these means, in [0, 1].
 
-    `answers`: all that were asked for; none of them readable is a Grade without a value.
+    `answers`: all that were asked for; none of them readable is a RewardOutput without a value.
     """
     replies = tuple(reply for answer in answers for reply in answer.replies)
     seconds = max(answer.seconds for answer in answers)
     if not readings:
         failure = next(answer.failure for answer in answers if answer.failure)
-        return Grade(None, replies=replies, failure=failure, seconds=seconds)
+        return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
     parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
-    return Grade(value_of(parts), parts, replies, seconds=seconds)
+    return RewardOutput(value_of(parts), parts, replies, seconds=seconds)

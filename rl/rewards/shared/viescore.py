@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
 
-from rl.api.types import Grade
+from rl.api.types import RewardOutput
 from rl.judge.question import Question, fill_prompt, read_prompt
 from rl.judge.reply import read_scores, scores_schema
 from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
@@ -80,10 +80,10 @@ class PairedQuestions:
 
     async def grade(
         self, before: Sequence[Image.Image], instruction: str, image: Image.Image
-    ) -> Grade:
+    ) -> RewardOutput:
         """Value in [0, 1]. `before`: pictures that precede the semantic question; `image` follows
-        it. A judge in trouble gives a Grade without value, never an exception; `JudgeRefused` (a
-        wrong set-up) passes through."""
+        it. A judge in trouble gives a RewardOutput without value, never an exception;
+        `JudgeRefused` (a wrong set-up) passes through."""
         semantics = fill_prompt(self._semantics, instruction)
         perception = fill_prompt(self._perception, instruction)
         about_meaning = self._question(self._semantic_marks, *before, semantics, image)

@@ -1,0 +1,137 @@
+"""A group's verdicts -> what the learner is given of it, once, as soon as that is known.
+
+What: `Advantages`, the one place where rewards become advantages, and `GradedGroup`. What not: the
+formulas (`algorithm/advantages.py`), how verdicts come in (`stream.py`), metrics. Called by
+`run/run.py`.
+
+Axes: `_P` prompts on this rank, `_G` completions in a group.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
+from rl.api.contracts import Policy
+from rl.api.types import Episode, TrainSequence
+from rl.config.schema import RunConfig
+from rl.ranks.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+
+@dataclass(frozen=True, eq=False)
+class GradedGroup:
+    """One prompt's completions, judged and weighed."""
+
+    p: int
+    """Number of the prompt on this rank."""
+    episodes: Sequence[Episode]
+    """_G."""
+    advantages: Sequence[float | None]
+    """_G; None for an UNGRADED episode."""
+    sequences: Sequence[TrainSequence | None]
+    """_G, what each brings to the loss; None: nothing."""
+
+
+class Advantages:
+    """One iteration's. A group that needs no other's rewards is known at once; under 'batch_std',
+    and where the control arm shuffles rewards, all are known with the last."""
+
+    def __init__(self, config: RunConfig, policy: Policy, iteration: int, dist: Dist) -> None:
+        self._config = config
+        self._policy = policy
+        self._iteration = iteration
+        self._dist = dist
+        self._waiting: list[tuple[int, Sequence[Episode]]] = []
+
+    def add(self, p: int, episodes_G: Sequence[Episode]) -> Iterator[GradedGroup]:
+        """The group, or nothing yet."""
+        if self._needs_whole_batch:
+            self._waiting.append((p, episodes_G))
+        else:
+            yield self._weigh(p, episodes_G, [episode.reward for episode in episodes_G])
+
+    def rest(self) -> Iterator[GradedGroup]:
+        """Those that waited for the last one. Collective, once every rank has added its own."""
+        if not self._needs_whole_batch:
+            return
+        rewards_PG = [[episode.reward for episode in group] for _, group in self._waiting]
+        local = reward_moments(rewards_PG)
+        moments = [local.total, local.total_of_squares, local.count]
+        batch = RewardMoments(*self._dist.sum_floats(moments))
+        if self._config.algorithm.shuffle_rewards:
+            seed = derive_seed(self._config.seed, "shuffle", self._iteration)
+            rewards_PG = _shuffled(rewards_PG, seed, self._dist)
+        for (p, episodes_G), rewards_G in zip(self._waiting, rewards_PG, strict=True):
+            yield self._weigh(p, episodes_G, rewards_G, batch)
+
+    @property
+    def _needs_whole_batch(self) -> bool:
+        algorithm = self._config.algorithm
+        return algorithm.shuffle_rewards or algorithm.advantage_scale == "batch_std"
+
+    def _weigh(
+        self,
+        p: int,
+        episodes_G: Sequence[Episode],
+        rewards_G: Sequence[float | None],
+        batch: RewardMoments | None = None,
+    ) -> GradedGroup:
+        algorithm = self._config.algorithm
+        [advantages_G] = group_advantages(
+            [rewards_G], algorithm.advantage_scale, algorithm.advantage_eps, batch
+        ).advantages
+        sequences_G = train_sequences(
+            self._config, self._policy, self._iteration, episodes_G, advantages_G
+        )
+        return GradedGroup(p, episodes_G, advantages_G, sequences_G)
+
+
+def train_sequences(
+    config: RunConfig,
+    policy: Policy,
+    iteration: int,
+    episodes_G: Sequence[Episode],
+    advantages_G: Sequence[float | None],
+) -> list[TrainSequence | None]:
+    """What each of a group's completions brings to the loss; None: nothing.
+
+    UNGRADED episodes bring nothing, and under `zero_spread_groups: 'drop'` a group without spread
+    does not either. Forced tokens, those that the policy leaves out, and all tokens of a truncated
+    completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
+    """
+    if config.algorithm.zero_spread_groups == "drop" and not any(advantages_G):
+        return [None] * len(episodes_G)
+    mask_truncated = config.algorithm.truncated_completions == "mask"
+    sequences_G: list[TrainSequence | None] = []
+    for episode, advantage in zip(episodes_G, advantages_G, strict=True):
+        if advantage is None:
+            sequences_G.append(None)
+            continue
+        completion = episode.completion
+        masked = mask_truncated and completion.finish == "length"
+        forced = completion.forced or (False,) * len(completion.token_ids)
+        wanted = policy.loss_mask(completion, iteration)
+        loss_mask = tuple(w and not f and not masked for w, f in zip(wanted, forced, strict=True))
+        sequences_G.append(TrainSequence(loss_mask, advantage, completion.logprobs))
+    return sequences_G
+
+
+def _shuffled(
+    rewards_PG: Sequence[Sequence[float | None]], seed: int, dist: Dist
+) -> list[list[float | None]]:
+    """The control arm: the same rewards, handed out at random over all ranks' episodes."""
+    all_PG = [row for rank in dist.gather([list(row) for row in rewards_PG]) for row in rank]
+    flat = [reward for row in all_PG for reward in row]
+    random.Random(seed).shuffle(flat)
+    start = dist.rank * len(rewards_PG)
+    rows: list[list[float | None]] = []
+    for row in all_PG:
+        rows.append(flat[: len(row)])
+        flat = flat[len(row) :]
+    return rows[start : start + len(rewards_PG)]
