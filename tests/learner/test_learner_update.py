@@ -296,7 +296,7 @@ def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
                     for s in half[3 * p : 3 * p + 3]
                 ],
             )
-        one.finish()
+        one.step()
     assert relative_difference(snapshot(twice), snapshot(by_hand)) <= STEPPED
 
 
