@@ -25,9 +25,9 @@ def rounding(num_terms: float, largest: float = 1.0) -> float:
 
 PRODUCT = rounding(256)
 """9.5e-6. A few products of 64 terms in a row: one layer, its attention, their gradient."""
-NATS = rounding(1600, largest=2)
-"""4.8e-5. Of a log-prob or a normed state: 2 layers of 7 products of 64 terms, a vocabulary of 700;
-logits reach 2. A stale adapter is off by 1e-2."""
+NATS = rounding(1600, largest=4)
+"""9.5e-5. Of a log-prob or a normed state: 2 layers of 7 products of 64 terms, a vocabulary of 700;
+logits reach 4. A stale adapter is off by 1e-2."""
 PICTURE = rounding(6000)
 """4.6e-5. Of a picture's 0..1: 4 steps and a decoder, together 100 products of 60 terms. Other
 words are off by 4e-2, one matrix in bfloat16 by 1e-3."""

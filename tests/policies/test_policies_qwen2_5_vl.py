@@ -13,6 +13,7 @@ import tiny_qwen
 import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
+from tiny_rounding import NATS
 
 from rl.api.types import HiddenStates
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
@@ -121,7 +122,7 @@ def test_conditioning_is_the_pipelines_own_given_the_token_types(policy, stock_e
         [action] = act_group(policy, prompt, [policy.encode_completion("blue")])
         kept = len(prompt.token_ids) - 64
         assert expected.shape == (kept, 64)
-        assert (action.payload.embeds[:kept] - expected).abs().max() < 1e-5
+        assert (action.payload.embeds[:kept] - expected).abs().max() < NATS
         assert action.payload.embeds.shape[0] == kept + len(
             policy.encode_completion("blue").token_ids
         )

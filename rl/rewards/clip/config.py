@@ -26,7 +26,7 @@ class Config(PlacedSection):
     """Of weights and activations; cosines are taken in float32."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is
-    filled up to it, and costs as much."""
+    filled up to it on a GPU, and costs as much; a CPU forwards each by itself."""
     scale: Annotated[float, Field(gt=0)] = 2.5
     """Cosine times this is the value."""
 

@@ -5,8 +5,10 @@ gathering (`shared/batching.py`), what a cosine is worth (`plug.py`). All calls 
 thread.
 
 Which pictures meet in a batch is a matter of timing, and kernels differ from one batch size to the
-next in the last bits. So a batch always has as many rows, repeated ones where pictures lack: a
-cosine depends on its pair alone, and a resumed run gets the same.
+next in the last bits. So a batch always has as many rows, repeated ones where pictures lack. On a
+CPU a row's place matters too (MKL adds up the last rows of a product in another order than the
+first), and there each picture is forwarded by itself. A cosine then depends on its pair alone, and
+a resumed run gets the same.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class ClipModel:
         self._tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         self._processor = CLIPImageProcessorPil.from_pretrained(path, revision=revision)
         self._num_rows = config.batch_size
+        self._one_by_one = device == "cpu"
         self._max_tokens = model.config.text_config.max_position_embeddings
         self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
         self._on_stream: AbstractContextManager[object] = nullcontext()
@@ -89,11 +92,18 @@ class ClipModel:
         """[B, D] float32 unit vectors."""
         rgb = [image.convert("RGB") for image in images]
         pixels = self._processor(images=rgb, return_tensors="pt")["pixel_values"]
-        rows = torch.arange(self._num_rows).clamp(max=len(images) - 1)
-        pixels = pixels[rows].to(self._model.device, self._model.dtype)
-        with flop_meter.counted(self._model.vision_model, pixels.shape):
-            features = self._model.get_image_features(pixel_values=pixels).pooler_output
+        if self._one_by_one:
+            batches = torch.arange(len(images)).split(1)
+        else:
+            batches = (torch.arange(self._num_rows).clamp(max=len(images) - 1),)
+        features = torch.cat([self._embed_pixels(pixels[rows]) for rows in batches])
         return normalize(features[: len(images)].float(), dim=-1)
+
+    def _embed_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
+        pixels = pixels.to(self._model.device, self._model.dtype)
+        with flop_meter.counted(self._model.vision_model, pixels.shape):
+            features: torch.Tensor = self._model.get_image_features(pixels).pooler_output
+        return features
 
     def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
         """([D] float32 unit vector, whether the prompt was cut). By itself, so that it depends on
