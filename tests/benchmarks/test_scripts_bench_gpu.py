@@ -219,7 +219,7 @@ def test_calls_run_in_turn_and_those_that_cannot_are_left_out():
 
 def test_shares_and_goals_by_hand(tmp_path, monkeypatch):
     bench = new_bench(tmp_path)
-    monkeypatch.setattr(gpu_bench.work, "measure_ceilings", lambda *_: Ceilings(1e12, 1e9))
+    monkeypatch.setattr(gpu_bench.flop_meter, "measure_ceilings", lambda *_: Ceilings(1e12, 1e9))
     assert bench.floor_ms(Work(flops=5e11, bytes_moved=1e8)) == 500
     assert bench.floor_ms(Work(flops=5e11, bytes_moved=2e9)) == 2000
     assert Line("4", "", ms=1000.0, floor_ms=500.0).floor_share == 0.5

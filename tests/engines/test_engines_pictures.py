@@ -233,7 +233,7 @@ def test_a_wrong_grid_is_refused_at_admission(grid):
     from vllm import SamplingParams as VllmSamplingParams
 
     from rl.engines.vllm import grammar
-    from rl.engines.vllm.start import GRID
+    from rl.engines.vllm.config import GRID
 
     wrong = VllmSamplingParams(extra_args={GRID: grid})
     for shell in (grammar.V1Grammar, grammar.V2Grammar):

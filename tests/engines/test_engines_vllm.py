@@ -129,8 +129,8 @@ def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypa
         finally:
             manager.add_adapter, manager.remove_adapter = add, remove
 
-    put = vllm_engine._vllm_weights.put_lora
-    monkeypatch.setattr(vllm_engine._vllm_weights, "put_lora", deliver_nothing)
+    put = vllm_engine.vllm_weights.put_lora
+    monkeypatch.setattr(vllm_engine.vllm_weights, "put_lora", deliver_nothing)
     synced.load_weights(after)
     assert synced.held_fingerprint() not in (after.fingerprint, before.fingerprint)
 

@@ -17,6 +17,7 @@ from tiny_rounding import NATS
 
 from rl.api.types import HiddenStates
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies.shared.lora import LoraSection
 
 TEMPERATURE = 0.7
 WORDS_G = ["make the square green", "blue", "turn it to the sky and add a circle"]
@@ -227,7 +228,7 @@ def test_only_the_language_models_attention_is_trained(policy):
     names = list(trainable(policy))
     assert len(names) == 2 * 2 * 4, "A and B of q, k, v, o in two layers"
     assert all("language_model.layers" in name for name in names)
-    wide = qwen2_5_vl.LoraSection(target_modules=("gate_proj", "q_proj"))
+    wide = LoraSection(target_modules=("gate_proj", "q_proj"))
     adapted = make(policy.config.model_path, lora=wide)
     assert not any("visual" in name for name in trainable(adapted))
 

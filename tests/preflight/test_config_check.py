@@ -303,16 +303,14 @@ def test_a_run_without_a_whole_checkpoint_is_not_restarted(tmp_path: Path) -> No
     assert "none of the 1 checkpoints" in report.problems(config)[0]
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_restarted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     config.run_dir.mkdir(parents=True)
-    assert report.report(config, gpu_gb=141) == 0
-    assert "starts afresh\n" in capsys.readouterr().out
+    text, code = report.report(config, gpu_gb=141)
+    assert code == 0 and "starts afresh\n" in text
     (config.run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')  # killed before the first
-    assert report.report(config, gpu_gb=141) == 0
-    assert "starts afresh, and sets aside what is recorded there\n" in capsys.readouterr().out
+    text, code = report.report(config, gpu_gb=141)
+    assert code == 0 and "starts afresh, and sets aside what is recorded there\n" in text
     (config.run_dir / "last_checkpoint.txt").write_text("step_000007\n")
     assert report.problems(config) == [
         f"run_name: {config.run_dir}/checkpoints holds no checkpoint, though step_000007 was "
@@ -320,11 +318,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_restarted(
         f"move {config.run_dir} away to start so under this one"
     ]
     save_checkpoint(config, 5)
-    assert report.report(config, gpu_gb=141) == 0
-    assert (
-        "goes on after 5 iterations; checkpoint step_000007 was the last to be written and is gone"
-        in capsys.readouterr().out
-    )
+    text, code = report.report(config, gpu_gb=141)
+    gone = "checkpoint step_000007 was the last to be written and is gone"
+    assert code == 0 and f"goes on after 5 iterations; {gone}" in text
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

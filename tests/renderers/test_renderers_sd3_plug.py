@@ -33,7 +33,7 @@ def test_the_plug_imports_without_torch() -> None:
 import sys
 for heavy in ("torch", "diffusers", "transformers", "numpy", "PIL"):
     sys.modules[heavy] = None
-from rl.renderers import sd3
+from rl.renderers.sd3 import plug as sd3
 config = sd3.Config(type="sd3")
 assert sd3.validate(config) == []
 assert 7.6e9 < sum(sd3.parameter_counts(config).values()) < 7.8e9
