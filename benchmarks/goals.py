@@ -1,6 +1,6 @@
 """The numbers that this project set itself, beside those that were measured.
 
-What: `goals`. What not: goals that need a GPU (`scripts/bench_gpu.py`), or that are tests: equal
+What: `goals`. What not: goals that need a GPU (`rl bench-gpu`), or that are tests: equal
 gradients and states, a judge that stalls. Called by `side_by_side.py`.
 """
 

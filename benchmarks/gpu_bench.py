@@ -2,7 +2,7 @@
 
 What: `Bench` (device, size, budget, report), `race` (calls in turn, their medians), `Report` with
 its tables. What not: what is measured (the other `gpu_*.py`), the command line
-(`scripts/bench_gpu.py`).
+(`rl bench-gpu`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What: `ceilings` (item 1); `packed_attention` (item 4b): the fast attention kernel against a dense
 mask written from the definition, and a whole small policy against itself in float32. Without the
 second no time of the policy means anything. What not: speed of models. Called by
-`scripts/bench_gpu.py`.
+`rl bench-gpu`.
 
 Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 """

@@ -3,7 +3,7 @@
 What: items 5 and 7. Item 5 is `train.py`'s loop on a run opened as any other, with random weights,
 a judge of known slowness, and an engine that says what it is told but is synced and checked like
 any; sampling is thus neither in the seconds nor in the floor. What not: what the phases are.
-Called by `scripts/bench_gpu.py`.
+Called by `rl bench-gpu`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What: items 4 and 6. Ours is what `train.py` does with a group, through the lear
 and forward once, states handed out, reference pass, backward, step. The peers' rows are
 transformers' own model under PEFT, a group's picture and prompt once per completion, in as many
 passes as TRL and a reward function make. What not: sampling, rendering, judging; TRL itself
-(`side_by_side.py`). Called by `scripts/bench_gpu.py`.
+(`side_by_side.py`). Called by `rl bench-gpu`.
 
 The peer is favoured where it costs nothing to: its rows need no padding, since completions are
 equally long, so its attention runs without a mask; its log-probs are computed in chunks as ours.

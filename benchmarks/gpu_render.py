@@ -1,7 +1,7 @@
 """The frozen generator at real size: transformer forwards and the VAE, diffusers' and ours.
 
 What: items 2 and 3. Both sides compute with the same weights, in turn. What not: pictures: one
-forward's numbers stand for all steps. Called by `scripts/bench_gpu.py`.
+forward's numbers stand for all steps. Called by `rl bench-gpu`.
 
 Legend: N tokens of the picture and as many of its source, L words.
 """

@@ -11,7 +11,7 @@
 
   policy: {
     type: 'qwen2_5_vl',
-    model_path: 'rl/tiny_world/weights/policy',
+    model_path: 'pkg://rl/tiny_world/weights/policy',
     dtype: 'float32',
     lora: {
       r: 8,
@@ -25,7 +25,7 @@
   engine: { type: 'vllm' },
   renderer: {
     type: 'qwen_image_edit',
-    model_path: 'rl/tiny_world/weights/editor',
+    model_path: 'pkg://rl/tiny_world/weights/editor',
     dtype: 'float32',
     num_steps: 2,
     true_cfg_scale: 1.0,

@@ -11,14 +11,14 @@
 
   policy: {
     type: 'emu3',
-    model_path: 'rl/tiny_world/weights/emu3',
+    model_path: 'pkg://rl/tiny_world/weights/emu3',
     dtype: 'float32',
     max_prompt_tokens: 64,
   },
   engine: { type: 'vllm' },
   renderer: {
     type: 'emu3_vq',
-    model_path: 'rl/tiny_world/weights/emu3_vq',
+    model_path: 'pkg://rl/tiny_world/weights/emu3_vq',
     dtype: 'float32',
   },
   rewards: {

@@ -11,7 +11,7 @@
 
   policy: {
     type: 'qwen2_5_vl',
-    model_path: 'rl/tiny_world/weights/reasoner',
+    model_path: 'pkg://rl/tiny_world/weights/reasoner',
     dtype: 'float32',
     lora: {
       r: 8,

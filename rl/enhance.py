@@ -5,7 +5,7 @@
 
 What: `Enhancer`: the policy as its run trained it (same chat, system prompt, picture sizes and
 banned tokens), sampled in batches. What not: training, rendering, serving. Called by
-`scripts/enhance.py` and from Python.
+`rl enhance` and from Python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
 
-A script may also come alone (`scripts/check_distributed.py`): it gets N ranks and no config.
+A script may also come alone (`rl check-distributed`): it gets N ranks and no config.
 
 What: check the config, then start the ranks, forward signals, name the rank that failed and pass
 its exit code on. What not: how ranks meet (`ranks/rendezvous.py`), what one does first
@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
+from rl.config.shipped import find_config
 from rl.preflight import report
-from rl.ranks import placement, rendezvous
+from rl.ranks import loading, placement, rendezvous
 
 GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
@@ -136,7 +137,7 @@ def _as_here(word: str) -> str:
     if word == "rl/nano_aha_moment.py":
         return "rl.train"
     here = word.removeprefix("rl/")
-    return here if Path(here).is_file() else word
+    return here if find_config(here) else word
 
 
 def _folder_problems(run_dir: Path) -> list[str]:
@@ -150,6 +151,8 @@ def _folder_problems(run_dir: Path) -> list[str]:
 
 def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
     """Run this node's `num_ranks` ranks to their end; returns the exit code."""
+    if args.script == "rl.train":
+        loading.start()
     _set_environment(num_ranks)
     with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # 0700: this user's alone
         notes = Path(folder)
@@ -193,6 +196,7 @@ def _run_ranks(
         }
         for local_rank in range(num_ranks)
     }
+    loading.stop()  # rank 0 goes on with such lines
     ranks = start_processes(
         "rank",
         sys.executable,

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from rl import build
 from rl.config.schema import load_config
-from rl.ranks import error_messages, signals
+from rl.ranks import error_messages, loading, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
 from rl.rollout.consensus import Interrupted, leave_together
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:
         with open_run(config, dist) as run:
+            loading.stop()
             train(run)
     except RunFinishedError as finished:
         if dist.is_main:

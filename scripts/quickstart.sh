@@ -18,4 +18,4 @@ for argument; do
     if [[ $argument == *=* && $argument != -* ]]; then overrides+=("$argument"); fi
 done
 python -m rl.simple_launch "$config" "$@"
-python scripts/report.py "$config" "${overrides[@]}"
+python -m rl.commands.report "$config" "${overrides[@]}"

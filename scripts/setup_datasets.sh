@@ -53,7 +53,7 @@ main() {
             earl) fetch mair-lab/earl-datasets "$data/earl-datasets" ;;
         esac
     done
-    python scripts/_published_sets.py "$data"
+    python -m rl.commands.published_sets "$data"
 }
 
 main "$@"

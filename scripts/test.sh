@@ -3,7 +3,7 @@
 #   ./scripts/test.sh -k sampler
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/_install.sh
+scripts/_install.sh requirements-test.lock
 source .venv/bin/activate
 
 selection=(-m "not slow")

@@ -39,7 +39,8 @@ FLOORS = [
     {"enhance", "preflight"},
     {"run"},
     {"train"},
-    {"simple_launch"},
+    {"commands", "simple_launch"},
+    {"__main__"},
 ]
 """Rooms (or files beside them). Imports go down, or stay in one room."""
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import _jsonnet
 
+from rl.config.shipped import configs_folder
+
 _SET = """
 local set(x, path, value, key) =
   if path == [] then value
@@ -41,7 +43,8 @@ def evaluate(
     path: Path, overrides: Sequence[str], env: Mapping[str, str]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The file with its overrides as plain values. A missing variable is noted and stood in for,
-    so that the rest of the file is still checked."""
+    so that the rest of the file is still checked. What it imports and its own folder lacks
+    (`base.libsonnet`) comes from the shipped configs."""
     if not _is_utf8(str(path.resolve())):
         return None, [f"{str(path)!r}: a config's path has to be UTF-8; rename the file or folder"]
     variables = {
@@ -68,7 +71,9 @@ def evaluate(
     for _ in range(MAX_MISSING):  # Jsonnet tells of one at a time
         try:
             values = json.loads(
-                _jsonnet.evaluate_snippet("overrides", _SET + text, ext_vars=variables)
+                _jsonnet.evaluate_snippet(
+                    "overrides", _SET + text, ext_vars=variables, jpathdir=str(configs_folder())
+                )
             )
         except RuntimeError as error:
             name = _undefined(str(error))

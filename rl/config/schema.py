@@ -14,20 +14,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rl.config import earl_fields
 from rl.config.jsonnet import evaluate
-from rl.config.messages import validate
+from rl.config.messages import nearest, validate
+from rl.config.shipped import find_config, located, shipped_configs
 
 PlugSection = dict[str, Any]
 """`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
 
 
 class Section(BaseModel):
-    """Base of every config section, plugs' included: frozen, unknown keys refused."""
+    """Base of every config section, plugs' included: frozen, unknown keys refused, and any path
+    may be `pkg://package/path/inside`, a file of an installed package."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*")
+    @classmethod
+    def _locate(cls, value: Any) -> Any:
+        return located(value) if isinstance(value, str) else value
 
 
 class SamplingConfig(Section):
@@ -310,7 +317,7 @@ def missing_model(key: str, path: str) -> list[str]:
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ
 ) -> RunConfig:
-    """Read a Jsonnet file into a `RunConfig`.
+    """Read a Jsonnet file into a `RunConfig`; `configs/...` is found from any folder.
 
     `std.extVar('APP__X')` reads the environment variable of that name; only names that begin with
     APP__ are visible. Each override is `key.sub=value` (a list's entries by number:
@@ -320,9 +327,11 @@ def load_config(
     Raises:
         ConfigError: with every problem found, not only the first.
     """
-    if not Path(path).is_file():
-        raise ConfigError([f"{path}: no such config file (the shipped ones are in configs/)"])
-    values, problems = evaluate(Path(path), overrides, env)
+    file = find_config(path)
+    if file is None:
+        known = nearest(str(path), shipped_configs())
+        raise ConfigError([f"{path}: no such config file here ({Path.cwd()}) or shipped; {known}"])
+    values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]

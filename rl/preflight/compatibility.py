@@ -56,7 +56,7 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             yield (
                 f"policy.type: {policy.name} reads each sample's {need!r}, which "
                 f"{', '.join(lacking)} does not provide; tokenise the data with "
-                "scripts/prepare_data.py"
+                "rl prepare"
             )
     for plug in (policy, renderer):
         yield from (f"{plug.key}.{problem}" for problem in plug.module.validate(plug.config))

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from rl.ranks import error_messages
+from rl.ranks import error_messages, loading
 from rl.ranks.signals import die_with_parent
 
 
@@ -32,6 +32,8 @@ def main() -> None:
     note = Path(note_dir) / f"rank_{rank}.json"
     note.write_text(json.dumps({"process_group": os.getpgid(0)}))
     sys.argv = [target, *args]
+    if rank == 0 and target == "rl.train":
+        loading.start(first_s=1.0)  # the launcher took the seconds before
     try:
         if target.endswith(".py"):
             sys.path[0] = str(Path(target).resolve().parent)

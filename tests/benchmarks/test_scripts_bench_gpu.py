@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks import gpu_bench, gpu_check, gpu_models, gpu_policy
+from benchmarks import bench_gpu, gpu_bench, gpu_check, gpu_models, gpu_policy
 from benchmarks.gpu_bench import Bench, Line, Report
 from benchmarks.gpu_models import REAL, TINY
 from rl.meter.flop_meter import Ceilings, Work
@@ -23,19 +21,6 @@ from rl.policies.shared.attention_kernels import Kernel
 from rl.policies.shared.runs import Runs
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_gpu.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench_gpu = load()
 
 
 def run(out: Path, items: str) -> tuple[int, dict]:

@@ -264,7 +264,7 @@ def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path: Path) -> None:
     found = problems_of(tmp_path, policy={"type": "tiny_plugs.reads_codes"})
     assert (
         "policy.type: tiny_plugs.reads_codes reads each sample's 'source_codes', which "
-        "data.train.0 does not provide; tokenise the data with scripts/prepare_data.py"
+        "data.train.0 does not provide; tokenise the data with rl prepare"
     ) in found
 
 

@@ -15,6 +15,7 @@ from tiny_act import act_group
 
 from rl import build, enhance
 from rl.api.types import Sample, SamplingParams
+from rl.commands import enhance as script
 from rl.config.schema import load_config
 from rl.engines.transformers import TransformersEngine
 from rl.enhance import SYSTEM_PROMPT, Enhancer, policy_section
@@ -24,7 +25,6 @@ from rl.ranks.seeding import derive_seed
 from rl.record import checkpoint
 from rl.record.adapter_base import Base, noted
 from rl.rewards.prompt_quality import score
-from scripts import enhance as script
 
 PROMPTS = ["a cat", "a red square to the left of a blue circle", "the sky", "add an image"]
 PICTURES = [None, tiny_qwen.picture(1), None, tiny_qwen.picture(2, 92, 64)]

@@ -1,31 +1,20 @@
 """The check of the ranks' communicators: what it says when they sum, and when they do not."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from tiny_ranks import run_ranks
 
+from rl.commands import check_distributed as check
 from rl.ranks.dist import Dist
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_distributed.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_distributed", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check = load()
+LAUNCH = ["rl.simple_launch", "--nproc", "2", str(SCRIPT)]
 TWO = Dist(rank=1, world_size=2)
 """Rank 1's tensor is rank 0's plus one."""
 
@@ -68,7 +57,7 @@ def test_what_is_tried_on_gpus(monkeypatch):
 
 def test_nobody_is_waited_for_for_ever():
     code = (
-        "import sys, time; sys.path.insert(0, 'scripts'); import check_distributed as check\n"
+        "import time; from rl.commands import check_distributed as check\n"
         "with check.patience(0.05, 3): time.sleep(30)"
     )
     done = subprocess.run(
@@ -82,17 +71,15 @@ def sum_wrongly_on_rank_1() -> tuple[Any, str]:
     import contextlib
     import io
 
-    module = load()
-
     def communicators(dist: Dist) -> Any:
         yield "PyTorch GLOO", "cpu", dist.sum_
         yield "Other", "cpu", lambda mine: dist.sum_(mine) + dist.rank
 
-    module.communicators = communicators  # type: ignore[attr-defined]
+    check.communicators = communicators
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
-            module.main()
+            check.main()
         except SystemExit as error:
             return error.code, out.getvalue()
     return 0, out.getvalue()
@@ -106,11 +93,19 @@ def test_every_rank_fails_when_one_sums_wrongly_and_rank_0_says_why():
 
 
 @pytest.mark.slow
-def test_two_ranks_under_the_launcher(tmp_path):
+@pytest.mark.parametrize(
+    "command", [["rl", "check-distributed", "--nproc", "2"], LAUNCH], ids=["rl", "simple_launch"]
+)
+def test_two_ranks_under_the_launcher(command, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "rl.simple_launch", "--nproc", "2", str(SCRIPT)],
+        [sys.executable, "-m", *command],
         cwd=SCRIPT.parents[1],
-        env={**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "TMPDIR": str(tmp_path),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(SCRIPT.parents[1]),
+        },
         capture_output=True,
         text=True,
         timeout=170,

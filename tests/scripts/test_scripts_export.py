@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl.api.types import Prompt, Sample, SamplingParams
+from rl.commands import export_adapter
 from rl.data import shape_questions
 from rl.engines.transformers import TransformersEngine
 from rl.policies.emu3 import plug as emu3
@@ -22,7 +23,6 @@ from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.record.checkpoint import _seal, model_folder
 from rl.tiny_world.questions import SYSTEM_PROMPT
-from scripts import export_adapter
 
 BASE = str(Path(__file__).parents[2] / "rl" / "tiny_world" / "weights" / "reasoner")
 GREEDY = SamplingParams(0.0, top_p=1.0, top_k=-1, max_tokens=40, num_completions=1)

@@ -19,12 +19,12 @@ import tiny_emu3_vq
 from tiny_edits import write_jsonl
 from tiny_tokens import fields, save_published, write_list
 
+from rl.commands import edit_shards, prepare_data
+from rl.commands.edit_shards import CannotPrepare, Edit
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.emu3_tokens.files import TokenisedEdit, read, write
 from rl.data.shared.rows import BadRowError
 from rl.renderers.emu3_vq.codec import Emu3Codec
-from scripts import _edit_shards, prepare_data
-from scripts._edit_shards import CannotPrepare, Edit
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = "list/tokenized_datalist.json"
@@ -71,7 +71,7 @@ def arguments(data: str, vq: Path, output: Path, *more: str) -> list[str]:
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "scripts/prepare_data.py", *command],
+        [sys.executable, "-m", "rl.commands.prepare_data", *command],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -108,7 +108,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.set_exception(error)
             return future
 
-    monkeypatch.setattr(_edit_shards, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(edit_shards, "ProcessPoolExecutor", Pool)
 
 
 # --- what is made ------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_two_runs_do_not_share_a_folder(
     vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, output = write_edits(tmp_path / "raw", 1), tmp_path / "out"
-    with _edit_shards.locked(output):
+    with edit_shards.locked(output):
         assert prepare_data.main(arguments(data, vq_folder, output)) == 1
     assert "another run is writing" in capsys.readouterr().err
 
@@ -280,20 +280,20 @@ def test_a_worker_ends_when_nobody_waits_for_it(
     monkeypatch.setattr(os, "_exit", left.append)
     stop = multiprocessing.Event()
     main_pid = os.getppid() if how == "stopped" else -1
-    _edit_shards.share(multiprocessing.Value("q", 0), stop, main_pid)
+    edit_shards.share(multiprocessing.Value("q", 0), stop, main_pid)
     if how == "stopped":
         stop.set()
-    _edit_shards.work(lambda: make, [Edit(0, "a")], tmp_path, 1, "error")
+    edit_shards.work(lambda: make, [Edit(0, "a")], tmp_path, 1, "error")
     assert left == ([] if how == "stopped" else [1])
     assert (how == "stopped") == (not list(tmp_path.iterdir()))
 
 
 def test_a_maker_is_not_made_when_all_is_done(tmp_path: Path) -> None:
-    _edit_shards.share(multiprocessing.Value("q", 0), multiprocessing.Event(), os.getppid())
+    edit_shards.share(multiprocessing.Value("q", 0), multiprocessing.Event(), os.getppid())
     write(tmp_path / "a.safetensors", *make([Edit(0, "a")]))
-    assert _edit_shards.work(None, [Edit(0, "a")], tmp_path, 1, "error") == {}
+    assert edit_shards.work(None, [Edit(0, "a")], tmp_path, 1, "error") == {}
     with pytest.raises(CannotPrepare, match=r"broken\nMend it"):
-        _edit_shards.work(lambda: lambda _: ["broken"], [Edit(1, "b")], tmp_path, 1, "error")
+        edit_shards.work(lambda: lambda _: ["broken"], [Edit(1, "b")], tmp_path, 1, "error")
 
 
 def test_the_rows_text_is_read_without_its_pictures(tmp_path: Path, vq_folder: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_killed_run_ends_whole_and_is_finished_by_the_next(
     data, output = write_edits(tmp_path / "raw", 300), tmp_path / "out"
     command = arguments(data, vq_folder, output, "--num-workers", "2")
     process = subprocess.Popen(
-        [sys.executable, "scripts/prepare_data.py", *command],
+        [sys.executable, "-m", "rl.commands.prepare_data", *command],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -80,13 +80,19 @@ def copy(tmp_path: Path) -> Path:
     place = tmp_path / "copy"
     shutil.copytree(ROOT / "scripts", place / "scripts")
     (place / "rl").symlink_to(ROOT / "rl")
-    requirements = place / "requirements-cpu.txt"
-    shutil.copy(ROOT / requirements.name, requirements)
-    with requirements.open() as lines:
-        stamp = subprocess.run(["cksum"], stdin=lines, capture_output=True, text=True, check=True)
+    stamp = subprocess.run(
+        "cat requirements-cpu.lock pyproject.toml | cksum",
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in ("requirements-cpu.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, place / name)
     bin_folder = place / ".venv" / "bin"
     bin_folder.mkdir(parents=True)
-    (place / ".venv" / "installed").write_text(f"{requirements.name} {stamp.stdout}")
+    (place / ".venv" / "installed").write_text(f"requirements-cpu.lock {stamp.stdout}")
     (bin_folder / "activate").write_text(f'export PATH="{bin_folder}:$PATH"\n')
     for name, text in (("python", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'), ("hf", HF)):
         (bin_folder / name).write_text(text)
@@ -96,7 +102,7 @@ def copy(tmp_path: Path) -> Path:
 
 def run(copy: Path, hub: Path, *sets: str, **more: str) -> subprocess.CompletedProcess[str]:
     plain = {key: value for key, value in os.environ.items() if key != "APP__DATA_DIR"}
-    environment = {**plain, "HUB": str(hub), "REQUIREMENTS": "requirements-cpu.txt", **more}
+    environment = {**plain, "HUB": str(hub), "REQUIREMENTS": "requirements-cpu.lock", **more}
     return subprocess.run(
         [copy / "scripts" / "setup_datasets.sh", *sets],
         cwd=copy,

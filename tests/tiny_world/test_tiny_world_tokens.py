@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,11 +99,10 @@ def test_the_encoder_reads_drawn_scenes_as_their_codes(codec) -> None:
 
 def test_the_policy_can_write_the_right_picture_but_seldom_does() -> None:
     pytest.importorskip("torch")
-    sys.path.insert(0, str(ROOT / "scripts"))
     from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()
-    from tiny_world.emu3 import load_policy, p_right
+    from tiny_world.builder.emu3 import load_policy, p_right
 
     p_by_kind = p_right(load_policy(WEIGHTS / "emu3"))
     assert all(0.05 < p < 0.5 for p in p_by_kind.values()), p_by_kind

@@ -2,7 +2,7 @@
 
 What: the published form (a `.pth` pickle of arrays and text) and our own (safetensors, the text in
 its header). What not: lists of such files (`plug.py`) and tokenising
-(`scripts/prepare_data.py`). Called by both. torch is imported only for a `.pth`.
+(`rl prepare`). Called by both. torch is imported only for a `.pth`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     {"prefix": "<folder>", "path_list": ["1.pth", "2.pth", ...]}
 
 Plug of `rl/data`. What: the list, where its files lie, samples out of them. What not: a single file
-(`files/atomic.py`), making such sets (`scripts/prepare_data.py`), fetching the published ones
+(`files/atomic.py`), making such sets (`rl prepare`), fetching the published ones
 (`scripts/setup_datasets.sh`). Pictures are drawn by the renderer when rewards or records want them.
 The written reasoning some sets carry is not shown to the policy.
 """
@@ -167,7 +167,7 @@ def read_list(path: str | Path) -> EditList:
     if not file.is_file():
         raise BadRowError(
             f"{path} does not exist (from {Path.cwd()}); fetch the published sets with "
-            "scripts/setup_datasets.sh, or tokenise your own with scripts/prepare_data.py"
+            "scripts/setup_datasets.sh, or tokenise your own with rl prepare"
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

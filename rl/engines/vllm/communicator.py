@@ -2,7 +2,7 @@
 
 What: PyNccl on GPUs, straight and replayed from a CUDA graph as decoding does it; shared memory on
 CPUs. What not: the engine, which samples on each rank alone and needs none of them. Called by
-`scripts/check_distributed.py`; the process group exists already.
+`rl check-distributed`; the process group exists already.
 """
 
 from __future__ import annotations

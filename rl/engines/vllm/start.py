@@ -53,7 +53,7 @@ def grammar_arguments(
     except ImportError as error:
         raise RuntimeError(
             "this vLLM has other logits-processor interfaces than the ones written for (see the "
-            "pin in requirements.txt): install that version, or use engine.type 'transformers'"
+            "pin in pyproject.toml): install that version, or use engine.type 'transformers'"
         ) from error
     # Two runners, each of which refuses the other's class; only the finished configuration knows.
     planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)

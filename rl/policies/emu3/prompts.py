@@ -45,7 +45,7 @@ class Emu3Prompts:
         if sample.source_codes is None:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source_codes, and Emu3 reads its picture as codes: "
-                "tokenise the data with scripts/prepare_data.py"
+                "tokenise the data with rl prepare"
             )
         codes = sample.source_codes
         try:

@@ -1,7 +1,7 @@
 """Pictures as codes and back, with transformers' Emu3VQVAE, one frame instead of four.
 
 What: loading, `encode`, `decode`, and the grid a picture is put on. What not: which jobs share a
-batch and what a failure is (`loop.py`). Called by that loop and by `scripts/prepare_data.py`.
+batch and what a failure is (`loop.py`). Called by that loop and by `rl prepare`.
 Imports torch, so the plug imports this inside `build`.
 
 Emu3's tokenizer is made for video: the stock `encode` runs its 2-D encoder on four copies of a

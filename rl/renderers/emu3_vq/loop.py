@@ -77,7 +77,7 @@ class Emu3VqRenderer:
                 if reason := self._refuse(codes):
                     raise ValueError(
                         f"sample {sample.id}: its {name} cannot be drawn: {reason}; tokenise the "
-                        "data with the renderer's own model_path (scripts/prepare_data.py)"
+                        "data with the renderer's own model_path (rl prepare)"
                     )
                 wanted[_key(codes)] = codes
         drawn = {key: self._kept[key] for key in wanted if key in self._kept}

@@ -79,7 +79,7 @@ class MathsProcess:
             self.close()
             raise RuntimeError(
                 "the process that compares answers did not start (its error is in the log): is "
-                "math-verify installed? (pip install -r requirements.txt)"
+                "math-verify installed? (pip install 'vlm-edit-rl[train]')"
             )
         self._is_ready = True
 

@@ -29,8 +29,8 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.policy import random_op
-from tiny_world.reader import Reader
+from tiny_world.builder.policy import random_op
+from tiny_world.builder.reader import Reader
 
 Deltas = dict[str, torch.Tensor]
 LORA_TARGETS = r".*language_model.*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"

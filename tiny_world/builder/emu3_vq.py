@@ -33,8 +33,8 @@ from rl.tiny_world.scenes import (
     make_instruction,
 )
 from rl.tiny_world.token_scenes import NUM_CODES, code_of, encode, make_centred_scene
-from tiny_world.export import WEIGHTS
-from tiny_world.models import to_pictures, to_tensor
+from tiny_world.builder.export import WEIGHTS
+from tiny_world.builder.models import to_pictures, to_tensor
 
 FORM_AXES = {"circle": (1.0, 0.0), "square": (-0.5, 0.87), "triangle": (-0.5, -0.87)}
 QUARTER_AXES = ((-1.0, -1.0), (-1.0, 1.0), (1.0, -1.0), (1.0, 1.0))

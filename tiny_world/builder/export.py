@@ -14,9 +14,9 @@ from diffusers import (
 )
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
-from tiny_world.drift import load_policy
-from tiny_world.models import SCHEDULER
-from tiny_world.policy import save
+from tiny_world.builder.drift import load_policy
+from tiny_world.builder.models import SCHEDULER
+from tiny_world.builder.policy import save
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "rl" / "tiny_world" / "weights"
 LIMIT_BYTES = 10_000_000

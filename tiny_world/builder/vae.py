@@ -21,7 +21,7 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.models import make_vae, to_pictures, to_tensor, use_2d_convolutions
+from tiny_world.builder.models import make_vae, to_pictures, to_tensor, use_2d_convolutions
 
 KL_WEIGHT = 2e-4
 LEARNING_RATE = 2.5e-3

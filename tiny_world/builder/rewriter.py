@@ -26,10 +26,10 @@ from rl.tiny_world.captions import (
     user_prompts,
 )
 from rl.tiny_world.scenes import COLOURS, SHAPES
-from tiny_world.models import make_policy
-from tiny_world.policy import make_optimizer, save, take_step
-from tiny_world.tokenizer import save as save_tokenizer
-from tiny_world.tokenizer import train
+from tiny_world.builder.models import make_policy
+from tiny_world.builder.policy import make_optimizer, save, take_step
+from tiny_world.builder.tokenizer import save as save_tokenizer
+from tiny_world.builder.tokenizer import train
 
 COLOURS_IT_KNOWS = {"crimson", "jade", "golden", "pearly", "grass", "sky", "lemon", "snow"}
 SHAPES_IT_KNOWS = {"disc", "box", "pointed"}

@@ -36,13 +36,13 @@ from rl.tiny_world.questions import (
     written,
 )
 from rl.tiny_world.scenes import COLOURS, SHAPES, Scene, cell_slices
-from tiny_world.drift import load_policy
-from tiny_world.export import WEIGHTS
-from tiny_world.models import HIDDEN, make_policy
-from tiny_world.policy import make_optimizer, save, take_step
-from tiny_world.reader import Reader, patchify
-from tiny_world.tokenizer import save as save_tokenizer
-from tiny_world.tokenizer import train
+from tiny_world.builder.drift import load_policy
+from tiny_world.builder.export import WEIGHTS
+from tiny_world.builder.models import HIDDEN, make_policy
+from tiny_world.builder.policy import make_optimizer, save, take_step
+from tiny_world.builder.reader import Reader, patchify
+from tiny_world.builder.tokenizer import save as save_tokenizer
+from tiny_world.builder.tokenizer import train
 
 PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 KIND_SHARES = {"count": 1, "colour": 1, "sum": 2}  # the sum is the hardest: more of it

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from tiny_world.models import IMAGE_TOKENS
-from tiny_world.tokenizer import IMAGE, PREFIX, SUFFIX
+from tiny_world.builder.models import IMAGE_TOKENS
+from tiny_world.builder.tokenizer import IMAGE, PREFIX, SUFFIX
 
 PIXEL_MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])
 PIXEL_STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])

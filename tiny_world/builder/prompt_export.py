@@ -15,11 +15,11 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from tiny_world.drift import load_policy
-from tiny_world.export import WEIGHTS, forget_origin
-from tiny_world.policy import save
-from tiny_world.prompt_models import SCHEDULER, make_clip_tokenizer
-from tiny_world.tokenizer import save as save_tokenizer
+from tiny_world.builder.drift import load_policy
+from tiny_world.builder.export import WEIGHTS, forget_origin
+from tiny_world.builder.policy import save
+from tiny_world.builder.prompt_models import SCHEDULER, make_clip_tokenizer
+from tiny_world.builder.tokenizer import save as save_tokenizer
 
 LIMIT_BYTES = 4_000_000
 

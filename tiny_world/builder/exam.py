@@ -20,9 +20,9 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.models import encode, render
-from tiny_world.policy import random_op
-from tiny_world.reader import Reader
+from tiny_world.builder.models import encode, render
+from tiny_world.builder.policy import random_op
+from tiny_world.builder.reader import Reader
 
 
 class Exam:

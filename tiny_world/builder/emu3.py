@@ -25,9 +25,9 @@ from rl.api.types import Prompt, Sample
 from rl.policies.emu3 import plug as emu3
 from rl.tiny_world.scenes import apply, make_instruction, make_scene
 from rl.tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_scene
-from tiny_world.export import WEIGHTS
-from tiny_world.policy import beginner_ops, make_optimizer, take_step
-from tiny_world.tokenizer import byte_pairs
+from tiny_world.builder.export import WEIGHTS
+from tiny_world.builder.policy import beginner_ops, make_optimizer, take_step
+from tiny_world.builder.tokenizer import byte_pairs
 
 HIDDEN = 128
 SPECIALS = ("<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>")

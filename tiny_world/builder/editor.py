@@ -31,16 +31,16 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.drift import Drifter, load_bank, load_policy
-from tiny_world.exam import Exam
-from tiny_world.models import (
+from tiny_world.builder.drift import Drifter, load_bank, load_policy
+from tiny_world.builder.exam import Exam
+from tiny_world.builder.models import (
     IMG_SHAPES,
     encode,
     make_transformer,
     use_2d_convolutions,
 )
-from tiny_world.policy import beginner_ops, random_op
-from tiny_world.reader import Reader
+from tiny_world.builder.policy import beginner_ops, random_op
+from tiny_world.builder.reader import Reader
 
 
 @dataclass(frozen=True)

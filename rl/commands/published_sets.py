@@ -1,4 +1,4 @@
-"""EARL's published sets made ready: `_published_sets.py <data folder>`, after they were fetched.
+"""EARL's published sets made ready: `python -m rl.commands.published_sets <data folder>`.
 
 What: unpacks every archive beside itself (nothing can land outside), links each set's `list` into
 its `feature` folder, where EARL's configs look for it, and reads every list with the data plug that
@@ -12,8 +12,6 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.shared.rows import BadRowError

@@ -1,0 +1,184 @@
+"""What this project does on one GPU at real size, with random weights: no network, no checkpoint.
+
+    rl bench-gpu                                everything, each item measured 60 s
+    rl bench-gpu --items 4b,4                   some of it
+    rl bench-gpu --items 5 --seconds-per-item 400
+    rl bench-gpu --tiny                         the same code in seconds on a CPU
+
+What: runs the items in order, each whether or not another failed; prints a table, holds the numbers
+against the project's goals, and writes both, and all digits, to `--out`. What not: how anything
+is measured (`benchmarks/gpu_*.py`). Exit code 1 when an item failed or a check found wrong numbers;
+a missed goal is not a failure.
+
+Every time stands beside the floor of the same work at the rates that item 1 measured on this very
+device. Ratios are of calls made in turn, in this process; only in item 4 one side runs after the
+other, since both do not fit. "peak GB" is what torch held at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.metadata
+import json
+import platform
+import re
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_bench import Bench
+
+ITEMS = {
+    "1": ("gpu_check", "ceilings", "the device's ceilings"),
+    "4b": ("gpu_check", "packed_attention", "packed attention is right"),
+    "2": ("gpu_render", "transformer_forwards", "the editor's transformer"),
+    "3": ("gpu_render", "vae", "the editor's VAE"),
+    "4": ("gpu_policy", "one_group", "the policy's side of a group"),
+    "6": ("gpu_policy", "weight_sync", "weight sync"),
+    "5": ("gpu_iteration", "iterations", "whole iterations"),
+    "7": ("gpu_iteration", "sampler", "the sampler beside everything else"),
+}
+"""In the order they run; a part is imported when its turn comes, so that what is not installed
+costs its own items alone."""
+PACKAGES = ("torch", "triton", "transformers", "peft", "diffusers", "vllm")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    asked = _parse(argv)
+    bench = open_bench(asked)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        bench.folder = Path(folder)
+        for item in asked.items:
+            run_item(bench, item)
+    text = written(bench, argv)
+    print(text)
+    if asked.out is not None:
+        save(bench, text, asked, argv)
+    return 1 if bench.report.failures else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rl bench-gpu")
+    parser.add_argument("--items", default=",".join(ITEMS), help="of " + ", ".join(ITEMS))
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes; runs on a CPU, too")
+    parser.add_argument("--seconds-per-item", type=float, default=None, help="60; tiny: 0")
+    parser.add_argument("--out", type=Path, help="benchmarks/results; tiny: nothing is written")
+    asked = parser.parse_args(argv)
+    wanted = asked.items.split(",")
+    unknown = sorted(set(wanted) - set(ITEMS))
+    if unknown:
+        parser.error(f"--items: no item {', '.join(unknown)}; there are {', '.join(ITEMS)}")
+    asked.items = [item for item in ITEMS if item in wanted]
+    if asked.seconds_per_item is None:
+        asked.seconds_per_item = 0.0 if asked.tiny else 60.0
+    if asked.out is None and not asked.tiny:
+        asked.out = Path(__file__).parent / "results"
+    return asked
+
+
+def open_bench(asked: argparse.Namespace) -> Bench:
+    """On the GPU where there is one. Exits where real sizes are asked of a CPU."""
+    from benchmarks.gpu_bench import Bench, Report
+    from benchmarks.gpu_models import REAL, TINY
+    from rl.ranks.dist import Dist
+    from rl.ranks.wheels import mend_mismatched_wheels
+
+    mend_mismatched_wheels()
+    dist = Dist.from_env()
+    if not asked.tiny and not dist.device.startswith("cuda"):
+        sys.exit("this needs a CUDA device; --tiny runs the same code at tiny sizes on a CPU")
+    size = TINY if asked.tiny else REAL
+    return Bench(dist, size, asked.seconds_per_item, Path(), Report())
+
+
+def run_item(bench: Bench, item: str) -> None:
+    """Whatever happens, the next one runs."""
+    from benchmarks.gpu_bench import first_line, free
+    from benchmarks.gpu_models import save_texts
+
+    part, name, what = ITEMS[item]
+    print(f"== {item}: {what}", file=sys.stderr, flush=True)
+    bench.item, failed = item, ""
+    try:
+        if not (bench.folder / "policy").exists():
+            save_texts(bench)
+        getattr(importlib.import_module(f"benchmarks.{part}"), name)(bench)
+    except Exception as error:
+        traceback.print_exc()
+        failed = f"{item}: {first_line(error)}"
+    if failed:
+        bench.report.fail(failed)
+    free(bench.device)
+
+
+def host(bench: Bench, argv: Sequence[str] | None) -> dict[str, str]:
+    """What the numbers were measured on, without its name."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    words = sys.argv[1:] if argv is None else argv
+    command = re.sub(r" --out[ =]\S+", "", shlex.join(["rl", "bench-gpu", *words]))
+    return {
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "device": device_name(bench.device),
+        "dtype": bench.dtype,
+        "Python": platform.python_version(),
+        **versions,
+        "command": command,
+    }
+
+
+def device_name(device: str) -> str:
+    """'NVIDIA H200', or 'CPU'."""
+    if not device.startswith("cuda"):
+        return "CPU"
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def written(bench: Bench, argv: Sequence[str] | None) -> str:
+    """The whole report, Markdown."""
+    report = bench.report
+    where = "\n".join(f"- {name}: {value}" for name, value in host(bench, argv).items())
+    parts = [f"# One device, {bench.size.name} size", where]
+    parts += ["## Times", report.line_table()]
+    if report.goals:
+        parts += ["## Goals, of real sizes", report.goal_table()]
+    if report.failures:
+        parts += ["## Failed", "\n".join(f"- FAIL {text}" for text in report.failures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def save(bench: Bench, text: str, asked: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """`gpu_<device>_<date>.md`, and `.json` with all digits; a part of the items is named."""
+    facts = host(bench, argv)
+    device = re.sub(r"\W+", "-", facts["device"]).lower()
+    items = "" if asked.items == list(ITEMS) else "_items_" + "-".join(asked.items)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    stem = asked.out / f"gpu_{device}_{facts['date']}{items}"
+    stem.with_suffix(".md").write_text(text)
+    report = bench.report
+    record = {
+        "host": facts,
+        "lines": [{**asdict(line), "floor_share": line.floor_share} for line in report.lines],
+        "goals": [asdict(goal) for goal in report.goals],
+        "failures": report.failures,
+    }
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What people run: `rl <command> ...`, the same as `python -m rl <command> ...`.
+
+What: the commands' names, and the way to their modules: this process becomes
+`python -m <module> ...`, so that signals, the exit code and the folder that plugs are found in are
+the command's own. What not: what a command takes or does; `rl <command> --help` says it. Light:
+neither torch nor anything else outside the standard library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+DISTRIBUTION = "vlm-edit-rl"
+
+
+class Command(NamedTuple):
+    """One of `rl --help`'s lines."""
+
+    help: str
+    module: str
+    before: tuple[str, ...] = ()
+    """Arguments that stand before the user's."""
+    after: tuple[str, ...] = ()
+    """Arguments that stand behind the user's."""
+    needs_torch: bool = True
+
+
+_RANK_SCRIPT = str(Path(__file__).with_name("commands") / "check_distributed.py")
+COMMANDS = {
+    "train": Command("start a run, or go on with it", "rl.simple_launch"),
+    "check": Command(
+        "what a config would do, and what is wrong with it",
+        "rl.simple_launch",
+        before=("--check",),
+        needs_torch=False,
+    ),
+    "report": Command("what a run learnt", "rl.commands.report", needs_torch=False),
+    "enhance": Command("better prompts from a trained rewriter", "rl.commands.enhance"),
+    "export": Command("a trained adapter as a model of its own", "rl.commands.export_adapter"),
+    "prepare": Command("edit sets as Emu3's codes", "rl.commands.prepare_data"),
+    "check-distributed": Command(
+        "do the ranks of this machine hear each other?", "rl.simple_launch", after=(_RANK_SCRIPT,)
+    ),
+    "build-tiny-world": Command("the quickstart's weights from nothing", "tiny_world.builder"),
+    "bench-gpu": Command("times at real size on this GPU", "benchmarks.bench_gpu"),
+}
+
+
+def main() -> NoReturn:
+    """Exit code: the command's own; 0 for help, 2 for wrong usage, 1 for what is not installed."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        sys.exit(0)
+    if name == "--version":
+        print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
+        sys.exit(0)
+    if name not in COMMANDS:
+        _fail(2, f"rl: no command {name!r}{_nearest(name)}; rl --help lists them")
+    command = COMMANDS[name]
+    if missing := _missing(command):
+        _fail(1, f"rl {name}: {missing}")
+    words = ["-m", command.module, *command.before, *arguments, *command.after]
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    head = "usage: rl <command> ...        (rl <command> --help, rl --version)"
+    return "\n".join([head, "", *lines])
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _missing(command: Command) -> str:
+    """What has to be installed first; '' when nothing."""
+    if find_spec(command.module.split(".")[0]) is None:
+        return f"{command.module.split('.')[0]}/ comes with a clone, not with the wheel"
+    if command.needs_torch and find_spec("torch") is None:
+        return (
+            f"torch is not installed beside this Python ({sys.executable}); pip install "
+            f"'{DISTRIBUTION}[cuda]' on a machine with a GPU, '{DISTRIBUTION}[cpu]' on another"
+        )
+    return ""
+
+
+def _fail(code: int, sentence: str) -> NoReturn:
+    print(sentence, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

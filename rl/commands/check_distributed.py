@@ -1,0 +1,117 @@
+"""Do the ranks of this machine hear each other? `rl check-distributed --nproc N`.
+
+What: every communicator that a run may use sums a known tensor over all ranks: Gloo, NCCL, and
+vLLM's own. One line each on rank 0, `... is successful!` or why it was skipped; exit code 1 with
+the reason when a sum is wrong or does not come. What not: speed.
+
+    rl check-distributed --nproc 2
+    python -m rl.simple_launch --nproc 2 scripts/check_distributed.py
+    torchrun --nproc-per-node 2 scripts/check_distributed.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rl.ranks.dist import Dist
+
+if TYPE_CHECKING:
+    from rl.engines.vllm.communicator import Sum
+
+TIMEOUT_S = 120.0
+"""A communicator that has not summed by then is taken for stuck."""
+NUM_VALUES = 1_000_003
+"""Odd and several MB, so that every chunked path is walked, its last short chunk too."""
+
+
+def main() -> None:
+    """On every rank; the exit code is the answer."""
+    dist = Dist.from_env()
+    with patience(TIMEOUT_S, dist.rank):
+        for name, device, sum_ in communicators(dist):
+            if isinstance(sum_, str):
+                line = f"{name} skipped: {sum_}"
+            else:
+                line = f"{name} is successful!"
+                problems = [p for p in dist.gather(wrong_sum(sum_, dist, device)) if p]
+                if problems:
+                    sys.exit("\n".join(f"{name} {p}" for p in problems) if dist.is_main else 1)
+            if dist.is_main:
+                print(line, flush=True)
+    dist.close()
+
+
+def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
+    """(name, device, how it sums or why it cannot be tried), each made when its turn comes."""
+    if dist.world_size == 1:
+        yield "PyTorch GLOO", "cpu", "one process has nobody to sum with (--nproc 2)"
+        return
+    yield "PyTorch GLOO", "cpu", dist.sum_
+    on_gpu = dist.device.startswith("cuda")
+    yield "PyTorch NCCL", dist.device, dist.sum_ if on_gpu else "this machine has no CUDA device"
+    if importlib.util.find_spec("vllm") is None:
+        yield "vLLM", dist.device, "it is not installed"
+        return
+    from rl.engines.vllm import communicator
+
+    if on_gpu:
+        straight, graphed = communicator.gpu_sums(dist)
+        yield "vLLM NCCL", dist.device, straight
+        yield "vLLM NCCL with cuda graph", dist.device, graphed
+    elif len(set(dist.gather(socket.gethostname()))) > 1:
+        yield "vLLM CPU", "cpu", "it sums through shared memory, and the ranks share none"
+    else:
+        yield "vLLM CPU", "cpu", communicator.cpu_sum(dist)
+
+
+def wrong_sum(sum_: Sum, dist: Dist, device: str) -> str:
+    """What is wrong with a sum of known numbers; '' when nothing is. The numbers differ from rank
+    to rank and from place to place, and their sums are exact in float32."""
+    import torch
+
+    values = torch.arange(NUM_VALUES, device=device, dtype=torch.float32) % 1000
+    num_ranks = dist.world_size
+    expected = num_ranks * values + num_ranks * (num_ranks - 1) / 2
+    total = sum_(values + dist.rank)
+    wrong = (total != expected).nonzero().flatten()
+    if not len(wrong):
+        return ""
+    first = int(wrong[0])
+    return (
+        f"sums wrongly on rank {dist.rank}: {len(wrong)} of {NUM_VALUES} values, the first at "
+        f"{first}: {float(total[first])} instead of {float(expected[first])}"
+    )
+
+
+@contextmanager
+def patience(seconds: float, rank: int) -> Iterator[None]:
+    """End this process with exit code 1, and say so, unless the block is done by then."""
+
+    def give_up() -> None:
+        print(
+            f"rank {rank} waited {seconds:.0f} s for the others in vain. The line that is missing "
+            "above names the communicator; NCCL_DEBUG=INFO tells more (wrong network interface: "
+            "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+if __name__ == "__main__":
+    main()

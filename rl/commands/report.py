@@ -1,0 +1,273 @@
+"""What a run learnt, printed and drawn: `rl report <run folder | config.jsonnet [key=value ...]>`.
+
+What: reads a run's `metrics.jsonl` and its first and last held-out evaluation; prints the reward
+before and after, per category, and draws `<run>/report/reward_curve.png` and `before_after.png`.
+What not: any measuring of its own. The picture grid shows the FIRST held-out samples, not the best.
+Called by `quickstart.sh`, or by hand on any run at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from rl.config.schema import ConfigError, load_config
+from rl.files.atomic import read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_SAMPLES_DRAWN = 10
+SMOOTHING_ITERATIONS = 5
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One held-out evaluation, as `rl/run/evaluation.py` wrote it."""
+
+    iteration: int
+    """Iterations done when it was made."""
+    folder: Path
+    records: Mapping[str, Record]
+    """Sample id -> record."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Rewards before and after of the samples that were graded both times."""
+
+    name: str
+    rewards: Sequence[tuple[float, float]]
+
+    def sentence(self, width: int) -> str:
+        """One line: means, their difference with its standard error, how many samples."""
+        before, after = (fmean(column) for column in zip(*self.rewards, strict=True))
+        gains = [b - a for a, b in self.rewards]
+        error = f" +- {stdev(gains) / len(gains) ** 0.5:.3f}" if len(gains) > 1 else ""
+        return (
+            f"  {self.name:{width}}  {before:.3f} -> {after:.3f}   "
+            f"({after - before:+.3f}{error}, {len(gains)} samples)"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 1 when there is nothing to report on."""
+    parser = argparse.ArgumentParser("rl report", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", help="run folder, or the config it was started with")
+    parser.add_argument("overrides", nargs="*", help="key=value, as given to the run")
+    args = parser.parse_args(argv)
+    try:
+        run_dir = find_run(args.run, args.overrides)
+        metrics = read_named(run_dir / "metrics.jsonl", "iteration")
+    except (ConfigError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    evaluations = read_evaluations(run_dir)
+    print("\n".join(summary(metrics, evaluations)))
+    for path in draw(run_dir / "report", metrics, evaluations):
+        print(f"  drawn: {path}")
+    return 0
+
+
+def find_run(run: str, overrides: Sequence[str]) -> Path:
+    """The run folder itself, or the one that a config leads to."""
+    path = Path(run)
+    run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: no run has been there")
+    return run_dir
+
+
+def read_named(path: Path, key: str) -> list[dict[str, Any]]:
+    """The rows of a JSONL file that have `key`; a line that is none, such as a last one that a kill
+    cut short, is named and left out."""
+    rows, damaged = read_rows(path)
+    if damaged:
+        numbers = ", ".join(map(str, damaged))
+        print(f"{path}: damaged lines are left out: {numbers}", file=sys.stderr)
+    return [row for row in rows if key in row]
+
+
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
+    """Every evaluation of the run, oldest first."""
+    found = []
+    for path in sorted(run_dir.glob("evaluation/it_*/records.jsonl")):
+        records = {record["id"]: record for record in read_named(path, "id")}
+        found.append(Evaluation(int(path.parent.name.removeprefix("it_")), path.parent, records))
+    return found
+
+
+def compare(before: Evaluation, after: Evaluation) -> list[Change]:
+    """All samples first, then each category; only what was graded both times."""
+    rewards: dict[str, list[tuple[float, float]]] = {"held-out reward": []}
+    for identity, old in before.records.items():
+        new = after.records.get(identity)
+        if new is None or old["reward"] is None or new["reward"] is None:
+            continue
+        for name in ["held-out reward", *([old["category"]] if old["category"] else [])]:
+            rewards.setdefault(name, []).append((old["reward"], new["reward"]))
+    first, *categories = rewards
+    return [Change(name, rewards[name]) for name in (first, *sorted(categories)) if rewards[name]]
+
+
+def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[str]:
+    """What was learnt, in lines."""
+    if len(evaluations) < 2:
+        lines = ["Fewer than two held-out evaluations: nothing to compare."]
+    else:
+        before, after = evaluations[0], evaluations[-1]
+        changes = compare(before, after)
+        width = max((len(change.name) for change in changes), default=0)
+        span = f"(0 to 1; before training -> after {after.iteration} iterations)"
+        lines = [f"What was learnt {span}", *(change.sentence(width) for change in changes)]
+        num_graded = len(changes[0].rewards) if changes else 0
+        if num_graded < len(before.records):
+            lines.append(f"  left out: {len(before.records) - num_graded} not graded both times")
+    name = "eval_reference/reward"
+    reference = [row[name] for row in metrics if row.get(name) is not None]
+    if len(reference) > 1:
+        lines.append(
+            f"  the renderer, given the right words: {reference[0]:.3f} -> {reference[-1]:.3f}"
+        )
+    gains = [row for row in metrics if row.get("eval/reward_gain") is not None]
+    if len(gains) > 1:
+        first, last = gains[0], gains[-1]
+        lines.append(
+            f"  the user's own words, as they are: {first['eval/baseline_reward']:.3f}; gain over "
+            f"them {first['eval/reward_gain']:+.3f} -> {last['eval/reward_gain']:+.3f}"
+        )
+    return lines
+
+
+def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
+    """Both pictures; returns their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [folder / "reward_curve.png"]
+    draw_curve(drawn[0], metrics)
+    if len(evaluations) > 1:
+        drawn.append(folder / "before_after.png")
+        draw_grid(drawn[1], evaluations[0], evaluations[-1])
+    return drawn
+
+
+def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
+    """Training and held-out reward over iterations."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
+    curves = {
+        name: [(row["iteration"], row[name]) for row in metrics if row.get(name) is not None]
+        for name in ("reward/mean", "eval/reward", "eval_reference/reward", "eval/baseline_reward")
+    }
+    if curves["reward/mean"]:
+        x, y = zip(*curves["reward/mean"], strict=True)
+        axes.plot(x, y, color="tab:blue", alpha=0.3, linewidth=1)
+        axes.plot(x, smooth(y), color="tab:blue", label="training prompts, sampled")
+    styles = {
+        "eval/reward": ("tab:orange", "o-", "held-out prompts"),
+        "eval/baseline_reward": ("tab:gray", ":", "held-out, the user's own words"),
+        "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
+    }
+    for name, (color, marks, label) in styles.items():
+        if curves[name]:
+            axes.plot(*zip(*curves[name], strict=True), marks, color=color, label=label)
+    axes.set(xlabel="iteration", ylabel="reward (0 to 1)", ylim=(0, 1.02), title="Reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over the last `SMOOTHING_ITERATIONS` values."""
+    windows = (values[max(0, i + 1 - SMOOTHING_ITERATIONS) : i + 1] for i in range(len(values)))
+    return [fmean(window) for window in windows]
+
+
+def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
+    """The first held-out samples, two per row: source with instruction, edit before, edit after.
+
+    Where nothing is edited, the first picture is what the user's own words give."""
+    import matplotlib.pyplot as plt
+
+    shown = [i for i in before.records if i in after.records][:MAX_SAMPLES_DRAWN]
+    num_rows = (len(shown) + 1) // 2
+    height_in = 4.0 * num_rows + 0.8
+    figure = plt.figure(figsize=(18, height_in), dpi=100)
+    # The fourth of seven columns stays empty: it keeps the two samples of a row apart.
+    grid = figure.add_gridspec(
+        num_rows,
+        7,
+        left=0.01,
+        right=0.99,
+        top=1 - 1.1 / height_in,
+        bottom=1.0 / height_in,
+        wspace=0.06,
+        hspace=0.45,
+        width_ratios=[1, 1, 1, 0.12, 1, 1, 1],
+    )
+    for number, identity in enumerate(shown):
+        row, side = divmod(number, 2)
+        source, left, right = (
+            figure.add_subplot(grid[row, 4 * side + column]) for column in range(3)
+        )
+        old, new = before.records[identity], after.records[identity]
+        bare = old["source_file"] is None and old.get("baseline_file") is not None
+        first = ("baseline_file", "the words as they are") if bare else ("source_file", "source")
+        show(source, before.folder, old[first[0]], first[1], old["instruction"])
+        show(left, before.folder, old["image_file"], f"before: {score(old)}", old["completion"])
+        show(right, after.folder, new["image_file"], f"after: {score(new)}", new["completion"])
+    figure.suptitle(
+        f"The first {len(shown)} held-out samples, before training and after "
+        f"{after.iteration} iterations (reward 0 to 1)",
+        fontsize=16,
+    )
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> None:
+    """One picture with its title above and its words below, or the words in its place; tiny
+    pictures keep crisp pixels."""
+    from PIL import Image
+
+    axes.axis("off")
+    drawn = file is not None and (folder / file).is_file()
+    if drawn:
+        with Image.open(folder / str(file)) as image:
+            crisp = max(image.size) < 256
+            axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
+    axes.set_title(title, fontsize=13)
+    width, num_lines = (34, 4) if drawn else (22, 10)
+    words = textwrap.wrap(text, width, max_lines=num_lines, placeholder=" ...")
+    # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
+    axes.text(
+        0.5,
+        -0.04 if drawn else 0.5,
+        "\n".join(words) or "(no words)",
+        ha="center",
+        va="top" if drawn else "center",
+        fontsize=11,
+        transform=axes.transAxes,
+        parse_math=False,
+    )
+
+
+def score(record: Record) -> str:
+    """A record's reward, or why it has none."""
+    return "not graded" if record["reward"] is None else f"{record['reward']:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

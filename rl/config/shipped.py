@@ -1,0 +1,54 @@
+"""Where what is shipped lies, in a clone and in a wheel, from whatever folder a run is started.
+
+What: the shipped configs, and `pkg://` paths into installed packages. What not: reading either.
+Light: the standard library only.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+SCHEME = "pkg://"
+_PACKAGE = Path(__file__).parents[1]
+
+
+def configs_folder() -> Path:
+    """`configs/` of a clone; a wheel carries it inside the package."""
+    inside = _PACKAGE / "configs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_configs() -> list[str]:
+    """`configs/quickstart.jsonnet` and so on, as one names them from any folder."""
+    return [f"configs/{file.name}" for file in sorted(configs_folder().glob("*.jsonnet"))]
+
+
+def find_config(path: str | Path) -> Path | None:
+    """The file of that name; where the folder at hand has none, the shipped `configs/...` of that
+    name; None where there is neither."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    shipped = configs_folder().joinpath(*path.parts[1:])
+    is_a_name = path.parts[:1] == ("configs",) and ".." not in path.parts
+    return shipped if is_a_name and shipped.is_file() else None
+
+
+def located(text: str) -> str:
+    """`pkg://package/path/inside` as the path where that package is installed; else `text`.
+
+    Raises ValueError when there is no such package.
+    """
+    if not text.startswith(SCHEME):
+        return text
+    package, _, inside = text.removeprefix(SCHEME).partition("/")
+    spec = find_spec(package) if package.isidentifier() else None
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    if not folders:
+        raise ValueError(
+            f"{text!r} given, but no package {package!r} is installed here; write "
+            f"{SCHEME}<package>/<path inside it>, or a path"
+        )
+    places = [folder / inside for folder in folders]
+    return str(next((place for place in places if place.exists()), places[0]))

@@ -1,0 +1,56 @@
+"""A line every few seconds while a run loads: which of our modules is at it, and in whose package.
+
+What: `start`, and `stop` once the loop has lines of its own to print. What not: anything the rest
+of a run has to call: what is under way is read off the main thread's stack. Called by the launcher
+and by `worker.py`, for rank 0; stopped by `train.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from itertools import takewhile
+from types import FrameType
+
+EVERY_S = 4.0
+_stopped = threading.Event()
+_stopped.set()
+
+
+def start(first_s: float | None = None) -> None:
+    """From now on, the first line after `first_s`; nothing when lines are printed already."""
+    if _stopped.is_set():
+        _stopped.clear()
+        first_s = EVERY_S if first_s is None else first_s
+        threading.Thread(target=_print_lines, args=(first_s,), name="loading", daemon=True).start()
+
+
+def stop() -> None:
+    """No line from here on."""
+    _stopped.set()
+
+
+def _print_lines(first_s: float) -> None:
+    began, wait_s = time.monotonic(), first_s
+    while not _stopped.wait(wait_s):
+        what = under_way(sys._current_frames().get(threading.main_thread().ident or 0))
+        print(f"[{time.monotonic() - began:3.0f} s] loading: {what}", flush=True)
+        wait_s = EVERY_S
+
+
+def under_way(frame: FrameType | None) -> str:
+    """'rl.engines.vllm.plug, in torch': the innermost module of ours on a stack, and the package
+    that it called."""
+    modules = []
+    while frame is not None:
+        modules.append(str(frame.f_globals.get("__name__")))
+        frame = frame.f_back
+    is_ours = [name.split(".")[0] == "rl" for name in modules]
+    ours = modules[is_ours.index(True)] if True in is_ours else "Python"
+    called = list(takewhile(lambda name: name.split(".")[0] != "rl", modules))
+    packages = [name.split(".")[0] for name in called if name.split(".")[0] not in _STANDARD]
+    return f"{ours}, in {packages[-1]}" if packages else ours
+
+
+_STANDARD = {*sys.stdlib_module_names, "__main__", "None"}

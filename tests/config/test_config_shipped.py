@@ -1,0 +1,115 @@
+"""What is shipped is found from any folder: configs by name, packages' files by `pkg://`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl import build
+from rl.config.schema import ConfigError, load_config
+from rl.config.shipped import configs_folder, located, shipped_configs
+from rl.preflight import report
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["quickstart", "tiny_earl", "tiny_reasoning", "tiny_prompts"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_shipped_config_runs_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(f"configs/{name}.jsonnet")
+    assert report.problems(config) == []
+    model = build.resolve(config).policy.config.model_path
+    assert (Path(model) / "config.json").is_file()
+    # What is recorded does not name this machine's folders: the run goes on wherever it lies.
+    assert config.policy["model_path"].startswith("pkg://")
+
+
+def test_the_folder_at_hand_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = Path("configs/quickstart.jsonnet")
+    mine.parent.mkdir()
+    mine.write_text("(import 'tiny_earl.jsonnet') + { run_name: 'mine' }")  # a shipped one
+    config = load_config(mine)
+    assert (config.run_name, config.policy["type"]) == ("mine", "emu3")
+    Path("configs/base.libsonnet").write_text("{ seed: 7 }")
+    mine.write_text("import 'base.libsonnet'")
+    with pytest.raises(ConfigError, match="run_name: missing"):
+        load_config(mine)
+
+
+@pytest.mark.parametrize("name", ["configs/quikstart.jsonnet", "quickstart.jsonnet"])
+def test_a_name_that_nothing_has_is_told_the_nearest(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(name)
+    [problem] = caught.value.problems
+    assert problem.startswith(f"{name}: no such config file here (")
+    assert problem.endswith("or shipped; did you mean 'configs/quickstart.jsonnet'?")
+
+
+def test_only_a_path_into_configs_is_looked_for_among_the_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("README.md", "configs/../README.md", "pyproject.toml", "/configs/x.jsonnet"):
+        with pytest.raises(ConfigError, match="no such config file"):
+            load_config(name)
+
+
+def test_every_shipped_config_is_named() -> None:
+    assert len(shipped_configs()) == len(list((ROOT / "configs").glob("*.jsonnet"))) > 20
+
+
+def test_pkg_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outsiders_world" / "weights").mkdir(parents=True)
+    (tmp_path / "outsiders_world" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = tmp_path / "outsiders_world" / "weights"
+    assert located("pkg://outsiders_world/weights") == str(found)
+    assert located("pkg://outsiders_world/none") == str(found.parent / "none")
+    assert located("runs/pkg://x") == "runs/pkg://x"
+
+
+@pytest.mark.parametrize("path", ["pkg://no_such_package/x", "pkg://", "pkg://../x", "pkg:///etc"])
+def test_a_pkg_path_into_nothing_is_a_problem_of_its_key(path: str) -> None:
+    config = load_config(ROOT / "configs" / "quickstart.jsonnet", [f"policy.model_path={path}"])
+    [problem] = report.problems(config)
+    assert problem.startswith(f"policy.model_path: {path!r} given, but no package ")
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_all_that_a_run_reads(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", tmp_path, ROOT], check=True, capture_output=True)
+    [wheel] = tmp_path.glob("vlm_edit_rl-*.whl")
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    shutil.unpack_archive(wheel, site, "zip")
+    elsewhere.mkdir()
+    tracked = subprocess.run(
+        ["git", "ls-files", "rl", "configs"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert tracked
+    packed = [name if name.startswith("rl/") else f"rl/{name}" for name in tracked]
+    assert [name for name in packed if not (site / name).is_file()] == []
+    for name in TINY:
+        done = subprocess.run(
+            [sys.executable, "-m", "rl", "check", f"configs/{name}.jsonnet"],
+            cwd=elsewhere,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert str(site) in done.stdout and str(ROOT) not in done.stdout
+
+
+def test_a_clone_has_its_configs_beside_the_package() -> None:
+    assert configs_folder() == ROOT / "configs"

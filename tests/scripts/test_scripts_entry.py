@@ -1,0 +1,144 @@
+"""`rl <command>`: it leads to the command's module, and says what is missing before it tries."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rl.__main__ import COMMANDS, DISTRIBUTION
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HEAVY = ("torch", "vllm", "diffusers", "deepspeed", "transformers", "peft", "datasets", "wandb")
+
+
+def rl(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rl", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def new_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which none of the heavy packages can be found."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, path=None, target=None: (\n"
+        f"    None if name in {HEAVY!r} else find(name, path, target))\n"
+    )
+    return {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+
+def test_help_names_every_command_and_needs_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", ROOT / "rl" / "__main__.py", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    named = re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE)
+    assert named == list(COMMANDS)
+    assert rl().stdout == rl("-h").stdout == done.stdout
+
+
+def test_an_unknown_command_is_told_the_nearest() -> None:
+    done = rl("chek", "configs/quickstart.jsonnet")
+    assert done.returncode == 2
+    assert done.stderr == "rl: no command 'chek' (did you mean 'check'?); rl --help lists them\n"
+    assert rl("xyz").stderr == "rl: no command 'xyz'; rl --help lists them\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_helps_itself(name: str) -> None:
+    done = rl(name, "--help")
+    assert done.returncode == 0, done.stderr
+    spelt = "python -m rl.simple_launch" if "launch" in COMMANDS[name].module else f"rl {name}"
+    assert done.stdout.startswith(f"usage: {spelt} ")
+
+
+def test_check_needs_no_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
+    done = rl("check", "configs/quickstart.jsonnet", cwd=tmp_path, **without_torch)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("nothing is wrong\n")
+    assert rl("check", "configs/quickstart.jsonnet", "seed=x").returncode == 1
+
+
+def test_what_needs_torch_says_so_first(without_torch: dict[str, str], tmp_path: Path) -> None:
+    for name, command in COMMANDS.items():
+        if command.needs_torch:
+            done = rl(name, "--help", cwd=tmp_path, **without_torch)
+            assert done.returncode == 1
+            assert done.stderr.startswith(f"rl {name}: torch is not installed beside this Python (")
+            assert f"'{DISTRIBUTION}[cuda]'" in done.stderr
+
+
+def test_a_plug_lies_in_the_folder_where_the_run_is_started(tmp_path: Path) -> None:
+    shutil.copy(
+        ROOT / "tests" / "brightness_reward.py", new_folder(tmp_path / "mine") / "my_reward.py"
+    )
+    done = rl(
+        *("check", "configs/quickstart.jsonnet", "rewards={mine: {type: 'mine.my_reward'}}"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0 and "mine.my_reward" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_folder_without_the_clones_packages(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("weights"))
+    done = rl("bench-gpu", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == "rl bench-gpu: benchmarks/ comes with a clone, not with the wheel\n"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda p: p.name)
+def test_a_clones_script_is_the_commands_two_lines(script: Path) -> None:
+    [importing, running] = [line for line in script.read_text().splitlines() if line]
+    module = re.fullmatch(r"from ([\w.]+) import main", importing)
+    assert module and running == "raise SystemExit(main())"
+    modules = {command.module for command in COMMANDS.values()} | {"rl.commands.check_distributed"}
+    assert module[1].removesuffix(".__main__") in modules and find_spec(module[1])
+
+
+def test_an_unsupported_python_is_a_sentence() -> None:
+    found = [name for name in ("python3.9", "python3.10", "python3.14") if shutil.which(name)]
+    for name in found:
+        for module in ("rl", "rl.simple_launch"):
+            done = subprocess.run(
+                [name, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
+            )
+            if "command not found" in done.stderr:  # a version manager's empty promise
+                continue
+            assert done.returncode == 1
+            assert done.stderr.startswith("rl needs Python 3.11.4 to 3.13; this is 3."), done.stderr
+
+
+def test_the_package_says_what_the_source_says() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    assert PROJECT["scripts"] == {"rl": "rl.__main__:main"}
+    assert PROJECT["requires-python"] == ">=3.11.4,<3.14"
+
+
+def test_nothing_changes_where_python_looks() -> None:
+    """An installed package needs no `sys.path.insert`; tests may build a path for a child."""
+    for room in ("rl", "scripts", "benchmarks", "tiny_world"):
+        for file in (ROOT / room).rglob("*.py"):
+            assert "sys.path.insert" not in file.read_text(), file

@@ -1,0 +1,72 @@
+"""Build `rl/tiny_world/weights` from nothing: rl build-tiny-world --work /tmp/world
+
+Everything is seeded and runs on one CPU thread. Stages, and minutes on one core:
+
+    tokenizer  <1   byte-pair tokenizer, chat template, image processor
+    vae         8   AutoencoderKLQwenImage on drawn scenes
+    policy     10   Qwen2.5-VL: looks, knows, and then is taught to be often wrong
+    drift       2   short LoRA fine-tunings that stand in for what training does to the policy
+    editor     35   QwenImageTransformer2DModel, conditioned on the (drifted) policy's states
+    export     <1   fp16 safetensors into rl/tiny_world/weights
+    reasoner    5   a policy that answers questions, from the shipped one
+    emu3_vq     6   Emu3VQVAE whose codes are named
+    emu3        7   Emu3 that reads and writes those codes, often wrongly
+    sd3_vae    12   AutoencoderKL on pictures of one shape
+    clip        3   CLIP that knows plain captions and users' prompts
+    sd3         8   SD3Transformer2DModel and its text encoders on plain captions
+    rewriter    2   a policy that turns users' prompts into captions, often wrong ones
+    prompt_export <1  fp16 safetensors of these four into rl/tiny_world/weights
+
+A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend
+on `policy` and `drift`: with two cores, run `--only vae` beside `--only tokenizer policy drift`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+STAGES = (
+    *("tokenizer", "vae", "policy", "drift", "editor", "export"),
+    "reasoner",
+    *("emu3_vq", "emu3"),
+    *("sd3_vae", "clip", "sd3", "rewriter", "prompt_export"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="rl build-tiny-world",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--work", type=Path, default=Path("runs/tiny_world"))
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
+    parser.add_argument("--again", action="store_true", help="run stages that are done, too")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+
+    import torch
+
+    from rl.ranks.wheels import mend_mismatched_wheels
+
+    mend_mismatched_wheels()
+    torch.set_num_threads(1)
+    for stage in STAGES:
+        done = args.work / f"{stage}.done"
+        if stage not in args.only or (done.exists() and not args.again):
+            continue
+        start_s = time.time()
+        importlib.import_module(f"tiny_world.builder.{stage}").build(args.work)
+        minutes = f"{(time.time() - start_s) / 60:.1f} minutes"
+        print(f"{stage}: {minutes}", flush=True)
+        done.write_text(minutes + "\n")
+
+
+if __name__ == "__main__":
+    main()
