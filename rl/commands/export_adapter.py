@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rl.build import module_of
 from rl.config.messages import validate
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.qwen2_5_vl import loading as qwen_loading
@@ -120,7 +121,7 @@ def policy_config(
         section.pop("init_text_encoder_from", None)
     if text_encoder_from is not None:
         section = {**section, "init_text_encoder_from": text_encoder_from}
-    plug = importlib.import_module(f"rl.policies.{section['type']}")
+    plug = importlib.import_module(module_of("policies", section["type"]))
     config, problems = validate(plug.Config, section, at="policy")
     problems = problems or plug.validate(config)
     if problems:

@@ -140,7 +140,7 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
     if len(gains) > 1:
         first, last = gains[0], gains[-1]
         lines.append(
-            f"  the user's own words, as they are: {first['eval/baseline_reward']:.3f}; gain over "
+            f"  the user's own words, as they are: {first['eval/bare_reward']:.3f}; gain over "
             f"them {first['eval/reward_gain']:+.3f} -> {last['eval/reward_gain']:+.3f}"
         )
     return lines
@@ -167,7 +167,7 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
     figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
     curves = {
         name: [(row["iteration"], row[name]) for row in metrics if row.get(name) is not None]
-        for name in ("reward/mean", "eval/reward", "eval_reference/reward", "eval/baseline_reward")
+        for name in ("reward/mean", "eval/reward", "eval_reference/reward", "eval/bare_reward")
     }
     if curves["reward/mean"]:
         x, y = zip(*curves["reward/mean"], strict=True)
@@ -175,7 +175,7 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
         axes.plot(x, smooth(y), color="tab:blue", label="training prompts, sampled")
     styles = {
         "eval/reward": ("tab:orange", "o-", "held-out prompts"),
-        "eval/baseline_reward": ("tab:gray", ":", "held-out, the user's own words"),
+        "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
         "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
     }
     for name, (color, marks, label) in styles.items():
@@ -223,8 +223,8 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
             figure.add_subplot(grid[row, 4 * side + column]) for column in range(3)
         )
         old, new = before.records[identity], after.records[identity]
-        bare = old["source_file"] is None and old.get("baseline_file") is not None
-        first = ("baseline_file", "the words as they are") if bare else ("source_file", "source")
+        bare = old["source_file"] is None and old.get("bare_file") is not None
+        first = ("bare_file", "the words as they are") if bare else ("source_file", "source")
         show(source, before.folder, old[first[0]], first[1], old["instruction"])
         show(left, before.folder, old["image_file"], f"before: {score(old)}", old["completion"])
         show(right, after.folder, new["image_file"], f"after: {score(new)}", new["completion"])
