@@ -104,7 +104,7 @@ def test_only_a_line_feed_ends_a_line() -> None:
 
 def room_of(dotted: str) -> str:
     """'rl.learner.backends' -> 'learner'."""
-    return (dotted.split(".") + [""])[1]
+    return dotted.partition(".")[2].partition(".")[0]
 
 
 def floor(room: str) -> int:
