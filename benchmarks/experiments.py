@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from benchmarks.post import POLICY_PARTS, TOWER, Measured
 from benchmarks.toy import Shape
 from rl.files.atomic import read_rows
 from rl.meter.flops import LanguageModel, prefix_tree_pairs
+from rl.ranks.rendezvous import on_one_node
 
 STOCK, TUNED, OURS = "TRL stock", "TRL tuned", "this project"
 ONE_STEP_OFF = "this project, one step off"
@@ -168,8 +169,7 @@ def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
 
 def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -> Record:
     runs = folder / "runs" / f"ranks{num_ranks}"
-    port = str(_free_port())
-    with JudgeProcess() as judge, ExitStack() as stack:
+    with JudgeProcess() as judge, TemporaryDirectory() as meeting, ExitStack() as stack:
         members = [
             stack.enter_context(
                 Contestant(
@@ -183,9 +183,8 @@ def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -
                         "RANK": str(rank),
                         "LOCAL_RANK": str(rank),
                         "WORLD_SIZE": str(num_ranks),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
-                    },
+                    }
+                    | on_one_node(Path(meeting)),
                 )
             )
             for rank in range(num_ranks)
@@ -206,9 +205,3 @@ def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -
             for row in metrics
         ],
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

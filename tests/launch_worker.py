@@ -23,21 +23,28 @@ def fail_deep_inside() -> None:
 
 
 def note(name: str, text: str) -> None:
-    (FOLDER / f"{name}_{RANK}").write_text(text)
+    whole = FOLDER / f"{name}_{RANK}.part"
+    whole.write_text(text)
+    whole.rename(FOLDER / f"{name}_{RANK}")
 
 
 print(f"rank {RANK} says hello", flush=True)
 if MODE == "done":
     note("argv", " ".join(sys.argv[1:]))
     note("threads", os.environ["OMP_NUM_THREADS"])
-    note("met", str(Dist.from_env().gather(f"{FOLDER.name} {RANK}")))
+    dist = Dist.from_env()
+    note("met", str(dist.gather(f"{FOLDER.name} {RANK}")))
+    dist.close()
 elif MODE == "listen":
     dist = Dist.from_env()
     dist.barrier()
     note("interfaces", f"{os.environ['GLOO_SOCKET_IFNAME']} {os.environ['NCCL_SOCKET_IFNAME']}")
     while not (FOLDER / "seen").exists():
         time.sleep(0.05)
+    dist.close()
 elif MODE == "raise" and LAST:
+    while not (FOLDER / "waiting_0").exists():
+        time.sleep(0.05)
     fail_deep_inside()
 elif MODE == "mistake" and LAST:
     resolve_api_base("/no/such/file")

@@ -108,6 +108,25 @@ def run(path: Path, *arguments: str, check: bool = True) -> subprocess.Completed
     return ended
 
 
+def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """`run` without an interpreter's start and imports. Not for both of two runs that must be equal
+    bit for bit: all forked ones hash with one seed."""
+    import tiny_ranks
+
+    ended = tiny_ranks.run_forked(_train, str(path), *arguments)
+    if check:
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended
+
+
+def _train(path: str, *kill: str) -> None:
+    if kill:
+        _kill_at(kill[0], int(kill[1]), *(signal.Signals[name] for name in kill[2:]))
+    from rl.train import main
+
+    main([path])
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """Of a JSONL file without a damaged line."""
     rows, damaged = read_rows(path)
@@ -163,9 +182,4 @@ def _kill_at(where: str, count: int, signum: signal.Signals = signal.SIGKILL) ->
 
 
 if __name__ == "__main__":
-    config_path, *kill = sys.argv[1:]
-    if kill:
-        _kill_at(kill[0], int(kill[1]), *(signal.Signals[name] for name in kill[2:]))
-    from rl.train import main
-
-    main([config_path])
+    _train(*sys.argv[1:])

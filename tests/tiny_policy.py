@@ -1,18 +1,14 @@
-"""A tiny trainable policy, sequences for it, and a run of several ranks in fresh processes."""
+"""A tiny trainable policy, sequences for it, and a run of several ranks."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tiny_qwen
+import tiny_ranks
 import torch
 
 from rl.algorithm.metrics import Metrics
@@ -25,7 +21,6 @@ from rl.ranks.dist import Dist
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 NUM_ITERATIONS = 10
-TESTS = Path(__file__).parent
 
 
 def make_policy(folder: str, **overrides: Any) -> qwen2_5_vl.Qwen25VLPolicy:
@@ -188,55 +183,17 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     return max(float((a[n].double() - b[n].double()).abs().max()) for n in b) / largest
 
 
-def run_ranks(function: str, num_ranks: int, out: Path, **arguments: Any) -> list[Any]:
-    """Call `<test module>:<name>`(dist, out, **arguments) on gloo ranks in fresh processes.
-
-    Returns every rank's `torch.load`ed result. A hanging rank fails the test after some minutes.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    call = json.dumps([function, str(out), arguments])
-    processes = []
-    for rank in range(num_ranks):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *filter(None, sys.path)]),
-        }
-        command = [sys.executable, "-m", "tiny_policy", call]
-        processes.append(
-            subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        )
-    errors = []
-    try:
-        for process in processes:
-            _, stderr = process.communicate(timeout=400)
-            if process.returncode:
-                errors.append(stderr.decode()[-3000:])
-    finally:
-        for process in processes:
-            process.kill()
-    assert not errors, "\n".join(errors)
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, out: Path, **arguments: Any
+) -> list[Any]:
+    """What `function(dist, out, **arguments)` returns on each of the gloo ranks; tensors too."""
+    tiny_ranks.run_ranks(_on_rank, num_ranks, function, out, arguments)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
 
 
-def _main(call: str) -> None:
-    import importlib
-
+def _on_rank(function: Callable[..., Any], out: Path, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    function, out, arguments = json.loads(call)
-    module, _, name = function.partition(":")
     dist = Dist.from_env("cpu")
-    result = getattr(importlib.import_module(module), name)(dist, Path(out), **arguments)
-    torch.save(result, Path(out) / f"rank{dist.rank}.pt")
+    torch.save(function(dist, out, **arguments), out / f"rank{dist.rank}.pt")
     dist.barrier()
     dist.close()
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

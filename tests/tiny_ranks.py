@@ -1,8 +1,9 @@
 """Real processes for tests: N gloo ranks, or one that may be killed.
 
-What: `run_ranks` and `spawn`, forked off a server that has imported torch once (a fresh interpreter
-per rank would spend two seconds of CPU each on that), and `start` for scripts that import little.
-What not: torchrun; its variables are set by hand, which is all that `Dist.from_env` sees of it.
+What: `run_ranks`, `spawn` and `run_forked`, forked off a server that has imported `tiny_preload`
+once (a fresh interpreter would spend seconds of CPU on that each time), `start` for scripts that
+import little, and `held_port`. What not: the launcher; what it tells a rank is set by hand, which
+is all that `Dist.from_env` sees of it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from rl.ranks.rendezvous import on_one_node
+
 ROOT = Path(__file__).resolve().parents[1]
+PATIENCE_S = 300
+"""Ranks that wait for each other share their cores with other tests."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "safetensors.torch"])
+_CONTEXT.set_forkserver_preload(["tests.tiny_preload"])
 
 
 def spawn(target: Callable[..., None], *args: Any) -> BaseProcess:
@@ -32,25 +39,49 @@ def spawn(target: Callable[..., None], *args: Any) -> BaseProcess:
     return process
 
 
+def run_forked(target: Callable[..., None], *args: Any) -> subprocess.CompletedProcess[str]:
+    """`target(*args)` at the repository root, as if it were a script; what it printed, its status.
+
+    All processes of a server share one seed of the hashes: what must not depend on the order of a
+    set needs a fresh interpreter.
+    """
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = _CONTEXT.Process(target=_script_main, args=(files, target, args))
+        process.start()
+        process.join(PATIENCE_S)
+        status = process.exitcode
+        process.kill()
+        process.join()
+        printed, errors = (file.read_text() for file in files)
+    assert status is not None, f"it did not end in {PATIENCE_S} s: {printed} {errors}"
+    return subprocess.CompletedProcess(target.__name__, status, printed, errors)
+
+
+def _script_main(files: Sequence[Path], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.chdir(ROOT)
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    target(*args)
+
+
 def run_ranks(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What `target(*args)` returns on every rank; fails with the traceback of one that raises."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    ranks = []
-    for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        of_rank = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append((spawn(_rank_main, sender, of_rank, target, args), receiver))
-        sender.close()
-    try:
-        outcomes = [receiver.recv() if receiver.poll(120) else None for _, receiver in ranks]
-    finally:
-        for process, _ in ranks:
-            process.kill()
+    with TemporaryDirectory() as folder:
+        environ = on_one_node(Path(folder)) | {"WORLD_SIZE": str(world_size)}
+        ranks = []
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            of_rank = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append((spawn(_rank_main, sender, of_rank, target, args), receiver))
+            sender.close()
+        try:
+            outcomes = [pipe.recv() if pipe.poll(PATIENCE_S) else None for _, pipe in ranks]
+        finally:
+            for process, _ in ranks:
+                process.kill()
     for outcome in outcomes:
-        assert outcome is not None, "a rank did not answer in 120 s"
+        assert outcome is not None, f"a rank did not answer in {PATIENCE_S} s"
         assert outcome[0], outcome[1]
     return [value for _, value in outcomes]
 
@@ -75,3 +106,13 @@ def start(script: str, *args: str, **environ: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that answers nobody and that the kernel gives to nobody else meanwhile.
+    Who sets SO_REUSEADDR, as servers do, may listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tiny_faulty_judge import GOOD, Fault, FaultyJudge, pair_question, quick_config, read_pair
+from tiny_ranks import held_port
 
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeUnreachableError
@@ -300,11 +301,11 @@ def test_health_is_quiet_when_all_is_well() -> None:
 
 
 def test_health_says_that_nobody_is_there_and_within_the_bound() -> None:
-    with FaultyJudge() as judge:
-        api_base = judge.api_base
-    started = time.monotonic()
-    message = _health_error(api_base, wait_s=0.5)
-    assert 0.4 < time.monotonic() - started < 4
+    with held_port() as port:
+        api_base = f"http://127.0.0.1:{port}/v1"
+        started = time.monotonic()
+        message = _health_error(api_base, wait_s=0.5)
+        assert 0.4 < time.monotonic() - started < 4
     assert f"no judge at {api_base}" in message and "judge.api_base" in message
 
 

@@ -108,7 +108,7 @@ def test_two_ranks_give_the_gradient_of_one(folder: str, tmp_path: Path) -> None
     logprobs = [x for row in alone.logprobs(rows) for x in row]
     metrics = update(alone, sequences, 0)
     merged = metrics.merge([metrics.state()])
-    ranks = run_ranks("test_learner_update:gradient_on_rank", 2, tmp_path, folder=folder)
+    ranks = run_ranks(gradient_on_rank, 2, tmp_path, folder=folder)
     for name in ("uneven", "one rank idle"):
         for rank in ranks:
             assert relative_difference(rank[name], expected) <= GRADIENT

@@ -250,7 +250,7 @@ def test_zero_1_and_2_and_3_shard_and_0_does_not(folder: str) -> None:
 # --- two ranks --------------------------------------------------------------------------------
 
 
-def train_on_rank(dist: Dist, out: Path, folder: str, stages: list[int]) -> dict[int, Any]:
+def train_on_rank(dist: Dist, out: Path, folder: str, stages: tuple[int, ...]) -> dict[int, Any]:
     """Uneven shares (9 and 3 sequences), then one idle rank, then on from the saved state."""
     deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
     result = {}
@@ -282,7 +282,7 @@ def train_on_rank(dist: Dist, out: Path, folder: str, stages: list[int]) -> dict
 
 
 def check_two_ranks(folder: str, plain: dict[str, Any], out: Path, stages: tuple[int, ...]) -> None:
-    ranks = run_ranks("test_learner_zero:train_on_rank", 2, out, folder=folder, stages=list(stages))
+    ranks = run_ranks(train_on_rank, 2, out, folder=folder, stages=stages)
     for stage in stages:
         first, second = (rank[stage] for rank in ranks)
         assert relative_difference(first["weights"], second["weights"]) == 0

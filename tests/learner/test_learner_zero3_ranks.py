@@ -91,8 +91,7 @@ def train_uneven(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, An
 
 @pytest.mark.parametrize("full", [False, True])
 def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, full: bool) -> None:
-    target = "test_learner_zero3_ranks:train_uneven"
-    ranks = run_ranks(target, 2, tmp_path, folder=folder, full=full)
+    ranks = run_ranks(train_uneven, 2, tmp_path, folder=folder, full=full)
     plain = learner_of(folder, Dist(), full)
     shares = [sequences_of(plain._policy, n, rank) for rank, n in enumerate((LONG, SHORT))]
     for iteration in range(2):
@@ -202,7 +201,7 @@ def _compare(
 
 
 def test_acting_and_syncing_on_uneven_groups(folder: str, tmp_path: Path) -> None:
-    ranks = run_ranks("test_learner_zero3_ranks:act_uneven", 2, tmp_path, folder=folder)
+    ranks = run_ranks(act_uneven, 2, tmp_path, folder=folder)
     assert ranks[0]["fingerprint"] == ranks[1]["fingerprint"]
     for rank in ranks:
         assert rank["resident"] == 0, "nothing was sharded"

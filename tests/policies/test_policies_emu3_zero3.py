@@ -78,8 +78,7 @@ def train_apart(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, Any
 def test_pictures_on_one_rank_and_words_on_the_other(
     folder: str, tmp_path: Path, full: bool
 ) -> None:
-    target = "test_policies_emu3_zero3:train_apart"
-    ranks = run_ranks(target, 2, tmp_path, folder=folder, full=full)
+    ranks = run_ranks(train_apart, 2, tmp_path, folder=folder, full=full)
     plain = learner_of(folder, Dist(), full)
     shares = [sequences_of(plain._policy, rank == 0, rank) for rank in range(2)]
     for iteration in range(2):

@@ -127,8 +127,9 @@ def train_share(
 def test_a_rank_without_pictures(
     folder: str, tmp_path: Path, kind: str, shares: str, stage: int
 ) -> None:
-    target = "test_policies_qwen_zero3:train_share"
-    ranks = run_ranks(target, 2, tmp_path, folder=folder, kind=kind, shares=shares, stage=stage)
+    ranks = run_ranks(
+        train_share, 2, tmp_path, folder=folder, kind=kind, shares=shares, stage=stage
+    )
     # Here pictures and texts share a packed row.
     plain = make_learner(folder, Dist(), kind, max_tokens_per_micro_batch=1000)
     both = [

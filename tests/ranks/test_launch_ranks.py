@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_config
+from tiny_ranks import held_port
 
 from rl.simple_launch import main
 
@@ -55,8 +55,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             process.wait(30)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool]) -> None:
+    """For less than what waits or works in vain would: two minutes."""
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
@@ -134,7 +135,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
     assert "launch_worker.py" in lines[2], "the script's own frames only"
     assert "in fail_deep_inside" in errors
     assert lines[-1] == "ValueError: boom on rank 1"
-    wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())), 5)
+    wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())))
 
 
 @pytest.mark.parametrize("options", [(), ("--nproc", "2")])
@@ -163,7 +164,7 @@ def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_pa
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1 failed: killed by SIGKILL" in errors
     child = int((tmp_path / "child_1").read_text())
-    wait_for(lambda: not is_alive(child), 5)
+    wait_for(lambda: not is_alive(child))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> 
     pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in range(2)]
     process.kill()
     process.wait()
-    wait_for(lambda: not any(is_alive(pid) for pid in pids), 10)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
     assert (tmp_path / "saved_0").read_text() == "SIGTERM", "they were asked, and saved"
 
 
@@ -220,10 +221,9 @@ def test_a_whole_run_listens_on_loopback_only(tmp_path: Path, num_ranks: int) ->
 
 
 @pytest.fixture
-def endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+def endpoint() -> Iterator[str]:
+    with held_port() as port:
+        yield f"127.0.0.1:{port}"
 
 
 def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, endpoint: str) -> None:

@@ -60,7 +60,7 @@ def test_a_second_one_later_ends_it_at_once():
     assert process.stdout.readline() == "saving\n"
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    stdout, _ = process.communicate(timeout=10)
+    stdout, _ = process.communicate(timeout=30)
     assert (process.returncode, stdout) == (-signal.SIGTERM, "")
 
 

@@ -413,23 +413,21 @@ def test_a_finished_group_is_learnt_from_before_the_last_verdict(context: Rollou
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
     batch = Sampled(prompts, [[word("ab")], [word("late")]], [51, 52], ["0/0", "0/1"], [None, None])
     accumulated: list[int] = []
+    deadline = time.monotonic() + 30
 
     class Waits(Level):
         async def grade(self, reward_input: RewardInput) -> RewardOutput:
-            for _ in range(500 if reward_input.text == "late" else 0):
-                if accumulated:
-                    return await super().grade(reward_input)
+            while reward_input.text == "late" and not accumulated:
                 await asyncio.sleep(0.01)
+                assert time.monotonic() < deadline, "the judge waits in vain"
             return await super().grade(reward_input)
 
     run = run_of(replace(context, rewards={"level": Waits()}), [])
     train_step = MicroBatches(batch)
     pending = PendingStep(0, run.render(batch, train_step), train_step)
-    started = time.monotonic()
     for group in run.graded_groups(pending):
         accumulated.append(group.p)
     assert accumulated == [0, 1]
-    assert time.monotonic() - started < 4, "the judge waited in vain"
 
 
 def test_a_judge_that_stalls_costs_no_picture_and_no_finished_reward(
@@ -447,12 +445,12 @@ def test_a_judge_that_stalls_costs_no_picture_and_no_finished_reward(
             return RewardOutput(value, failure=answer.failure)
 
     async def recover() -> None:
-        await asyncio.sleep(0.9)
+        await asyncio.sleep(1.8)
         judge.after = Fault()
 
     words = [word(chr(97 + i) * 2) for i in range(8)]
-    with FaultyJudge([Fault()] * 3, after=Fault(stall_s=0.4)) as judge:
-        config = quick_config(timeout_s=0.15, max_concurrency=2, breaker_failures=2)
+    with FaultyJudge([Fault()] * 3, after=Fault(stall_s=0.6)) as judge:
+        config = quick_config(timeout_s=0.3, max_concurrency=2, breaker_failures=2)
         client = JudgeClient(config, judge.api_base)
         back = context.loop.submit(recover())
         episodes = roll(replace(context, rewards={"asks": Asks(client)}), *words)

@@ -12,6 +12,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import conftest
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -291,11 +292,47 @@ def test_default_and_slow_tests(copy):
         "ruff check .",
         "ruff format --check .",
         "mypy ",
-        "python -m pytest -m not slow -k a or b",
+        "python -m pytest -n auto --dist worksteal -m not slow -k a or b",
     ]
     everything = run(copy, "scripts/test.sh", "--all", "-x", **settings).stdout.splitlines()
-    assert everything[-1] == "python -m pytest -x"
-    assert run(copy, ".ci/run", **settings).stdout.splitlines()[-1] == "python -m pytest"
+    parallel = "python -m pytest -n auto --dist worksteal"
+    assert everything[-1] == f"{parallel} -x"
+    assert run(copy, ".ci/run", **settings).stdout.splitlines()[-1] == parallel
+
+
+@pytest.mark.parametrize(
+    ("options", "selected"),
+    [
+        (["-m", "not slow"], ["quick"]),
+        ([], ["quick", "slow"]),
+        (["-k", "not slow"], ["quick"]),
+        (["-m", "campaign"], ["campaign"]),
+        (["-m", "campaign and slow"], []),
+    ],
+)
+def test_a_campaign_runs_by_its_mark_alone(tmp_path, options, selected):
+    (tmp_path / "test_tiers.py").write_text(
+        "import pytest\n"
+        "def test_quick(): pass\n"
+        "@pytest.mark.slow\ndef test_slow(): pass\n"
+        "@pytest.mark.campaign\ndef test_campaign(): pass\n"
+    )
+    collected = []
+
+    class Notes:
+        def pytest_collection_finish(self, session):
+            collected.extend(item.name.removeprefix("test_") for item in session.items)
+
+    quiet = ["--collect-only", "--capture=no", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    ours = ["-c", str(ROOT / ".pytest.ini"), "--rootdir", str(tmp_path), "--noconftest"]
+    pytest.main([*quiet, *ours, *options, str(tmp_path)], plugins=[conftest, Notes()])
+    assert collected == selected
+
+
+def test_a_worker_per_core_that_is_ours(monkeypatch):
+    for ours, workers in (({0, 3}, 2), (set(range(64)), conftest.MAX_WORKERS)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, ours=ours: ours)
+        assert conftest.pytest_xdist_auto_num_workers() == workers
 
 
 def test_a_lint_error_fails_the_test_script(copy):

@@ -32,7 +32,7 @@ def test_photographs_go_through_the_loop(tmp_path: Path) -> None:
         evaluation={},
     )
     config["renderer"] |= {"output_area_px": 128 * 128}
-    tiny_loop.run(tiny_loop.write_config(tmp_path / "config", config))
+    tiny_loop.run_forked(tiny_loop.write_config(tmp_path / "config", config))
     run_dir = tmp_path / "tiny"
     metrics = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["iteration"] == 1 and metrics["status/scored"] == 1

@@ -39,7 +39,7 @@ def test_nobody_waits_for_a_judge_that_is_slower_than_a_rollout(
         final_reward={"weights": {"patient": 1}},
         evaluation={"every_n_iterations": 0},
     )
-    tiny_loop.run(path)
+    tiny_loop.run_forked(path)
     _, first, late = metrics_of(tmp_path / "tiny")
     assert first["status/scored"] == late["status/scored"] == 1
     # Both were sampled by the first weights; the second one's ratio corrects for the step between.
@@ -53,7 +53,7 @@ def test_a_stale_run_resumes_exactly(models: dict[str, str], tmp_path: Path) -> 
     """It starts level after every checkpoint, stopped or not."""
     tiny_loop.run(stale_config(models, tmp_path / "straight"))
     path = stale_config(models, tmp_path / "killed")
-    killed = tiny_loop.run(path, "rl.learner.train_step:Update.finish", "4", check=False)
+    killed = tiny_loop.run_forked(path, "rl.learner.train_step:Update.finish", "4", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     assert "2 iterations done" in tiny_loop.run(path).stdout
     straight = tmp_path / "straight" / "tiny"

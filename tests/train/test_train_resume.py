@@ -41,7 +41,7 @@ def test_a_run_leaves_its_record(straight: Path) -> None:
 
 def test_a_finished_run_says_so_and_loads_nothing(models: dict[str, str], straight: Path) -> None:
     config = tiny_loop.config_of(models, straight.parent)
-    again = tiny_loop.run(tiny_loop.write_config(straight.parent, config))
+    again = tiny_loop.run_forked(tiny_loop.write_config(straight.parent, config))
     assert "all 4 iterations are done" in again.stdout
     assert "loading" not in again.stdout
 
@@ -70,7 +70,7 @@ def test_kill_9_and_resume_equals_straight_through(
     models: dict[str, str], straight: Path, tmp_path: Path, where: str, count: str
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
-    killed = tiny_loop.run(path, where, count, check=False)
+    killed = tiny_loop.run_forked(path, where, count, check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     resumed = tiny_loop.run(path)
     assert "resumed from" in resumed.stdout
@@ -117,7 +117,9 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
     models: dict[str, str], straight: Path, tmp_path: Path, count: str, done: int
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
-    stopped = tiny_loop.run(path, "rl.rollout.stream:PendingRollout.__init__", count, "SIGTERM")
+    stopped = tiny_loop.run_forked(
+        path, "rl.rollout.stream:PendingRollout.__init__", count, "SIGTERM"
+    )
     assert f"stopped after {done} iterations" in stopped.stdout
     assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == list(range(done + 1))
     assert "resumed from" in tiny_loop.run(path).stdout
@@ -131,7 +133,9 @@ def test_exact_resume_with_vllm_as_the_sampler(models: dict[str, str], tmp_path:
         config["policy"]["lora"]["dropout"] = 0.1  # no kept forwards: training draws masks
         path = tiny_loop.write_config(tmp_path / name, config)
         if name == "killed":
-            killed = tiny_loop.run(path, "rl.learner.train_step:Update.finish", "3", check=False)
+            killed = tiny_loop.run_forked(
+                path, "rl.learner.train_step:Update.finish", "3", check=False
+            )
             assert killed.returncode == -9, killed.stderr[-2000:]
         tiny_loop.run(path)
     assert_same_run(tmp_path / "straight" / "tiny", tmp_path / "killed" / "tiny")
@@ -141,7 +145,7 @@ def test_a_changed_config_is_refused_by_its_keys(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
     config = tiny_loop.config_of(models, straight.parent, seed=4, generations_per_prompt=2)
-    refused = tiny_loop.run(tiny_loop.write_config(tmp_path, config), check=False)
+    refused = tiny_loop.run_forked(tiny_loop.write_config(tmp_path, config), check=False)
     assert refused.returncode != 0
     assert "seed: 3 -> 4" in refused.stderr
     assert "generations_per_prompt: 4 -> 2" in refused.stderr
