@@ -57,7 +57,7 @@ def write_config(folder: Path, changes: str) -> Path:
 def test_kill_9_and_resume_equals_straight_through(tmp_path: Path) -> None:
     tiny_loop.run(write_config(tmp_path / "straight", "{}"))
     path = write_config(tmp_path / "killed", "{}")
-    killed = tiny_loop.run_forked(path, "rl.learner.train_step:Update.finish", "3", check=False)
+    killed = tiny_loop.run_forked(path, "rl.learner.train_step:TrainStep.step", "3", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     tiny_loop.run(path)
     straight, resumed = tmp_path / "straight" / "tiny", tmp_path / "killed" / "tiny"

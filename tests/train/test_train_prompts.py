@@ -74,7 +74,7 @@ def test_kill_9_and_resume_equals_straight_through(
     """What the killed process had encoded already is encoded again, to the same bits, though the
     models' files were written anew with their tensors at other offsets."""
     path = tiny_loop.write_config(tmp_path, config_of(models, tmp_path))
-    killed = tiny_loop.run_forked(path, "rl.learner.train_step:Update.finish", "3", check=False)
+    killed = tiny_loop.run_forked(path, "rl.learner.train_step:TrainStep.step", "3", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     for name in ("policy", "sd3"):
         displace(Path(models[name]))

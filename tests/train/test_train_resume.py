@@ -62,7 +62,7 @@ def test_the_numbers_are_those_of_the_golden_trace(straight: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "count"),
     [
-        pytest.param("rl.learner.train_step:Update.finish", "3", id="middle-of-an-iteration"),
+        pytest.param("rl.learner.train_step:TrainStep.step", "3", id="middle-of-an-iteration"),
         pytest.param("rl.record.checkpoint:_seal", "2", id="middle-of-a-save"),
     ],
 )
@@ -81,7 +81,7 @@ def test_kill_9_and_resume_equals_straight_through(
     reused = [json.loads(line).get("judge/reused_replies") for line in lines]
     # Killed before the third update: 2 questions each about its 8 pictures and the bare arm's 2
     # were answered already.
-    assert reused[3] == (20 if where == "rl.learner.train_step:Update.finish" else 0), reused
+    assert reused[3] == (20 if where == "rl.learner.train_step:TrainStep.step" else 0), reused
 
 
 def test_a_run_killed_before_its_first_checkpoint_goes_on(
@@ -89,7 +89,7 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
 ) -> None:
     changes = {"checkpoint": {"save_every_n_iterations": 4}}
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path, **changes))
-    tiny_loop.run(path, "rl.learner.train_step:Update.finish", "3", check=False)
+    tiny_loop.run(path, "rl.learner.train_step:TrainStep.step", "3", check=False)
     before = (tmp_path / "tiny/metrics.jsonl").read_bytes()
     again = tiny_loop.run(path)
     (aside,) = (tmp_path / "tiny/set_aside").iterdir()
@@ -134,7 +134,7 @@ def test_exact_resume_with_vllm_as_the_sampler(models: dict[str, str], tmp_path:
         path = tiny_loop.write_config(tmp_path / name, config)
         if name == "killed":
             killed = tiny_loop.run_forked(
-                path, "rl.learner.train_step:Update.finish", "3", check=False
+                path, "rl.learner.train_step:TrainStep.step", "3", check=False
             )
             assert killed.returncode == -9, killed.stderr[-2000:]
         tiny_loop.run(path)

@@ -60,7 +60,7 @@ def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> No
 def test_killed_and_resumed_is_straight_through(system: str, engine: str, tmp_path: Path) -> None:
     straight, broken = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
     tiny_loop.run(straight)
-    killed = tiny_loop.run_forked(broken, "rl.learner.train_step:Update.finish", "2", check=False)
+    killed = tiny_loop.run_forked(broken, "rl.learner.train_step:TrainStep.step", "2", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     assert "resumed from" in tiny_loop.run(broken).stdout
     tiny_loop.assert_same_run(tmp_path / "straight/tiny", tmp_path / "broken/tiny", 3)
