@@ -27,9 +27,9 @@ refuse_other_platforms() {
         refuse "This needs Linux on x86-64; here is $system on $machine, for which PyTorch and vLLM" \
             "are not published in these versions. Windows: start it inside WSL 2."
     elif [[ $libc != glibc* ]] ||
-        ! printf '%s\n' "glibc 2.28" "$libc" | sort --version-sort --check=quiet; then
-        refuse "This needs glibc 2.28 or newer (Debian 10, Ubuntu 20.04, RHEL 8); here is: $libc." \
-            "PyTorch and vLLM are published for no other libc."
+        ! printf '%s\n' "glibc 2.31" "$libc" | sort --version-sort --check=quiet; then
+        refuse "This needs glibc 2.31 or newer (Debian 11, Ubuntu 20.04, RHEL 9); here is: $libc." \
+            "Some packages of the locks are published for no other libc."
     fi
 }
 

@@ -20,10 +20,11 @@ _stopped.set()
 
 def start(first_s: float | None = None) -> None:
     """From now on, the first line after `first_s`; nothing when lines are printed already."""
+    global _stopped
     if _stopped.is_set():
-        _stopped.clear()
-        first_s = EVERY_S if first_s is None else first_s
-        threading.Thread(target=_print_lines, args=(first_s,), name="loading", daemon=True).start()
+        _stopped = threading.Event()
+        args = (EVERY_S if first_s is None else first_s, _stopped)
+        threading.Thread(target=_print_lines, args=args, name="loading", daemon=True).start()
 
 
 def stop() -> None:
@@ -31,9 +32,9 @@ def stop() -> None:
     _stopped.set()
 
 
-def _print_lines(first_s: float) -> None:
+def _print_lines(first_s: float, stopped: threading.Event) -> None:
     began, wait_s = time.monotonic(), first_s
-    while not _stopped.wait(wait_s):
+    while not stopped.wait(wait_s):
         what = under_way(sys._current_frames().get(threading.main_thread().ident or 0))
         print(f"[{time.monotonic() - began:3.0f} s] loading: {what}", flush=True)
         wait_s = EVERY_S
@@ -44,7 +45,8 @@ def under_way(frame: FrameType | None) -> str:
     that it called."""
     modules = []
     while frame is not None:
-        modules.append(str(frame.f_globals.get("__name__")))
+        spec = frame.f_globals.get("__spec__")  # says of `__main__` which module it is
+        modules.append(str(spec.name if spec else frame.f_globals.get("__name__")))
         frame = frame.f_back
     is_ours = [name.split(".")[0] == "rl" for name in modules]
     ours = modules[is_ours.index(True)] if True in is_ours else "Python"

@@ -332,3 +332,21 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(
         main([str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}"])
     assert ended.value.code == 1
     assert f"base_exp_dir: {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_another_system_than_linux_is_a_sentence(
+    platform: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(SystemExit) as ended:
+        main([str(script)])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"ranks run on Linux only, and this is {platform} (on Windows: inside WSL 2)\n"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import sys
 import threading
@@ -34,6 +34,7 @@ def test_lines_come_while_something_loads_and_stop_when_asked(capsys) -> None:
     assert capsys.readouterr().out == ""
     loading.start()  # and again
     time.sleep(0.15)
+    loading.stop()
     assert capsys.readouterr().out
 
 
@@ -65,3 +66,11 @@ def test_the_line_names_our_module_and_the_package_it_waits_for(
 
 def test_no_stack_is_no_mishap() -> None:
     assert loading.under_way(None) == "Python"
+
+
+def test_a_module_that_was_started_has_its_own_name() -> None:
+    code = "import sys; from rl.ranks.loading import under_way; print(under_way(sys._getframe()))"
+    scope = {"__name__": "__main__", "__spec__": importlib.util.find_spec("rl.simple_launch")}
+    lines: list[str] = []
+    exec(code, scope | {"print": lines.append})
+    assert lines == ["rl.simple_launch"]

@@ -112,9 +112,9 @@ def test_a_venv_of_another_python_is_refused(copy):
         ("Darwin", "arm64", "", "here is Darwin on arm64"),
         ("Linux", "aarch64", "glibc 2.36", "here is Linux on aarch64"),
         ("MINGW64_NT-10.0", "x86_64", "", "here is MINGW64_NT-10.0 on x86_64"),
-        ("Linux", "x86_64", "glibc 2.17", "glibc 2.28 or newer (Debian 10, Ubuntu 20.04, RHEL 8)"),
+        ("Linux", "x86_64", "glibc 2.28", "glibc 2.31 or newer (Debian 11, Ubuntu 20.04, RHEL 9)"),
         ("Linux", "x86_64", "", "here is: none"),
-        ("Linux", "x86_64", "glibc 2.28", ""),
+        ("Linux", "x86_64", "glibc 2.31", ""),
         ("Linux", "x86_64", "glibc 2.100", ""),
     ],
 )
