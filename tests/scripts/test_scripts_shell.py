@@ -324,7 +324,7 @@ def test_a_campaign_runs_by_its_mark_alone(tmp_path, options, selected):
             collected.extend(item.name.removeprefix("test_") for item in session.items)
 
     quiet = ["--collect-only", "--capture=no", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    ours = ["-c", str(ROOT / ".pytest.ini"), "--rootdir", str(tmp_path), "--noconftest"]
+    ours = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--noconftest"]
     pytest.main([*quiet, *ours, *options, str(tmp_path)], plugins=[conftest, Notes()])
     assert collected == selected
 
