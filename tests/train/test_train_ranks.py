@@ -19,9 +19,10 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = tiny_loop.TESTS / "train_on_ranks.py"
 NUM_ITERATIONS = 2
-NEAR = (GRADIENT, GRADIENT, 5e-3)
+NEAR = (GRADIENT, GRADIENT, 2e-2)
 """Relative, per iteration. The first step ends a rounding away, which may tip a byte of a picture;
-over rewards that spread by 0.003 one was 4e-4 of the next gradient, and ten are let pass."""
+over rewards that spread by 0.003 one was 4e-4 of the next gradient, on another CPU it was 1.1e-3
+(measured)."""
 
 
 def start(path: Path, num_ranks: int, **environ: str) -> subprocess.CompletedProcess[str]:
