@@ -31,7 +31,7 @@ FLOORS = [
     {"api", "config"},
     {"algorithm", "files", "meter", "ranks"},
     {"record"},
-    {"judge", "tiny_world"},
+    {"judge"},
     set(build.ROOMS),
     {"learner"},
     {"rollout"},

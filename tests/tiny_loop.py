@@ -72,8 +72,8 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
         "final_reward": {"weights": {"brightness": 1}},
         "judge": {"api_base": "embedded"},
         "data": {
-            "train": [{"type": "shapes", "num_samples": 20, "seed": 1}],
-            "validation": [{"type": "shapes", "num_samples": 3, "seed": 2}],
+            "train": [{"type": "tiny_world.data.shapes", "num_samples": 20, "seed": 1}],
+            "validation": [{"type": "tiny_world.data.shapes", "num_samples": 3, "seed": 2}],
         },
         "sampling": {"max_completion_tokens": 6},
         "algorithm": {"kl_coeff": 0.05},

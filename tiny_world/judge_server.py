@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from PIL import Image, UnidentifiedImageError
 
-from rl.tiny_world.pixel_judge import (
+from tiny_world.pixel_judge import (
     grade_likeness,
     grade_perception,
     grade_semantics,

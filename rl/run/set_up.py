@@ -33,7 +33,7 @@ from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.run import Run
-from rl.tiny_world.judge_server import JudgeServer
+from tiny_world.judge_server import JudgeServer
 
 
 class RunFinishedError(Exception):

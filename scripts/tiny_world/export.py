@@ -18,7 +18,7 @@ from tiny_world.drift import load_policy
 from tiny_world.models import SCHEDULER
 from tiny_world.policy import save
 
-WEIGHTS = Path(__file__).resolve().parents[2] / "rl" / "tiny_world" / "weights"
+WEIGHTS = Path(__file__).resolve().parents[2] / "tiny_world" / "weights"
 LIMIT_BYTES = 10_000_000
 
 

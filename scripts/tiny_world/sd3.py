@@ -16,9 +16,9 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from rl.tiny_world.captions import Wish, all_wishes, caption, prompt_text, user_prompts
-from rl.tiny_world.pixel_judge import grade_wish
+from tiny_world.captions import Wish, all_wishes, caption, prompt_text, user_prompts
 from tiny_world.models import to_tensor
+from tiny_world.pixel_judge import grade_wish
 from tiny_world.policy import make_optimizer, take_step
 from tiny_world.prompt_models import (
     LATENT_CHANNELS,

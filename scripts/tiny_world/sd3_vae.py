@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL
 
-from rl.tiny_world.captions import all_wishes
+from tiny_world.captions import all_wishes
 from tiny_world.models import to_tensor
 from tiny_world.prompt_models import make_vae, random_picture
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,15 +11,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rl.tiny_world import captions
-from rl.tiny_world.pixel_judge import (
+import tiny_world
+from tiny_world import captions
+from tiny_world.pixel_judge import (
     grade_likeness,
     grade_perception,
     grade_semantics,
     grade_wish,
     parse_scene,
 )
-from rl.tiny_world.scenes import (
+from tiny_world.scenes import (
     COLOURS,
     Op,
     Scene,
@@ -36,7 +36,7 @@ from rl.tiny_world.scenes import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+WEIGHTS = ROOT / "tiny_world" / "weights"
 MIN_MARK_WHEN_FED_RIGHT = 8.5
 MAX_MARK_WHEN_FED_WRONG = 2.0
 
@@ -229,7 +229,7 @@ def exam():
     """(held-out exam, transformer) on the shipped weights."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
-    sys.path.insert(0, str(ROOT / "scripts"))
+    tiny_world.__path__.append(str(ROOT / "scripts" / "tiny_world"))
     from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()

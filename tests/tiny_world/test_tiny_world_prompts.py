@@ -4,20 +4,20 @@ users' as well, and the rewriter writes plain words, often the wrong ones."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
+import tiny_world
 from rl.config.schema import load_config
-from rl.tiny_world import captions
-from rl.tiny_world.pixel_judge import grade_wish
-from rl.tiny_world.scenes import COLOURS, draw
+from tiny_world import captions
+from tiny_world.pixel_judge import grade_wish
+from tiny_world.scenes import COLOURS, draw
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+WEIGHTS = ROOT / "tiny_world" / "weights"
 PROMPTS = captions.user_prompts(held_out=True)[::3]
 
 
@@ -84,7 +84,7 @@ def recoloured(wish: captions.Wish) -> captions.Wish:
 
 def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
     assert config.policy["system_prompt"] == captions.SYSTEM_PROMPT
-    sys.path.insert(0, str(ROOT / "scripts"))
+    tiny_world.__path__.append(str(ROOT / "scripts" / "tiny_world"))
     from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rl.data import shape_tokens
-from rl.tiny_world import scenes, token_scenes
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+import tiny_world
+from tiny_world import scenes, token_scenes
+from tiny_world.data import shape_tokens
+from tiny_world.pixel_judge import grade_perception, grade_semantics
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+WEIGHTS = ROOT / "tiny_world" / "weights"
 
 
 def examples(num: int, seed: int) -> list[tuple[scenes.Scene, scenes.Task]]:
@@ -49,7 +49,9 @@ def test_an_edit_changes_the_four_codes_of_its_shape() -> None:
 
 
 def source(**more) -> shape_tokens.ShapeTokens:
-    config = shape_tokens.Config.model_validate({"type": "shape_tokens", "num_samples": 9, **more})
+    config = shape_tokens.Config.model_validate(
+        {"type": "tiny_world.data.shape_tokens", "num_samples": 9, **more}
+    )
     assert shape_tokens.check(config, "error", 8192) == []
     assert shape_tokens.count(config) == 9
     return shape_tokens.build(config, "error", 8192)
@@ -100,7 +102,7 @@ def test_the_encoder_reads_drawn_scenes_as_their_codes(codec) -> None:
 
 def test_the_policy_can_write_the_right_picture_but_seldom_does() -> None:
     pytest.importorskip("torch")
-    sys.path.insert(0, str(ROOT / "scripts"))
+    tiny_world.__path__.append(str(ROOT / "scripts" / "tiny_world"))
     from rl.ranks.wheels import mend_mismatched_wheels
 
     mend_mismatched_wheels()
