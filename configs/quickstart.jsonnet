@@ -36,7 +36,7 @@
   },
   rewards: { viescore: { type: 'viescore' } },
   judge+: {
-    api_base: 'embedded',
+    start_command: ['{python}', '-m', 'tiny_world.judge_server', '{url_file}', '{model}'],
     model: 'tiny-world-judge',
     image_side_px: 64,
     max_concurrency: 8,  // threads of one small server: more only get in each other's way

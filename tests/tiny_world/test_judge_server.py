@@ -1,4 +1,4 @@
-"""The embedded judge, asked by the real client with the real rewards and the shipped prompts."""
+"""The tiny world's judge, asked by the real client with real rewards and the shipped prompts."""
 
 from __future__ import annotations
 
