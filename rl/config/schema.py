@@ -124,7 +124,7 @@ class JudgeConfig(Section):
     api_base: str = ""
     """URL with or without /v1, or a file that holds one. '' = no judge, or one that start_command
     starts and that says itself where it is."""
-    start_command: list[Annotated[str, Field(min_length=1)]] = []
+    start_command: list[str] = []
     """Words of a command that starts the judge once on every node, before models are loaded, and
     that is ended with the run; [] = nothing is started. In them {python} is the Python that runs
     this, {model} is judge.model, and {url_file} a file into which the command writes one line, its

@@ -22,7 +22,7 @@ from typing import Self
 
 from rl.config.schema import JudgeConfig
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
-from rl.judge.endpoint import resolve_api_base
+from rl.judge.endpoint import MAX_FILE_CHARS, resolve_api_base
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.record.console import warn
 from rl.record.untrusted import shown
@@ -44,10 +44,13 @@ OF_A_RANK = (
 
 def start_problems(config: JudgeConfig) -> Iterator[str]:
     """What is wrong with a `start_command` that is not empty, each with its key and remedy."""
-    program = _filled(config, Path())[0]
-    if shutil.which(program) is None:
+    words = _filled(config, Path())
+    for i, word in enumerate(words):
+        if "\0" in word:
+            yield f"judge.start_command.{i}: {word!r} holds a NUL, which no command takes; drop it"
+    if "\0" not in words[0] and shutil.which(words[0]) is None:
         yield (
-            f"judge.start_command: there is no program {program!r} on this machine's PATH or in "
+            f"judge.start_command: there is no program {words[0]!r} on this machine's PATH or in "
             f"{Path.cwd()}; '{{python}}' is the Python that runs this"
         )
     if not _writes_url(config) and not config.api_base:
@@ -120,16 +123,23 @@ class StartedJudge:
     async def _told_url(self) -> str:
         if not _writes_url(self._config):
             return resolve_api_base(self._config.api_base)
-        # A line end, or what is there may be the half of a port.
-        while not (self._url_file.is_file() and b"\n" in self._url_file.read_bytes()):
+        while (line := self._first_line()) is None:
             self._refuse_ended()
             if time.monotonic() > self._deadline_s:
                 raise self._too_slow(f"it has written no line with its URL into '{URL_FILE}'")
             await asyncio.sleep(POLL_S)
         try:
-            return resolve_api_base(self._url_file.read_text("utf-8", "replace").split("\n")[0])
+            return resolve_api_base(line)
         except ValueError as error:
             raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
+
+    def _first_line(self) -> str | None:
+        """Of the file for the URL; None until it is whole: half a line may be half a port."""
+        if not self._url_file.is_file():
+            return None
+        with self._url_file.open("rb") as file:
+            line = file.readline(MAX_FILE_CHARS)
+        return line.decode("utf-8", "replace") if line.endswith(b"\n") else None
 
     def _refuse_ended(self) -> None:
         code = self._guard.poll()
