@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +21,7 @@ import tiny_loop
 from rl.config.schema import JudgeConfig
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.judge.endpoint import is_loopback
-from rl.judge.server import StartedJudge
+from rl.judge.server import StartedJudge, start_problems
 from rl.ranks.rendezvous import open_to_others
 
 MODEL = "tiny-judge"
@@ -74,6 +77,39 @@ def test_one_that_says_where_it_will_be_needs_no_file(tmp_path: Path) -> None:
         config = config_of("sleep", "1000", api_base=there)
         with StartedJudge(config, tmp_path / "b.log") as second:
             assert asyncio.run(second.answering()) == there
+
+
+VLLM = f"""#!{sys.executable}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"data": [{{"id": sys.argv[2]}}]}}).encode())
+HTTPServer.allow_reuse_port = True
+HTTPServer((sys.argv[4], int(sys.argv[6])), Models).serve_forever()
+"""
+"""What scripts/serve_judge.sh calls: serve <model> --host <host> --port <port> ..."""
+
+
+def test_the_shipped_script_is_started_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").write_text(VLLM)
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    held = socket.socket()  # so that nobody else takes the port; it hears nothing
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    monkeypatch.setenv("JUDGE_PORT", str(held.getsockname()[1]))
+    monkeypatch.chdir(tiny_loop.REPO)
+    [line] = re.findall(r"`judge.start_command: (.*?)`", Path("README.md").read_text(), re.DOTALL)
+    config = config_of(*ast.literal_eval(line))
+    assert list(start_problems(config)) == []
+    with StartedJudge(config, tmp_path / "log") as started:
+        assert is_loopback(asyncio.run(started.answering())), (tmp_path / "log").read_text()
+    held.close()
 
 
 def test_it_is_no_rank_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
