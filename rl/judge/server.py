@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,14 +73,14 @@ class StartedJudge:
     """Runs `judge.start_command` until `close()`, or until this process is no more."""
 
     def __init__(self, config: JudgeConfig, log: Path) -> None:
-        """`log`: what it prints is appended there."""
+        """`log`: what it prints is appended there; the file for its URL lies beside."""
         self._config = config
         self._log = log
         self._has_answered = False
         self._deadline_s = time.monotonic() + config.start_timeout_s
-        self._folder = tempfile.TemporaryDirectory(prefix="judge_")  # 0700: this user's alone
-        self._url_file = Path(self._folder.name) / "url"
+        self._url_file = log.with_suffix(".url").absolute()
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._url_file.unlink(missing_ok=True)  # a run that was killed leaves its own
         command = _filled(config, self._url_file)
         with log.open("ab") as output:
             output.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
@@ -168,7 +167,7 @@ class StartedJudge:
             warn(f"the judge had ended before the run; its output: {self._log}")
         self._guard.terminate()
         self._guard.wait()
-        self._folder.cleanup()
+        self._url_file.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self

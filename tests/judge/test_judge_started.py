@@ -60,6 +60,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def test_it_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "judge_0.log"
+    log.parent.mkdir()
+    log.with_suffix(".url").write_text("http://127.0.0.1:1\n")  # of a run that was killed
     with StartedJudge(config_of(*tiny_loop.JUDGE), log) as started:
         assert is_loopback(asyncio.run(started.answering()))
         assert open_to_others() == []
