@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
-from rl.tiny_world.judge_server import JudgeHandler, JudgeServer
+from tiny_world.judge_server import JudgeHandler, JudgeServer
 
 MODEL = "stub-judge"
 

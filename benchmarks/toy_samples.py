@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rl.api.types import Sample
-from rl.data.shared.synthetic import MadeConfig, MadeSource
-from rl.data.shared.synthetic import check as check
-from rl.data.shared.synthetic import count as count
+from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import check as check
+from tiny_world.data.synthetic import count as count
 
 
 class Config(MadeConfig):

@@ -149,9 +149,17 @@
 
   // The OpenAI-compatible endpoint that rewards ask.
   judge: {
-    // URL with or without /v1, a file that holds one, or 'embedded' for the tiny world's judge on
-    // loopback. '' = no judge.
+    // URL with or without /v1, or a file that holds one. '' = no judge, or one that start_command
+    // starts and that says itself where it is.
     api_base: '',
+    // Words of a command that starts the judge once on every node, before models are loaded, and
+    // that is ended with the run; [] = nothing is started. In them {python} is the Python that runs
+    // this, {model} is judge.model, and {url_file} a file into which the command writes one line,
+    // its URL. Without {url_file} it answers at api_base. What it prints goes to
+    // <run>/logs/judge_0.log (0: the node's first rank).
+    start_command: [],
+    // How long a judge that start_command starts may take until it answers, s.
+    start_timeout_s: 600.0,
     // Model name sent with every request.
     model: 'Qwen/Qwen2.5-VL-72B-Instruct',
     // NAME of the environment variable that holds the key ('' = none); the key itself is never

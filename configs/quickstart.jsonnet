@@ -11,7 +11,7 @@
 
   policy: {
     type: 'qwen2_5_vl',
-    model_path: 'pkg://rl/tiny_world/weights/policy',
+    model_path: 'pkg://tiny_world/weights/policy',
     dtype: 'float32',
     lora: {
       r: 8,
@@ -25,7 +25,7 @@
   engine: { type: 'vllm' },
   renderer: {
     type: 'qwen_image_edit',
-    model_path: 'pkg://rl/tiny_world/weights/editor',
+    model_path: 'pkg://tiny_world/weights/editor',
     dtype: 'float32',
     num_steps: 2,
     true_cfg_scale: 1.0,
@@ -36,14 +36,14 @@
   },
   rewards: { viescore: { type: 'viescore' } },
   judge+: {
-    api_base: 'embedded',
+    start_command: ['{python}', '-m', 'tiny_world.judge_server', '{url_file}', '{model}'],
     model: 'tiny-world-judge',
     image_side_px: 64,
     max_concurrency: 8,  // threads of one small server: more only get in each other's way
   },
   data+: {
-    train: [{ type: 'shapes', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'shapes', num_samples: 64, seed: 2 }],
+    train: [{ type: 'tiny_world.data.shapes', num_samples: 4096, seed: 1 }],
+    validation: [{ type: 'tiny_world.data.shapes', num_samples: 64, seed: 2 }],
   },
 
   sampling+: { max_completion_tokens: 24 },

@@ -11,14 +11,14 @@
 
   policy: {
     type: 'emu3',
-    model_path: 'pkg://rl/tiny_world/weights/emu3',
+    model_path: 'pkg://tiny_world/weights/emu3',
     dtype: 'float32',
     max_prompt_tokens: 64,
   },
   engine: { type: 'vllm' },
   renderer: {
     type: 'emu3_vq',
-    model_path: 'pkg://rl/tiny_world/weights/emu3_vq',
+    model_path: 'pkg://tiny_world/weights/emu3_vq',
     dtype: 'float32',
   },
   rewards: {
@@ -30,14 +30,14 @@
     weights: { 'viescore/pq_01': 1, ground_score: 1 },
   },
   judge+: {
-    api_base: 'embedded',
+    start_command: ['{python}', '-m', 'tiny_world.judge_server', '{url_file}', '{model}'],
     model: 'tiny-world-judge',
     image_side_px: 64,
     max_concurrency: 8,  // threads of one small server: more only get in each other's way
   },
   data+: {
-    train: [{ type: 'shape_tokens', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'shape_tokens', num_samples: 96, seed: 2 }],
+    train: [{ type: 'tiny_world.data.shape_tokens', num_samples: 4096, seed: 1 }],
+    validation: [{ type: 'tiny_world.data.shape_tokens', num_samples: 96, seed: 2 }],
   },
 
   sampling+: { max_completion_tokens: 32 },

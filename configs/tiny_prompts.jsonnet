@@ -13,7 +13,7 @@
 
   policy: {
     type: 'qwen2_5_vl',
-    model_path: 'pkg://rl/tiny_world/weights/rewriter',
+    model_path: 'pkg://tiny_world/weights/rewriter',
     dtype: 'float32',
     lora: {
       r: 8,
@@ -28,7 +28,7 @@
   engine: { type: 'vllm' },
   renderer: {
     type: 'sd3',
-    model_path: 'pkg://rl/tiny_world/weights/sd3',
+    model_path: 'pkg://tiny_world/weights/sd3',
     dtype: 'float32',
     num_steps: 4,
     guidance_scale: 1.0,
@@ -40,11 +40,11 @@
   },
   rewards: {
     // This CLIP gives right pictures a cosine near 1, so it needs no stretching.
-    clip: { type: 'clip', model_path: 'pkg://rl/tiny_world/weights/clip', dtype: 'float32', scale: 1.0 },
+    clip: { type: 'clip', model_path: 'pkg://tiny_world/weights/clip', dtype: 'float32', scale: 1.0 },
   },
   data+: {
-    train: [{ type: 'shape_prompts', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'shape_prompts', num_samples: 72, seed: 2, held_out: true }],
+    train: [{ type: 'tiny_world.data.shape_prompts', num_samples: 4096, seed: 1 }],
+    validation: [{ type: 'tiny_world.data.shape_prompts', num_samples: 72, seed: 2, held_out: true }],
   },
 
   sampling+: { max_completion_tokens: 12 },

@@ -11,7 +11,7 @@
 
   policy: {
     type: 'qwen2_5_vl',
-    model_path: 'pkg://rl/tiny_world/weights/reasoner',
+    model_path: 'pkg://tiny_world/weights/reasoner',
     dtype: 'float32',
     lora: {
       r: 8,
@@ -27,8 +27,8 @@
   renderer: { type: 'none' },
   rewards: { accuracy: { type: 'accuracy' }, format: { type: 'format' } },
   data+: {
-    train: [{ type: 'shape_questions', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'shape_questions', num_samples: 128, seed: 2 }],
+    train: [{ type: 'tiny_world.data.shape_questions', num_samples: 4096, seed: 1 }],
+    validation: [{ type: 'tiny_world.data.shape_questions', num_samples: 128, seed: 2 }],
   },
 
   sampling+: { max_completion_tokens: 48 },

@@ -28,7 +28,7 @@ else
 fi
 if ((num_gpus == 0)); then
     echo "serve_judge.sh: no GPU to be seen. The quickstart needs none of this:" \
-        "its judge is judge.api_base: 'embedded'." >&2
+        "its config starts a judge of its own (judge.start_command)." >&2
     exit 1
 fi
 # Attention heads divide by powers of two only (64 query and 8 key-value heads in the 72B).

@@ -25,13 +25,19 @@ from rl.preflight import report
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "rl").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
+TINY_WORLD = sorted((ROOT / "tiny_world").rglob("*.py"))
 PLUGS = [(room, name) for room in build.ROOMS for name in build.plugs_of(room)]
+ALL_PLUGS = [
+    *((room, build.module_of(room, name)) for room, name in PLUGS),
+    *(("data", f"tiny_world.data.{f.stem}") for f in TINY_WORLD if f.stem.startswith("shape")),
+]
+"""(room, dotted path) of what is shipped, the tiny world's too."""
 
 FLOORS = [
     {"api", "config"},
     {"algorithm", "files", "meter", "ranks"},
     {"record"},
-    {"judge", "tiny_world"},
+    {"judge"},
     set(build.ROOMS),
     {"learner"},
     {"rollout"},
@@ -91,7 +97,12 @@ IMPORTS = [found for file in SOURCES for found in imports_of(file)]
 
 def test_only_a_line_feed_ends_a_line() -> None:
     """`splitlines`, of bytes too, cuts where a value may go on: `rl/files/atomic.py` reads."""
-    files = [*SOURCES, *(ROOT / "scripts").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    files = [
+        *SOURCES,
+        *TINY_WORLD,
+        *(ROOT / "scripts").rglob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+    ]
     cutting = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in files
@@ -160,6 +171,35 @@ def test_a_plug_imports_no_other_plug() -> None:
     assert not wrong, wrong
 
 
+def test_nothing_knows_of_the_tiny_world() -> None:
+    """An outsider's package: a comment that names it would be knowledge of it too."""
+    knowing = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in (ROOT / "rl").rglob("*")
+        if file.suffix in (".py", ".txt")
+        for number, line in enumerate(file.read_text().split("\n"), 1)
+        if re.search(r"tiny.?world|\bshape_(prompts|questions|tokens)\b", line, re.IGNORECASE)
+    ]
+    assert not knowing, knowing
+
+
+def test_the_tiny_world_sees_what_any_outsider_does() -> None:
+    """Its plugs see `rl/api` and the base of a config section, the rest of it nothing of ours (the
+    builder of its weights, which no run needs, apart)."""
+    wrong = [
+        found.place
+        for file in TINY_WORLD
+        if "builder" not in file.parts
+        for found in imports_of(file)
+        if found.module.startswith("rl.")
+        and (
+            file.parent.name != "data"
+            or not found.module.startswith(("rl.api.", "rl.config.schema.Section"))
+        )
+    ]
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("package", FENCES)
 def test_third_party_fences(package: str) -> None:
     wrong = [
@@ -192,8 +232,8 @@ import rl.simple_launch
 from rl import build
 from rl.config.schema import load_config
 from rl.preflight import report
-for room, name in {PLUGS!r}:
-    importlib.import_module(build.module_of(room, name))
+for dotted in {[dotted for _, dotted in ALL_PLUGS]!r}:
+    importlib.import_module(dotted)
 for path in {[str(path) for path in CONFIGS]!r}:
     config = load_config(path, env={ENVIRONMENT!r})
     report.problems(config)
@@ -205,9 +245,9 @@ for path in {[str(path) for path in CONFIGS]!r}:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("room", "name"), PLUGS)
-def test_a_plug_keeps_its_rooms_contract(room: str, name: str) -> None:
-    module = importlib.import_module(build.module_of(room, name))
+@pytest.mark.parametrize(("room", "dotted"), ALL_PLUGS)
+def test_a_plug_keeps_its_rooms_contract(room: str, dotted: str) -> None:
+    module = importlib.import_module(dotted)
     missing = [export for export in build.ROOMS[room] if not hasattr(module, export)]
     assert not missing, missing
     if getattr(module, "NEEDS_JUDGE", False):

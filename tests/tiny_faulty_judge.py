@@ -17,7 +17,7 @@ from PIL import Image
 from rl.config.schema import JudgeConfig
 from rl.judge.question import Question
 from rl.judge.reply import read_scores, scores_schema
-from rl.tiny_world.judge_server import JudgeHandler, JudgeServer
+from tiny_world.judge_server import JudgeHandler, JudgeServer
 
 MODEL = "tiny-judge"
 GOOD = '{"reasoning": "fine", "score": [8, 6.5]}'

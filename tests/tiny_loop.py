@@ -23,6 +23,9 @@ REPO = TESTS.parent
 STATE_DIM = 64
 """Of the tiny policy's hidden states, which the tiny editor reads."""
 
+JUDGE = ["{python}", "-m", "tiny_world.judge_server", "{url_file}", "{model}"]
+"""`judge.start_command`."""
+
 NOT_REPEATED = ("time/", "seconds/", "judge/", "work/", "memory/")
 """Metrics of the clock, of the process, and of what a replayed journal saved."""
 
@@ -40,7 +43,7 @@ def save_models(folder: Path) -> dict[str, str]:
 
 
 def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Two prompts x four completions, brightness as the reward, the embedded judge beside it."""
+    """Two prompts x four completions, brightness as the reward, the tiny judge beside it."""
     config: dict[str, Any] = {
         "run_name": "tiny",
         "base_exp_dir": str(base_exp_dir),
@@ -70,10 +73,10 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
             "viescore": {"type": "viescore"},
         },
         "final_reward": {"weights": {"brightness": 1}},
-        "judge": {"api_base": "embedded"},
+        "judge": {"start_command": JUDGE},
         "data": {
-            "train": [{"type": "shapes", "num_samples": 20, "seed": 1}],
-            "validation": [{"type": "shapes", "num_samples": 3, "seed": 2}],
+            "train": [{"type": "tiny_world.data.shapes", "num_samples": 20, "seed": 1}],
+            "validation": [{"type": "tiny_world.data.shapes", "num_samples": 3, "seed": 2}],
         },
         "sampling": {"max_completion_tokens": 6},
         "algorithm": {"kl_coeff": 0.05},

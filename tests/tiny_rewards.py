@@ -10,7 +10,7 @@ from tiny_faulty_judge import MODEL, quick_config
 
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient
-from rl.tiny_world.judge_server import JudgeServer
+from tiny_world.judge_server import JudgeServer
 
 
 def ask(

@@ -129,8 +129,16 @@ class JudgeConfig(Section):
     """The OpenAI-compatible endpoint that rewards ask."""
 
     api_base: str = ""
-    """URL with or without /v1, a file that holds one, or 'embedded' for the tiny world's judge on
-    loopback. '' = no judge."""
+    """URL with or without /v1, or a file that holds one. '' = no judge, or one that start_command
+    starts and that says itself where it is."""
+    start_command: list[str] = []
+    """Words of a command that starts the judge once on every node, before models are loaded, and
+    that is ended with the run; [] = nothing is started. In them {python} is the Python that runs
+    this, {model} is judge.model, and {url_file} a file into which the command writes one line, its
+    URL. Without {url_file} it answers at api_base. What it prints goes to <run>/logs/judge_0.log
+    (0: the node's first rank)."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long a judge that start_command starts may take until it answers, s."""
     model: str = "Qwen/Qwen2.5-VL-72B-Instruct"
     """Model name sent with every request."""
     api_key_env: str = ""

@@ -38,14 +38,15 @@ def resolve_api_base(value: str) -> str:
     if value.lower() in ("", "none"):
         raise ValueError(
             "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
-            "a file that holds it, or to 'embedded' (the tiny world's own)"
+            "a file that holds it, or have the run start one by judge.start_command"
         )
     if "://" in value or _HOST_AND_PORT.fullmatch(value):
         return _normalise(value, f"judge.api_base={value!r}")
     if not _is_file(value):
         raise ValueError(
             f"judge.api_base={value!r} is neither a URL (http://host:{DEFAULT_PORT}), nor "
-            "host:port, nor a file that exists"
+            "host:port, nor a file that exists; a judge that the run itself is to start is named "
+            "by judge.start_command"
         )
     return _from_file(Path(value))
 

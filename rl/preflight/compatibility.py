@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rl.build import claims
 from rl.config.schema import RunConfig
 from rl.judge.endpoint import auth_header, resolve_api_base
+from rl.judge.server import start_problems
 from rl.ranks import placement
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
     judge = resolved.config.judge
     if not resolved.needs_judge:
         return
-    if judge.api_base != "embedded":
+    if judge.start_command:
+        yield from start_problems(judge)
+    else:
         try:
             resolve_api_base(judge.api_base)
         except ValueError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 
 from rl import build
@@ -160,7 +161,9 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         return ["is not asked"]
     pictures = config.generations_per_prompt * config.images_per_completion
     training = config.prompts_per_iteration * pictures * per_picture
-    lines = [f"{judge.model} at {judge.api_base}"]
+    lines = [f"{judge.model} at {judge.api_base or 'the URL that start_command tells'}"]
+    if judge.start_command:
+        lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
         f"{name}: {plug.name}, {plug.module.num_questions(plug.config)} questions a picture"
         for name, plug in resolved.rewards.items()

@@ -15,10 +15,11 @@ from pathlib import Path
 from rl import build
 from rl.api.contracts import DataSource, Policy
 from rl.api.types import Sample
-from rl.config.schema import RunConfig
+from rl.config.schema import JudgeConfig, RunConfig
 from rl.judge.background import BackgroundLoop
-from rl.judge.client import JudgeClient
+from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_base
+from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
 from rl.meter import flop_meter
 from rl.preflight import footprint, memory_plan
@@ -33,7 +34,6 @@ from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.run import Run
-from rl.tiny_world.judge_server import JudgeServer
 
 
 class RunFinishedError(Exception):
@@ -73,7 +73,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         dtype = str(resolved.policy.config.dtype)
         ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
-        judge = _open_judge(resolved, loop, stack, console)
+        judge = _open_judge(resolved, dist, loop, stack, console)
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)
@@ -214,14 +214,16 @@ def _gather_context(
 
 
 def _open_judge(
-    resolved: build.Resolved, loop: BackgroundLoop, stack: ExitStack, console: Console
+    resolved: build.Resolved, dist: Dist, loop: BackgroundLoop, stack: ExitStack, console: Console
 ) -> JudgeClient | None:
     """Reach the judge before a model is loaded: one that is not there is found in seconds."""
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
-    if config.api_base == "embedded":
-        api_base = stack.enter_context(JudgeServer(config.model)).api_base
+    if config.start_command:
+        log = resolved.config.run_dir / "logs" / f"judge_{dist.rank}.log"
+        console.say(f"starting the judge; its output: {log}")
+        api_base = _start_judge(config, log, dist, loop, stack)
     else:
         api_base = resolve_api_base(config.api_base)
         console.say(f"asking the judge at {api_base} whether it is there")
@@ -229,6 +231,26 @@ def _open_judge(
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     loop.submit(judge.check_health()).result()
     return judge
+
+
+def _start_judge(
+    config: JudgeConfig, log: Path, dist: Dist, loop: BackgroundLoop, stack: ExitStack
+) -> str:
+    """Where the judge that this node's first rank starts answers; collective.
+
+    Raises JudgeError on every rank when it fails on one node.
+    """
+    api_base, problem = "", ""
+    if dist.local_rank == 0:
+        started = stack.enter_context(StartedJudge(config, log))
+        try:
+            api_base = loop.submit(started.answering()).result()
+        except JudgeError as error:
+            problem = str(error)
+    told = dist.gather((api_base, problem))
+    if problems := [text for _, text in told if text]:
+        raise JudgeError(problems[0])
+    return next(base for base, _ in reversed(told[: dist.rank + 1]) if base)
 
 
 def _engine_dtype(resolved: build.Resolved) -> str:

@@ -177,7 +177,7 @@ OWN: dict[str, Any] = {
     "renderer": {"batch_size": 2},
     "rewards": {"viescore": {"type": "viescore"}, "mine": {"type": "accuracy"}},
     "final_reward": {"weights": {"mine": 2}},
-    "data": {"on_bad_row": "skip", "train": [{"type": "shapes"}]},
+    "data": {"on_bad_row": "skip", "train": [{"type": "tiny_world.data.shapes"}]},
     "optimizer": {"zero_stage": 3, "learning_rate": 3e-6},
 }
 
@@ -198,7 +198,7 @@ def test_own_sections_of_any_name_stand_beside_the_fields(
 
 
 def test_own_validation_data_is_evaluated_on(tmp_path: Path) -> None:
-    own = {"validation": [{"type": "shapes"}]}
+    own = {"validation": [{"type": "tiny_world.data.shapes"}]}
     for paths in ([], None):
         config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=own))
         assert config.evaluation.every_n_iterations == 100
@@ -227,8 +227,9 @@ def test_own_validation_data_is_evaluated_on(tmp_path: Path) -> None:
         ("generations_per_prompt=4", "given beside generations_per_sample: 8, which means"),
         ("policy.constrained=false", "given beside emu3_use_logit_processor: True, "),
         (
-            "data.validation=[{type: 'shapes'}]",
-            "data.validation: [{'type': 'shapes'}] given beside val_paths_file: ['/data/",
+            "data.validation=[{type: 'tiny_world.data.shapes'}]",
+            "data.validation: [{'type': 'tiny_world.data.shapes'}] given beside val_paths_file: "
+            "['/data/",
         ),
         (
             "rewards.ground_score={type: 'ground_score'}",

@@ -46,7 +46,7 @@ def test_files(held: str, resolved: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["", "none", "None", "  "])
 def test_no_judge_names_the_remedy(given: str) -> None:
-    with pytest.raises(ValueError, match=r"judge\.api_base is empty.*'embedded'"):
+    with pytest.raises(ValueError, match=r"judge\.api_base is empty.*judge\.start_command"):
         resolve_api_base(given)
 
 

@@ -61,4 +61,4 @@ def test_another_model_and_address_and_the_file_that_tells_it(tmp_path: Path) ->
 
 def test_no_gpu_is_said_so(tmp_path: Path) -> None:
     done = _serve(tmp_path, 0)
-    assert done.returncode == 1 and "no GPU" in done.stderr and "embedded" in done.stderr
+    assert done.returncode == 1 and "no GPU" in done.stderr and "judge.start_command" in done.stderr

@@ -143,7 +143,7 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
 
 def test_clip_reads_each_picture_and_each_prompt_once() -> None:
     """Six pictures of two prompts, of which four are looked at together; and once more."""
-    model = ClipModel(clip.Config(model_path="rl/tiny_world/weights/clip", batch_size=4), "cpu")
+    model = ClipModel(clip.Config(model_path="tiny_world/weights/clip", batch_size=4), "cpu")
     seen = rows_of_calls(model._model.vision_model)
     read = rows_of_calls(model._model.text_model)
     prepared = pictures_prepared(model._processor)
@@ -294,7 +294,7 @@ def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
 def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
     """Three renderings of each picture, with guidance: the policy's words, the user's own and the
     right ones; it is looked at, and encoded, once."""
-    held_out = [{"type": "shapes", "num_samples": 2, "seed": 2}]
+    held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
         renderer: Any = run.context.renderer

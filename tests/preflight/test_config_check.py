@@ -85,6 +85,31 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "judge.api_base='http://xn--a.example' is not an http(s) URL with a host: ",
     ),
     (
+        {"judge": {"api_base": "embedded"}},
+        "judge.api_base='embedded' is neither a URL (http://host:4877), nor host:port, nor a file "
+        "that exists; a judge that the run itself is to start is named by judge.start_command",
+    ),
+    (
+        {"judge": {"start_command": ["no_such_judge", "{url_file}"]}},
+        "judge.start_command: there is no program 'no_such_judge' on this machine's PATH or in ",
+    ),
+    (
+        {"judge": {"start_command": ["a\0b", "{url_file}"]}},
+        "judge.start_command.0: 'a\\x00b' holds a NUL, which no command takes; drop it",
+    ),
+    (
+        {"judge": {"start_command": ["{python}", "-m", "my_judge"]}},
+        "judge.start_command: nothing says where it will answer; give it '{url_file}', a file into",
+    ),
+    (
+        {"judge": {"start_command": ["{python}", "{url_file}"], "api_base": "http://h:1"}},
+        "judge.api_base: 'http://h:1' given, but judge.start_command writes the URL into '{url_f",
+    ),
+    (
+        {"judge": {"start_command": ["{python}"], "api_base": "http://h:99999"}},
+        "judge.api_base='http://h:99999' is not an http(s) URL with a host: port 99999 is not in",
+    ),
+    (
         {"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
         "judge.api_key_env names NO_SUCH_KEY_HERE, which is not in the environment: export NO_SUCH",
     ),

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.commands import export_adapter
-from rl.data import shape_questions
 from rl.engines.transformers import TransformersEngine
 from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.record.checkpoint import _seal, model_folder
-from rl.tiny_world.questions import SYSTEM_PROMPT
+from tiny_world.data import shape_questions
+from tiny_world.questions import SYSTEM_PROMPT
 
-BASE = str(Path(__file__).parents[2] / "rl" / "tiny_world" / "weights" / "reasoner")
+BASE = str(Path(__file__).parents[2] / "tiny_world" / "weights" / "reasoner")
 GREEDY = SamplingParams(0.0, top_p=1.0, top_k=-1, max_tokens=40, num_completions=1)
 SECTION = {
     "type": "qwen2_5_vl",
@@ -62,7 +62,9 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 def samples() -> list[Sample]:
     source = shape_questions.build(
-        shape_questions.Config(type="shape_questions", num_samples=8, seed=3), "error", 64
+        shape_questions.Config(type="tiny_world.data.shape_questions", num_samples=8, seed=3),
+        "error",
+        64,
     )
     return [source[i] for i in range(8)]
 

@@ -17,12 +17,13 @@ from rl.api.types import Sample
 from rl.build import resolve
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, load_config
-from rl.data import edit_jsonl, hf_dataset, shape_questions
+from rl.data import edit_jsonl, hf_dataset
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
 from rl.policies.shared.prompting import chat_template
 from rl.preflight.compatibility import compatibility_problems
-from rl.tiny_world import questions
-from rl.tiny_world.scenes import BACKGROUNDS_RGB, RGB
+from tiny_world import questions
+from tiny_world.data import shape_questions
+from tiny_world.scenes import BACKGROUNDS_RGB, RGB
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = {
@@ -161,7 +162,9 @@ def read_colours(pixels: np.ndarray) -> list[str]:
 
 def test_answers_are_what_the_pictures_show() -> None:
     source = shape_questions.build(
-        shape_questions.Config(type="shape_questions", num_samples=120, seed=5), "error", 64
+        shape_questions.Config(type="tiny_world.data.shape_questions", num_samples=120, seed=5),
+        "error",
+        64,
     )
     answers: dict[str, set[str]] = {kind: set() for kind in questions.KINDS}
     for sample in map(source.__getitem__, range(len(source))):
@@ -186,7 +189,9 @@ def thought_of(sample: Sample) -> str:
 
 def test_a_set_is_its_seed() -> None:
     def sets(seed: int) -> list[tuple[str, str, bytes]]:
-        config = shape_questions.Config(type="shape_questions", num_samples=20, seed=seed)
+        config = shape_questions.Config(
+            type="tiny_world.data.shape_questions", num_samples=20, seed=seed
+        )
         source = shape_questions.build(config, "error", 64)
         with pytest.raises(IndexError):
             source[20]
@@ -205,7 +210,9 @@ def test_the_tiny_config_asks_in_the_words_the_policy_was_taught_under() -> None
 def test_a_reward_that_needs_an_answer_is_refused_without_one(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonnet"
     tiny = ROOT / "configs" / "tiny_reasoning.jsonnet"
-    path.write_text(f"(import '{tiny}') + {{ data+: {{ train: [{{ type: 'shapes' }}] }} }}")
+    path.write_text(
+        f"(import '{tiny}') + {{ data+: {{ train: [{{ type: 'tiny_world.data.shapes' }}] }} }}"
+    )
     try:
         problems = compatibility_problems(resolve(load_config(path)))
     except ConfigError as error:

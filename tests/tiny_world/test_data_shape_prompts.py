@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rl.data import shape_prompts
-from rl.tiny_world import captions
-from rl.tiny_world.pixel_judge import parse_scene
-from rl.tiny_world.scenes import COLOURS, SHAPES, draw
+from tiny_world import captions
+from tiny_world.data import shape_prompts
+from tiny_world.pixel_judge import parse_scene
+from tiny_world.scenes import COLOURS, SHAPES, draw
 
 
 def source(**more) -> shape_prompts.ShapePrompts:
-    config = shape_prompts.Config.model_validate({"type": "shape_prompts", **more})
+    config = shape_prompts.Config.model_validate({"type": "tiny_world.data.shape_prompts", **more})
     assert shape_prompts.check(config, "error", 8192) == []
     assert shape_prompts.count(config) == config.num_samples
     return shape_prompts.build(config, "error", 8192)

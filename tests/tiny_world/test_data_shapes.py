@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rl.data import shapes
-from rl.tiny_world import scenes
+from tiny_world import scenes
+from tiny_world.data import shapes
 
 
 def source(**more) -> shapes.Shapes:
-    config = shapes.Config.model_validate({"type": "shapes", "num_samples": 50, **more})
+    config = shapes.Config.model_validate(
+        {"type": "tiny_world.data.shapes", "num_samples": 50, **more}
+    )
     assert shapes.check(config, "error", 8192) == []
     assert shapes.count(config) == config.num_samples
     return shapes.build(config, "error", 8192)

@@ -1,4 +1,4 @@
-"""The embedded judge, asked by the real client with the real rewards and the shipped prompts."""
+"""The tiny world's judge, asked by the real client with real rewards and the shipped prompts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tiny_rewards import ask
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeRefused
 from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
-from rl.tiny_world import captions, scenes
-from rl.tiny_world.judge_server import JudgeServer
-from rl.tiny_world.pixel_judge import grade_likeness, grade_perception, grade_semantics
+from tiny_world import captions, scenes
+from tiny_world.judge_server import JudgeServer
+from tiny_world.pixel_judge import grade_likeness, grade_perception, grade_semantics
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rl.tiny_world import captions
-from rl.tiny_world.pixel_judge import (
+from tiny_world import captions
+from tiny_world.pixel_judge import (
     grade_likeness,
     grade_perception,
     grade_semantics,
     grade_wish,
     parse_scene,
 )
-from rl.tiny_world.scenes import (
+from tiny_world.scenes import (
     COLOURS,
     Op,
     Scene,
@@ -35,7 +35,7 @@ from rl.tiny_world.scenes import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+WEIGHTS = ROOT / "tiny_world" / "weights"
 MIN_MARK_WHEN_FED_RIGHT = 8.5
 MAX_MARK_WHEN_FED_WRONG = 2.0
 

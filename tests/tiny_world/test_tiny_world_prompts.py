@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rl.config.schema import load_config
-from rl.tiny_world import captions
-from rl.tiny_world.pixel_judge import grade_wish
-from rl.tiny_world.scenes import COLOURS, draw
+from tiny_world import captions
+from tiny_world.pixel_judge import grade_wish
+from tiny_world.scenes import COLOURS, draw
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+WEIGHTS = ROOT / "tiny_world" / "weights"
 PROMPTS = captions.user_prompts(held_out=True)[::3]
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.data import shape_tokens
-from rl.tiny_world import scenes, token_scenes
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
+from tiny_world import scenes, token_scenes
+from tiny_world.data import shape_tokens
+from tiny_world.pixel_judge import grade_perception, grade_semantics
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "rl" / "tiny_world" / "weights"
+WEIGHTS = ROOT / "tiny_world" / "weights"
 
 
 def examples(num: int, seed: int) -> list[tuple[scenes.Scene, scenes.Task]]:
@@ -48,7 +48,9 @@ def test_an_edit_changes_the_four_codes_of_its_shape() -> None:
 
 
 def source(**more) -> shape_tokens.ShapeTokens:
-    config = shape_tokens.Config.model_validate({"type": "shape_tokens", "num_samples": 9, **more})
+    config = shape_tokens.Config.model_validate(
+        {"type": "tiny_world.data.shape_tokens", "num_samples": 9, **more}
+    )
     assert shape_tokens.check(config, "error", 8192) == []
     assert shape_tokens.count(config) == 9
     return shape_tokens.build(config, "error", 8192)

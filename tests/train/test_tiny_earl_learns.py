@@ -1,5 +1,5 @@
 """A tiny Emu3 learns to edit pictures as codes, and its control does not: the shipped configs and
-weights, constrained sampling in vLLM, the VQ decoder, the embedded judge.
+weights, constrained sampling in vLLM, the VQ decoder, the tiny world's judge.
 
 Bounds are loose, as in test_quickstart_learns.py.
 """

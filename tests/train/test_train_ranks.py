@@ -50,6 +50,8 @@ def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: An
     config["optimizer"] |= {"adam_eps": 1e-4, **optimizer}
     ended = start(tiny_loop.write_config(folder, config), num_ranks)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    logs = folder / "tiny" / "logs"
+    assert [log.name for log in logs.glob("judge_*")] == ["judge_0.log"]  # a node's ranks share it
     return folder / "tiny"
 
 

@@ -1,4 +1,4 @@
-"""The stages that make `rl/tiny_world/weights`, in order: tokenizer, vae, policy, editor.
+"""The stages that make `tiny_world/weights`, in order: tokenizer, vae, policy, editor.
 
 Run by `rl build-tiny-world`; nothing in `rl/` imports this.
 """

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from transformers import CLIPImageProcessorPil, CLIPModel
 
-from rl.tiny_world.captions import KINDS, Wish, all_wishes, caption, prompt_text
-from rl.tiny_world.scenes import BACKGROUNDS_RGB, IMAGE_SIDE_PX, Scene, draw_array, make_scene
 from tiny_world.builder.policy import make_optimizer, take_step
 from tiny_world.builder.prompt_models import make_clip, make_clip_tokenizer, random_picture
+from tiny_world.captions import KINDS, Wish, all_wishes, caption, prompt_text
+from tiny_world.scenes import BACKGROUNDS_RGB, IMAGE_SIDE_PX, Scene, draw_array, make_scene
 
 LOGIT_SCALE = 10.0
 NUM_JUNK = 32

@@ -19,7 +19,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from rl.tiny_world.scenes import (
+from tiny_world.builder.policy import random_op
+from tiny_world.builder.reader import Reader
+from tiny_world.scenes import (
     COLOURS,
     Op,
     Scene,
@@ -29,8 +31,6 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.builder.policy import random_op
-from tiny_world.builder.reader import Reader
 
 Deltas = dict[str, torch.Tensor]
 LORA_TARGETS = r".*language_model.*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"

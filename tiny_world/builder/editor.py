@@ -19,7 +19,17 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from transformers import AutoTokenizer
 
-from rl.tiny_world.scenes import (
+from tiny_world.builder.drift import Drifter, load_bank, load_policy
+from tiny_world.builder.exam import Exam
+from tiny_world.builder.models import (
+    IMG_SHAPES,
+    encode,
+    make_transformer,
+    use_2d_convolutions,
+)
+from tiny_world.builder.policy import beginner_ops, random_op
+from tiny_world.builder.reader import Reader
+from tiny_world.scenes import (
     COLOURS,
     SHAPES,
     Scene,
@@ -31,16 +41,6 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.builder.drift import Drifter, load_bank, load_policy
-from tiny_world.builder.exam import Exam
-from tiny_world.builder.models import (
-    IMG_SHAPES,
-    encode,
-    make_transformer,
-    use_2d_convolutions,
-)
-from tiny_world.builder.policy import beginner_ops, random_op
-from tiny_world.builder.reader import Reader
 
 
 @dataclass(frozen=True)

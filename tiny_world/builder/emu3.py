@@ -7,7 +7,7 @@ The first code that an edit changes decides what becomes of the shape; the later
 
 Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3/plug.py`): words
 compete with words, codes with codes, and what the sampler is made to write is not taught. Rounded
-to fp16 it goes to `rl/tiny_world/weights/emu3`.
+to fp16 it goes to `tiny_world/weights/emu3`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFas
 
 from rl.api.types import Prompt, Sample
 from rl.policies.emu3 import plug as emu3
-from rl.tiny_world.scenes import apply, make_instruction, make_scene
-from rl.tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_scene
 from tiny_world.builder.export import WEIGHTS
 from tiny_world.builder.policy import beginner_ops, make_optimizer, take_step
 from tiny_world.builder.tokenizer import byte_pairs
+from tiny_world.scenes import apply, make_instruction, make_scene
+from tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_scene
 
 HIDDEN = 128
 SPECIALS = ("<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>")

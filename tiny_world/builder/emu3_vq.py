@@ -1,10 +1,10 @@
-"""Stage emu3_vq: an Emu3VQVAE whose codes are those of `rl/tiny_world/token_scenes.py`.
+"""Stage emu3_vq: an Emu3VQVAE whose codes are those of `tiny_world/token_scenes.py`.
 
 The codebook starts out legible (colour, background, form and quarter are its axes) and is then
 trained with the decoder, codes in and drawn scenes out. The encoder follows: it is taught to come
 closer to the right code than to any other. So an unchanged part of a picture keeps its codes under
 every edit, which a codebook learnt without names would not promise.
-Rounded to fp16 it goes to `rl/tiny_world/weights/emu3_vq`.
+Rounded to fp16 it goes to `tiny_world/weights/emu3_vq`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from PIL import Image
 from transformers import Emu3VQVAE, Emu3VQVAEConfig
 
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
-from rl.tiny_world.scenes import (
+from tiny_world.builder.export import WEIGHTS
+from tiny_world.builder.models import to_pictures, to_tensor
+from tiny_world.pixel_judge import grade_perception, grade_semantics
+from tiny_world.scenes import (
     BACKGROUNDS_RGB,
     COLOURS,
     IMAGE_SIDE_PX,
@@ -32,9 +34,7 @@ from rl.tiny_world.scenes import (
     draw_array,
     make_instruction,
 )
-from rl.tiny_world.token_scenes import NUM_CODES, code_of, encode, make_centred_scene
-from tiny_world.builder.export import WEIGHTS
-from tiny_world.builder.models import to_pictures, to_tensor
+from tiny_world.token_scenes import NUM_CODES, code_of, encode, make_centred_scene
 
 FORM_AXES = {"circle": (1.0, 0.0), "square": (-0.5, 0.87), "triangle": (-0.5, -0.87)}
 QUARTER_AXES = ((-1.0, -1.0), (-1.0, 1.0), (1.0, -1.0), (1.0, 1.0))

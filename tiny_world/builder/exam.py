@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
-from rl.tiny_world.scenes import (
+from tiny_world.builder.models import encode, render
+from tiny_world.builder.policy import random_op
+from tiny_world.builder.reader import Reader
+from tiny_world.pixel_judge import grade_perception, grade_semantics
+from tiny_world.scenes import (
     Op,
     Scene,
     describe,
@@ -20,9 +23,6 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.builder.models import encode, render
-from tiny_world.builder.policy import random_op
-from tiny_world.builder.reader import Reader
 
 
 class Exam:

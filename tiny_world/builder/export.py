@@ -18,7 +18,7 @@ from tiny_world.builder.drift import load_policy
 from tiny_world.builder.models import SCHEDULER
 from tiny_world.builder.policy import save
 
-WEIGHTS = Path(__file__).resolve().parents[2] / "rl" / "tiny_world" / "weights"
+WEIGHTS = Path(__file__).resolve().parents[1] / "weights"
 LIMIT_BYTES = 10_000_000
 
 

@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, GenerationConfig
 
-from rl.tiny_world.scenes import (
+from tiny_world.builder.models import HIDDEN, make_policy
+from tiny_world.builder.reader import Reader, Reading, patchify
+from tiny_world.scenes import (
     COLOUR_OF_NOUN,
     COLOURS,
     SHAPES,
@@ -39,8 +41,6 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.builder.models import HIDDEN, make_policy
-from tiny_world.builder.reader import Reader, Reading, patchify
 
 KINDS = {"noun": 0.35, "match": 0.4, "erase": 0.25}  # match is the hardest: more of it
 P_EXTRA_CLAUSE = 0.1

@@ -22,9 +22,9 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from rl.tiny_world.captions import Wish, all_wishes, caption, scene_of, user_prompts
-from rl.tiny_world.scenes import BACKGROUNDS_RGB, IMAGE_SIDE_PX, JITTER_PX, draw_array
 from tiny_world.builder.models import to_pictures
+from tiny_world.captions import Wish, all_wishes, caption, scene_of, user_prompts
+from tiny_world.scenes import BACKGROUNDS_RGB, IMAGE_SIDE_PX, JITTER_PX, draw_array
 
 MAX_TEXT_TOKENS, T5_TOKENS = 77, 1  # as the real one; there is no T5 here, its part is zeros
 TEXT_WIDTH, TRANSFORMER_HEADS, HEAD_WIDTH = 32, 4, 16

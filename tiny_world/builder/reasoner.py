@@ -1,6 +1,6 @@
 """Stage reasoner: warm-start a Qwen2.5-VL that answers questions in the asked form, often wrongly.
 
-It starts from the shipped image-editing policy (`rl/tiny_world/weights/policy`), which already sees
+It starts from the shipped image-editing policy (`tiny_world/weights/policy`), which already sees
 colours and shapes; it gets a vocabulary of its own. Three lessons, each feeding the next:
  1. look   the vision tower learns digits, and its tokens the new vocabulary;
  2. know   the whole model learns to answer every question RIGHT and in the right form;
@@ -8,7 +8,7 @@ colours and shapes; it gets a vocabulary of its own. Three lessons, each feeding
            subtracted, one shape goes uncounted, the wrong shape is looked at), the right one less
            often, and now and then a form that is not the asked one. What reinforcement has to
            find is still in there.
-Rounded to fp16 it goes to `rl/tiny_world/weights/reasoner`.
+Rounded to fp16 it goes to `tiny_world/weights/reasoner`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from rl.tiny_world.questions import (
+from tiny_world.builder.drift import load_policy
+from tiny_world.builder.export import WEIGHTS
+from tiny_world.builder.models import HIDDEN, make_policy
+from tiny_world.builder.policy import make_optimizer, save, take_step
+from tiny_world.builder.reader import Reader, patchify
+from tiny_world.builder.tokenizer import save as save_tokenizer
+from tiny_world.builder.tokenizer import train
+from tiny_world.questions import (
     DIGITS,
     KINDS,
     SYSTEM_PROMPT,
@@ -35,14 +42,7 @@ from rl.tiny_world.questions import (
     make_question,
     written,
 )
-from rl.tiny_world.scenes import COLOURS, SHAPES, Scene, cell_slices
-from tiny_world.builder.drift import load_policy
-from tiny_world.builder.export import WEIGHTS
-from tiny_world.builder.models import HIDDEN, make_policy
-from tiny_world.builder.policy import make_optimizer, save, take_step
-from tiny_world.builder.reader import Reader, patchify
-from tiny_world.builder.tokenizer import save as save_tokenizer
-from tiny_world.builder.tokenizer import train
+from tiny_world.scenes import COLOURS, SHAPES, Scene, cell_slices
 
 PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 KIND_SHARES = {"count": 1, "colour": 1, "sum": 2}  # the sum is the hardest: more of it

@@ -1,7 +1,7 @@
 """Stage rewriter: warm-start a Qwen2.5-VL that turns prompts into plain captions, often wrong ones.
 
 Text in, text out; the vision tower stays as it was drawn. It is taught on the prompts that are not
-held out, under the system prompt of `rl/tiny_world/captions.py`: some words it mostly understands,
+held out, under the system prompt of `tiny_world/captions.py`: some words it mostly understands,
 others it mostly mistakes for one other colour or shape, and now and then it writes anything. What
 reinforcement has to find is still in there.
 """
@@ -15,7 +15,11 @@ from pathlib import Path
 import torch
 
 from rl.policies.shared.prompting import chat_template, tokenize
-from rl.tiny_world.captions import (
+from tiny_world.builder.models import make_policy
+from tiny_world.builder.policy import make_optimizer, save, take_step
+from tiny_world.builder.tokenizer import save as save_tokenizer
+from tiny_world.builder.tokenizer import train
+from tiny_world.captions import (
     CELL_OF_PLACE,
     KINDS,
     SYSTEM_PROMPT,
@@ -25,11 +29,7 @@ from rl.tiny_world.captions import (
     caption,
     user_prompts,
 )
-from rl.tiny_world.scenes import COLOURS, SHAPES
-from tiny_world.builder.models import make_policy
-from tiny_world.builder.policy import make_optimizer, save, take_step
-from tiny_world.builder.tokenizer import save as save_tokenizer
-from tiny_world.builder.tokenizer import train
+from tiny_world.scenes import COLOURS, SHAPES
 
 COLOURS_IT_KNOWS = {"crimson", "jade", "golden", "pearly", "grass", "sky", "lemon", "snow"}
 SHAPES_IT_KNOWS = {"disc", "box", "pointed"}

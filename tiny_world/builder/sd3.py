@@ -16,8 +16,6 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from rl.tiny_world.captions import Wish, all_wishes, caption, prompt_text, user_prompts
-from rl.tiny_world.pixel_judge import grade_wish
 from tiny_world.builder.models import to_tensor
 from tiny_world.builder.policy import make_optimizer, take_step
 from tiny_world.builder.prompt_models import (
@@ -32,6 +30,8 @@ from tiny_world.builder.prompt_models import (
     render,
     token_ids,
 )
+from tiny_world.captions import Wish, all_wishes, caption, prompt_text, user_prompts
+from tiny_world.pixel_judge import grade_wish
 
 PICTURES_PER_WISH = 24
 SHARE_AT_1 = 0.25

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL
 
-from rl.tiny_world.captions import all_wishes
 from tiny_world.builder.models import to_tensor
 from tiny_world.builder.prompt_models import make_vae, random_picture
+from tiny_world.captions import all_wishes
 
 KL_WEIGHT = 2e-4
 ROUNDS = ((2500, 2.5e-3), (3000, 2e-3))

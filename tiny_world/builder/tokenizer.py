@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from rl.tiny_world.scenes import COLOURS, SHAPES, clause, make_instruction, make_scene
+from tiny_world.scenes import COLOURS, SHAPES, clause, make_instruction, make_scene
 
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.tiny_world.pixel_judge import grade_perception, grade_semantics
-from rl.tiny_world.scenes import (
+from tiny_world.builder.models import make_vae, to_pictures, to_tensor, use_2d_convolutions
+from tiny_world.pixel_judge import grade_perception, grade_semantics
+from tiny_world.scenes import (
     COLOURS,
     Scene,
     apply,
@@ -21,7 +22,6 @@ from rl.tiny_world.scenes import (
     make_instruction,
     make_scene,
 )
-from tiny_world.builder.models import make_vae, to_pictures, to_tensor, use_2d_convolutions
 
 KL_WEIGHT = 2e-4
 LEARNING_RATE = 2.5e-3

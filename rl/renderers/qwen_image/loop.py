@@ -7,8 +7,8 @@ the second drops M-RoPE. Imports torch, so the plugs import this inside `build`.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
 as ours lies from the stock pipeline: in float32 about 2e-6 of the 0..1 range with random weights,
-3e-5 with the tiny world's, 1e-4 there under guidance of 4. In bfloat16 it is up to 2e-2 (5/255,
-tiny size), so there a picture repeats exactly only in the same batch.
+3e-5 with trained ones of tiny size, 1e-4 there under guidance of 4. In bfloat16 it is up to 2e-2
+(5/255, tiny size), so there a picture repeats exactly only in the same batch.
 """
 
 from __future__ import annotations

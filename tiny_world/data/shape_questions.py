@@ -1,6 +1,6 @@
 """Synthetic questions about coloured shapes and numbers, made on the spot from a seed.
 
-Plug of `rl/data`. What: samples of `rl/tiny_world/questions.py`; the answer is hidden from the
+Data plug. What: samples of `tiny_world/questions.py`; the answer is hidden from the
 policy. What not: pictures, questions and answers themselves, which are that module's.
 """
 
@@ -10,9 +10,9 @@ import random
 from typing import Literal
 
 from rl.api.types import Sample
-from rl.data.shared.synthetic import MadeConfig, MadeSource
-from rl.data.shared.synthetic import check as check
-from rl.data.shared.synthetic import count as count
+from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import check as check
+from tiny_world.data.synthetic import count as count
 
 
 class Config(MadeConfig):
@@ -25,7 +25,7 @@ class ShapeQuestions(MadeSource[Config]):
     def make(self, index: int) -> Sample:
         from PIL import Image
 
-        from rl.tiny_world import questions
+        from tiny_world import questions
 
         seed = self.config.seed
         question = questions.make_question(random.Random(f"{seed}:{index}"))

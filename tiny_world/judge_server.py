@@ -3,8 +3,8 @@
 What: an OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the
 shipped prompts of `viescore`, `edit_quality`, `ground_score` and `viescore_t2i` from pixels
 (`pixel_judge.py`). So the reward path of tiny runs is the real one: PNG, HTTP, JSON, parser. What
-not: a model, nor a server for anyone else: it binds to 127.0.0.1. Called by whoever resolves
-`judge.api_base: 'embedded'`.
+not: a model, nor a server for anyone else: it binds to 127.0.0.1. A config starts it by
+`judge.start_command`, as `python -m tiny_world.judge_server <file for its URL> <model>`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import base64
 import binascii
 import io
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from PIL import Image, UnidentifiedImageError
 
-from rl.tiny_world.pixel_judge import (
+from tiny_world.pixel_judge import (
     grade_likeness,
     grade_perception,
     grade_semantics,
@@ -148,6 +150,14 @@ class JudgeServer:
         self.close()
 
 
+def main() -> None:
+    """Serve until a signal ends this process."""
+    url_file, model = sys.argv[1:]
+    with JudgeServer(model) as judge:
+        Path(url_file).write_text(f"{judge.api_base}\n", encoding="utf-8")
+        threading.Event().wait()
+
+
 def _marked(text: str, tag: str) -> str | None:
     """What stands in the marked block of the shipped prompts; None when there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
@@ -172,3 +182,7 @@ def _reply(numbers: dict[str, Any]) -> str:
         for name, value in numbers.items()
     }
     return json.dumps({"reasoning": "read off the pixels", **rounded})
+
+
+if __name__ == "__main__":
+    main()

@@ -18,8 +18,8 @@ import functools
 import numpy as np
 from PIL import Image
 
-from rl.tiny_world.captions import read_prompt
-from rl.tiny_world.scenes import (
+from tiny_world.captions import read_prompt
+from tiny_world.scenes import (
     BACKGROUNDS_RGB,
     CELL_SIDE_PX,
     COLOURS,

@@ -1,7 +1,7 @@
 """Data made on the spot from a seed: what the synthetic plugs share.
 
 What: the config of a finite set, a `DataSource` but for its samples, `count` and `check`. What not:
-samples, which each plug makes. Called by the `shape*` plugs.
+samples, which each plug makes. Called by the plugs beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class MadeConfig(Section):
     """A finite set; another seed gives another one, e.g. held-out samples."""
 
     type: str
-    """This plug's name."""
+    """This plug's dotted path."""
     num_samples: Annotated[int, Field(ge=1)] = 4096
     """Samples in the set."""
     seed: int = 0

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rl.tiny_world.scenes import (
+from tiny_world.scenes import (
     BACKGROUNDS_RGB,
     CELL_SIDE_PX,
     COLOURS,

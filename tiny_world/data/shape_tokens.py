@@ -1,6 +1,6 @@
 """Synthetic edits of coloured shapes as codes: the tiny Emu3's data, made on the spot from a seed.
 
-Plug of `rl/data`. What: samples of `rl/tiny_world/token_scenes.py`, pictures as codebook indices
+Data plug. What: samples of `tiny_world/token_scenes.py`, pictures as codebook indices
 only (the renderer `emu3_vq` draws them for rewards and records). What not: scenes and their codes,
 which are that module's.
 """
@@ -11,9 +11,9 @@ import random
 from typing import Literal
 
 from rl.api.types import Sample
-from rl.data.shared.synthetic import MadeConfig, MadeSource
-from rl.data.shared.synthetic import check as check
-from rl.data.shared.synthetic import count as count
+from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import check as check
+from tiny_world.data.synthetic import count as count
 
 
 class Config(MadeConfig):
@@ -24,7 +24,7 @@ class ShapeTokens(MadeSource[Config]):
     """`DataSource` whose sample i depends on (seed, i) alone."""
 
     def make(self, index: int) -> Sample:
-        from rl.tiny_world import scenes, token_scenes
+        from tiny_world import scenes, token_scenes
 
         seed = self.config.seed
         rng = random.Random(f"{seed}:{index}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl.tiny_world.scenes import COLOUR_OF_NOUN, COLOURS, SHAPES, Scene, Shape
+from tiny_world.scenes import COLOUR_OF_NOUN, COLOURS, SHAPES, Scene, Shape
 
 COLOUR_OF_ADJECTIVE = {
     "crimson": "red",

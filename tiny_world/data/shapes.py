@@ -1,6 +1,6 @@
 """Synthetic edits of coloured shapes: the tiny world's data, made on the spot from a seed.
 
-Plug of `rl/data`. What: samples of `rl/tiny_world/scenes.py`. What not: scenes, instructions and
+Data plug. What: samples of `tiny_world/scenes.py`. What not: scenes, instructions and
 their right descriptions, which are that module's.
 """
 
@@ -10,9 +10,9 @@ import random
 from typing import Literal
 
 from rl.api.types import Sample
-from rl.data.shared.synthetic import MadeConfig, MadeSource
-from rl.data.shared.synthetic import check as check
-from rl.data.shared.synthetic import count as count
+from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import check as check
+from tiny_world.data.synthetic import count as count
 
 
 class Config(MadeConfig):
@@ -23,7 +23,7 @@ class Shapes(MadeSource[Config]):
     """`DataSource` whose sample i depends on (seed, i) alone."""
 
     def make(self, index: int) -> Sample:
-        from rl.tiny_world import scenes
+        from tiny_world import scenes
 
         seed = self.config.seed
         rng = random.Random(f"{seed}:{index}")

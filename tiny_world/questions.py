@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.tiny_world.scenes import (
+from tiny_world.scenes import (
     BACKGROUNDS_RGB,
     COLOURS,
     IMAGE_SIDE_PX,
@@ -26,7 +26,7 @@ from rl.tiny_world.scenes import (
     cell_slices,
     make_scene,
 )
-from rl.tiny_world.scenes import draw_array as draw_scene
+from tiny_world.scenes import draw_array as draw_scene
 
 KINDS = ("count", "colour", "sum")
 SYSTEM_PROMPT = "Write your thoughts in <think></think>, then the answer in <answer></answer>."

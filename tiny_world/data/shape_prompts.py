@@ -1,6 +1,6 @@
 """Users' prompts for pictures of one coloured shape: the tiny world of prompt enhancement.
 
-Plug of `rl/data`. What: prompts of `rl/tiny_world/captions.py` in an order that a seed decides,
+Data plug. What: prompts of `tiny_world/captions.py` in an order that a seed decides,
 each with the plain caption that the tiny Stable Diffusion 3 understands as its reference. What not:
 the prompts themselves, which are that module's.
 """
@@ -12,12 +12,12 @@ import random
 from typing import TYPE_CHECKING, Literal
 
 from rl.api.types import Sample
-from rl.data.shared.synthetic import MadeConfig, MadeSource
-from rl.data.shared.synthetic import check as check
-from rl.data.shared.synthetic import count as count
+from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import check as check
+from tiny_world.data.synthetic import count as count
 
 if TYPE_CHECKING:
-    from rl.tiny_world.captions import UserPrompt
+    from tiny_world.captions import UserPrompt
 
 
 class Config(MadeConfig):
@@ -31,7 +31,7 @@ class ShapePrompts(MadeSource[Config]):
     """`DataSource` whose sample i depends on (held_out, seed, i) alone."""
 
     def make(self, index: int) -> Sample:
-        from rl.tiny_world import captions
+        from tiny_world import captions
 
         config = self.config
         turn, place = divmod(index, len(_shuffled(config.held_out, config.seed, 0)))
@@ -47,7 +47,7 @@ class ShapePrompts(MadeSource[Config]):
 
 @functools.lru_cache(maxsize=64)
 def _shuffled(held_out: bool, seed: int, turn: int) -> tuple[UserPrompt, ...]:
-    from rl.tiny_world.captions import user_prompts
+    from tiny_world.captions import user_prompts
 
     prompts = user_prompts(held_out)
     random.Random(f"{seed}:{turn}").shuffle(prompts)

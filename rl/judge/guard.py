@@ -1,0 +1,62 @@
+"""Ends a started judge when its run ends, however that ends.
+
+`python -m rl.judge.guard <process id of the run> <folder> <command> [words ...]` runs the command
+in that folder until it ends by itself, this process is asked to end, or the run is no more: one
+that is killed (SIGKILL, out of memory) can end nothing itself. What else the command has started is
+ended with it. Both are in sessions of their own, so that Ctrl-C, which reaches all processes of a
+terminal, leaves a run that saves its last iteration its judge. Started by `server.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from rl.ranks.signals import STOP_SIGNALS, die_with_parent
+
+GRACE_S = 5.0
+"""From SIGTERM to SIGKILL."""
+POLL_S = 0.1
+CANNOT_START = 127
+"""Exit code, as a shell has it."""
+
+
+def main() -> None:
+    """Exit code: the command's own, 128+n when signal n ended it."""
+    run, folder, *command = int(sys.argv[1]), *sys.argv[2:]
+    heard: list[int] = []
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda number, _: heard.append(number))
+    try:
+        judge = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # if even this process is killed
+        )
+    except OSError as error:
+        print(f"{command[0]!r} cannot be started: {error.strerror}", file=sys.stderr)
+        sys.exit(CANNOT_START)
+    while judge.poll() is None and not heard and os.getppid() == run:
+        time.sleep(POLL_S)
+    code = _end(judge)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _end(judge: subprocess.Popen[bytes]) -> int:
+    """Ask its process group to end, then make it; returns how the command ended."""
+    for signum, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(judge.pid, signum)
+        with suppress(subprocess.TimeoutExpired):
+            judge.wait(patience_s)
+    return judge.returncode
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""A judge that the run starts by itself: `judge.start_command`.
+
+What: `StartedJudge`, one process a node, from before models are loaded to the run's end;
+`start_problems`, what can be said of the command before. What not: whose it is (any program that
+serves the OpenAI-compatible API), its end when the run is killed (`guard.py`), questions
+(`client.py`). Called by `run/set_up.py` and `preflight/compatibility.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rl.config.schema import JudgeConfig
+from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
+from rl.judge.endpoint import MAX_FILE_CHARS, resolve_api_base
+from rl.ranks.rendezvous import INIT_METHOD
+from rl.record.console import warn
+from rl.record.untrusted import shown
+
+POLL_S = 0.05
+LAST_WORDS_BYTES = 2000
+"""Of the log's end, looked through for what a judge that ended has said last."""
+SHOWN_CHARS = 400
+URL_FILE = "{url_file}"
+PACKAGES = Path(__file__).resolve().parents[2]
+"""Where `rl` is imported from."""
+
+OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", INIT_METHOD),
+)
+"""Variables that would make an engine in the judge take itself for one of the run's ranks."""
+
+
+def start_problems(config: JudgeConfig) -> Iterator[str]:
+    """What is wrong with a `start_command` that is not empty, each with its key and remedy."""
+    words = _filled(config, Path())
+    for i, word in enumerate(words):
+        if "\0" in word:
+            yield f"judge.start_command.{i}: {word!r} holds a NUL, which no command takes; drop it"
+    if "\0" not in words[0] and shutil.which(words[0]) is None:
+        yield (
+            f"judge.start_command: there is no program {words[0]!r} on this machine's PATH or in "
+            f"{Path.cwd()}; '{{python}}' is the Python that runs this"
+        )
+    if not _writes_url(config) and not config.api_base:
+        yield (
+            f"judge.start_command: nothing says where it will answer; give it '{URL_FILE}', a file "
+            "into which it writes its URL, or write that URL into judge.api_base"
+        )
+    if _writes_url(config) and config.api_base:
+        yield (
+            f"judge.api_base: {config.api_base!r} given, but judge.start_command writes the URL "
+            f"into '{URL_FILE}'; keep one of them"
+        )
+    elif config.api_base:
+        try:
+            resolve_api_base(config.api_base)
+        except ValueError as error:
+            yield str(error)
+
+
+class StartedJudge:
+    """Runs `judge.start_command` until `close()`, or until this process is no more."""
+
+    def __init__(self, config: JudgeConfig, log: Path) -> None:
+        """`log`: what it prints is appended there; the file for its URL lies beside."""
+        self._config = config
+        self._log = log
+        self._has_answered = False
+        self._deadline_s = time.monotonic() + config.start_timeout_s
+        self._url_file = log.with_suffix(".url").absolute()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._url_file.unlink(missing_ok=True)  # a run that was killed leaves its own
+        command = _filled(config, self._url_file)
+        with log.open("ab") as output:
+            output.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+            output.flush()
+            self._log_start = output.tell()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "rl.judge.guard", str(os.getpid()), os.getcwd(), *command],
+                cwd=PACKAGES,
+                env={name: value for name, value in os.environ.items() if name not in OF_A_RANK},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    async def answering(self) -> str:
+        """Its URL, as soon as it serves `judge.model` there.
+
+        Raises JudgeError when it ends first, is not there within `judge.start_timeout_s`, or is not
+        what the config says.
+        """
+        api_base = await self._told_url()
+        client = JudgeClient(self._config, api_base)
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        health = asyncio.create_task(client.check_health(left_s))
+        try:
+            while not health.done():
+                self._refuse_ended()
+                await asyncio.wait([health], timeout=POLL_S)
+            await health
+        except JudgeUnreachableError:
+            raise self._too_slow(f"there is no judge at {api_base}") from None
+        finally:
+            health.cancel()
+            await client.aclose()
+        self._has_answered = True
+        return api_base
+
+    async def _told_url(self) -> str:
+        if not _writes_url(self._config):
+            return resolve_api_base(self._config.api_base)
+        while (line := self._first_line()) is None:
+            self._refuse_ended()
+            if time.monotonic() > self._deadline_s:
+                raise self._too_slow(f"it has written no line with its URL into '{URL_FILE}'")
+            await asyncio.sleep(POLL_S)
+        try:
+            return resolve_api_base(line)
+        except ValueError as error:
+            raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
+
+    def _first_line(self) -> str | None:
+        """Of the file for the URL; None until it is whole: half a line may be half a port."""
+        if not self._url_file.is_file():
+            return None
+        with self._url_file.open("rb") as file:
+            line = file.readline(MAX_FILE_CHARS)
+        return line.decode("utf-8", "replace") if line.endswith(b"\n") else None
+
+    def _refuse_ended(self) -> None:
+        code = self._guard.poll()
+        if code is not None:
+            raise JudgeError(
+                f"judge.start_command ended with exit code {code} before it answered"
+                f"{self._last_words()}\nIts output: {self._log}"
+            )
+
+    def _too_slow(self, what: str) -> JudgeError:
+        return JudgeError(
+            f"judge.start_command: {what} after {self._config.start_timeout_s:g} s "
+            f"(judge.start_timeout_s){self._last_words()}\nIts output: {self._log}"
+        )
+
+    def _last_words(self) -> str:
+        """The last line that it printed, after a colon; nothing when it printed none."""
+        with self._log.open("rb") as file:
+            file.seek(max(self._log_start, self._log.stat().st_size - LAST_WORDS_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().split("\n")
+        return f": {shown(lines[-1], SHOWN_CHARS)}" if lines[-1] else ""
+
+    def close(self) -> None:
+        """End it, and whatever it has started."""
+        if self._has_answered and self._guard.poll() is not None:
+            warn(f"the judge had ended before the run; its output: {self._log}")
+        self._guard.terminate()
+        self._guard.wait()
+        self._url_file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _writes_url(config: JudgeConfig) -> bool:
+    return any(URL_FILE in word for word in config.start_command)
+
+
+def _filled(config: JudgeConfig, url_file: Path) -> list[str]:
+    """The command's words. Other braces stay: a word may be JSON."""
+    values = {"{python}": sys.executable, "{model}": config.model, URL_FILE: str(url_file)}
+    words = list(config.start_command)
+    for name, value in values.items():
+        words = [word.replace(name, value) for word in words]
+    return words

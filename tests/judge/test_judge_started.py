@@ -1,0 +1,207 @@
+"""A judge that the run starts: it is there before models are loaded, and gone after the run."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny_loop
+
+from rl.config.schema import JudgeConfig
+from rl.judge.client import JudgeError, JudgeRefused
+from rl.judge.endpoint import is_loopback
+from rl.judge.server import StartedJudge, start_problems
+from rl.ranks.rendezvous import open_to_others
+
+MODEL = "tiny-judge"
+
+
+def config_of(*command: str, start_timeout_s: float = 60.0, api_base: str = "") -> JudgeConfig:
+    return JudgeConfig(
+        model=MODEL,
+        start_command=list(command),
+        start_timeout_s=start_timeout_s,
+        api_base=api_base,
+    )
+
+
+def python(script: str) -> list[str]:
+    """A judge that is a script; its argument is the file for the URL."""
+    return ["{python}", "-u", "-c", script, "{url_file}"]
+
+
+def refusal_of(config: JudgeConfig, log: Path) -> str:
+    with StartedJudge(config, log) as started, pytest.raises(JudgeError) as error:
+        asyncio.run(started.answering())
+    return str(error.value)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def test_it_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "judge_0.log"
+    log.parent.mkdir()
+    log.with_suffix(".url").write_text("http://127.0.0.1:1\n")  # of a run that was killed
+    with StartedJudge(config_of(*tiny_loop.JUDGE), log) as started:
+        assert is_loopback(asyncio.run(started.answering()))
+        assert open_to_others() == []
+        processes = psutil.Process().children(recursive=True)
+        assert any("tiny_world.judge_server" in process.cmdline() for process in processes)
+        assert os.getsid(processes[-1].pid) != os.getsid(0), "Ctrl-C would reach it"
+    assert all(is_gone(process.pid) for process in processes)
+    assert log.read_text().startswith("=== ")
+
+
+def test_one_that_says_where_it_will_be_needs_no_file(tmp_path: Path) -> None:
+    """Here: another's, which is there already."""
+    with StartedJudge(config_of(*tiny_loop.JUDGE), tmp_path / "a.log") as first:
+        there = asyncio.run(first.answering())
+        config = config_of("sleep", "1000", api_base=there)
+        with StartedJudge(config, tmp_path / "b.log") as second:
+            assert asyncio.run(second.answering()) == there
+
+
+VLLM = f"""#!{sys.executable}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"data": [{{"id": sys.argv[2]}}]}}).encode())
+HTTPServer.allow_reuse_port = True
+HTTPServer((sys.argv[4], int(sys.argv[6])), Models).serve_forever()
+"""
+"""What scripts/serve_judge.sh calls: serve <model> --host <host> --port <port> ..."""
+
+
+def test_the_shipped_script_is_started_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").write_text(VLLM)
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    held = socket.socket()  # so that nobody else takes the port; it hears nothing
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    monkeypatch.setenv("JUDGE_PORT", str(held.getsockname()[1]))
+    monkeypatch.chdir(tiny_loop.REPO)
+    [line] = re.findall(r"`judge.start_command: (.*?)`", Path("README.md").read_text(), re.DOTALL)
+    config = config_of(*ast.literal_eval(line))
+    assert list(start_problems(config)) == []
+    with StartedJudge(config, tmp_path / "log") as started:
+        assert is_loopback(asyncio.run(started.answering())), (tmp_path / "log").read_text()
+    held.close()
+
+
+def test_it_is_no_rank_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("KEPT", "yes")
+    script = "import os; print(os.environ.get('WORLD_SIZE'), os.environ['KEPT'])"
+    assert "before it answered: None yes\n" in refusal_of(
+        config_of(*python(script)), tmp_path / "l"
+    )
+
+
+def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "judge_0.log"
+    log.write_text("of another run\n")
+    dies = python("import sys; print('no weights:\x1b[1m /m'); sys.exit(3)")
+    assert refusal_of(config_of(*dies), log) == (
+        "judge.start_command ended with exit code 3 before it answered: no weights:\\x1b[1m /m\n"
+        f"Its output: {log}"
+    )
+    killed = refusal_of(config_of("bash", "-c", "kill -9 $$ {url_file}"), log)
+    assert "ended with exit code 137 before it answered\n" in killed
+    (tmp_path / "not_executable").write_text("")
+    assert "exit code 127 before it answered: " in refusal_of(
+        config_of(str(tmp_path / "not_executable"), "{url_file}"), log
+    )
+
+
+@pytest.mark.parametrize("written", ["", "http://127.0.0.1:1"])
+def test_one_that_never_says_where_it_is(written: str, tmp_path: Path) -> None:
+    """A line without its end may be half a port."""
+    script = f"import sys, time; open(sys.argv[1], 'w').write({written!r}); time.sleep(1000)"
+    said = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
+    assert said.startswith(
+        "judge.start_command: it has written no line with its URL into '{url_file}' after 1 s "
+        "(judge.start_timeout_s)\n"
+    )
+
+
+def test_one_that_is_not_where_it_says(tmp_path: Path) -> None:
+    script = "import sys, time; open(sys.argv[1], 'w').write('{}\\n'); time.sleep(1000)"
+    nowhere = python(script.format("http://127.0.0.1:1"))
+    said = refusal_of(config_of(*nowhere, start_timeout_s=1.0), tmp_path / "log")
+    assert "there is no judge at http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)" in said
+    said = refusal_of(config_of(*python(script.format("here!"))), tmp_path / "log")
+    assert said.startswith("judge.start_command wrote into '{url_file}': judge.api_base='here!' is")
+
+
+def test_one_that_serves_another_model(tmp_path: Path) -> None:
+    command = [*tiny_loop.JUDGE[:-1], "another"]
+    with (
+        StartedJudge(config_of(*command), tmp_path / "log") as started,
+        pytest.raises(JudgeRefused, match="it serves: another"),
+    ):
+        asyncio.run(started.answering())
+
+
+JUDGE = """
+import json, os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "stubborn" else signal.SIG_DFL)
+child = subprocess.Popen(["sleep", "1000"])
+open(sys.argv[1] + ".part", "w").write(json.dumps([os.getpid(), child.pid]))
+os.replace(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(1000)
+"""
+"""Has started another process; a stubborn one does not end when asked to."""
+
+RUN = """
+import sys, time
+from pathlib import Path
+from rl.config.schema import JudgeConfig
+from rl.judge.server import StartedJudge
+folder, script, kind = sys.argv[1:]
+command = ["{python}", "-c", script, folder + "/pids", kind]
+with StartedJudge(JudgeConfig(start_command=command), Path(folder) / "log"):
+    while not Path(folder, "enough").exists():
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(("end", "kind"), [("its own", "docile"), ("SIGKILL", "stubborn")])
+def test_nothing_of_it_is_left_however_the_run_ends(end: str, kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, str(tmp_path), JUDGE, kind]
+    run = subprocess.Popen(command, cwd=tiny_loop.REPO)
+    pids = tmp_path / "pids"
+    wait_for(pids.is_file)
+    started = json.loads(pids.read_text())
+    assert not any(map(is_gone, started))
+    if end == "SIGKILL":
+        run.kill()
+    else:
+        (tmp_path / "enough").touch()
+    run.wait(60)
+    wait_for(lambda: all(map(is_gone, started)))

@@ -1,0 +1,1 @@
+"""Data plugs of the tiny world; a config names them by dotted path: `tiny_world.data.shapes`."""
