@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rl.api.data import RowRules
 from rl.config.messages import validate
 from rl.data import prompts as prompt_files
 from rl.data.shared.jsonl import numbered_lines
@@ -94,7 +95,7 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None
     config, problems = validate(prompt_files.Config, section)
     if config is None:
         raise ValueError("\n".join(problems))
-    rows = prompt_files.build(config, "error", MAX_PICTURE_SIDE_PX)
+    rows = prompt_files.Prompts(config, RowRules("error", MAX_PICTURE_SIDE_PX))
     samples = [rows[index] for index in range(len(rows))]
     return [sample.instruction for sample in samples], [sample.source for sample in samples]
 

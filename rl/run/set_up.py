@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl import build
-from rl.api.contracts import DataSource, Policy
+from rl.api.contracts import Policy
+from rl.api.data import DataSource
 from rl.api.types import Sample
 from rl.config.schema import RunConfig
 from rl.judge.background import BackgroundLoop

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
 
+from rl.api.reward import Reward
 from rl.api.types import (
     Action,
     Completion,
@@ -107,7 +108,7 @@ class Painter:
                 yield index, Image.new("L", (1, 1), job.noise_seed % 256)
 
 
-class Level:
+class Level(Reward):
     """Grades the grey level; words beginning with 'j' get no answer."""
 
     def __init__(self) -> None:
@@ -323,10 +324,13 @@ def test_too_many_ungraded_episodes_stop_the_run() -> None:
         check_failure_rate(config, [graded(0.1, None, None)], Dist())
 
 
-class Endless:
+class Endless(Reward):
     """A judge that never answers."""
 
     num_asked = num_waiting = 0
+
+    def __init__(self) -> None:
+        """Needs nothing."""
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         self.num_asked += 1
@@ -353,7 +357,10 @@ def test_being_asked_to_stop_leaves_a_long_rollout_at_once(
     assert judge.num_asked == 2 or looks < 4
 
 
-class Refusing:
+class Refusing(Reward):
+    def __init__(self) -> None:
+        """Needs nothing."""
+
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         raise JudgeRefused("HTTP 401: the key has expired")
 
@@ -437,7 +444,7 @@ def test_a_judge_that_stalls_costs_no_picture_and_no_finished_reward(
 ) -> None:
     """It stalls for six time-outs (12 minutes at the default 120 s) in the middle of a rollout."""
 
-    class Asks:
+    class Asks(Reward):
         def __init__(self, client: JudgeClient) -> None:
             self.client = client
 

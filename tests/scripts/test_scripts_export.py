@@ -14,6 +14,7 @@ import tiny_qwen
 import torch
 from safetensors.torch import load_file
 
+from rl.api.data import RowRules
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.data import shape_questions
 from rl.engines.transformers import TransformersEngine
@@ -61,8 +62,8 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 
 def samples() -> list[Sample]:
-    source = shape_questions.build(
-        shape_questions.Config(type="shape_questions", num_samples=8, seed=3), "error", 64
+    source = shape_questions.ShapeQuestions(
+        shape_questions.Config(type="shape_questions", num_samples=8, seed=3), RowRules()
     )
     return [source[i] for i in range(8)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rl.api.data import RowRules
 from rl.data import shape_prompts
 from rl.tiny_world import captions
 from rl.tiny_world.pixel_judge import parse_scene
@@ -12,9 +13,9 @@ from rl.tiny_world.scenes import COLOURS, SHAPES, draw
 
 def source(**more) -> shape_prompts.ShapePrompts:
     config = shape_prompts.Config.model_validate({"type": "shape_prompts", **more})
-    assert shape_prompts.check(config, "error", 8192) == []
-    assert shape_prompts.count(config) == config.num_samples
-    return shape_prompts.build(config, "error", 8192)
+    assert shape_prompts.ShapePrompts.problems(config, RowRules("error", 8192)) == []
+    assert shape_prompts.ShapePrompts.count(config) == config.num_samples
+    return shape_prompts.ShapePrompts(config, RowRules("error", 8192))
 
 
 def test_prompts_and_captions_mean_what_was_wished_for():
