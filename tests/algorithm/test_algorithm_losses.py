@@ -16,7 +16,7 @@ from rl.algorithm import losses
 from rl.algorithm.importance import effective_sample_share, importance_weights, mismatch
 from rl.algorithm.kl import kl_per_token
 from rl.algorithm.objective import objective
-from rl.api.loss import Denominators, LossInputs, LossTerms
+from rl.api.loss import Denominators, LossInputs, LossTerms, divisor
 from rl.config.schema import AlgorithmConfig
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
@@ -410,3 +410,30 @@ def test_shares_of_micro_batches_add_up(loss: str) -> None:
     width = parts[0][1].shape[1]
     assert torch.allclose(parts[0][1], gradient[:1, :width], rtol=1e-9)
     assert torch.allclose(parts[1][1], gradient[1:], rtol=1e-9)
+
+
+def a_strangers_grpo(x: LossInputs) -> LossTerms:
+    """As one would write it from the paper."""
+    ratio = (x.logprobs - x.old_logprobs).masked_fill(~x.mask, 0.0).exp()
+    bounded = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
+    terms = -torch.minimum(ratio * x.advantages, bounded * x.advantages)
+    weights = x.mask.float() / x.denominators.num_tokens
+    return LossTerms(terms, weights, ratio.detach(), terms > -ratio * x.advantages)
+
+
+@pytest.mark.parametrize("coeff", [0.0, 0.3])
+def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours_bit_for_bit(coeff: float) -> None:
+    ours = AlgorithmConfig(clip_low=LOW, clip_high=HIGH, kl_coeff=coeff)
+    path = f"{a_strangers_grpo.__module__}.a_strangers_grpo"
+    theirs = AlgorithmConfig(loss=path, clip_low=LOW, clip_high=HIGH, kl_coeff=coeff)
+    for seed in range(5):
+        case = make_case(seed)
+        (value, gradient), (other, other_gradient) = our_loss(case, ours), our_loss(case, theirs)
+        assert value == other and torch.equal(gradient, other_gradient)
+
+
+def test_which_count_a_loss_is_divided_by() -> None:
+    of = Denominators(num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10)
+    found = {name: divisor(losses.loss_named(name), of) for name in LOSSES}
+    assert found == {"grpo": 8, "dapo": 8, "cispo": 8, "gspo": 4, "dr_grpo": 6}
+    assert divisor(a_strangers_grpo, of) == 8
