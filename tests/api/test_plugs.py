@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_config
+from tiny_typing import typing_errors
 
 from rl.config.schema import load_config
 from rl.preflight import report
 
-REPO = Path(__file__).resolve().parents[2]
 HEAD = """
 from rl.api.data import DataSource, RowRules
 from rl.api.plug import PlugConfig
@@ -313,24 +312,8 @@ def test_mypy_checks_a_strangers_plug(tmp_path: Path) -> None:
         "        return self.config.scal\n"
     )
     file.write_text(HEAD + RIGHT)
-    assert mypy(tmp_path) == []
+    assert typing_errors([file], tmp_path) == []
     file.write_text(HEAD + RIGHT + wrong)
-    found = mypy(tmp_path)
+    found = typing_errors([file], tmp_path)
     assert 'Return type "Coroutine[Any, Any, str]" of "grade" incompatible' in found[0]
     assert '"MyConfig" has no attribute "scal"; maybe "scale"?' in found[-1]
-
-
-def mypy(folder: Path) -> list[str]:
-    """Errors in `stranger.py`, checked strictly as a stranger would, the repository on the path."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
-    command += ["--config-file", str(REPO / ".mypy.ini"), "--cache-dir", str(REPO / ".mypy_cache")]
-    done = subprocess.run(
-        [*command, str(folder / "stranger.py")],
-        cwd=REPO,
-        env={"MYPYPATH": str(REPO), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = (done.stdout + done.stderr).split("\n")
-    return [line for line in lines if ": error: " in line or "rror" in line]
