@@ -5,14 +5,12 @@ What: a finite `DataSource`. What not: the rows themselves. Named in a config by
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
-from tiny_world.data.synthetic import check as check
-from tiny_world.data.synthetic import count as count
 
 
 class Config(MadeConfig):
@@ -30,14 +28,7 @@ class ToySamples(MadeSource[Config]):
 
         return make_sample(index, Shape(**self.config.shape))
 
-
-def provides(config: Config) -> frozenset[str]:
-    """What samples carry, in the words of a reward's `NEEDS`."""
-    return frozenset({"source"})
-
-
-def build(
-    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
-) -> ToySamples:
-    """The rows as a `DataSource`."""
-    return ToySamples(config)
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """What samples carry, in the words of a reward's `needs`."""
+        return frozenset({"source"})

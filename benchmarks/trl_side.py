@@ -29,6 +29,7 @@ from benchmarks import toy
 from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
+from rl.api.reward import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.background import BackgroundLoop
@@ -82,7 +83,7 @@ class Peer:
 
     def _make_reward(self, api_base: str) -> Any:
         judge = JudgeClient(JudgeConfig(api_base=api_base, model="stub-judge"), api_base)
-        return viescore.build(viescore.Config(type="viescore"), judge, "cpu")
+        return viescore.VieScore(viescore.Config(type="viescore"), Resources(judge, "cpu"))
 
     def _make_trainer(self, model: Any, folder: Path, tuned: bool) -> Any:
         from datasets import Dataset

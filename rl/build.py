@@ -1,8 +1,8 @@
 """From a config to the plugs it names: find them, read their sections, make them.
 
-What: `resolve` (import the plug files and read their sections) and one `build_*` per room. What
-not: the rules across rooms (`preflight/compatibility.py`), within a section (`config/messages.py`)
-and within a plug (its own `Config`); the report (`preflight/report.py`). Nothing heavy is imported
+What: `resolve` (find the plugs and read their sections) and one `build_*` per room. What not: what
+a plug looks like (`api/find.py`), the rules across rooms (`preflight/compatibility.py`), within a
+section (`config/messages.py`) and within a plug (its own `Config`). Nothing heavy is imported
 before a `build_*` is called. Called by `preflight/report.py` before any process starts and by
 `train.py` on every rank.
 """
@@ -10,19 +10,22 @@ before a `build_*` is called. Called by `preflight/report.py` before any process
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rl.api.contracts import DataSource, Engine, Policy, Renderer, Reward
+from rl.api import find
+from rl.api.contracts import Engine, Policy, Renderer
+from rl.api.data import DataSource, RowRules
+from rl.api.reward import PART_NAME, UNUSABLE_NAME, Resources, Reward
 from rl.api.types import SamplingParams
 from rl.config.messages import validate
-from rl.config.schema import ConfigError, PlugSection, RunConfig
+from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.ranks.placement import Claim, claims_of
 
 if TYPE_CHECKING:
@@ -43,10 +46,11 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "activation_counts",
         "build",
     ),
-    "rewards": ("Config", "NEEDS", "NEEDS_JUDGE", "build"),
-    "data": ("Config", "provides", "check", "count", "build"),
+    "rewards": (),
+    "data": (),
 }
-"""What a plug file of each room exports."""
+"""What a plug file of each room exports; a reward or a data source is a class of the file, or named
+behind a dot."""
 
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that are the mixture's, not the plug's."""
@@ -54,11 +58,10 @@ WEIGHTS = ("weight", "coefficient")
 
 @dataclass(frozen=True)
 class Plug:
-    """One file of a room with its section of the config, read."""
+    """A plug with its section of the config, read."""
 
     key: str
     """Where the section stands in the config, e.g. 'rewards.viescore'."""
-    module: ModuleType
     config: Any
     """The plug's own `Config`."""
 
@@ -69,55 +72,85 @@ class Plug:
 
 
 @dataclass(frozen=True)
+class ModulePlug(Plug):
+    """A policy, engine or renderer: one file of its room."""
+
+    module: ModuleType
+
+
+@dataclass(frozen=True)
+class RewardPlug(Plug):
+    """A reward."""
+
+    reward: type[Reward]
+
+
+@dataclass(frozen=True)
+class DataPlug(Plug):
+    """A data source."""
+
+    source: type[DataSource]
+
+
+@dataclass(frozen=True)
 class Resolved:
     """A config whose every plug has been found."""
 
     config: RunConfig
-    policy: Plug
-    engine: Plug
-    renderer: Plug
-    rewards: Mapping[str, Plug]
-    train: Sequence[Plug]
+    policy: ModulePlug
+    engine: ModulePlug
+    renderer: ModulePlug
+    rewards: Mapping[str, RewardPlug]
+    train: Sequence[DataPlug]
     train_weights: Sequence[float]
     """Mixture weights of `train`, as given (not normalised)."""
     weights_per_row: bool
     """They were given as coefficients: each times its source's rows is the weight."""
-    validation: Sequence[Plug]
+    validation: Sequence[DataPlug]
 
     @property
     def needs_judge(self) -> bool:
         """Whether any reward asks the judge."""
-        return any(plug.module.NEEDS_JUDGE for plug in self.rewards.values())
+        return any(plug.reward.needs_judge for plug in self.rewards.values())
 
 
 def resolve(config: RunConfig) -> Resolved:
     """Find and read every plug. Raises ConfigError with all problems of all plugs."""
     problems: list[str] = []
 
-    def find(room: str, key: str, section: PlugSection) -> Any:
+    def plug_of(room: str, key: str, section: PlugSection) -> Any:
         plug, wrong = _find_plug(room, key, section)
         problems.extend(wrong)
         return plug
 
-    def find_data(name: str, sections: Sequence[PlugSection]) -> list[Any]:
+    def sources_of(name: str, sections: Sequence[PlugSection]) -> list[Any]:
         bare = [{k: v for k, v in section.items() if k not in WEIGHTS} for section in sections]
-        return [find("data", f"data.{name}.{i}", section) for i, section in enumerate(bare)]
+        return [plug_of("data", f"data.{name}.{i}", section) for i, section in enumerate(bare)]
 
+    if config.algorithm.loss not in SHIPPED_LOSSES:
+        found, wrong = find.import_plug(config.algorithm.loss)
+        wrong = wrong or find.loss_problems(found)
+        problems.extend(f"algorithm.loss: {problem}" for problem in wrong)
     weights, per_row, wrong = _weights(config)
     problems.extend(wrong)
+    problems.extend(
+        f"rewards.{name}: {UNUSABLE_NAME}"
+        for name in config.rewards
+        if not PART_NAME.fullmatch(name)
+    )
     resolved = Resolved(
         config=config,
-        policy=find("policies", "policy", config.policy),
-        engine=find("engines", "engine", config.engine),
-        renderer=find("renderers", "renderer", config.renderer),
+        policy=plug_of("policies", "policy", config.policy),
+        engine=plug_of("engines", "engine", config.engine),
+        renderer=plug_of("renderers", "renderer", config.renderer),
         rewards={
-            name: find("rewards", f"rewards.{name}", section)
+            name: plug_of("rewards", f"rewards.{name}", section)
             for name, section in config.rewards.items()
         },
-        train=find_data("train", config.data.train),
+        train=sources_of("train", config.data.train),
         train_weights=weights,
         weights_per_row=per_row,
-        validation=find_data("validation", config.data.validation),
+        validation=sources_of("validation", config.data.validation),
     )
     if problems:
         raise ConfigError(problems)
@@ -154,15 +187,11 @@ def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
 def _without_diagnostics(resolved: Resolved) -> RunConfig:
     """With no weights given, every reward that is not a mere diagnostic counts once."""
     config = resolved.config
-    counted = [n for n, plug in resolved.rewards.items() if not _is_diagnostic(plug)]
+    counted = [n for n, plug in resolved.rewards.items() if not plug.reward.diagnostic]
     if config.final_reward.weights or len(counted) == len(resolved.rewards):
         return config
     final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
     return config.model_copy(update={"final_reward": final})
-
-
-def _is_diagnostic(plug: Plug) -> bool:
-    return getattr(plug.module, "DIAGNOSTIC", False)
 
 
 def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, list[str]]:
@@ -171,27 +200,80 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, 
     known = plugs_of(room)
     if not isinstance(name, str) or not name:
         return None, [f"{key}.type: missing; name a file of rl/{room}: {', '.join(known)}"]
-    dotted = name if "." in name else module_of(room, name)
-    try:
-        module = importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        if not (error.name and (dotted == error.name or dotted.startswith(f"{error.name}."))):
-            return None, [f"{key}.type: {name!r} imports {error.name!r}, which is not installed"]
-        if "." in name:
-            return None, [
-                f"{key}.type: no module {error.name!r} among the installed ones or in {Path.cwd()}"
-            ]
+    if name not in known and not find.is_dotted_path(name):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         return None, [
             f"{key}.type: no plug {name!r} in rl/{room}; {hint} "
-            "(a module of your own: its dotted path, 'my_package.my_plug')"
+            "(one of your own: its dotted path, 'my_package.my_plug')"
         ]
-    missing = [export for export in ROOMS[room] if not hasattr(module, export)]
-    if missing:
-        return None, [f"{key}.type: {dotted} is no plug of rl/{room}: lacks {', '.join(missing)}"]
-    config, problems = validate(module.Config, section, at=key)
-    return (Plug(key, module, config) if config else None), problems
+    found, wrong = find.import_plug(module_of(room, name) if name in known else name)
+    if not wrong and room == "rewards":
+        found, wrong = find.reward_class(found)
+    elif not wrong and room == "data":
+        found, wrong = find.source_class(found)
+    elif not wrong:
+        missing = [export for export in ROOMS[room] if not hasattr(found, export)]
+        if missing:
+            wrong = [f"{name} is no plug of rl/{room}: lacks {', '.join(missing)}"]
+    if wrong:
+        return None, [f"{key}.type: {problem}" for problem in wrong]
+    config, problems = validate(found.Config, section, at=key)
+    if config is None:
+        return None, problems
+    if room == "rewards":
+        reward = RewardPlug(key, config, found)
+        return reward, _reward_answers(reward)
+    if room == "data":
+        source = DataPlug(key, config, found)
+        return source, _source_answers(source)
+    return ModulePlug(key, config, found), []
+
+
+def ask_plug(
+    plug: Plug, member: Callable[..., Any], expected: Callable[[Any], bool], words: str, *more: Any
+) -> tuple[Any, list[str]]:
+    """What a class method of a plug answers about its section: (answer, []), or (None, what is
+    wrong with it)."""
+    name = f"{plug.key}: {member.__qualname__}"
+    try:
+        answer = member(plug.config, *more)
+    except Exception as error:
+        return None, [f"{name} raises {find.described(error)}"]
+    if not expected(answer):
+        return None, [f"{name} returns {find.shown(answer)}; expected {words}"]
+    return answer, []
+
+
+def _reward_answers(plug: RewardPlug) -> list[str]:
+    least = 1 if plug.reward.needs_judge else 0
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and value >= least
+
+    def are_counts(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(type(n) in (int, float) for n in value.values())
+
+    counts = "a mapping of names to numbers"
+    reward = plug.reward
+    return [
+        *ask_plug(plug, reward.num_questions, is_count, f"a whole number >= {least}")[1],
+        *ask_plug(plug, reward.parameter_counts, are_counts, counts)[1],
+        *ask_plug(plug, reward.activation_counts, are_counts, counts)[1],
+    ]
+
+
+def _source_answers(plug: DataPlug) -> list[str]:
+    def is_count(value: Any) -> bool:
+        return value is None or (type(value) is int and value >= 0)
+
+    def are_names(value: Any) -> bool:
+        return isinstance(value, AbstractSet) and all(isinstance(name, str) for name in value)
+
+    return [
+        *ask_plug(plug, plug.source.provides, are_names, "a set of names, {'source'}")[1],
+        *ask_plug(plug, plug.source.count, is_count, "a whole number, or None")[1],
+    ]
 
 
 def plugs_of(room: str) -> list[str]:
@@ -287,7 +369,7 @@ def build_rewards(resolved: Resolved, judge: JudgeClient | None, dist: Dist) -> 
     rewards: dict[str, Reward] = {}
     for name, plug in resolved.rewards.items():
         with _readable(plug):
-            rewards[name] = plug.module.build(plug.config, judge, dist.device)
+            rewards[name] = plug.reward(plug.config, Resources(judge, dist.device))
     return rewards
 
 
@@ -298,7 +380,21 @@ def mixture_weights(resolved: Resolved, sources: Sequence[DataSource]) -> list[f
     return [w * len(s) for w, s in zip(resolved.train_weights, sources, strict=True)]
 
 
-def build_data(resolved: Resolved, plugs: Sequence[Plug]) -> list[DataSource]:
-    """The sources of one mixture (`resolved.train` or `resolved.validation`)."""
-    data = resolved.config.data
-    return [p.module.build(p.config, data.on_bad_row, data.max_image_side_px) for p in plugs]
+def row_rules(config: RunConfig) -> RowRules:
+    """What the run asks of every source's rows."""
+    return RowRules(config.data.on_bad_row, config.data.max_image_side_px)
+
+
+def build_data(resolved: Resolved, plugs: Sequence[DataPlug]) -> list[DataSource]:
+    """The sources of one mixture (`resolved.train` or `resolved.validation`).
+
+    Raises ValueError for a source that does not say how many rows it has and has left out.
+    """
+    sources = []
+    for plug in plugs:
+        source = plug.source(plug.config, row_rules(resolved.config))
+        for words, value in (("len()", len(source)), ("num_skipped", source.num_skipped)):
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{plug.key}: {words} is {find.shown(value)}; expected an int")
+        sources.append(source)
+    return sources

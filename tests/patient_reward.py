@@ -5,27 +5,29 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from rl.api.plug import PlugConfig
+from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import Section
 from tests.brightness_reward import Brightness
 
-NEEDS = frozenset({"image"})
-NEEDS_JUDGE = False
 PATIENCE_S = 20.0
 
 
-class Config(Section):
+class Config(PlugConfig):
     """What to wait for."""
 
-    type: str
-    """'tests.patient_reward'."""
     wait_for: str
     """A file; without it there is no grade."""
 
 
-class Patient(Brightness):
-    def __init__(self, wait_for: Path) -> None:
-        self._wait_for = wait_for
+class Patient(Reward[Config]):
+    needs = frozenset({"image"})
+    runs_model = True  # it waits for somebody
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self._wait_for = Path(config.wait_for)
+        self._brightness = Brightness(PlugConfig(), resources)
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         waited_s = 0.0
@@ -34,8 +36,4 @@ class Patient(Brightness):
                 return RewardOutput(None, failure="timeout: nobody went on")
             await asyncio.sleep(0.02)
             waited_s += 0.02
-        return await super().grade(reward_input)
-
-
-def build(config: Config, judge: object, device: object) -> Patient:
-    return Patient(Path(config.wait_for))
+        return await self._brightness.grade(reward_input)

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import textwrap
 from pathlib import Path
 
+import _jsonnet
+import pytest
+import tiny_config
+from PIL import Image
+from tiny_typing import typing_errors
+
+from rl import build
+from rl.api.reward import Resources
+from rl.api.types import RewardInput, Sample
+from rl.config.schema import load_config
+from rl.preflight import report
 from rl.run.metric_table import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -21,3 +34,47 @@ def test_every_file_it_names_exists() -> None:
     )
     assert len(named) >= 8
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+
+
+def printed(heading: str) -> list[str]:
+    """The code blocks of a section, as they stand."""
+    section = README.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", section, flags=re.M)
+    return [textwrap.dedent(block).strip() + "\n" for block in blocks if block.strip()]
+
+
+def test_the_plugs_of_write_a_plug_work_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *plugs, section = printed("Write a plug")
+    (tmp_path / "my_plugs").mkdir()
+    for code in plugs:
+        (tmp_path / code.split("\n")[0].removeprefix("# ")).write_text(code)
+    assert len(plugs) == 4
+    assert typing_errors(sorted((tmp_path / "my_plugs").glob("*.py")), tmp_path) == []
+    (tmp_path / "wishes.txt").write_text("a red cat\n\na blue dog\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    values = json.loads(_jsonnet.evaluate_snippet("README", f"{{ {section} }}"))
+    values["data"]["train"][0]["path"] = str(tmp_path / "wishes.txt")
+    sd3 = {
+        "policy": {"type": "qwen2_5_vl", "model_path": "Qwen/Qwen2.5-VL-7B-Instruct"},
+        "renderer": {"type": "sd3"},
+    }
+    config = load_config(
+        tiny_config.write(tmp_path, tiny_config.real(tmp_path, **sd3, **values)),
+    )
+    assert report.problems(config) == []
+
+    resolved = build.resolve(config)
+    [source] = build.build_data(resolved, resolved.train)
+    assert (len(source), source.num_skipped) == (2, 2)
+    assert source[1].instruction == "a blue dog"
+    bright, colours = (
+        plug.reward(plug.config, Resources(None, "cpu")) for plug in resolved.rewards.values()
+    )
+    grey = Image.new("RGB", (4, 4), (51, 51, 51))
+    gradient = Image.linear_gradient("L")
+    inputs = [RewardInput(Sample("a", "b"), "c", image) for image in (grey, gradient)]
+    assert bright.grade(inputs[0]) == pytest.approx(0.2)
+    plain, rich = colours.score_group(inputs)
+    assert rich.value == 1.0 and plain.value == pytest.approx(plain.parts["share"] ** 0.5)

@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image
 
+from rl.api.judge import Question
 from rl.config.schema import JudgeConfig
-from rl.judge.question import Question
 from rl.judge.reply import read_scores, scores_schema
 from tiny_world.judge_server import JudgeHandler, JudgeServer
 

@@ -8,9 +8,17 @@ from typing import Any
 
 from tiny_faulty_judge import MODEL, quick_config
 
+from rl.api.find import plugs_in
+from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient
 from tiny_world.judge_server import JudgeServer
+
+
+def make(plug: ModuleType, config: Any, judge: Any = None) -> Any:
+    """The one reward of a module."""
+    [reward] = plugs_in(plug, Reward)
+    return reward(config, Resources(judge, "cpu"))
 
 
 def ask(
@@ -24,7 +32,7 @@ def ask(
 
     async def run() -> RewardOutput:
         asker = JudgeClient(quick_config(**{"max_attempts": 2, **client}), judge.api_base)
-        grade: RewardOutput = await plug.build(plug.Config(**config or {}), asker, "cpu").grade(
+        grade: RewardOutput = await make(plug, plug.Config(**config or {}), asker).grade(
             reward_input
         )
         await asker.aclose()
@@ -39,6 +47,6 @@ def read(
 ) -> RewardOutput:
     """The grade of a completion by a reward that asks nobody."""
     sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
-    reward = plug.build(plug.Config(**config), None, "cpu")
+    reward = make(plug, plug.Config(**config))
     grade: RewardOutput = asyncio.run(reward.grade(RewardInput(sample, text, None)))
     return grade

@@ -14,13 +14,8 @@ import torch
 
 from rl.algorithm.importance import importance_weights
 from rl.algorithm.kl import kl_per_token
-from rl.algorithm.losses import (
-    Denominators,
-    PolicyTerms,
-    advantages_with_kl,
-    policy_terms,
-    token_weights,
-)
+from rl.algorithm.losses import advantages_with_kl, loss_named
+from rl.api.loss import Denominators, LossInputs, LossTerms
 from rl.config.schema import AlgorithmConfig
 
 
@@ -32,7 +27,7 @@ class Objective:
     """Scalar, with gradient."""
     kl_loss: torch.Tensor
     """Scalar, kl_coeff included; 0 without a reference or with the KL in the reward."""
-    policy: PolicyTerms
+    policy: LossTerms
     importance: torch.Tensor
     """[B, C] float32, the truncated weights that were used."""
 
@@ -64,25 +59,31 @@ def objective(
         denominators: of the whole step, over all ranks.
     """
     advantages = advantages.expand_as(logprobs)
-    kl_loss = logprobs.new_zeros(())
-    weights = token_weights(config.loss, mask, denominators)
+    kl = None
     if reference_logprobs is not None and config.kl_placement == "reward":
-        kl = kl_per_token(old_logprobs, reference_logprobs, config.kl_estimator)
-        advantages = advantages_with_kl(advantages, kl, config.kl_coeff)
+        old_kl = kl_per_token(old_logprobs, reference_logprobs, config.kl_estimator)
+        advantages = advantages_with_kl(advantages, old_kl, config.kl_coeff)
     elif reference_logprobs is not None:
         kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator)
-        kl_loss = config.kl_coeff * (weights * kl).sum()
     importance = importance_weights(
         old_logprobs, sampler_logprobs, mask, config.importance_correction, config.importance_cap
     )
-    policy = policy_terms(
-        config.loss,
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        config.clip_low,
-        config.clip_high,
+    policy = loss_named(config.loss)(
+        LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
+            sampler_logprobs=sampler_logprobs,
+            advantages=advantages,
+            mask=mask,
+            denominators=denominators,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+        )
     )
-    policy_loss = (weights * importance * policy.terms).sum()
+    if not isinstance(policy, LossTerms):
+        raise TypeError(f"algorithm.loss: {config.loss} returns {policy!r}, no LossTerms")
+    kl_loss = logprobs.new_zeros(())
+    if kl is not None:
+        kl_loss = config.kl_coeff * (policy.weights * kl).sum()
+    policy_loss = (policy.weights * importance * policy.terms).sum()
     return Objective(policy_loss, kl_loss, policy, importance)

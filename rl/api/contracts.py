@@ -1,7 +1,8 @@
-"""The verbs each plug room promises: one protocol per room.
+"""The verbs that policies, engines and renderers promise: one protocol per room.
 
-What: `Policy`, `Engine`, `Renderer`, `Reward`, `DataSource`. What not: the nouns they speak
-(`types.py`), or what a plug FILE exports (`build.ROOMS`). Nothing heavy is imported here.
+What: `Policy`, `Engine`, `Renderer`. What not: the nouns they speak (`types.py`), what a plug FILE
+of theirs exports (`build.ROOMS`), the rooms whose plugs are classes or functions (`reward.py`,
+`data.py`, `loss.py`). Nothing heavy is imported here.
 
 Axes in names: as in `types.py`.
 """
@@ -19,8 +20,6 @@ from rl.api.types import (
     Prompt,
     RenderFailure,
     RenderJob,
-    RewardInput,
-    RewardOutput,
     Row,
     Sample,
     SamplingParams,
@@ -135,22 +134,3 @@ class Renderer(Protocol):
         """Yield `(number of the job, picture)` as each is ready: judging can start at once. Jobs
         are taken as they are needed, since taking one may mean conditioning its group first."""
         ...
-
-
-class Reward(Protocol):
-    """A plug of `rl/rewards`. Its module states `NEEDS: frozenset[str]` out of
-    {'source', 'image', 'target', 'text'} or names of keys in `Sample.hidden`, and `NEEDS_JUDGE`;
-    `DIAGNOSTIC = True` keeps it out of the final reward unless `final_reward.weights` names it."""
-
-    async def grade(self, evidence: RewardInput) -> RewardOutput: ...
-
-
-class DataSource(Protocol):
-    """A plug of `rl/data`: a finite, indexable list of samples."""
-
-    num_skipped: int
-    """Rows left out at the start because they cannot be used."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...

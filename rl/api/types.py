@@ -193,6 +193,8 @@ class RewardOutput:
     """Cause for a None value, a short stable word first (`timeout: ...`), for counting."""
     seconds: float = 0.0
     """Wall time from request to verdict, s."""
+    traceback: str = ""
+    """Of what the reward raised; the rollout writes it, no reward does."""
 
 
 @dataclass(frozen=True, eq=False)

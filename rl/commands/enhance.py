@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.api.data import RowRules
 from rl.config.messages import validate
 from rl.data import prompts as prompt_files
 from rl.data.shared.jsonl import numbered_lines
@@ -92,7 +93,7 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None
     config, problems = validate(prompt_files.Config, section)
     if config is None:
         raise ValueError("\n".join(problems))
-    rows = prompt_files.build(config, "error", MAX_PICTURE_SIDE_PX)
+    rows = prompt_files.Prompts(config, RowRules("error", MAX_PICTURE_SIDE_PX))
     samples = [rows[index] for index in range(len(rows))]
     return [sample.instruction for sample in samples], [sample.source for sample in samples]
 

@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from rl.api.data import RowRules
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.shared.rows import BadRowError
 
@@ -100,7 +101,7 @@ def verify(file: Path) -> list[str]:
     """Print how many edits a list names; say what is wrong with it, by reading its first one."""
     config = emu3_tokens.Config(type="emu3_tokens", path=str(file))
     try:
-        rows = emu3_tokens.build(config, "error", 0)
+        rows = emu3_tokens.TokenisedEdits(config, RowRules("error", 0))
         codes = rows[0].source_codes
     except BadRowError as error:
         return [str(error)]

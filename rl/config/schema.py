@@ -21,6 +21,9 @@ from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
 from rl.config.shipped import find_config, located, shipped_configs
 
+SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
+"""Functions of `rl.algorithm.losses`, which `algorithm.loss` names."""
+
 PlugSection = dict[str, Any]
 """`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
 
@@ -57,8 +60,9 @@ class AlgorithmConfig(Section):
     """Divisor of the centred rewards (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std)."""
     advantage_eps: Annotated[float, Field(ge=0)] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
-    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
-    """grpo: clipped, mean over the global batch's tokens; dapo: the same with clip_high > clip_low;
+    loss: str = "grpo"
+    """A shipped one, or the dotted path of a function of your own, `my_package.my_loss` (README).
+    grpo: clipped, mean over the global batch's tokens; dapo: the same with clip_high > clip_low;
     dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo: sequence-level ratio;
     cispo: clipped, detached importance weight times log-prob."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -84,6 +88,18 @@ class AlgorithmConfig(Section):
     """Reward of an episode whose completion cannot be used."""
     shuffle_rewards: bool = False
     """Control arm: rewards permuted over the whole batch; such a run must not learn."""
+
+    @field_validator("loss")
+    @classmethod
+    def _is_a_loss(cls, name: str) -> str:
+        is_path = "." in name and all(word.isidentifier() for word in name.split("."))
+        if name not in SHIPPED_LOSSES and not is_path:
+            shipped = " or ".join(map(repr, SHIPPED_LOSSES))
+            raise ValueError(
+                f"{name!r} given, must be {shipped}, or the dotted path of a function of your own, "
+                "'my_package.my_loss'"
+            )
+        return name
 
 
 class OptimizerConfig(Section):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl.api.data import RowRules
 from rl.config.schema import Section
 from rl.data.shared.jsonl import count_lines, read_jsonl, row_problems
-from rl.data.shared.rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows
+from rl.data.shared.rows import BadRowError, Columns, PictureCheck, Rows, RowsSource
 
 
 class Config(Section):
@@ -31,30 +32,33 @@ class Config(Section):
     0.3 ms each; pixels: decoded, about 50 ms per megapixel, which alone finds truncated files."""
 
 
-def provides(config: Config) -> frozenset[str]:
-    """What this config's samples carry, in the words of a reward's `NEEDS`."""
-    return config.columns.provides()
+class EditJsonl(RowsSource[Config]):
+    """One file as samples."""
 
+    def __init__(self, config: Config, rules: RowRules) -> None:
+        """Raises BadRowError (a ValueError) naming file and rows."""
+        rows, unreadable = read(config, rules.max_image_side_px)
+        rows.keep_good(rules.on_bad_row, config.picture_check, unreadable)
+        super().__init__(rows)
 
-def count(config: Config) -> int | None:
-    """Rows in the file, bad ones included; None when there is no file or nothing in it."""
-    return count_lines(Path(config.path))
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """What this config's samples carry, in the words of a reward's `needs`."""
+        return config.columns.provides()
 
+    @classmethod
+    def count(cls, config: Config) -> int | None:
+        """Rows in the file, bad ones included; None when there is no file or nothing in it."""
+        return count_lines(Path(config.path))
 
-def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
-    """Everything that is wrong with the file, without opening a picture."""
-    try:
-        rows, unreadable = read(config, max_image_side_px)
-    except BadRowError as error:
-        return [str(error)]
-    return row_problems(rows, unreadable, on_bad_row, config.path)
-
-
-def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
-    """The file as a `DataSource`. Raises BadRowError (a ValueError) naming file and rows."""
-    rows, unreadable = read(config, max_image_side_px)
-    rows.keep_good(on_bad_row, config.picture_check, unreadable)
-    return rows
+    @classmethod
+    def problems(cls, config: Config, rules: RowRules) -> list[str]:
+        """Everything that is wrong with the file, without opening a picture."""
+        try:
+            rows, unreadable = read(config, rules.max_image_side_px)
+        except BadRowError as error:
+            return [str(error)]
+        return row_problems(rows, unreadable, rules.on_bad_row, config.path)
 
 
 def read(config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:

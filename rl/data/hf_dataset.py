@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.api.data import RowRules
 from rl.config.schema import Section
-from rl.data.shared.rows import BadRowError, Columns, OnBadRow, PictureCheck, Rows, pick
+from rl.data.shared.rows import BadRowError, Columns, PictureCheck, Rows, RowsSource, pick
 from rl.ranks.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
@@ -53,50 +54,53 @@ class Config(Section):
     truncated files."""
 
 
-def provides(config: Config) -> frozenset[str]:
-    """What this config's samples carry, in the words of a reward's `NEEDS`."""
-    return config.columns.provides()
+class HfDataset(RowsSource[Config]):
+    """One split as samples."""
 
+    def __init__(self, config: Config, rules: RowRules) -> None:
+        """Raises BadRowError (a ValueError) naming data set and rows."""
+        rows = read(config, rules.max_image_side_px)
+        rows.keep_good(rules.on_bad_row, config.picture_check)
+        super().__init__(rows)
 
-def count(config: Config) -> int | None:
-    """Rows of a parquet file, bad ones included; None when only opening the data set would tell."""
-    path = Path(config.path)
-    if path.suffix != ".parquet" or not path.is_file() or config.where or "[" in config.split:
-        return None
-    from pyarrow import ArrowInvalid, parquet
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """What this config's samples carry, in the words of a reward's `needs`."""
+        return config.columns.provides()
 
-    try:
-        num_rows: int = parquet.read_metadata(path).num_rows
-    except (ArrowInvalid, OSError):
-        return None
-    return num_rows
+    @classmethod
+    def count(cls, config: Config) -> int | None:
+        """Rows of a parquet file, bad ones included; None when only opening the set would tell."""
+        path = Path(config.path)
+        if path.suffix != ".parquet" or not path.is_file() or config.where or "[" in config.split:
+            return None
+        from pyarrow import ArrowInvalid, parquet
 
+        try:
+            num_rows: int = parquet.read_metadata(path).num_rows
+        except (ArrowInvalid, OSError):
+            return None
+        return num_rows
 
-def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
-    """What can be seen without `datasets`: is it there, and has a parquet file the columns."""
-    path = Path(config.path)
-    if not path.exists():
-        may_be_hub_id = config.path.count("/") == 1 and path.suffix not in _BUILDERS
-        return [] if may_be_hub_id and config.path[0] not in "./~" else [_nowhere(config)]
-    try:
-        if path.is_file():
-            _builder(path)
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
+    @classmethod
+    def problems(cls, config: Config, rules: RowRules) -> list[str]:
+        """What can be seen without `datasets`: is it there, and has a parquet file the columns."""
+        path = Path(config.path)
+        if not path.exists():
+            may_be_hub_id = config.path.count("/") == 1 and path.suffix not in _BUILDERS
+            return [] if may_be_hub_id and config.path[0] not in "./~" else [_nowhere(config)]
+        try:
+            if path.is_file():
+                _builder(path)
+            if path.suffix == ".parquet":
+                import pyarrow.parquet
 
-            _require_columns(config, pyarrow.parquet.read_schema(path).names)
-    except (BadRowError, OSError) as error:
-        return [str(error)]
-    except ValueError as error:  # pyarrow's complaint about a file that is no parquet
-        return [f"{path}: {error}"]
-    return []
-
-
-def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
-    """The split as a `DataSource`. Raises BadRowError (a ValueError) naming data set and rows."""
-    rows = read(config, max_image_side_px)
-    rows.keep_good(on_bad_row, config.picture_check)
-    return rows
+                _require_columns(config, pyarrow.parquet.read_schema(path).names)
+        except (BadRowError, OSError) as error:
+            return [str(error)]
+        except ValueError as error:  # pyarrow's complaint about a file that is no parquet
+            return [f"{path}: {error}"]
+        return []
 
 
 def read(config: Config, max_image_side_px: int) -> Rows:

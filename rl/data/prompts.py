@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from rl.api.data import RowRules
 from rl.config.schema import Section
 from rl.data.shared.jsonl import read_jsonl, read_lines, row_problems
-from rl.data.shared.rows import BadRowError, Columns, OnBadRow, Rows
+from rl.data.shared.rows import BadRowError, Columns, Rows, RowsSource
 
 BUILT_IN = Path(__file__).parent / "prompts"
 """One JSONL file per split, categories in turn, so that any beginning of one is balanced."""
@@ -56,33 +57,36 @@ class Config(Section):
         return self
 
 
-def provides(config: Config) -> frozenset[str]:
-    """Nothing that every sample has beyond its prompt."""
-    return frozenset()
+class Prompts(RowsSource[Config]):
+    """The prompts as samples."""
 
+    def __init__(self, config: Config, rules: RowRules) -> None:
+        """Raises BadRowError (a ValueError) naming file and rows."""
+        rows, unreadable = _read(config, rules.max_image_side_px)
+        rows.keep_good(rules.on_bad_row, "header", unreadable)
+        super().__init__(rows)
 
-def count(config: Config) -> int | None:
-    """Prompts, bad rows included; None when there is no file or nothing in it."""
-    try:
-        return sum(len(read_lines(file)) for file in _files(config))
-    except BadRowError:
-        return None
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """Nothing that every sample has beyond its prompt."""
+        return frozenset()
 
+    @classmethod
+    def count(cls, config: Config) -> int | None:
+        """Prompts, bad rows included; None when there is no file or nothing in it."""
+        try:
+            return sum(len(read_lines(file)) for file in _files(config))
+        except BadRowError:
+            return None
 
-def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
-    """Everything that is wrong with the file, without opening a picture."""
-    try:
-        rows, unreadable = _read(config, max_image_side_px)
-    except BadRowError as error:
-        return [str(error)]
-    return row_problems(rows, unreadable, on_bad_row, config.path)
-
-
-def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> Rows:
-    """The prompts as a `DataSource`. Raises BadRowError (a ValueError) naming file and rows."""
-    rows, unreadable = _read(config, max_image_side_px)
-    rows.keep_good(on_bad_row, "header", unreadable)
-    return rows
+    @classmethod
+    def problems(cls, config: Config, rules: RowRules) -> list[str]:
+        """Everything that is wrong with the file, without opening a picture."""
+        try:
+            rows, unreadable = _read(config, rules.max_image_side_px)
+        except BadRowError as error:
+            return [str(error)]
+        return row_problems(rows, unreadable, rules.on_bad_row, config.path)
 
 
 def _files(config: Config) -> list[Path]:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
+from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
 from rl.judge.endpoint import auth_header, remedy_for
 from rl.judge.http import (
@@ -32,7 +33,7 @@ from rl.judge.http import (
     RequestTrouble,
 )
 from rl.judge.journal import ReplyJournal
-from rl.judge.question import PartEncoder, Question
+from rl.judge.question import PartEncoder
 from rl.judge.reply import UnreadableReplyError, chat_content, served_models
 from rl.judge.retry import Breaker, OutageError, backoff_s, retry_after_s
 from rl.record.scrub import scrub
@@ -63,22 +64,6 @@ class JudgeRefused(JudgeError):  # noqa: N818 (reads as what happened)
 
 class JudgeUnreachableError(JudgeError):
     """Nothing answers there."""
-
-
-@dataclass(frozen=True)
-class Answer(Generic[T]):
-    """How one question ended."""
-
-    value: T | None
-    """The parsed reply; None exactly when `failure` is set."""
-    replies: tuple[str, ...]
-    """Every raw reply, unreadable ones included, in order; cut where it is too long to be read."""
-    failure: str | None
-    """A stable word first: timeout, transport, http_<status>, unreadable, refused, outage."""
-    attempts: int
-    """Requests sent for it; 0 when the journal had it all."""
-    seconds: float
-    """From the call to the answer, queueing included, s."""
 
 
 @dataclass

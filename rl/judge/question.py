@@ -1,7 +1,7 @@
 """What a judge is asked: texts and pictures in order, and the prompt files they come from.
 
-What: `Question`, its parts as JSON, prompt files. What not: HTTP (`client.py`) and the
-reading of replies (`reply.py`). Called by the rewards that ask a judge, and by the judge
+What: a `Question`'s parts as JSON, prompt files. What not: HTTP (`client.py`) and the reading of
+replies (`reply.py`). Called by the rewards that ask a judge, and by the judge
 client.
 """
 
@@ -11,10 +11,7 @@ import asyncio
 import base64
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -24,19 +21,6 @@ INSTRUCTION = "{instruction}"
 """The one placeholder of a prompt file."""
 
 CACHED_PICTURES = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """One user message."""
-
-    parts: tuple[str | Image.Image, ...]
-    """In the order the judge sees them. What a whole group shares comes first (the source picture,
-    then the rubric), so that the judge's prefix cache serves the group."""
-    reply_schema: Mapping[str, Any]
-    """JSON schema of the reply, sent when `judge.guided_json` says so."""
-    temperature: float | None = None
-    """Judge sampling temperature; None: `judge.temperature`."""
 
 
 def read_prompt(path: Path, key: str, needs_instruction: bool) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl.algorithm.learning_rate import learning_rate
-from rl.algorithm.losses import Denominators
+from rl.api.loss import Denominators
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters

@@ -1,6 +1,6 @@
 """Lists of a micro-batch's rows -> padded tensors for the loss.
 
-What: `LossInputs`, what the loss needs beside log-probs. What not: the loss (`algorithm/`). Called
+What: `RowTensors`, what the loss needs beside log-probs. What not: the loss (`algorithm/`). Called
 by `train_step.py`.
 
 Axes: `_B` rows of a micro-batch, `_C` completion tokens, right-padded.
@@ -17,7 +17,7 @@ from rl.api.types import Row, TrainSequence
 
 
 @dataclass(frozen=True, eq=False)
-class LossInputs:
+class RowTensors:
     """What the loss needs of a micro-batch's rows beside log-probs, on the policy's device."""
 
     mask: torch.Tensor
@@ -30,12 +30,12 @@ class LossInputs:
 
 def loss_inputs(
     rows: Sequence[Row], sequences_B: Sequence[TrainSequence | None], device: str
-) -> LossInputs:
+) -> RowTensors:
     """Padded to the longest completion; a row without a sequence carries no loss."""
     silent_B = [(0.0,) * len(ids) for _, ids in rows]
     pairs = list(zip(sequences_B, silent_B, strict=True))
     masks = [s.loss_mask if s else (False,) * len(silent) for s, silent in pairs]
-    return LossInputs(
+    return RowTensors(
         mask=pad(masks, torch.bool, device),
         advantages=pad([[s.advantage if s else 0.0] for s in sequences_B], torch.float32, device),
         sampler_logprobs=pad(

@@ -28,7 +28,7 @@ from rl.algorithm.metrics import Metrics
 from rl.algorithm.objective import Objective
 
 if TYPE_CHECKING:
-    from rl.learner.loss_inputs import LossInputs
+    from rl.learner.loss_inputs import RowTensors
     from rl.ranks.dist import Dist
 
 
@@ -55,7 +55,7 @@ class LearnerMetrics:
 
     def measure(
         self,
-        inputs: LossInputs,
+        inputs: RowTensors,
         loss: Objective,
         logprobs: torch.Tensor,
         old: torch.Tensor,
@@ -90,7 +90,7 @@ class LearnerMetrics:
         self.metrics.total("tokens/trained", ratio.numel())
 
     def _mismatch(
-        self, inputs: LossInputs, old: torch.Tensor, importance: torch.Tensor, cap: float
+        self, inputs: RowTensors, old: torch.Tensor, importance: torch.Tensor, cap: float
     ) -> None:
         sums = mismatch(old, inputs.sampler_logprobs, inputs.mask)
         self.num_tokens += sums.num_tokens

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl.algorithm.losses import Denominators, divisor
+from rl.algorithm.losses import loss_named
 from rl.algorithm.metrics import Metrics
 from rl.algorithm.objective import objective
+from rl.api.loss import Denominators, divisor
 from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import RunConfig
 from rl.learner.backends import Backend
@@ -196,7 +197,7 @@ class TrainStep:
                 if micro_batch in needed:
                     self._backward(minibatch, micro_batch)
                 self._kept.pop(micro_batch, None)
-            loss = self.config.algorithm.loss
+            loss = loss_named(self.config.algorithm.loss)
             self._optimizer_step(divisor(loss, minibatch.planned) / divisor(loss, actual))
         self._kept.clear()
         return self._learner_metrics.report(self.learning_rate, self.dist)

@@ -8,18 +8,19 @@ a section (`config/messages.py`) and within a plug (its own `Config`), memory
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from rl.build import claims
+from rl.build import ask_plug, claims, row_rules
 from rl.config.schema import RunConfig
 from rl.judge.endpoint import auth_header, resolve_api_base
 from rl.judge.server import start_problems
 from rl.ranks import placement
 
 if TYPE_CHECKING:
-    from rl.build import Resolved
+    from rl.build import Plug, Resolved
 
 RANKS_OF_A_NODE = 8
 """More ranks than this are taken to be on several machines."""
@@ -52,7 +53,7 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
         )
     sources = [*resolved.train, *resolved.validation]
     for need in sorted(policy.module.NEEDS):
-        lacking = [s.key for s in sources if need not in s.module.provides(s.config)]
+        lacking = [s.key for s in sources if need not in s.source.provides(s.config)]
         if lacking:
             yield (
                 f"policy.type: {policy.name} reads each sample's {need!r}, which "
@@ -77,7 +78,7 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
         yield "rewards: empty; give at least one, e.g. { viescore: { type: 'viescore' } }"
     sources = [*resolved.train, *resolved.validation]
     for plug in resolved.rewards.values():
-        for need in sorted(plug.module.NEEDS):
+        for need in sorted(plug.reward.needs):
             if need == "text":
                 continue
             if need == "image":
@@ -86,15 +87,18 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
                     yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
                 continue
             named = need if need in ("source", "target", "reference") else f"hidden:{need}"
-            lacking = [s.key for s in sources if named not in s.module.provides(s.config)]
+            lacking = [s.key for s in sources if named not in s.source.provides(s.config)]
             if lacking:
                 yield (
                     f"{plug.key}: needs each sample's {need!r}, which {', '.join(lacking)} does "
                     "not provide; map a column to it"
                 )
+        problems, wrong = _told(plug, plug.reward.problems, resolved.config)
+        yield from (f"{plug.key}.{problem}" for problem in problems)
+        yield from wrong
     known = set(resolved.rewards)
     for name, plug in resolved.rewards.items():
-        known |= {f"{name}/{part}" for part in getattr(plug.module, "UNIT_PARTS", ())}
+        known |= {f"{name}/{part}" for part in plug.reward.unit_parts}
     for name, weight in resolved.config.final_reward.weights.items():
         if name not in known:
             yield f"final_reward.weights.{name}: no such reward; known: {', '.join(sorted(known))}"
@@ -103,9 +107,7 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
     weights = resolved.config.final_reward.weights
     if weights and not any(weights.values()):
         yield "final_reward.weights: all zero; give at least one reward a weight > 0"
-    diagnostic = all(
-        getattr(plug.module, "DIAGNOSTIC", False) for plug in resolved.rewards.values()
-    )
+    diagnostic = all(plug.reward.diagnostic for plug in resolved.rewards.values())
     if resolved.rewards and diagnostic and not weights:
         yield (
             "rewards: only diagnostics, which do not count by themselves; name one in "
@@ -208,7 +210,6 @@ def _batch_problems(config: RunConfig) -> Iterable[str]:
 
 
 def _data_problems(resolved: Resolved) -> Iterable[str]:
-    data = resolved.config.data
     if not resolved.train:
         yield "data.train: empty; give at least one source (EARL's fields: train_paths_file)"
     if resolved.config.evaluation.every_n_iterations and not resolved.validation:
@@ -219,10 +220,28 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
     template = resolved.renderer.module.prompt_template(resolved.renderer.config)
     needs_picture = template is not None and "{image}" in template.text
     for plug in [*resolved.train, *resolved.validation]:
-        found = plug.module.check(plug.config, data.on_bad_row, data.max_image_side_px)
-        yield from (f"{plug.key}: {problem}" for problem in found)
-        if needs_picture and "source" not in plug.module.provides(plug.config):
+        problems, wrong = _told(plug, plug.source.problems, row_rules(resolved.config))
+        yield from (f"{plug.key}: {problem}" for problem in problems)
+        yield from wrong
+        if needs_picture and "source" not in plug.source.provides(plug.config):
             yield (
                 f"{plug.key}: renderer {resolved.renderer.name} edits a picture, and these samples "
                 "have no source; map a column to it"
             )
+
+
+def _told(
+    plug: Plug, member: Callable[..., Iterable[str]], rest: object
+) -> tuple[list[str], list[str]]:
+    """(what a plug's own `problems` names, what is wrong with that method)."""
+
+    @functools.wraps(member)
+    def at_once(config: object, rest: object) -> Iterable[str]:
+        told = member(config, rest)
+        return told if isinstance(told, str) else list(told)
+
+    def are_sentences(found: object) -> bool:
+        return isinstance(found, list) and all(isinstance(problem, str) for problem in found)
+
+    told, wrong = ask_plug(plug, at_once, are_sentences, "a list of sentences", rest)
+    return told or [], wrong

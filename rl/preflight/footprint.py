@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.build import Plug, Resolved
+from rl.build import ModulePlug, Resolved, RewardPlug
 from rl.files.weights import num_parameters
 from rl.preflight import memory_plan
 from rl.preflight.engine_memory import Sampler
@@ -42,7 +42,8 @@ def unknowns(resolved: Resolved) -> list[str]:
     samples_itself = getattr(engine.module, "SAMPLES_WITH_TRAINER", False)
     if not (samples_itself or hasattr(engine.config, "gpu_memory_utilization")):
         found.append(f"engine: {engine.name} does not say what it takes")
-    for plug in (resolved.renderer, *resolved.rewards.values()):
+    with_models: list[ModulePlug | RewardPlug] = [resolved.renderer, *resolved.rewards.values()]
+    for plug in with_models:
         runs_a_model = getattr(plug.config, "device", "cpu") != "cpu"
         if runs_a_model and not sum(_counts(plug, "parameter_counts").values()):
             of = f" of {where!r}" if (where := origin(plug.config)) else ""
@@ -123,8 +124,8 @@ def sizes(resolved: Resolved) -> Sizes | None:
         sampler=_sampler(resolved, model, prompt + completion),
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
         frozen=[
-            _frozen(plug, policy_device(resolved))
-            for plug in (resolved.renderer, *resolved.rewards.values())
+            _frozen(resolved.renderer, policy_device(resolved)),
+            *(_frozen(plug, policy_device(resolved)) for plug in resolved.rewards.values()),
         ],
     )
 
@@ -169,7 +170,7 @@ def _sampler(resolved: Resolved, model: LanguageModel, longest: int) -> Sampler 
     )
 
 
-def _frozen(plug: Plug, own_device: str) -> FrozenModel:
+def _frozen(plug: ModulePlug | RewardPlug, own_device: str) -> FrozenModel:
     """A plug that runs a model of its own says how large it is; one that runs none says nothing."""
     device = getattr(plug.config, "device", "auto")
     return FrozenModel(
@@ -181,8 +182,9 @@ def _frozen(plug: Plug, own_device: str) -> FrozenModel:
     )
 
 
-def _counts(plug: Plug, name: str) -> Mapping[str, float]:
-    counts: Mapping[str, float] = getattr(plug.module, name, lambda config: {})(plug.config)
+def _counts(plug: ModulePlug | RewardPlug, name: str) -> Mapping[str, float]:
+    said_by = plug.reward if isinstance(plug, RewardPlug) else plug.module
+    counts: Mapping[str, float] = getattr(said_by, name)(plug.config)
     return counts
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed
 from rl.preflight import compatibility, footprint, memory_plan
+from rl.preflight.dry_run import dry_problems
 from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
 from rl.preflight.resume import check_resume
@@ -31,7 +32,8 @@ def problems(config: RunConfig) -> list[str]:
         resolved = build.resolve(config)
     except ConfigError as error:
         return list(error.problems)
-    return compatibility.compatibility_problems(resolved) + _resume(config)[1]
+    found = compatibility.compatibility_problems(resolved) + _resume(config)[1]
+    return found or dry_problems(resolved)
 
 
 def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int) -> list[str]:
@@ -70,6 +72,7 @@ def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
     }
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
+    found = found or dry_problems(resolved)
     last, code = _verdict(found, footprint.unknowns(resolved))
     return "\n".join([*lines, last]), code
 
@@ -88,7 +91,7 @@ def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
 
 
 def _plug_lines(resolved: build.Resolved) -> list[str]:
-    plugs = [resolved.policy, resolved.engine, resolved.renderer]
+    plugs: list[build.Plug] = [resolved.policy, resolved.engine, resolved.renderer]
     plugs += [*resolved.rewards.values(), *resolved.train, *resolved.validation]
     return [
         f"{plug.key:<20} {plug.name:<22} {footprint.origin(plug.config)}".rstrip() for plug in plugs
@@ -128,13 +131,14 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
 def _length(resolved: build.Resolved) -> str:
     """Iterations <-> epochs, as far as the number of samples is known."""
     config = resolved.config
-    counts = [plug.module.count(plug.config) for plug in resolved.train]
+    counts = [plug.source.count(plug.config) for plug in resolved.train]
     prompts = config.prompts_per_iteration
-    if any(count is None for count in counts):
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
         if config.num_epochs is not None:
             return f"{config.num_epochs:g} epochs; iterations are known once the data is loaded"
         return f"{config.num_iterations} iterations; epochs are known once the data is loaded"
-    num_samples = sum(counts)
+    num_samples = sum(known)
     if not num_samples:
         return "no samples"
     if (config.num_iterations is None) == (config.num_epochs is None):
@@ -148,9 +152,9 @@ def _length(resolved: build.Resolved) -> str:
 
 def _questions_per_picture(resolved: build.Resolved) -> int:
     return sum(
-        plug.module.num_questions(plug.config)
+        plug.reward.num_questions(plug.config)
         for plug in resolved.rewards.values()
-        if plug.module.NEEDS_JUDGE
+        if plug.reward.needs_judge
     )
 
 
@@ -165,9 +169,9 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     if judge.start_command:
         lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
-        f"{name}: {plug.name}, {plug.module.num_questions(plug.config)} questions a picture"
+        f"{name}: {plug.name}, {plug.reward.num_questions(plug.config)} questions a picture"
         for name, plug in resolved.rewards.items()
-        if plug.module.NEEDS_JUDGE
+        if plug.reward.needs_judge
     ]
     lines.append(
         f"{training} questions an iteration: {training * 60} an hour at one iteration a minute; up "

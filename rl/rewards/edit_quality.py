@@ -11,22 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from rl.api.judge import Question
+from rl.api.reward import Resources
 from rl.api.types import RewardInput, RewardOutput
-from rl.judge.question import Question, fill_prompt, read_prompt
+from rl.judge.question import fill_prompt, read_prompt
 from rl.judge.reply import fields_schema, read_fields
-from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
-
-if TYPE_CHECKING:
-    from rl.judge.client import JudgeClient
-
-NEEDS = frozenset({"source", "image"})
-NEEDS_JUDGE = True
-UNIT_PARTS = frozenset({"alignment", "quality"})
-"""Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
+from rl.rewards.shared.repeated_judging import JudgedReward, RepeatsConfig, mean_grade
 
 PROMPTS = Path(__file__).parent / "prompts"
 FIELDS = ("alignment", "quality")
@@ -64,19 +58,15 @@ class Config(RepeatsConfig):
         return read_prompt(path, "prompt", needs_instruction=True)
 
 
-def num_questions(config: Config) -> int:
-    """Requests to the judge per picture."""
-    return config.n_evals
-
-
-class EditQuality:
+class EditQuality(JudgedReward[Config]):
     """Grades one picture with `n_evals` questions, all at once."""
 
-    def __init__(self, config: Config, judge: JudgeClient) -> None:
-        self._config = config
-        self._judge = judge
+    needs = frozenset({"source", "image"})
+    unit_parts = frozenset({"alignment", "quality"})
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        super().__init__(config, resources)
         self._prompt = config.read_prompt()
-        self._temperature = config.temperature_with(judge)
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]. A judge in trouble gives a RewardOutput without value, never an
@@ -88,9 +78,9 @@ class EditQuality:
             )
         text = fill_prompt(self._prompt, sample.instruction)
         parts = (sample.source, text, reward_input.image)
-        question = Question(parts, fields_schema(FIELDS, 0, 1), self._temperature)
+        question = Question(parts, fields_schema(FIELDS, 0, 1), self.temperature)
         answers = await asyncio.gather(
-            *(self._judge.ask(question, _read_pair, n) for n in range(self._config.n_evals))
+            *(self.judge.ask(question, _read_pair, n) for n in range(self.config.n_evals))
         )
         readings = [
             dict(zip(FIELDS, answer.value, strict=True))
@@ -100,15 +90,10 @@ class EditQuality:
         return mean_grade(answers, readings, self._weigh)
 
     def _weigh(self, parts: Mapping[str, float]) -> float:
-        weights = self._config.alignment_weight, self._config.quality_weight
+        weights = self.config.alignment_weight, self.config.quality_weight
         return (weights[0] * parts["alignment"] + weights[1] * parts["quality"]) / sum(weights)
 
 
 def _read_pair(text: str) -> Pair:
     alignment, quality = read_fields(text, FIELDS, 0, 1)
     return alignment, quality
-
-
-def build(config: Config, judge: JudgeClient, device: str) -> EditQuality:
-    """The reward. Raises ValueError when the repeats make no sense at the judge's temperature."""
-    return EditQuality(config, judge)

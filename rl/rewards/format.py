@@ -8,12 +8,10 @@ Called by the rollout.
 
 from __future__ import annotations
 
+from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 from rl.rewards.shared.tags import TagName, last_block
-
-NEEDS = frozenset({"text"})
-NEEDS_JUDGE = False
 
 
 class Config(Section):
@@ -27,10 +25,13 @@ class Config(Section):
     """Name of the block with the answer."""
 
 
-class Format:
+class Format(Reward[Config]):
     """Reads one completion."""
 
-    def __init__(self, config: Config) -> None:
+    needs = frozenset({"text"})
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        super().__init__(config, resources)
         self._names = (config.think_tag, config.answer_tag)
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
@@ -51,8 +52,3 @@ def is_well_formed(text: str, think_tag: str, answer_tag: str) -> bool:
     head, _, rest = text.partition(whole[0])
     between, _, tail = rest.partition(whole[1])
     return rest.rstrip().endswith(whole[1]) and not f"{head}{between}{tail}".strip()
-
-
-def build(config: Config, judge: object, device: str) -> Format:
-    """The reward."""
-    return Format(config)

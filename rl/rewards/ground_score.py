@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
+from rl.api.judge import Question
+from rl.api.reward import Resources
 from rl.api.types import RewardInput, RewardOutput
-from rl.judge.question import Question, read_prompt
+from rl.judge.question import read_prompt
 from rl.judge.reply import fields_schema, read_fields
-from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
-
-if TYPE_CHECKING:
-    from rl.judge.client import JudgeClient
-
-NEEDS = frozenset({"target", "image"})
-NEEDS_JUDGE = True
+from rl.rewards.shared.repeated_judging import JudgedReward, RepeatsConfig, mean_grade
 
 PROMPTS = Path(__file__).parent / "prompts"
 FIELDS = ("score",)
@@ -50,19 +45,14 @@ class Config(RepeatsConfig):
         return read_prompt(path, "prompt", needs_instruction=False)
 
 
-def num_questions(config: Config) -> int:
-    """Requests to the judge per picture."""
-    return config.n_evals
-
-
-class GroundScore:
+class GroundScore(JudgedReward[Config]):
     """Grades one picture with `n_evals` questions, all at once."""
 
-    def __init__(self, config: Config, judge: JudgeClient) -> None:
-        self._judge = judge
+    needs = frozenset({"target", "image"})
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        super().__init__(config, resources)
         self._prompt = config.read_prompt()
-        self._num_evals = config.n_evals
-        self._temperature = config.temperature_with(judge)
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]. A judge in trouble gives a RewardOutput without value, never an
@@ -73,9 +63,9 @@ class GroundScore:
                 None, failure="no_image: ground_score needs a reference and a rendering"
             )
         parts = (target, self._prompt, reward_input.image)
-        question = Question(parts, fields_schema(FIELDS, 0, 10), self._temperature)
+        question = Question(parts, fields_schema(FIELDS, 0, 10), self.temperature)
         answers = await asyncio.gather(
-            *(self._judge.ask(question, _read_score, n) for n in range(self._num_evals))
+            *(self.judge.ask(question, _read_score, n) for n in range(self.config.n_evals))
         )
         readings = [{"score": answer.value} for answer in answers if answer.value is not None]
         return mean_grade(answers, readings, lambda parts: parts["score"] / 10)
@@ -84,8 +74,3 @@ class GroundScore:
 def _read_score(text: str) -> float:
     (score,) = read_fields(text, FIELDS, 0, 10)
     return score
-
-
-def build(config: Config, judge: JudgeClient, device: str) -> GroundScore:
-    """The reward. Raises ValueError when the repeats make no sense at the judge's temperature."""
-    return GroundScore(config, judge)

@@ -7,7 +7,7 @@ Each point is 0..1, from the user's prompt and the policy's rewriting of it:
   quality_words  whether words of craft are there that the user did not write ("detailed", "4k")
   structure      at least five words, of which at least half are different
 `total_0_5` is their sum, the value a fifth of it. It says what a rewriter does, not whether the
-pictures are better: a list of such words would score well. Hence `DIAGNOSTIC`: logged, and part of
+pictures are better: a list of such words would score well. Hence `diagnostic`: logged, and part of
 the final reward only where `final_reward.weights` names it.
 
 Called by the rollout.
@@ -17,14 +17,9 @@ from __future__ import annotations
 
 import re
 
+from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
-
-NEEDS = frozenset({"text"})
-NEEDS_JUDGE = False
-DIAGNOSTIC = True
-UNIT_PARTS = frozenset({"length", "keywords_kept", "new_details", "quality_words", "structure"})
-"""Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
 
 NUM_NEW_DETAILS = 5
 MIN_SENTENCE_WORDS = 5
@@ -53,8 +48,12 @@ class Config(Section):
     """This plug."""
 
 
-class PromptQuality:
+class PromptQuality(Reward[Config]):
     """Reads one rewriting."""
+
+    needs = frozenset({"text"})
+    diagnostic = True
+    unit_parts = frozenset({"length", "keywords_kept", "new_details", "quality_words", "structure"})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Always graded."""
@@ -88,8 +87,3 @@ def _words(text: str) -> list[str]:
 
 def _content(words: list[str]) -> set[str]:
     return set(words) - _FUNCTION_WORDS
-
-
-def build(config: Config, judge: object, device: str) -> PromptQuality:
-    """The diagnostic."""
-    return PromptQuality()

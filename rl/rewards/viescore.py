@@ -9,20 +9,10 @@ Called by the rollout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rl.api.types import RewardInput, RewardOutput
 from rl.rewards.shared import viescore
-
-if TYPE_CHECKING:
-    from rl.judge.client import JudgeClient
-
-NEEDS = frozenset({"source", "image"})
-NEEDS_JUDGE = True
-UNIT_PARTS = viescore.UNIT_PARTS
-"""Parts scaled 0..1, which `final_reward.weights` may name as `<reward>/<part>`."""
-
-SEMANTIC_MARKS = ("edit_success", "over_edit")
 
 
 class Config(viescore.VieScoreConfig):
@@ -34,16 +24,11 @@ class Config(viescore.VieScoreConfig):
     """This plug."""
 
 
-def num_questions(config: Config) -> int:
-    """Requests to the judge per picture."""
-    return config.num_questions()
-
-
-class VieScore:
+class VieScore(viescore.PairedQuestions[Config]):
     """Grades one edit."""
 
-    def __init__(self, config: Config, judge: JudgeClient) -> None:
-        self._questions = viescore.PairedQuestions(config, judge, SEMANTIC_MARKS)
+    needs = frozenset({"source", "image"})
+    semantic_marks = ("edit_success", "over_edit")
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1], or none when the judge is in trouble."""
@@ -52,9 +37,4 @@ class VieScore:
             return RewardOutput(
                 None, failure="no_image: viescore needs a source and a rendered picture"
             )
-        return await self._questions.grade((sample.source,), sample.instruction, reward_input.image)
-
-
-def build(config: Config, judge: JudgeClient, device: str) -> VieScore:
-    """The reward. Raises ValueError when the repeats make no sense at the judge's temperature."""
-    return VieScore(config, judge)
+        return await self.ask_about((sample.source,), sample.instruction, reward_input.image)

@@ -103,7 +103,7 @@ def episode_of(
             for part, value in _named_parts(name, grade).items():
                 parts.setdefault(part, []).append(value)
             if grade.value is None:
-                causes.append(f"{name}: {grade.failure}")
+                causes.append(f"{name}: {grade.failure}" + f"\n{grade.traceback}".rstrip())
         reward = compose(_values(verdict.grades), config.final_reward)
         if reward is not None:
             rewards.append(reward)

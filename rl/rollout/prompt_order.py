@@ -14,9 +14,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rl.api.contracts import DataSource
+from rl.api.data import DataSource, OnBadRow
 from rl.api.types import Prompt, Sample, UnusableSampleError
-from rl.data.shared.rows import OnBadRow
 
 T = TypeVar("T")
 

@@ -12,13 +12,13 @@ Axes: `_P` prompts on this rank, `_G` completions in a group.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl.api.contracts import Policy, Renderer, Reward
+from rl.api.contracts import Policy, Renderer
+from rl.api.reward import Reward
 from rl.api.types import (
     Completion,
     Episode,
@@ -26,10 +26,10 @@ from rl.api.types import (
     RenderFailure,
     RenderJob,
     RewardInput,
-    RewardOutput,
 )
 from rl.config.schema import RunConfig
 from rl.ranks.seeding import derive_seed
+from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from rl.judge.background import BackgroundLoop
     from rl.learner.micro_batches import Forwards, Member
     from rl.record.console import PhaseTimer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,16 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class RewardErrors:
+    """How often a reward was asked about this rank's pictures, and how often it raised."""
+
+    num_asked: int
+    num_raised: int
+    traceback: str
+    """Of the first; '' when none did."""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """What a batch of completions came to."""
 
@@ -94,6 +106,8 @@ class Rollout:
     """_P, the bare arm, never trained; None where nobody asked or the policy has none."""
     renderer_stats: Mapping[str, float] = field(default_factory=dict)
     """What the renderer reported of these pictures, means over them."""
+    reward_errors: Mapping[str, RewardErrors] = field(default_factory=dict)
+    """By the name of the reward, those that were asked."""
 
 
 def never() -> bool:
@@ -134,6 +148,7 @@ def begin(
         except BaseException:
             pending.cancel()
             raise
+        pending.submit_groups()
         if context.makes_images:
             phase.note(f"{pending.num_pictures} pictures")
     pending.renderer_stats = context.renderer.take_stats()
@@ -186,6 +201,7 @@ class PendingRollout:
         self.renderer_stats: Mapping[str, float] = {}
         self._context = context
         self._sampled = sampled
+        self._arms_P = sampled.arms
         self._arms: dict[Member, Arm] = {}
         self._arm_of: dict[PictureKey, Arm] = {}
         """Any one of equal arms."""
@@ -193,7 +209,12 @@ class PendingRollout:
         """To the renderer, in its order."""
         self._images: dict[PictureKey, Image | None] = {}
         self._failures: dict[PictureKey, RenderFailure] = {}
-        self._grades: dict[PictureKey, Future[dict[str, RewardOutput]]] = {}
+        self._grades: dict[PictureKey, Future[grading.Grades]] = {}
+        self._compared: dict[tuple[int, int], Future[list[grading.Grades]]] = {}
+        """(prompt index, picture number) -> of `_group_of` it, by the rewards that compare."""
+        self._compares = any(reward.scores_groups() for reward in context.rewards.values())
+        self._outputs: dict[PictureKey, grading.Grades] = {}
+        """Of the verdicts that are in."""
         self._episodes_PG: list[list[Episode]] = []
 
     @property
@@ -212,22 +233,60 @@ class PendingRollout:
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
         """Picture `number` exists: its questions leave for the judge."""
         key = self._handed_out[number]
-        arm = self._arm_of[key]
         if isinstance(outcome, RenderFailure):
             self._failures[key] = outcome
+            self._submit_group(key[0])
             return
         self._images[key] = outcome
-        reward_input = RewardInput(arm.prompt.sample, arm.action.text, outcome)
-        self._grades[key] = self._context.loop.submit(_grade(self._context.rewards, reward_input))
+        rewards = self._context.rewards
+        self._grades[key] = self._context.loop.submit(grading.grade(rewards, self._input(key)))
+        self._submit_group(key[0])
+
+    def submit_groups(self) -> None:
+        """Every picture exists: what was left to compare leaves."""
+        for p in range(len(self._sampled.prompts)):
+            self._submit_group(p)
+
+    def _submit_group(self, p: int) -> None:
+        """Once all pictures of prompt `p` exist, those of one noise leave together."""
+        if not self._compares or not all((p, g) in self._arms for g in range(len(self._arms_P[p]))):
+            return
+        keys = self._pictures_of(p)
+        if not all(key in self._images or key in self._failures for key in keys):
+            return
+        for number in sorted({key[2] for key in keys}):
+            group = self._group_of(p, number)
+            if group and (p, number) not in self._compared:
+                inputs_G = [self._input(key) for key in group]
+                self._compared[p, number] = self._context.loop.submit(
+                    grading.score_group(self._context.rewards, inputs_G)
+                )
+
+    def _pictures_of(self, p: int) -> list[PictureKey]:
+        """Distinct ones, in the order of the completions."""
+        arms = [self._arms[p, g] for g in range(len(self._arms_P[p]))]
+        return list(dict.fromkeys(key for arm in arms for key in arm.pictures))
+
+    def _group_of(self, p: int, number: int) -> list[PictureKey]:
+        """Those of them that exist under one noise."""
+        return [key for key in self._pictures_of(p) if key[2] == number and key in self._images]
+
+    def _input(self, key: PictureKey) -> RewardInput:
+        arm = self._arm_of[key]
+        return RewardInput(arm.prompt.sample, arm.action.text, self._images[key])
+
+    @property
+    def _futures(self) -> list[Future[Any]]:
+        return [*self._grades.values(), *self._compared.values()]
 
     def cancel(self) -> None:
         """Ask nothing more."""
-        for future in self._grades.values():
+        for future in self._futures:
             future.cancel()
 
     def still_waiting(self) -> bool:
         """Whether a verdict is missing."""
-        return not all(future.done() for future in self._grades.values())
+        return not all(future.done() for future in self._futures)
 
     def groups(
         self, timer: PhaseTimer, should_stop: Callable[[], bool] = never
@@ -267,14 +326,25 @@ class PendingRollout:
             raise
 
     def _verdict(self, key: PictureKey, should_stop: Callable[[], bool]) -> Verdict:
-        future = self._grades.get(key)
-        grades = {} if future is None else _wait_for(future, should_stop)
-        return Verdict(self._images.get(key), self._failures.get(key), grades)
+        if key in self._failures:
+            return Verdict(None, self._failures[key])
+        verdict: grading.Grades = _wait_for(self._grades[key], should_stop)
+        grades = dict(verdict)
+        p, _, number = key
+        if self._compares:
+            rows_G = _wait_for(self._compared[p, number], should_stop)
+            grades |= rows_G[self._group_of(p, number).index(key)]
+        # In the config's order, whichever way they were asked.
+        ordered = {name: grades[name] for name in self._context.rewards}
+        self._outputs[key] = ordered
+        return Verdict(self._images[key], None, ordered)
 
     def _latency(self) -> str:
         """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
-        graded = [future.result().values() for future in self._grades.values()]
-        seconds = sorted(max((g.seconds for g in grades), default=0.0) for grades in graded)
+        seconds = sorted(
+            max((output.seconds for output in grades.values()), default=0.0)
+            for grades in self._outputs.values()
+        )
         if not seconds:
             return ""
         median_s = seconds[len(seconds) // 2]
@@ -290,20 +360,17 @@ class PendingRollout:
                 for bare, episodes in zip(self._sampled.bare, self._episodes_PG, strict=True)
             ],
             self.renderer_stats,
+            {name: self._errors_of(name) for name in self._context.rewards if self._outputs},
         )
 
+    def _errors_of(self, name: str) -> RewardErrors:
+        tracebacks = [grades[name].traceback for grades in self._outputs.values()]
+        raised = [text for text in tracebacks if text]
+        return RewardErrors(len(tracebacks), len(raised), next(iter(raised), ""))
 
-def _wait_for(
-    future: Future[dict[str, RewardOutput]], should_stop: Callable[[], bool]
-) -> dict[str, RewardOutput]:
+
+def _wait_for(future: Future[T], should_stop: Callable[[], bool]) -> T:
     while not should_stop():
         if wait([future], timeout=0.5).done:
             return future.result()
     raise Interrupted
-
-
-async def _grade(
-    rewards: Mapping[str, Reward], reward_input: RewardInput
-) -> dict[str, RewardOutput]:
-    grades = await asyncio.gather(*(reward.grade(reward_input) for reward in rewards.values()))
-    return dict(zip(rewards, grades, strict=True))

@@ -7,7 +7,8 @@ What: `rollout_metrics` and the failure-rate guard. What not: advantages
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from statistics import fmean, pvariance
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from rl.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
-    from rl.rollout.stream import Rollout
+    from rl.rollout.stream import RewardErrors, Rollout
 
 
 class TooManyFailuresError(RuntimeError):
@@ -110,6 +111,24 @@ def failure_causes(episodes_PG: Sequence[Sequence[Episode]]) -> Counter[str]:
         for episode in episodes_G
         if episode.failure is not None and episode.status is not Status.SCORED
     )
+
+
+class BrokenRewardError(TooManyFailuresError):
+    """A reward raised on every picture of an iteration."""
+
+
+def check_rewards(errors: Mapping[str, RewardErrors], dist: Dist) -> None:
+    """Raise `BrokenRewardError` on every rank for a reward that raised on every picture it was
+    asked about, over all ranks."""
+    gathered = dist.gather({name: astuple(found) for name, found in errors.items()})
+    for name in dict.fromkeys(name for rank in gathered for name in rank):
+        found = [rank[name] for rank in gathered if name in rank]
+        num_asked, num_raised = (sum(column) for column in ([f[i] for f in found] for i in (0, 1)))
+        if num_asked == num_raised:
+            raise BrokenRewardError(
+                f"rewards.{name}: raised on all {num_asked} pictures of the iteration; mend it and "
+                f"start the same command again. The first one's traceback:\n{found[0][2]}"
+            )
 
 
 def check_failure_rate(

@@ -36,7 +36,7 @@ from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import PendingRollout, RolloutContext, Sampled, begin
-from rl.run.episode_metrics import TooManyFailuresError, check_failure_rate
+from rl.run.episode_metrics import TooManyFailuresError, check_failure_rate, check_rewards
 from rl.run.evaluation import evaluate
 from rl.run.metric_table import check_known
 
@@ -147,7 +147,9 @@ class Run:
             trouble = error  # the others hear of it on the next line
         with self._saved_first(pending.iteration):
             leave_together(trouble, self.dist)
-            check_failure_rate(self.config, pending.rollout.finished().episodes, self.dist)
+            rollout = pending.rollout.finished()
+            check_rewards(rollout.reward_errors, self.dist)
+            check_failure_rate(self.config, rollout.episodes, self.dist)
         yield from advantages.rest()
 
     def may_sample(self, sampled: int, done: int) -> bool:

@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl import build
-from rl.api.contracts import DataSource, Policy
+from rl.api.contracts import Policy
+from rl.api.data import DataSource
 from rl.api.types import Sample
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.judge.background import BackgroundLoop
@@ -84,6 +85,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         engine = build.build_engine(resolved, policy, dist, has_room)
         stack.callback(engine.close)
         context = _gather_context(resolved, dist, policy, judge, loop)
+        for reward in context.rewards.values():
+            stack.callback(reward.close)
         learner = Learner(policy, config, dist, num_iterations)
         start = _restore(checkpoints, newest, learner, console)
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.

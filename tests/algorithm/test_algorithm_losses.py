@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from rl.algorithm import losses
 from rl.algorithm.importance import effective_sample_share, importance_weights, mismatch
 from rl.algorithm.kl import kl_per_token
-from rl.algorithm.losses import Denominators, policy_terms, token_weights
 from rl.algorithm.objective import objective
+from rl.api.loss import Denominators, LossInputs, LossTerms, divisor
 from rl.config.schema import AlgorithmConfig
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
@@ -26,6 +27,23 @@ def tensor(rows: list[list[float]]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def policy_terms(
+    loss: str,
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    of: Denominators | None = None,
+) -> LossTerms:
+    of = of or Denominators(1, 1, 1, 1)
+    return losses.loss_named(loss)(LossInputs(logprobs, old, old, advantages, mask, of, LOW, HIGH))
+
+
+def token_weights(loss: str, mask: torch.Tensor, of: Denominators) -> torch.Tensor:
+    zeros = torch.zeros(mask.shape)
+    return policy_terms(loss, zeros, zeros, zeros, mask, of).weights
+
+
 # --- by hand ----------------------------------------------------------------------------------
 
 
@@ -34,7 +52,7 @@ def one_token(loss: str, ratio: float, advantage: float) -> tuple[float, float, 
     logprob = tensor([[-1.0 + math.log(ratio)]]).requires_grad_()
     mask = torch.ones(1, 1, dtype=torch.bool)
     old = tensor([[-1.0]])
-    terms = policy_terms(loss, logprob, old, tensor([[advantage]]), mask, LOW, HIGH)
+    terms = policy_terms(loss, logprob, old, tensor([[advantage]]), mask)
     terms.terms.sum().backward()
     return terms.terms.item(), logprob.grad.item(), bool(terms.clipped.item())
 
@@ -77,7 +95,7 @@ def test_gspo_uses_the_length_normalised_sequence_ratio() -> None:
     # log-ratios 0.1 and 0.3 on the two loss tokens: s = exp(0.2) = 1.2214 for both
     logprobs, old = tensor([[-0.9, -0.7, -5.0]]), tensor([[-1.0, -1.0, -1.0]])
     mask = torch.tensor([[True, True, False]])
-    terms = policy_terms("gspo", logprobs, old, tensor([[1.0, 1.0, 1.0]]), mask, LOW, HIGH)
+    terms = policy_terms("gspo", logprobs, old, tensor([[1.0, 1.0, 1.0]]), mask)
     assert terms.ratio[0, :2].tolist() == pytest.approx([math.exp(0.2)] * 2, abs=1e-6)
 
 
@@ -354,7 +372,7 @@ def test_gspo_with_per_token_advantages_is_its_token_form() -> None:
     # Eq. 14: the ratio's value is the sequence's, its gradient the token's own.
     logprobs, old = tensor([[-0.95, -0.75]]).requires_grad_(), tensor([[-1.0, -1.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    terms = policy_terms("gspo", logprobs, old, tensor([[1.0, -2.0]]), mask, LOW, HIGH)
+    terms = policy_terms("gspo", logprobs, old, tensor([[1.0, -2.0]]), mask)
     terms.terms.sum().backward()
     s = math.exp((0.05 + 0.25) / 2)
     assert terms.terms[0].tolist() == pytest.approx([-s, 2 * s], abs=1e-9)
@@ -392,3 +410,30 @@ def test_shares_of_micro_batches_add_up(loss: str) -> None:
     width = parts[0][1].shape[1]
     assert torch.allclose(parts[0][1], gradient[:1, :width], rtol=1e-9)
     assert torch.allclose(parts[1][1], gradient[1:], rtol=1e-9)
+
+
+def a_strangers_grpo(x: LossInputs) -> LossTerms:
+    """As one would write it from the paper."""
+    ratio = (x.logprobs - x.old_logprobs).masked_fill(~x.mask, 0.0).exp()
+    bounded = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
+    terms = -torch.minimum(ratio * x.advantages, bounded * x.advantages)
+    weights = x.mask.float() / x.denominators.num_tokens
+    return LossTerms(terms, weights, ratio.detach(), terms > -ratio * x.advantages)
+
+
+@pytest.mark.parametrize("coeff", [0.0, 0.3])
+def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours_bit_for_bit(coeff: float) -> None:
+    ours = AlgorithmConfig(clip_low=LOW, clip_high=HIGH, kl_coeff=coeff)
+    path = f"{a_strangers_grpo.__module__}.a_strangers_grpo"
+    theirs = AlgorithmConfig(loss=path, clip_low=LOW, clip_high=HIGH, kl_coeff=coeff)
+    for seed in range(5):
+        case = make_case(seed)
+        (value, gradient), (other, other_gradient) = our_loss(case, ours), our_loss(case, theirs)
+        assert value == other and torch.equal(gradient, other_gradient)
+
+
+def test_which_count_a_loss_is_divided_by() -> None:
+    of = Denominators(num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10)
+    found = {name: divisor(losses.loss_named(name), of) for name in LOSSES}
+    assert found == {"grpo": 8, "dapo": 8, "cispo": 8, "gspo": 4, "dr_grpo": 6}
+    assert divisor(a_strangers_grpo, of) == 8

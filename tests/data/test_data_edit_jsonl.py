@@ -7,6 +7,7 @@ import json
 import pytest
 from tiny_edits import PHOTO_SIZE, save_photos, write_jsonl
 
+from rl.api.data import RowRules
 from rl.data import edit_jsonl
 from rl.data.shared.rows import BadRowError
 
@@ -28,10 +29,10 @@ def config(path: str, **more) -> edit_jsonl.Config:
 def both(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
     """What `check` says, what `build` raises, and under 'skip' the ids left and the number gone."""
     settings = config(write_jsonl(folder / "edits.jsonl", rows), **more)
-    problems = edit_jsonl.check(settings, "error", MAX_SIDE_PX)
+    problems = edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX))
     with pytest.raises(BadRowError) as error:
-        edit_jsonl.build(settings, "error", MAX_SIDE_PX)
-    kept = edit_jsonl.build(settings, "skip", MAX_SIDE_PX)
+        edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))
+    kept = edit_jsonl.EditJsonl(settings, RowRules("skip", MAX_SIDE_PX))
     ids = [kept[index].id for index in range(len(kept))]
     return problems, str(error.value), ids, kept.num_skipped
 
@@ -42,8 +43,8 @@ def test_photographs_and_words_become_samples(folder):
         {**FLOWER, "instruction": "  mache sie \u2028 blau, 把花变蓝  "},
     ]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
-    assert edit_jsonl.check(settings, "error", MAX_SIDE_PX) == []
-    source = edit_jsonl.build(settings, "error", MAX_SIDE_PX)
+    assert edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX)) == []
+    source = edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))
     assert (len(source), source.num_skipped) == (2, 0)
     first, second = source[0], source[1]
     assert (first.id, first.instruction, first.category) == ("p-1", "make it dusk", "light")
@@ -56,9 +57,11 @@ def test_photographs_and_words_become_samples(folder):
 def test_byte_order_mark_crlf_and_blank_lines_are_fine(folder):
     lines = ["\ufeff" + json.dumps(GOOD), "", json.dumps(FLOWER), "   ", ""]
     (folder / "edits.jsonl").write_bytes("\r\n".join(lines).encode())
-    source = edit_jsonl.build(config(str(folder / "edits.jsonl")), "error", MAX_SIDE_PX)
+    source = edit_jsonl.EditJsonl(
+        config(str(folder / "edits.jsonl")), RowRules("error", MAX_SIDE_PX)
+    )
     assert [source[index].id for index in range(2)] == ["edits.jsonl:1", "edits.jsonl:3"]
-    assert edit_jsonl.count(config(str(folder / "edits.jsonl"))) == 2
+    assert edit_jsonl.EditJsonl.count(config(str(folder / "edits.jsonl"))) == 2
 
 
 def test_columns_can_be_named_otherwise(folder):
@@ -75,8 +78,8 @@ def test_columns_can_be_named_otherwise(folder):
         "hidden": {"solution": "answer"},
     }
     settings = config(write_jsonl(folder / "edits.jsonl", [row]), columns=columns)
-    assert edit_jsonl.provides(settings) == {"source", "reference", "hidden:solution"}
-    sample = edit_jsonl.build(settings, "error", MAX_SIDE_PX)[0]
+    assert edit_jsonl.EditJsonl.provides(settings) == {"source", "reference", "hidden:solution"}
+    sample = edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))[0]
     assert (sample.reference, sample.hidden) == ("the sky turns orange", {"solution": 4})
     assert sample.source.size == PHOTO_SIZE
 
@@ -84,10 +87,15 @@ def test_columns_can_be_named_otherwise(folder):
 def test_pictures_may_lie_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     path = write_jsonl(other / "edits.jsonl", [GOOD])
-    assert edit_jsonl.check(config(path, image_folder=str(folder)), "error", MAX_SIDE_PX) == []
+    assert (
+        edit_jsonl.EditJsonl.problems(
+            config(path, image_folder=str(folder)), RowRules("error", MAX_SIDE_PX)
+        )
+        == []
+    )
     text = config(write_jsonl(other / "t.jsonl", [{"instruction": "2+2?"}]), columns={"source": ""})
-    assert edit_jsonl.provides(text) == frozenset()
-    assert edit_jsonl.build(text, "error", MAX_SIDE_PX)[0].source is None
+    assert edit_jsonl.EditJsonl.provides(text) == frozenset()
+    assert edit_jsonl.EditJsonl(text, RowRules("error", MAX_SIDE_PX))[0].source is None
 
 
 BAD_ROWS = {
@@ -132,13 +140,13 @@ def test_headers_are_read_at_start(folder):
     (folder / "fake.jpg").write_text("<html>404</html>")
     rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
-    assert edit_jsonl.check(settings, "error", MAX_SIDE_PX) == []
+    assert edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX)) == []
     with pytest.raises(BadRowError, match=r"row 1: source picture .*save it as PNG or JPEG"):
-        edit_jsonl.build(settings, "error", MAX_SIDE_PX)
+        edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))
     with pytest.raises(
         BadRowError, match=r"row 2: .*640x427 px, longer than data.max_image_side_px"
     ):
-        edit_jsonl.build(settings, "error", 500)
+        edit_jsonl.EditJsonl(settings, RowRules("error", 500))
 
 
 def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
@@ -146,35 +154,37 @@ def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
     (folder / "half.jpg").write_bytes(whole[: len(whole) // 2])
     rows = [{**GOOD, "image": "half.jpg"}, GOOD]
     path = write_jsonl(folder / "edits.jsonl", rows)
-    late = edit_jsonl.build(config(path), "error", MAX_SIDE_PX)
+    late = edit_jsonl.EditJsonl(config(path), RowRules("error", MAX_SIDE_PX))
     with pytest.raises(
         BadRowError, match=r"row 1: source picture .*half.jpg is corrupt or truncated"
     ):
         late[0]
     assert late[1].id == "edits.jsonl:2"
     with pytest.raises(BadRowError, match=r"row 1: .*corrupt or truncated"):
-        edit_jsonl.build(config(path, picture_check="pixels"), "error", MAX_SIDE_PX)
-    early = edit_jsonl.build(config(path, picture_check="pixels"), "skip", MAX_SIDE_PX)
+        edit_jsonl.EditJsonl(config(path, picture_check="pixels"), RowRules("error", MAX_SIDE_PX))
+    early = edit_jsonl.EditJsonl(
+        config(path, picture_check="pixels"), RowRules("skip", MAX_SIDE_PX)
+    )
     assert (len(early), early.num_skipped) == (1, 1)
 
 
 def test_a_file_that_cannot_be_used_at_all(folder):
     def problem(path, mode="error"):
-        return edit_jsonl.check(config(str(path)), mode, MAX_SIDE_PX)[0]
+        return edit_jsonl.EditJsonl.problems(config(str(path)), RowRules(mode, MAX_SIDE_PX))[0]
 
     assert "gone.jsonl does not exist; give the file's path" in problem(folder / "gone.jsonl")
-    assert edit_jsonl.count(config(str(folder / "gone.jsonl"))) is None
+    assert edit_jsonl.EditJsonl.count(config(str(folder / "gone.jsonl"))) is None
     (folder / "empty.jsonl").write_text("\n")
     assert "empty.jsonl is empty; write one row per line" in problem(folder / "empty.jsonl")
     (folder / "utf16.jsonl").write_text(json.dumps(GOOD), encoding="utf-16")
     assert "row 1: is not UTF-8; save the file as UTF-8" in problem(folder / "utf16.jsonl")
     assert "no row is left" in problem(folder / "utf16.jsonl", "skip")
     with pytest.raises(BadRowError, match="no row is left"):
-        edit_jsonl.build(config(str(folder / "utf16.jsonl")), "skip", MAX_SIDE_PX)
+        edit_jsonl.EditJsonl(config(str(folder / "utf16.jsonl")), RowRules("skip", MAX_SIDE_PX))
 
 
 def test_many_problems_are_cut_short(folder):
     settings = config(write_jsonl(folder / "edits.jsonl", ["{"] * 25))
-    problems = edit_jsonl.check(settings, "error", MAX_SIDE_PX)
+    problems = edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX))
     assert len(problems) == 11
     assert problems[-1] == "... and 15 more bad rows"

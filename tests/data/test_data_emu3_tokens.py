@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_tokens import fields, rename_globals, save_published, write_list
 
+from rl.api.data import RowRules
 from rl.data.emu3_tokens import files as emu3_files
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.emu3_tokens.files import TokenisedEdit, UnreadableError
@@ -23,7 +24,7 @@ def make_config(path: str | Path, **more: str) -> emu3_tokens.Config:
 
 
 def load(path: str | Path, on_bad_row: Any = "error") -> emu3_tokens.TokenisedEdits:
-    return emu3_tokens.build(make_config(path), on_bad_row, 4096)
+    return emu3_tokens.TokenisedEdits(make_config(path), RowRules(on_bad_row, 4096))
 
 
 # --- one file ----------------------------------------------------------------------------------
@@ -152,9 +153,9 @@ def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(sample.source_codes, fields(1)["original_image"])
     np.testing.assert_array_equal(sample.target_codes, fields(1)["edited_image"])
     assert sample.source is sample.target is sample.reference is None and sample.hidden == {}
-    provided = emu3_tokens.provides(make_config(path))
+    provided = emu3_tokens.TokenisedEdits.provides(make_config(path))
     assert provided == {"source_codes", "target_codes", "source", "target"}
-    named = emu3_tokens.build(make_config(path, category="mine"), "error", 4096)
+    named = emu3_tokens.TokenisedEdits(make_config(path, category="mine"), RowRules("error", 4096))
     assert (named[1].category, named[1].id) == ("mine", sample.id)
 
 
@@ -178,8 +179,8 @@ def test_both_published_layouts_and_any_prefix(
     more = {} if prefix is None else {"prefix": prefix.format(tmp=tmp_path)}
     path = write_list(tmp_path / file_of_list / "tokenized_datalist.json", entries, **more)
     assert [sample.instruction for sample in load(path)] == ["make it 0", "make it 1"]
-    assert emu3_tokens.check(make_config(path), "error", 4096) == []
-    assert emu3_tokens.count(make_config(path)) == 2
+    assert emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("error", 4096)) == []
+    assert emu3_tokens.TokenisedEdits.count(make_config(path)) == 2
 
 
 def test_entries_may_hold_folders(tmp_path: Path) -> None:
@@ -205,10 +206,10 @@ def test_a_dangling_link_of_the_old_setup_is_seen_through(tmp_path: Path) -> Non
 def test_missing_entries(tmp_path: Path) -> None:
     entries = save_published(tmp_path / "set" / "feature", range(3))
     path = write_list(tmp_path / "set" / "list" / "l.json", [*entries[:2], "gone.pth", entries[2]])
-    problems = emu3_tokens.check(make_config(path), "error", 4096)
+    problems = emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("error", 4096))
     assert "entry 2" in problems[0] and problems[0].endswith("gone.pth does not exist")
     assert problems[1].endswith("1 of the first 4 are missing")
-    assert emu3_tokens.check(make_config(path), "skip", 4096) == []
+    assert emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("skip", 4096)) == []
     with pytest.raises(BadRowError, match=r"(?s)gone\.pth does not exist.*on_bad_row: 'skip'"):
         load(path)
     rows = load(path, "skip")
@@ -218,7 +219,7 @@ def test_missing_entries(tmp_path: Path) -> None:
 
 def test_files_that_are_nowhere_list_what_was_tried(tmp_path: Path) -> None:
     path = write_list(tmp_path / "set" / "list" / "l.json", ["1.pth"], prefix="/their/disk")
-    (problem,) = emu3_tokens.check(make_config(path), "skip", 4096)
+    (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("skip", 4096))
     for tried in ("/their/disk", str(tmp_path / "set"), str(tmp_path / "set" / "feature")):
         assert tried in problem
     with pytest.raises(BadRowError, match="looked in"):
@@ -248,8 +249,10 @@ def test_a_file_found_bad_when_read_is_named(tmp_path: Path) -> None:
 def test_what_is_no_list_is_said(tmp_path: Path, content: str, complaint: str) -> None:
     file = tmp_path / "l.json"
     file.write_text(content)
-    (problem,) = emu3_tokens.check(make_config(file), "error", 4096)
+    (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(file), RowRules("error", 4096))
     assert complaint in problem and str(file) in problem
-    assert emu3_tokens.count(make_config(file)) is None
-    (absent,) = emu3_tokens.check(make_config(tmp_path / "none.json"), "error", 4096)
+    assert emu3_tokens.TokenisedEdits.count(make_config(file)) is None
+    (absent,) = emu3_tokens.TokenisedEdits.problems(
+        make_config(tmp_path / "none.json"), RowRules("error", 4096)
+    )
     assert "does not exist" in absent and "setup_datasets.sh" in absent

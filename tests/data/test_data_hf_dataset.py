@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Image, Value
 from tiny_edits import PHOTO_SIZE, save_photos
 
+from rl.api.data import RowRules
 from rl.data import hf_dataset
 from rl.data.shared.rows import BadRowError
 
@@ -57,12 +58,14 @@ def config(path, **more) -> hf_dataset.Config:
 
 
 def build(path, on_bad_row="error", **more):
-    return hf_dataset.build(config(path, **more), on_bad_row, MAX_SIDE_PX)
+    return hf_dataset.HfDataset(config(path, **more), RowRules(on_bad_row, MAX_SIDE_PX))
 
 
 @pytest.mark.parametrize("name", ["edits.parquet", "saved", "splits", "shards"])
 def test_every_local_form_is_read(folder, name):
-    assert hf_dataset.check(config(folder / name), "error", MAX_SIDE_PX) == []
+    assert (
+        hf_dataset.HfDataset.problems(config(folder / name), RowRules("error", MAX_SIDE_PX)) == []
+    )
     source = build(folder / name)
     assert (len(source), source.num_skipped) == (3, 0)
     assert [source[i].instruction for i in (0, 2)] == ["make it dusk", "add a bee"]
@@ -84,13 +87,17 @@ def test_columns_filter_and_nested_cells(folder):
     last = source[1]
     assert (last.category, dict(last.hidden)) == ("add", {"level": 8})
     assert last.target.tobytes() == source[0].source.tobytes()
-    assert hf_dataset.provides(config("x/y", **settings)) == {"source", "target", "hidden:level"}
+    assert hf_dataset.HfDataset.provides(config("x/y", **settings)) == {
+        "source",
+        "target",
+        "hidden:level",
+    }
     nested = build(folder / "edits.parquet", where={"meta.kind": "colour"})
     assert [nested[i].instruction for i in range(len(nested))] == ["colour the petals blue"]
 
 
 def test_rows_are_counted_where_that_is_cheap(folder):
-    assert hf_dataset.count(config(folder / "edits.parquet")) == 3
+    assert hf_dataset.HfDataset.count(config(folder / "edits.parquet")) == 3
     (folder / "no.parquet").write_text("x")
     unknown = [
         config("owner/name"),
@@ -99,7 +106,7 @@ def test_rows_are_counted_where_that_is_cheap(folder):
         config(folder / "edits.parquet", where={"complexity": 8}),
         config(folder / "edits.parquet", split="train[:1]"),
     ]
-    assert [hf_dataset.count(settings) for settings in unknown] == [None] * 5
+    assert [hf_dataset.HfDataset.count(settings) for settings in unknown] == [None] * 5
 
 
 def test_splits_and_slices(folder):
@@ -119,9 +126,11 @@ def test_a_missing_column_is_named_with_the_ones_there_are(folder):
         "edits.parquet: has no column 'prompt', 'image'; it has before, after, edit, complexity, "
         "meta. Map them in the source's `columns`."
     )
-    assert hf_dataset.check(settings, "error", MAX_SIDE_PX)[0].endswith(expected)
+    assert hf_dataset.HfDataset.problems(settings, RowRules("error", MAX_SIDE_PX))[0].endswith(
+        expected
+    )
     with pytest.raises(BadRowError, match="has no column 'prompt', 'image'"):
-        hf_dataset.build(settings, "error", MAX_SIDE_PX)
+        hf_dataset.HfDataset(settings, RowRules("error", MAX_SIDE_PX))
 
 
 def test_a_filter_that_leaves_nothing_says_what_there_is(folder):
@@ -130,16 +139,22 @@ def test_a_filter_that_leaves_nothing_says_what_there_is(folder):
 
 
 def test_what_is_not_there(folder):
-    (gone,) = hf_dataset.check(config(folder / "gone.parquet"), "error", MAX_SIDE_PX)
+    (gone,) = hf_dataset.HfDataset.problems(
+        config(folder / "gone.parquet"), RowRules("error", MAX_SIDE_PX)
+    )
     assert "neither a file or folder here" in gone and "hub id" in gone
-    assert hf_dataset.check(config("owner/name"), "error", MAX_SIDE_PX) == []
+    assert hf_dataset.HfDataset.problems(config("owner/name"), RowRules("error", MAX_SIDE_PX)) == []
     with pytest.raises(BadRowError, match="owner/name: neither a file or folder here"):
         build("owner/name")
     (folder / "notes.txt").write_text("x")
-    (wrong,) = hf_dataset.check(config(folder / "notes.txt"), "error", MAX_SIDE_PX)
+    (wrong,) = hf_dataset.HfDataset.problems(
+        config(folder / "notes.txt"), RowRules("error", MAX_SIDE_PX)
+    )
     assert "files of type .parquet, .arrow, .csv, .json, .jsonl are read, not '.txt'" in wrong
     (folder / "fake.parquet").write_text("x")
-    (broken,) = hf_dataset.check(config(folder / "fake.parquet"), "error", MAX_SIDE_PX)
+    (broken,) = hf_dataset.HfDataset.problems(
+        config(folder / "fake.parquet"), RowRules("error", MAX_SIDE_PX)
+    )
     assert str(folder / "fake.parquet") in broken
 
 
@@ -182,7 +197,7 @@ def test_a_config_check_does_not_import_datasets(folder):
     code = (
         "import sys; from rl.data import hf_dataset as h;"
         f"c = h.Config(type='hf_dataset', path={str(folder / 'edits.parquet')!r});"
-        "assert h.check(c, 'error', 99);"
+        "assert h.HfDataset.problems(c, h.RowRules('error', 99));"
         "assert not {'datasets', 'torch', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

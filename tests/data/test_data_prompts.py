@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from rl.api.data import RowRules
 from rl.api.types import Sample
 from rl.data import hf_dataset, prompts
 from rl.data.shared.rows import BadRowError
@@ -26,7 +27,7 @@ def config(**settings: object) -> prompts.Config:
 
 
 def samples(settings: prompts.Config, on_bad_row: str = "error") -> list[Sample]:
-    source = prompts.build(settings, on_bad_row, MAX_SIDE_PX)
+    source = prompts.Prompts(settings, RowRules(on_bad_row, MAX_SIDE_PX))
     return [source[index] for index in range(len(source))]
 
 
@@ -54,9 +55,9 @@ def test_the_default_trains_and_all_is_both() -> None:
     assert [s.id for s in samples(config(split="all"))] == [s.id for s in both]
     assert samples(config())[0].id == both[0].id
     for split, number in (("train", 192), ("held_out", 64), ("all", 256)):
-        assert prompts.count(config(split=split)) == number
-        assert prompts.check(config(split=split), "error", MAX_SIDE_PX) == []
-    assert prompts.provides(config()) == frozenset()
+        assert prompts.Prompts.count(config(split=split)) == number
+        assert prompts.Prompts.problems(config(split=split), RowRules("error", MAX_SIDE_PX)) == []
+    assert prompts.Prompts.provides(config()) == frozenset()
 
 
 def test_no_two_prompts_are_alike() -> None:
@@ -80,7 +81,7 @@ def test_a_text_file_is_a_prompt_per_line(tmp_path: Path) -> None:
     found = samples(config(path=str(file)))
     assert [sample.instruction for sample in found] == ["a cat", "ein grüner Hund"]
     assert [sample.id for sample in found] == ["mine.txt:1", "mine.txt:3"]
-    assert prompts.count(config(path=str(file))) == 2
+    assert prompts.Prompts.count(config(path=str(file))) == 2
 
 
 def test_a_jsonl_file_may_bring_pictures_and_labels(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_jsonl_file_may_bring_pictures_and_labels(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     settings = config(path=str(file), prompt_key="text", picture_key="photo")
-    assert prompts.check(settings, "error", MAX_SIDE_PX) == []
+    assert prompts.Prompts.problems(settings, RowRules("error", MAX_SIDE_PX)) == []
     first, second, third = samples(settings)
     assert first.source is not None and first.source.size == (32, 24)
     assert (first.id, first.category) == ("p", "colour")
@@ -107,16 +108,19 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_bytes(b'{"prompt": "a cat"}\n{"promt": "a dog"}\nnot json\n{"prompt": " "}\n')
     settings = config(path=str(file))
-    found = prompts.check(settings, "error", MAX_SIDE_PX)
+    found = prompts.Prompts.problems(settings, RowRules("error", MAX_SIDE_PX))
     assert [problem.split(", ")[1][:6] for problem in found] == ["row 3:", "row 2:", "row 4:"]
     with pytest.raises(BadRowError, match="has no 'prompt'; it has promt"):
         samples(settings)
-    source = prompts.build(settings, "skip", MAX_SIDE_PX)
+    source = prompts.Prompts(settings, RowRules("skip", MAX_SIDE_PX))
     assert (len(source), source.num_skipped) == (1, 3)
-    assert prompts.check(settings, "skip", MAX_SIDE_PX) == []
+    assert prompts.Prompts.problems(settings, RowRules("skip", MAX_SIDE_PX)) == []
     text = tmp_path / "mine.txt"
     text.write_bytes(b"a cat\n\xff\xfe\n")
-    assert "row 2: is not UTF-8" in prompts.check(config(path=str(text)), "error", MAX_SIDE_PX)[0]
+    assert (
+        "row 2: is not UTF-8"
+        in prompts.Prompts.problems(config(path=str(text)), RowRules("error", MAX_SIDE_PX))[0]
+    )
 
 
 def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
@@ -127,18 +131,18 @@ def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
     rows.write_bytes("\n".join([*lines, "[" * 100_000, "9" * 5000]).encode())
     for file in (text, rows):
         settings = config(path=str(file))
-        assert prompts.count(settings) == len(words) + 2 * (file == rows)
-        source = prompts.build(settings, "skip", MAX_SIDE_PX)
+        assert prompts.Prompts.count(settings) == len(words) + 2 * (file == rows)
+        source = prompts.Prompts(settings, RowRules("skip", MAX_SIDE_PX))
         assert [source[i].instruction for i in range(len(source))] == words
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     missing = config(path=str(tmp_path / "none.txt"))
-    (problem,) = prompts.check(missing, "skip", MAX_SIDE_PX)
+    (problem,) = prompts.Prompts.problems(missing, RowRules("skip", MAX_SIDE_PX))
     assert "none.txt does not exist" in problem
-    assert prompts.count(missing) is None
+    assert prompts.Prompts.count(missing) is None
     (tmp_path / "none.txt").write_text("\n \n")
-    (problem,) = prompts.check(missing, "skip", MAX_SIDE_PX)
+    (problem,) = prompts.Prompts.problems(missing, RowRules("skip", MAX_SIDE_PX))
     assert "is empty" in problem
 
 
@@ -167,7 +171,7 @@ def test_a_column_of_a_table_is_read_by_hf_dataset(tmp_path: Path) -> None:
     settings = hf_dataset.Config.model_validate(
         {"type": "hf_dataset", "path": str(file), "columns": columns}
     )
-    assert hf_dataset.check(settings, "error", MAX_SIDE_PX) == []
-    source = hf_dataset.build(settings, "error", MAX_SIDE_PX)
+    assert hf_dataset.HfDataset.problems(settings, RowRules("error", MAX_SIDE_PX)) == []
+    source = hf_dataset.HfDataset(settings, RowRules("error", MAX_SIDE_PX))
     assert [source[i].instruction for i in range(2)] == ["a cat", "a dog"]
     assert source[0].source is None

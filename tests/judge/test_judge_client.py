@@ -19,9 +19,9 @@ from PIL import Image
 from tiny_faulty_judge import GOOD, Fault, FaultyJudge, pair_question, quick_config, read_pair
 from tiny_ranks import held_port
 
+from rl.api.judge import Question
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeUnreachableError
-from rl.judge.question import Question
 
 KEY = "sk-very-secret-0123456789"
 

@@ -18,6 +18,7 @@ import tiny_sd3
 import torch
 from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
+from tiny_rewards import make
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
@@ -100,7 +101,7 @@ def ask_about_group(plug: ModuleType, judge: FaultyJudge, pictures: Sequence[Ima
 
     async def run() -> None:
         client = JudgeClient(quick_config(max_attempts=1), judge.api_base)
-        reward = plug.build(plug.Config(), client, "cpu")
+        reward = make(plug, plug.Config(), client)
         grades: list[RewardOutput] = await asyncio.gather(
             *(reward.grade(RewardInput(sample, f"words {i}", p)) for i, p in enumerate(pictures))
         )

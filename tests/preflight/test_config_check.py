@@ -226,7 +226,7 @@ def test_a_renderer_that_does_not_take_what_the_policy_emits(
 def test_what_a_reward_needs_must_be_in_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiny_plugs.nothing.NEEDS", frozenset({"target", "answer"}))
+    monkeypatch.setattr("tiny_plugs.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
     found = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugs.nothing"}})
     assert found == [
         f"rewards.one: needs each sample's {need!r}, which data.train.0 does not provide; map a "

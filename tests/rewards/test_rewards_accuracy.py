@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_rewards import make
 
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.rewards.accuracy import plug as accuracy
@@ -118,7 +119,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[accuracy.Accuracy]:
-    reward = accuracy.build(accuracy.Config(max_cpu_s=1), None, "cpu")
+    reward = make(accuracy, accuracy.Config(max_cpu_s=1))
     yield reward
     reward._maths.close()
 
@@ -163,7 +164,7 @@ def test_the_last_complete_block_is_the_answer(
 
 
 def test_a_box_will_do_where_the_tag_is_not_required() -> None:
-    reward = accuracy.build(accuracy.Config(tag_required=False), None, "cpu")
+    reward = make(accuracy, accuracy.Config(tag_required=False))
     assert grade(reward, "first \\boxed{1}, then \\boxed{\\text{a {5}}}", "a {5}").value == 1
     assert grade(reward, "\\boxed{4} <answer>5</answer>", "5").value == 1
     assert grade(reward, "\\boxed{5", "5").parts["parsed"] == 0
@@ -229,7 +230,7 @@ def test_a_hostile_answer_is_wrong_and_no_more(
 
 @pytest.mark.parametrize("answer", ["A. " * 3000, "A" + " " * 9000 + "x"], ids=["options", "gap"])
 def test_a_long_answer_is_only_long(answer: str) -> None:
-    long = accuracy.build(accuracy.Config(max_answer_chars=10_000), None, "cpu")
+    long = make(accuracy, accuracy.Config(max_answer_chars=10_000))
     started = time.process_time()
     assert grade(long, answered(answer), "blue").value == 0.0
     assert time.process_time() - started < 1

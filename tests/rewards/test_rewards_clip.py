@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from pydantic import ValidationError
+from tiny_rewards import make
 from tiny_rounding import NATS
 from tiny_sd3 import clip_tokenizer
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
@@ -62,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward(folder: Path) -> clip.Clip:
-    return clip.build(clip.Config(model_path=str(folder), batch_size=3), None, "cpu")
+    return make(clip, clip.Config(model_path=str(folder), batch_size=3))
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +148,19 @@ class Scripted:
         return [(self.cosine, False)] * len(pairs)
 
 
+def with_model(config: clip.Config, model: Any) -> clip.Clip:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl.rewards.clip.model.ClipModel", lambda _config, _device: model)
+        return make(clip, config)
+
+
 @pytest.mark.parametrize(
     ("cosine", "scale", "value"),
     [(0.3, 2.5, 0.75), (0.4, 2.5, 1.0), (0.9, 2.5, 1.0), (-0.2, 2.5, 0.0), (0.3, 1.0, 0.3)],
 )
 def test_clipscore_by_hand(cosine: float, scale: float, value: float) -> None:
     model: Any = Scripted(cosine)
-    reward = clip.Clip(clip.Config(scale=scale), model)
+    reward = with_model(clip.Config(scale=scale), model)
     (grade,) = grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))])
     assert grade.value == pytest.approx(value)
     assert grade.parts == {"cosine": cosine, "prompt_cut": 0.0}
@@ -206,13 +213,13 @@ def test_what_does_not_fit_in_memory_is_halved(
     assert [c for c, _ in halved] == pytest.approx([c for c, _ in whole], abs=NATS)
     limit = 0
     monkeypatch.setattr(clip, "MAX_WAIT_S", 0.0)
-    (grade,) = grade_all(clip.Clip(clip.Config(), model), [(PROMPTS[0], pictures[0])])
+    (grade,) = grade_all(with_model(clip.Config(), model), [(PROMPTS[0], pictures[0])])
     assert grade.value is None and (grade.failure or "").startswith("out_of_memory: ")
 
 
 def test_grades_that_wait_are_scored_together() -> None:
     model: Any = Scripted(0.3)
-    reward = clip.Clip(clip.Config(batch_size=4), model)
+    reward = with_model(clip.Config(batch_size=4), model)
     grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))] * 10)
     assert sum(model.batches) == 10 and max(model.batches) <= 4
     assert len(model.batches) <= 5, "not one by one"

@@ -108,7 +108,7 @@ def test_the_root_of_perceptual_quality_times_ground_score() -> None:
         "ground_score": ground.value,
         **{f"viescore/{part}": value for part, value in vie.parts.items()},
     }
-    assert "pq_01" in viescore.UNIT_PARTS, "so the config check lets it be named"
+    assert "pq_01" in viescore.VieScore.unit_parts, "so the config check lets it be named"
     assert compose(values, final) == pytest.approx(0.6)
     assert compose({**values, "viescore": None}, final) == pytest.approx(0.6)
     assert compose({**values, "ground_score": None}, final) is None

@@ -45,6 +45,6 @@ def test_case_punctuation_and_other_alphabets() -> None:
 
 
 def test_it_stays_out_of_the_final_reward_unless_named() -> None:
-    assert prompt_quality.DIAGNOSTIC
+    assert prompt_quality.PromptQuality.diagnostic
     parts = read(prompt_quality, LONG, instruction=CAT).parts
-    assert set(parts) - {"total_0_5"} == prompt_quality.UNIT_PARTS
+    assert set(parts) - {"total_0_5"} == prompt_quality.PromptQuality.unit_parts

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
-from tiny_rewards import ask
+from tiny_rewards import ask, make
 
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient, JudgeRefused
@@ -154,4 +154,4 @@ def test_a_prompt_without_the_instruction_is_refused(tmp_path: Path) -> None:
 def test_repeats_at_the_judges_own_temperature_0_are_refused() -> None:
     client = JudgeClient(quick_config(temperature=0), "http://127.0.0.1:1/v1")
     with pytest.raises(ValueError, match="buys one answer 3 times"):
-        viescore.build(viescore.Config(n_evals=3), client, "cpu")
+        make(viescore, viescore.Config(n_evals=3), client)

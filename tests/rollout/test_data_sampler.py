@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from tiny_edits import save_photos, write_jsonl
 
+from rl.api.data import RowRules
 from rl.api.types import Sample, UnusableSampleError
 from rl.data import edit_jsonl
 from rl.data.shared.rows import BadRowError
@@ -144,7 +145,9 @@ def test_a_photograph_cut_short_does_not_end_a_run_that_skips(tmp_path):
     names = ["china.jpg", "half.jpg", "flower.jpg"]
     rows = [{"image": name, "instruction": "make it dusk", "id": name} for name in names]
     path = write_jsonl(tmp_path / "edits.jsonl", rows)
-    source = edit_jsonl.build(edit_jsonl.Config(type="edit_jsonl", path=path), "skip", 8192)
+    source = edit_jsonl.EditJsonl(
+        edit_jsonl.Config(type="edit_jsonl", path=path), RowRules("skip", 8192)
+    )
     sampler = PromptOrder([source], [1], 0, 3, "skip")
     assert set(ids(sampler, 0)) == {"china.jpg", "flower.jpg"}
     assert sampler.num_replaced == 1

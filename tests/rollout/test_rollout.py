@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
 
+from rl.api.reward import Reward
 from rl.api.types import (
     Action,
     Completion,
@@ -40,6 +41,7 @@ from rl.rollout.consensus import Interrupted
 from rl.rollout.graded_groups import Advantages, train_sequences
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 from rl.run.episode_metrics import (
+    BrokenRewardError,
     TooManyFailuresError,
     check_failure_rate,
     rollout_metrics,
@@ -107,7 +109,7 @@ class Painter:
                 yield index, Image.new("L", (1, 1), job.noise_seed % 256)
 
 
-class Level:
+class Level(Reward):
     """Grades the grey level; words beginning with 'j' get no answer."""
 
     def __init__(self) -> None:
@@ -323,10 +325,13 @@ def test_too_many_ungraded_episodes_stop_the_run() -> None:
         check_failure_rate(config, [graded(0.1, None, None)], Dist())
 
 
-class Endless:
+class Endless(Reward):
     """A judge that never answers."""
 
     num_asked = num_waiting = 0
+
+    def __init__(self) -> None:
+        """Needs nothing."""
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         self.num_asked += 1
@@ -353,7 +358,10 @@ def test_being_asked_to_stop_leaves_a_long_rollout_at_once(
     assert judge.num_asked == 2 or looks < 4
 
 
-class Refusing:
+class Refusing(Reward):
+    def __init__(self) -> None:
+        """Needs nothing."""
+
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         raise JudgeRefused("HTTP 401: the key has expired")
 
@@ -435,7 +443,7 @@ def test_a_judge_that_stalls_costs_no_picture_and_no_finished_reward(
 ) -> None:
     """It stalls for six time-outs (12 minutes at the default 120 s) in the middle of a rollout."""
 
-    class Asks:
+    class Asks(Reward):
         def __init__(self, client: JudgeClient) -> None:
             self.client = client
 
@@ -462,3 +470,94 @@ def test_a_judge_that_stalls_costs_no_picture_and_no_finished_reward(
     asked = Counter(json.dumps(request["messages"]) for request in judge.requests)
     answered_at_once = [json.dumps(request["messages"]) for request in judge.requests[:3]]
     assert all(asked[question] == 1 for question in answered_at_once), "a reward was asked again"
+
+
+class Raises(Reward):
+    """Breaks on words that begin with 'r'."""
+
+    def __init__(self) -> None:
+        """Needs nothing."""
+
+    def grade(self, reward_input: RewardInput) -> float:
+        if reward_input.text.startswith("r"):
+            raise KeyError("nothing there")
+        return 0.25
+
+
+def test_a_reward_that_raises_leaves_that_picture_ungraded(context: RolloutContext) -> None:
+    rewards = {"level": Level(), "mine": Raises()}
+    good, bad = roll(replace(context, rewards=rewards), word("a"), word("r"))
+    assert (good.status, good.parts["mine"]) == (Status.SCORED, 0.25), "a plain def is fine"
+    assert bad.status is Status.UNGRADED and bad.reward is None and bad.failure is not None
+    first, *traceback = bad.failure.split("\n")
+    assert first == "mine: raised KeyError: 'nothing there'"
+    assert "in grade" in "".join(traceback) and traceback[-1] == "KeyError: 'nothing there'"
+
+
+@pytest.mark.parametrize("wrong", [1.5, "good", None, math.nan, RewardOutput(0.5, {"a b": 1.0})])
+def test_a_reward_that_returns_nonsense_leaves_the_picture_ungraded(
+    context: RolloutContext, wrong: object
+) -> None:
+    class Odd(Raises):
+        def grade(self, reward_input: RewardInput) -> float:
+            return wrong
+
+    [episode] = roll(replace(context, rewards={"odd": Odd()}), word("a"))
+    assert episode.status is Status.UNGRADED and episode.failure.startswith("odd: ")
+
+
+@pytest.mark.parametrize("counts", [{}, {"level": 1.0}])
+def test_a_reward_that_raises_on_every_picture_stops_the_run(
+    context: RolloutContext, counts: dict[str, float]
+) -> None:
+    """Even one that does not count, and whatever share of failures is allowed."""
+    config = run_config(judge={"max_failure_rate": 1}, final_reward={"weights": counts})
+    rewards = {"level": Level(), "mine": Raises()}
+    saved: list[int] = []
+    run = run_of(replace(context, rewards=rewards, config=config), saved)
+    list(run.graded_groups(start(run, "ra", "ab", iteration=7)))
+    message = r"rewards.mine: raised on all 2 pictures of the iteration; .*traceback:\nTraceback"
+    with pytest.raises(BrokenRewardError, match=message):
+        list(run.graded_groups(start(run, "ra", "rb", iteration=7)))
+    assert saved == [7]
+
+
+class Longest(Raises):
+    """1 for the longest words of a group."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[str]] = []
+
+    async def score_group(self, inputs_G: Sequence[RewardInput]) -> list[float]:
+        texts = [reward_input.text for reward_input in inputs_G]
+        self.groups.append(texts)
+        if "r" in texts:
+            raise ValueError("no")
+        return [float(len(text) == max(map(len, texts))) for text in texts]
+
+
+def test_a_reward_may_score_a_group_at_once(context: RolloutContext) -> None:
+    longest = Longest()
+    both = replace(context, rewards={"longest": longest, "level": Level()})
+    batch = sampled(
+        word("ab"), word("abc"), word("xa"), word(""), word("ab"), word("ya"), bare=word("b")
+    )
+    rollout = collect(both, batch)
+    assert longest.groups == [["ab", "abc", "b"]], "once, each picture that exists, the bare arm"
+    values = [episode.parts.get("longest") for episode in rollout.episodes[0]]
+    assert values == [0, 1, None, None, 0, None]
+    assert rollout.bare_episodes[0].parts["longest"] == 0
+    assert list(rollout.episodes[0][0].parts)[:1] == ["longest"], "in the config's order"
+    [a, r] = roll(both, word("a"), word("r"))
+    assert a.status is r.status is Status.UNGRADED, "what raises fails the whole group"
+    assert "longest: raised ValueError: no" in a.failure
+
+
+def test_each_noise_is_a_group_of_its_own() -> None:
+    with BackgroundLoop() as loop:
+        longest = Longest()
+        config = run_config(images_per_completion=2)
+        context = RolloutContext(config, Speller(), Painter(), {"longest": longest}, True, loop)
+        one, two = roll(context, word("ab"), word("a"))
+        assert longest.groups == [["ab", "a"]] * 2
+        assert (one.image_rewards, two.image_rewards) == ((1, 1), (0, 0))

@@ -11,6 +11,7 @@ import torch
 from tiny_ranks import run_ranks
 from tiny_run import run_config
 
+from rl.api.reward import Reward
 from rl.api.types import (
     Action,
     Completion,
@@ -69,8 +70,11 @@ class Greedy:
     def wake(self) -> None: ...
 
 
-class Refusing:
+class Refusing(Reward):
     """Refuses one sample's, which one rank alone has."""
+
+    def __init__(self) -> None:
+        """Needs nothing."""
 
     async def grade(self, evidence: RewardInput) -> RewardOutput:
         if evidence.sample.id == "0":
@@ -78,7 +82,10 @@ class Refusing:
         return RewardOutput(0.5)
 
 
-class Fixed:
+class Fixed(Reward):
+    def __init__(self) -> None:
+        """Needs nothing."""
+
     async def grade(self, evidence: RewardInput) -> RewardOutput:
         return RewardOutput(0.25 if evidence.sample.id == "0" else 0.75)
 

@@ -14,6 +14,7 @@ import tiny_qwen
 import torch
 from safetensors.torch import load_file
 
+from rl.api.data import RowRules
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.commands import export_adapter
 from rl.engines.transformers import TransformersEngine
@@ -61,10 +62,9 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 
 def samples() -> list[Sample]:
-    source = shape_questions.build(
-        shape_questions.Config(type="tiny_world.data.shape_questions", num_samples=8, seed=3),
-        "error",
-        64,
+    source = shape_questions.ShapeQuestions(
+        shape_questions.Config(type="shape_questions", num_samples=8, seed=3),
+        RowRules(),
     )
     return [source[i] for i in range(8)]
 

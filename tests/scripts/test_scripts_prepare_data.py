@@ -19,6 +19,7 @@ import tiny_emu3_vq
 from tiny_edits import write_jsonl
 from tiny_tokens import fields, save_published, write_list
 
+from rl.api.data import RowRules
 from rl.commands import edit_shards, prepare_data
 from rl.commands.edit_shards import CannotPrepare, Edit
 from rl.data.emu3_tokens import plug as emu3_tokens
@@ -123,7 +124,7 @@ def test_a_tokenised_set_loads_as_data(
     assert prepare_data.main(arguments(data, vq_folder, output, *more)) == 0
     assert f"{output / LIST}: 5 edits, 0 left out" in capsys.readouterr().out
     config = emu3_tokens.Config(type="emu3_tokens", path=str(output / LIST))
-    rows = emu3_tokens.build(config, "error", 4096)
+    rows = emu3_tokens.TokenisedEdits(config, RowRules("error", 4096))
     assert [row.id for row in rows] == [f"mine/train/edit/{n}" for n in range(5)]
     assert [row.instruction for row in rows] == [f"make it {n}" for n in range(5)]
     codec = Emu3Codec(tiny_emu3_vq.make_vq())

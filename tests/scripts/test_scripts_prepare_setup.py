@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tiny_tokens import save_published, write_list
 
+from rl.api.data import RowRules
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.emu3_tokens.files import TokenisedEdit, write
 
@@ -115,8 +116,8 @@ def run(copy: Path, hub: Path, *sets: str, **more: str) -> subprocess.CompletedP
 
 def rows_of(file: Path) -> int:
     config = emu3_tokens.Config(type="emu3_tokens", path=str(file))
-    assert emu3_tokens.check(config, "error", 0) == []
-    return len(emu3_tokens.build(config, "error", 0))
+    assert emu3_tokens.TokenisedEdits.problems(config, RowRules("error", 0)) == []
+    return len(emu3_tokens.TokenisedEdits(config, RowRules("error", 0)))
 
 
 @pytest.mark.slow

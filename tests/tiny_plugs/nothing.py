@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from rl.api.data import DataSource
+from rl.api.plug import PlugConfig
+from rl.api.reward import Reward
+from rl.api.types import RewardInput, Sample
 from rl.config.schema import Section
 
 EMITS = frozenset({"text"})
 ACCEPTS = "text"
 MAKES_IMAGES = False
 NEEDS: frozenset[str] = frozenset()
-NEEDS_JUDGE = False
 
 
 class Config(Section):
@@ -38,17 +41,26 @@ def activation_counts(config: Config) -> dict[str, float]:
     return {}
 
 
-def provides(config: Config) -> frozenset[str]:
-    return frozenset()
-
-
-def check(config: Config, on_bad_row: str, max_image_side_px: int) -> list[str]:
-    return []
-
-
-def count(config: Config) -> int:
-    return 40
-
-
 def build(*args: object) -> None:
     return None
+
+
+class NothingMuch(Reward):
+    """A reward."""
+
+    def grade(self, reward_input: RewardInput) -> float:
+        return 0.0
+
+
+class Nobody(DataSource):
+    """A data source."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(str(index), "do nothing")
+
+    @classmethod
+    def count(cls, config: PlugConfig) -> int:
+        return 40

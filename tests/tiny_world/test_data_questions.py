@@ -13,6 +13,7 @@ import tiny_edits
 import tiny_qwen
 from PIL import Image
 
+from rl.api.data import RowRules
 from rl.api.types import Sample
 from rl.build import resolve
 from rl.config.messages import validate
@@ -66,9 +67,11 @@ EXPECTED = [
 def test_a_jsonl_file_of_questions_with_and_without_a_picture(folder: Path) -> None:
     path = tiny_edits.write_jsonl(folder / "train.jsonl", list(rows("dots.png")))
     config = edit_jsonl.Config(type="edit_jsonl", path=path, columns=COLUMNS)
-    assert edit_jsonl.check(config, "error", MAX_SIDE_PX) == []
-    assert edit_jsonl.provides(config) == {"hidden:answer"}, "not every sample has a picture"
-    assert seen(edit_jsonl.build(config, "error", MAX_SIDE_PX)) == EXPECTED
+    assert edit_jsonl.EditJsonl.problems(config, RowRules("error", MAX_SIDE_PX)) == []
+    assert edit_jsonl.EditJsonl.provides(config) == {"hidden:answer"}, (
+        "not every sample has a picture"
+    )
+    assert seen(edit_jsonl.EditJsonl(config, RowRules("error", MAX_SIDE_PX))) == EXPECTED
 
 
 def test_a_parquet_file_of_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,17 +86,17 @@ def test_a_parquet_file_of_the_same(folder: Path, monkeypatch: pytest.MonkeyPatc
     config = hf_dataset.Config(
         type="hf_dataset", path=str(folder / "train.parquet"), columns=COLUMNS
     )
-    assert hf_dataset.check(config, "error", MAX_SIDE_PX) == []
-    assert seen(hf_dataset.build(config, "error", MAX_SIDE_PX)) == EXPECTED
+    assert hf_dataset.HfDataset.problems(config, RowRules("error", MAX_SIDE_PX)) == []
+    assert seen(hf_dataset.HfDataset(config, RowRules("error", MAX_SIDE_PX))) == EXPECTED
 
 
 def test_without_leave_a_missing_picture_is_a_bad_row(folder: Path) -> None:
     path = tiny_edits.write_jsonl(folder / "strict.jsonl", list(rows("dots.png")))
     columns = {**COLUMNS, "source_optional": False}
     config = edit_jsonl.Config(type="edit_jsonl", path=path, columns=columns)
-    problems = edit_jsonl.check(config, "error", MAX_SIDE_PX)
+    problems = edit_jsonl.EditJsonl.problems(config, RowRules("error", MAX_SIDE_PX))
     assert ["row 2" in problems[0], "row 3" in problems[1]] == [True, True]
-    assert edit_jsonl.provides(config) == {"source", "hidden:answer"}
+    assert edit_jsonl.EditJsonl.provides(config) == {"source", "hidden:answer"}
 
 
 def test_a_column_that_the_policy_reads_cannot_be_hidden() -> None:
@@ -161,10 +164,9 @@ def read_colours(pixels: np.ndarray) -> list[str]:
 
 
 def test_answers_are_what_the_pictures_show() -> None:
-    source = shape_questions.build(
-        shape_questions.Config(type="tiny_world.data.shape_questions", num_samples=120, seed=5),
-        "error",
-        64,
+    source = shape_questions.ShapeQuestions(
+        shape_questions.Config(type="shape_questions", num_samples=120, seed=5),
+        RowRules(),
     )
     answers: dict[str, set[str]] = {kind: set() for kind in questions.KINDS}
     for sample in map(source.__getitem__, range(len(source))):
@@ -189,10 +191,8 @@ def thought_of(sample: Sample) -> str:
 
 def test_a_set_is_its_seed() -> None:
     def sets(seed: int) -> list[tuple[str, str, bytes]]:
-        config = shape_questions.Config(
-            type="tiny_world.data.shape_questions", num_samples=20, seed=seed
-        )
-        source = shape_questions.build(config, "error", 64)
+        config = shape_questions.Config(type="shape_questions", num_samples=20, seed=seed)
+        source = shape_questions.ShapeQuestions(config, RowRules("error", 64))
         with pytest.raises(IndexError):
             source[20]
         samples = [source[i] for i in range(20)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rl.api.data import RowRules
 from tiny_world import captions
 from tiny_world.data import shape_prompts
 from tiny_world.pixel_judge import parse_scene
@@ -11,10 +12,10 @@ from tiny_world.scenes import COLOURS, SHAPES, draw
 
 
 def source(**more) -> shape_prompts.ShapePrompts:
-    config = shape_prompts.Config.model_validate({"type": "tiny_world.data.shape_prompts", **more})
-    assert shape_prompts.check(config, "error", 8192) == []
-    assert shape_prompts.count(config) == config.num_samples
-    return shape_prompts.build(config, "error", 8192)
+    config = shape_prompts.Config.model_validate({"type": "shape_prompts", **more})
+    assert shape_prompts.ShapePrompts.problems(config, RowRules("error", 8192)) == []
+    assert shape_prompts.ShapePrompts.count(config) == config.num_samples
+    return shape_prompts.ShapePrompts(config, RowRules("error", 8192))
 
 
 def test_prompts_and_captions_mean_what_was_wished_for():

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from rl.api.data import RowRules
 from tiny_world import scenes
 from tiny_world.data import shapes
 
 
 def source(**more) -> shapes.Shapes:
-    config = shapes.Config.model_validate(
-        {"type": "tiny_world.data.shapes", "num_samples": 50, **more}
-    )
-    assert shapes.check(config, "error", 8192) == []
-    assert shapes.count(config) == config.num_samples
-    return shapes.build(config, "error", 8192)
+    config = shapes.Config.model_validate({"type": "shapes", "num_samples": 50, **more})
+    assert shapes.Shapes.problems(config, RowRules("error", 8192)) == []
+    assert shapes.Shapes.count(config) == config.num_samples
+    return shapes.Shapes(config, RowRules("error", 8192))
 
 
 def test_a_sample_depends_on_seed_and_index_alone():

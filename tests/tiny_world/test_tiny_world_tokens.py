@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl.api.data import RowRules
 from tiny_world import scenes, token_scenes
 from tiny_world.data import shape_tokens
 from tiny_world.pixel_judge import grade_perception, grade_semantics
@@ -48,12 +49,10 @@ def test_an_edit_changes_the_four_codes_of_its_shape() -> None:
 
 
 def source(**more) -> shape_tokens.ShapeTokens:
-    config = shape_tokens.Config.model_validate(
-        {"type": "tiny_world.data.shape_tokens", "num_samples": 9, **more}
-    )
-    assert shape_tokens.check(config, "error", 8192) == []
-    assert shape_tokens.count(config) == 9
-    return shape_tokens.build(config, "error", 8192)
+    config = shape_tokens.Config.model_validate({"type": "shape_tokens", "num_samples": 9, **more})
+    assert shape_tokens.ShapeTokens.problems(config, RowRules("error", 8192)) == []
+    assert shape_tokens.ShapeTokens.count(config) == 9
+    return shape_tokens.ShapeTokens(config, RowRules("error", 8192))
 
 
 def test_a_sample_depends_on_seed_and_index_alone() -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
-from tiny_world.data.synthetic import check as check
-from tiny_world.data.synthetic import count as count
 
 if TYPE_CHECKING:
     from tiny_world.captions import UserPrompt
@@ -28,7 +26,7 @@ class Config(MadeConfig):
 
 
 class ShapePrompts(MadeSource[Config]):
-    """`DataSource` whose sample i depends on (held_out, seed, i) alone."""
+    """Sample i depends on (held_out, seed, i) alone."""
 
     def make(self, index: int) -> Sample:
         from tiny_world import captions
@@ -44,6 +42,11 @@ class ShapePrompts(MadeSource[Config]):
             reference=captions.caption(prompt.wish),
         )
 
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """What samples carry, in the words of a reward's `needs`."""
+        return frozenset({"reference"})
+
 
 @functools.lru_cache(maxsize=64)
 def _shuffled(held_out: bool, seed: int, turn: int) -> tuple[UserPrompt, ...]:
@@ -52,15 +55,3 @@ def _shuffled(held_out: bool, seed: int, turn: int) -> tuple[UserPrompt, ...]:
     prompts = user_prompts(held_out)
     random.Random(f"{seed}:{turn}").shuffle(prompts)
     return tuple(prompts)
-
-
-def provides(config: Config) -> frozenset[str]:
-    """What samples carry, in the words of a reward's `NEEDS`."""
-    return frozenset({"reference"})
-
-
-def build(
-    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
-) -> ShapePrompts:
-    """The list as a `DataSource`."""
-    return ShapePrompts(config)

@@ -8,12 +8,9 @@ which are that module's.
 from __future__ import annotations
 
 import random
-from typing import Literal
 
 from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
-from tiny_world.data.synthetic import check as check
-from tiny_world.data.synthetic import count as count
 
 
 class Config(MadeConfig):
@@ -21,7 +18,7 @@ class Config(MadeConfig):
 
 
 class ShapeTokens(MadeSource[Config]):
-    """`DataSource` whose sample i depends on (seed, i) alone."""
+    """Sample i depends on (seed, i) alone."""
 
     def make(self, index: int) -> Sample:
         from tiny_world import scenes, token_scenes
@@ -38,14 +35,7 @@ class ShapeTokens(MadeSource[Config]):
             category=task.kind,
         )
 
-
-def provides(config: Config) -> frozenset[str]:
-    """What samples carry, in the words of a reward's `NEEDS`, once the renderer drew the codes."""
-    return frozenset({"source_codes", "target_codes", "source", "target"})
-
-
-def build(
-    config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int
-) -> ShapeTokens:
-    """The set as a `DataSource`."""
-    return ShapeTokens(config)
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """What samples carry, in the words of a reward's `needs`, once the codes are drawn."""
+        return frozenset({"source_codes", "target_codes", "source", "target"})

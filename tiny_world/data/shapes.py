@@ -7,12 +7,9 @@ their right descriptions, which are that module's.
 from __future__ import annotations
 
 import random
-from typing import Literal
 
 from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
-from tiny_world.data.synthetic import check as check
-from tiny_world.data.synthetic import count as count
 
 
 class Config(MadeConfig):
@@ -20,7 +17,7 @@ class Config(MadeConfig):
 
 
 class Shapes(MadeSource[Config]):
-    """`DataSource` whose sample i depends on (seed, i) alone."""
+    """Sample i depends on (seed, i) alone."""
 
     def make(self, index: int) -> Sample:
         from tiny_world import scenes
@@ -38,12 +35,7 @@ class Shapes(MadeSource[Config]):
             reference=scenes.describe(task.op, scene),
         )
 
-
-def provides(config: Config) -> frozenset[str]:
-    """What samples carry, in the words of a reward's `NEEDS`."""
-    return frozenset({"source", "target", "reference"})
-
-
-def build(config: Config, on_bad_row: Literal["error", "skip"], max_image_side_px: int) -> Shapes:
-    """The set as a `DataSource`."""
-    return Shapes(config)
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """What samples carry, in the words of a reward's `needs`."""
+        return frozenset({"source", "target", "reference"})

@@ -6,10 +6,11 @@ samples, which each plug makes. Called by the plugs beside it.
 
 from __future__ import annotations
 
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from rl.api.data import DataSource
 from rl.api.types import Sample
 from rl.config.schema import Section
 
@@ -28,13 +29,8 @@ class MadeConfig(Section):
 ConfigT = TypeVar("ConfigT", bound=MadeConfig)
 
 
-class MadeSource(Generic[ConfigT]):
-    """`DataSource` whose sample i depends on the config and i alone."""
-
-    num_skipped = 0
-
-    def __init__(self, config: ConfigT) -> None:
-        self.config = config
+class MadeSource(DataSource[ConfigT]):
+    """Sample i depends on the config and i alone."""
 
     def __len__(self) -> int:
         return self.config.num_samples
@@ -48,14 +44,7 @@ class MadeSource(Generic[ConfigT]):
         """Sample `index`, which is one of the set."""
         raise NotImplementedError
 
-
-def count(config: MadeConfig) -> int | None:
-    """Samples in the set."""
-    return config.num_samples
-
-
-def check(
-    config: MadeConfig, on_bad_row: Literal["error", "skip"], max_image_side_px: int
-) -> list[str]:
-    """Nothing can be wrong."""
-    return []
+    @classmethod
+    def count(cls, config: ConfigT) -> int | None:
+        """Samples in the set."""
+        return config.num_samples

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rl.api.data import DataSource, RowRules
 from rl.api.types import Sample
 from rl.config.schema import Section
 from rl.data.emu3_tokens import files
-from rl.data.shared.rows import BadRowError, OnBadRow, shorten
+from rl.data.shared.rows import BadRowError, shorten
 
 NUM_CHECKED = 64
 """Entries looked for by a config check, from the top of the list."""
@@ -77,21 +78,24 @@ class EditList:
                 yield number, f"{self.file}, entry {number}: {file} does not exist"
 
 
-class TokenisedEdits:
-    """`DataSource` over a list's files, each read when its sample is taken."""
+class TokenisedEdits(DataSource[Config]):
+    """A list's files, each read when its sample is taken."""
 
-    def __init__(self, edits: EditList, category: str, bad: Sequence[int]) -> None:
-        """`bad`: numbers of the entries to leave out."""
-        left_out = frozenset(bad)
-        self.num_skipped = len(left_out)
-        """Entries left out."""
+    def __init__(self, config: Config, rules: RowRules) -> None:
+        """Raises BadRowError (a ValueError) naming list and entries."""
+        edits = read_list(config.path)
+        bad = dict(edits.missing(edits.entries))
+        if bad and rules.on_bad_row == "error":
+            raise BadRowError(
+                "\n".join(shorten(list(bad.values()))) + "\nPut these files there, or leave their "
+                "entries out with data.on_bad_row: 'skip'."
+            )
+        self.num_skipped = len(bad)
         self._files = [
-            edits.folder / entry
-            for number, entry in enumerate(edits.entries)
-            if number not in left_out
+            edits.folder / entry for number, entry in enumerate(edits.entries) if number not in bad
         ]
         dataset, split = _names(edits.file)
-        self._category = category or (dataset if _SPLIT.match(split) else split)
+        self._category = config.category or (dataset if _SPLIT.match(split) else split)
         self._label = f"{dataset}/{split}"
 
     def __len__(self) -> int:
@@ -114,43 +118,32 @@ class TokenisedEdits:
             category=self._category,
         )
 
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """Pictures once the renderer drew the codes."""
+        return frozenset({"source_codes", "target_codes", "source", "target"})
 
-def provides(config: Config) -> frozenset[str]:
-    """What samples carry, in the words of a reward's `NEEDS`; pictures once the renderer drew."""
-    return frozenset({"source_codes", "target_codes", "source", "target"})
+    @classmethod
+    def count(cls, config: Config) -> int | None:
+        """Entries of the list, missing files included; None when there is no list."""
+        try:
+            return len(read_list(config.path).entries)
+        except BadRowError:
+            return None
 
-
-def count(config: Config) -> int | None:
-    """Entries of the list, missing files included; None when there is no list."""
-    try:
-        return len(read_list(config.path).entries)
-    except BadRowError:
-        return None
-
-
-def check(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> list[str]:
-    """Everything that is wrong with the list and its first files, without opening one of them."""
-    try:
-        edits = read_list(config.path)
-        problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]
-    except BadRowError as error:
-        return [str(error)]
-    if on_bad_row == "skip" or not problems:
-        return []
-    looked = min(NUM_CHECKED, len(edits.entries))
-    return [*shorten(problems), f"{edits.file}: {len(problems)} of the first {looked} are missing"]
-
-
-def build(config: Config, on_bad_row: OnBadRow, max_image_side_px: int) -> TokenisedEdits:
-    """The list as a `DataSource`. Raises BadRowError (a ValueError) naming list and entries."""
-    edits = read_list(config.path)
-    bad = dict(edits.missing(edits.entries))
-    if bad and on_bad_row == "error":
-        raise BadRowError(
-            "\n".join(shorten(list(bad.values()))) + "\nPut these files there, or leave their "
-            "entries out with data.on_bad_row: 'skip'."
-        )
-    return TokenisedEdits(edits, config.category, list(bad))
+    @classmethod
+    def problems(cls, config: Config, rules: RowRules) -> list[str]:
+        """Of the list and its first files, without opening one of them."""
+        try:
+            edits = read_list(config.path)
+            problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]
+        except BadRowError as error:
+            return [str(error)]
+        if rules.on_bad_row == "skip" or not problems:
+            return []
+        looked = min(NUM_CHECKED, len(edits.entries))
+        found = f"{edits.file}: {len(problems)} of the first {looked} are missing"
+        return [*shorten(problems), found]
 
 
 def read_list(path: str | Path) -> EditList:

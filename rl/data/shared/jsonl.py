@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.data.shared.rows import BadRowError, OnBadRow, Rows, shorten
+from rl.api.data import OnBadRow
+from rl.data.shared.rows import BadRowError, Rows, shorten
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int], list[str]]:

@@ -1,8 +1,8 @@
 """Rows of a user's own data as samples: which column is what, and what makes a row bad.
 
-What: `Columns` (the mapping), `Rows` (a lazily decoding `DataSource`), the checks every row passes
-before a run starts. What not: where rows come from (`edit_jsonl`, `hf_dataset`) and what a single
-picture must be (`pictures.py`). Called by those two plugs; `BadRowError` also by
+What: `Columns` (the mapping), `Rows` (which decode lazily) and `RowsSource` over them, the checks
+every row passes before a run starts. What not: where rows come from (`edit_jsonl`, `hf_dataset`)
+and what a single picture must be (`pictures.py`). Called by those two plugs; `BadRowError` also by
 `rl/rollout/prompt_order.py`.
 """
 
@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from rl.api.data import DataSource, OnBadRow
+from rl.api.plug import ConfigT
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
 from rl.data.shared.pictures import UnusableError, check_header, decode, locate
 
-OnBadRow = Literal["error", "skip"]
 PictureCheck = Literal["exists", "header", "pixels"]
 MAX_PROBLEMS_SHOWN = 10
 _LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
@@ -82,7 +83,7 @@ class Columns(Section):
         return {key: name for key in ("source", "target") if (name := getattr(self, key))}
 
     def provides(self) -> frozenset[str]:
-        """What every sample carries beyond its instruction, in the words of a reward's `NEEDS`."""
+        """What every sample carries beyond its instruction, in the words of a reward's `needs`."""
         keys = [k for k in ("source", "target", "reference") if getattr(self, k) in self.required()]
         return frozenset([*keys, *(f"hidden:{name}" for name in self.hidden)])
 
@@ -105,7 +106,7 @@ def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
 
 
 class Rows:
-    """A finite list of rows as a `DataSource`: pictures are decoded when a sample is taken."""
+    """A finite list of rows as samples: pictures are decoded when a sample is taken."""
 
     def __init__(
         self,
@@ -237,3 +238,18 @@ def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
 
 def _label(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+class RowsSource(DataSource[ConfigT]):
+    """A `DataSource` over `Rows` that its own `__init__` has read and checked."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.num_skipped = rows.num_skipped
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
+        return self._rows[index]

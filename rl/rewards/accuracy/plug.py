@@ -22,14 +22,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 from rl.rewards.accuracy import answers
 from rl.rewards.accuracy.maths import MathsProcess
 from rl.rewards.shared.tags import TagName, last_block
-
-NEEDS = frozenset({"text", "answer"})
-NEEDS_JUDGE = False
 
 _BOXED = r"\boxed{"
 
@@ -53,11 +51,14 @@ class UnreadableGoldError(ValueError):
     """The known answer is missing or is nothing that an answer could be compared with."""
 
 
-class Accuracy:
+class Accuracy(Reward[Config]):
     """Reads completions; formulas are compared in another process, off the event loop."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    needs = frozenset({"text", "answer"})
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        """Its worker process starts meanwhile."""
+        super().__init__(config, resources)
         self._maths = MathsProcess(config.max_cpu_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accuracy")
 
@@ -67,7 +68,7 @@ class Accuracy:
         started = time.monotonic()
         answer = self._answer(reward_input.text)
         try:
-            gold = read_gold(reward_input.sample.hidden, self._config.answer_tag)
+            gold = read_gold(reward_input.sample.hidden, self.config.answer_tag)
             right, undecided = await self._compare(gold, answer)
         except UnreadableGoldError as error:
             # Its text stays out: failures are written into episode records.
@@ -81,10 +82,10 @@ class Accuracy:
 
     def _answer(self, text: str) -> str:
         """The policy's bare answer; '' when there is none that may be read."""
-        found = last_block(text, self._config.answer_tag)
-        if found is None and not self._config.tag_required:
+        found = last_block(text, self.config.answer_tag)
+        if found is None and not self.config.tag_required:
             found = last_boxed(text)
-        if found is None or len(found) > self._config.max_answer_chars:
+        if found is None or len(found) > self.config.max_answer_chars:
             return ""
         return answers.bare(found)
 
@@ -133,8 +134,3 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start + len(_BOXED) :][: brace.start()]
     return None
-
-
-def build(config: Config, judge: object, device: str) -> Accuracy:
-    """The reward; its worker process starts meanwhile."""
-    return Accuracy(config)

@@ -16,19 +16,13 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.rewards.clip.config import Config as Config
 from rl.rewards.shared.batching import BatchWorker
-
-if TYPE_CHECKING:
-    from rl.rewards.clip.model import ClipModel
-
-NEEDS = frozenset({"image"})
-NEEDS_JUDGE = False
 
 HUB_PARAMETERS: Mapping[str, float] = {
     "openai/clip-vit-base-patch32": 151.28e6,
@@ -74,12 +68,29 @@ def activation_counts(config: Config) -> dict[str, float]:
     return {"model": config.batch_size * (12.0 * width * num_tokens + 3 * side_px**2)}
 
 
-class Clip:
+class Clip(Reward[Config]):
     """Grades pictures in batches, in a thread of its own."""
 
-    def __init__(self, config: Config, model: ClipModel) -> None:
-        self._scale = config.scale
+    needs = frozenset({"image"})
+    runs_model = True
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        """Its model on `config.device`, or on the rank's device when that is 'auto'."""
+        from rl.rewards.clip.model import ClipModel
+
+        super().__init__(config, resources)
+        model = ClipModel(config, resolve_device(config.device, resources.device))
         self._worker = BatchWorker(model.compare, config.batch_size, MAX_WAIT_S, "clip")
+
+    @classmethod
+    def parameter_counts(cls, config: Config) -> Mapping[str, float]:
+        """See the function of that name."""
+        return parameter_counts(config)
+
+    @classmethod
+    def activation_counts(cls, config: Config) -> Mapping[str, float]:
+        """See the function of that name."""
+        return activation_counts(config)
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's
@@ -94,13 +105,6 @@ class Clip:
                 None, failure="out_of_memory: no room for one picture on CLIP's device"
             )
         cosine, was_cut = found
-        value = min(1.0, self._scale * max(cosine, 0.0))
+        value = min(1.0, self.config.scale * max(cosine, 0.0))
         parts = {"cosine": cosine, "prompt_cut": float(was_cut)}
         return RewardOutput(value, parts, seconds=time.monotonic() - started)
-
-
-def build(config: Config, judge: object, device: str) -> Clip:
-    """The reward, its model on `config.device`, or on `device` (the rank's) when that is 'auto'."""
-    from rl.rewards.clip.model import ClipModel
-
-    return Clip(config, ClipModel(config, resolve_device(config.device, device)))

@@ -1,23 +1,22 @@
 """What rewards that ask the judge share: how often each picture is graded, and the mean of it.
 
-What: the two config keys and the folding of answers into one `RewardOutput`. What not: the
+What: two config keys, `JudgedReward`, the folding of answers into one `RewardOutput`. What not: the
 questions (the plugs), HTTP and the reading of replies (`rl/judge/`). Called by the judged rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, model_validator
 
+from rl.api.judge import Answer
+from rl.api.reward import Resources, Reward
 from rl.api.types import RewardOutput
-from rl.config.schema import Section
+from rl.config.schema import RunConfig, Section
 from rl.judge.question import repeat_temperature
-
-if TYPE_CHECKING:
-    from rl.judge.client import Answer, JudgeClient
 
 
 class RepeatsConfig(Section):
@@ -34,10 +33,39 @@ class RepeatsConfig(Section):
             repeat_temperature(self.n_evals, self.temperature)
         return self
 
-    def temperature_with(self, judge: JudgeClient) -> float:
+    def temperature_with(self, judge_temperature: float) -> float:
         """The temperature to ask at. Raises ValueError when it makes all repeats the same."""
         own = self.temperature
-        return repeat_temperature(self.n_evals, judge.config.temperature if own is None else own)
+        return repeat_temperature(self.n_evals, judge_temperature if own is None else own)
+
+
+RepeatsT = TypeVar("RepeatsT", bound=RepeatsConfig)
+
+
+class JudgedReward(Reward[RepeatsT]):
+    """Asks the judge `n_evals` times about each picture."""
+
+    needs_judge = True
+
+    def __init__(self, config: RepeatsT, resources: Resources) -> None:
+        """Raises ValueError when the repeats make no sense at the judge's temperature."""
+        super().__init__(config, resources)
+        assert resources.judge is not None, "it needs one"
+        self.judge = resources.judge
+        self.temperature = config.temperature_with(self.judge.config.temperature)
+
+    @classmethod
+    def num_questions(cls, config: RepeatsT) -> int:
+        """One a reading."""
+        return config.n_evals
+
+    @classmethod
+    def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
+        """Repeats that the judge answers all alike."""
+        try:
+            config.temperature_with(run.judge.temperature)
+        except ValueError as error:
+            yield f"n_evals: {error}"
 
 
 def mean_grade(

@@ -14,22 +14,21 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from pydantic import model_validator
 
+from rl.api.judge import Question
+from rl.api.reward import Resources
 from rl.api.types import RewardOutput
-from rl.judge.question import Question, fill_prompt, read_prompt
+from rl.judge.question import fill_prompt, read_prompt
 from rl.judge.reply import read_scores, scores_schema
-from rl.rewards.shared.repeated_judging import RepeatsConfig, mean_grade
+from rl.rewards.shared.repeated_judging import JudgedReward, RepeatsConfig, mean_grade
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from rl.judge.client import JudgeClient
-
 PROMPTS = Path(__file__).parents[1] / "prompts"
-UNIT_PARTS = frozenset({"sc_01", "pq_01"})
 PERCEPTION_MARKS = ("naturalness", "artifacts")
 
 Marks = tuple[float, ...]
@@ -60,25 +59,27 @@ class VieScoreConfig(RepeatsConfig):
             read_prompt(perception, "perception_prompt", needs_instruction=False),
         )
 
-    def num_questions(self) -> int:
-        """Requests to the judge per picture."""
-        return 2 * self.n_evals
+
+VieScoreT = TypeVar("VieScoreT", bound=VieScoreConfig)
 
 
-class PairedQuestions:
+class PairedQuestions(JudgedReward[VieScoreT]):
     """Grades one picture with 2 x `n_evals` questions, all at once."""
 
-    def __init__(
-        self, config: VieScoreConfig, judge: JudgeClient, semantic_marks: Sequence[str]
-    ) -> None:
-        """`semantic_marks`: names of what the semantic question asks for, in order."""
-        self._judge = judge
-        self._semantics, self._perception = config.read_prompts()
-        self._num_evals = config.n_evals
-        self._temperature = config.temperature_with(judge)
-        self._semantic_marks = semantic_marks
+    unit_parts = frozenset({"sc_01", "pq_01"})
+    semantic_marks: ClassVar[tuple[str, ...]]
+    """What the semantic question asks for, in order."""
 
-    async def grade(
+    def __init__(self, config: VieScoreT, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self._semantics, self._perception = config.read_prompts()
+
+    @classmethod
+    def num_questions(cls, config: VieScoreT) -> int:
+        """Two a reading."""
+        return 2 * config.n_evals
+
+    async def ask_about(
         self, before: Sequence[Image.Image], instruction: str, image: Image.Image
     ) -> RewardOutput:
         """Value in [0, 1]. `before`: pictures that precede the semantic question; `image` follows
@@ -86,14 +87,14 @@ class PairedQuestions:
         `JudgeRefused` (a wrong set-up) passes through."""
         semantics = fill_prompt(self._semantics, instruction)
         perception = fill_prompt(self._perception, instruction)
-        about_meaning = self._question(self._semantic_marks, *before, semantics, image)
+        about_meaning = self._question(self.semantic_marks, *before, semantics, image)
         about_picture = self._question(PERCEPTION_MARKS, perception, image)
         answers = await asyncio.gather(
             *(
-                self._judge.ask(question, _reader(marks), repeat)
-                for repeat in range(self._num_evals)
+                self.judge.ask(question, _reader(marks), repeat)
+                for repeat in range(self.config.n_evals)
                 for question, marks in (
-                    (about_meaning, self._semantic_marks),
+                    (about_meaning, self.semantic_marks),
                     (about_picture, PERCEPTION_MARKS),
                 )
             )
@@ -106,12 +107,12 @@ class PairedQuestions:
         return mean_grade(answers, readings, lambda parts: parts["overall"] / 10)
 
     def _question(self, marks: Sequence[str], *parts: str | Image.Image) -> Question:
-        return Question(parts, scores_schema(len(marks), 0, 10), self._temperature)
+        return Question(parts, scores_schema(len(marks), 0, 10), self.temperature)
 
     def _reading(self, semantics: Marks, perception: Marks) -> Mapping[str, float]:
         sc, pq = min(semantics), min(perception)
         return {
-            **dict(zip(self._semantic_marks, semantics, strict=True)),
+            **dict(zip(self.semantic_marks, semantics, strict=True)),
             **dict(zip(PERCEPTION_MARKS, perception, strict=True)),
             "sc": sc,
             "pq": pq,

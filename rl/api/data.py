@@ -1,0 +1,71 @@
+"""What a data source is: a class derived from `DataSource`, a finite list of samples.
+
+    class Prompts(DataSource[MyConfig]):
+        def __init__(self, config: MyConfig, rules: RowRules) -> None:
+            self._lines = Path(config.path).read_text().splitlines()
+
+        def __len__(self) -> int:
+            return len(self._lines)
+
+        def __getitem__(self, index: int) -> Sample:
+            return Sample(id=str(index), instruction=self._lines[index])
+
+What: everything that any caller may ask of one, with its default. What not: finding one
+(`find.py`), mixtures and order (`rl/rollout/prompt_order.py`). Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.api.plug import ConfigT, PlugBase
+from rl.api.types import Sample
+
+OnBadRow = Literal["error", "skip"]
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """What the run asks of every source's rows."""
+
+    on_bad_row: OnBadRow = "error"
+    """`data.on_bad_row`: raise ValueError naming the row, or leave it out and count it."""
+    max_image_side_px: int = 8192
+    """`data.max_image_side_px`: a picture with a longer side is a bad row."""
+
+
+class DataSource(PlugBase[ConfigT]):
+    """A plug of `rl/data`: a finite, indexable list of samples, the same in every run."""
+
+    num_skipped: int = 0
+    """Rows left out at the start because they cannot be used."""
+
+    def __init__(self, config: ConfigT, rules: RowRules) -> None:
+        """Once per rank. ValueError names file, row and remedy."""
+        self.config = config
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`, 0 <= index < len(self). Raises `UnusableSampleError` when it turns out to
+        be none."""
+        raise NotImplementedError
+
+    @classmethod
+    def provides(cls, config: ConfigT) -> Set[str]:
+        """What every sample carries beyond its instruction, in the words of a reward's `needs`:
+        'source', 'target', 'reference', 'source_codes', 'target_codes', 'hidden:<key>'."""
+        return frozenset()
+
+    @classmethod
+    def count(cls, config: ConfigT) -> int | None:
+        """Rows, bad ones included, without reading them all; None when only opening would tell."""
+        return None
+
+    @classmethod
+    def problems(cls, config: ConfigT, rules: RowRules) -> Iterable[str]:
+        """What can be seen to be wrong before a run starts, without opening a picture."""
+        return []

@@ -1,0 +1,64 @@
+"""The judge as a reward sees it: what is asked, and how one question ended.
+
+What: `Question`, `Answer` and the `Judge` that a reward is lent. What not: HTTP, retries, reading
+replies (`rl/judge/`). Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from rl.config.schema import JudgeConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One user message."""
+
+    parts: tuple[str | Image, ...]
+    """In the order the judge sees them. What a whole group shares comes first (the source picture,
+    then the rubric), so that the judge's prefix cache serves the group."""
+    reply_schema: Mapping[str, Any]
+    """JSON schema of the reply, sent when `judge.guided_json` says so."""
+    temperature: float | None = None
+    """Judge sampling temperature; None: `judge.temperature`."""
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """How one question ended."""
+
+    value: T | None
+    """The parsed reply; None exactly when `failure` is set."""
+    replies: tuple[str, ...]
+    """Every raw reply, unreadable ones included, in order; cut where it is too long to be read."""
+    failure: str | None
+    """A stable word first: timeout, transport, http_<status>, unreadable, refused, outage."""
+    attempts: int
+    """Requests sent for it; 0 when the journal had it all."""
+    seconds: float
+    """From the call to the answer, queueing included, s."""
+
+
+class Judge(Protocol):
+    """The one client of a rank, shared by its rewards."""
+
+    config: JudgeConfig
+
+    async def ask(
+        self, question: Question, parse: Callable[[str], T], repeat: int = 0
+    ) -> Answer[T]:
+        """Ask until `parse` can read a reply, within the bounds of the config.
+
+        `parse` raises `rl.judge.reply.UnreadableReplyError` on what it cannot read. `repeat` tells
+        equal questions apart that are asked several times to be averaged. A judge in trouble is an
+        `Answer` with a failure; one that refuses stops the run by itself.
+        """
+        ...

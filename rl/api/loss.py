@@ -1,0 +1,105 @@
+"""What a loss is: a pure function of one micro-batch's tokens.
+
+    from rl.api.loss import LossInputs, LossTerms
+
+    def reinforce(x: LossInputs) -> LossTerms:
+        weights = x.mask.float() / x.denominators.num_tokens
+        ratio = (x.logprobs - x.old_logprobs).detach().exp()
+        return LossTerms(-x.advantages * x.logprobs, weights, ratio, x.mask & False)
+
+    algorithm: { loss: 'my_package.reinforce' }
+
+What: the nouns it speaks, `divided_by` and `divisor`. What not: the shipped ones
+(`algorithm/losses.py`), what goes around one (importance weights and KL: `algorithm/objective.py`).
+Nothing heavy is imported here.
+
+Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
+
+if TYPE_CHECKING:
+    import torch
+
+DividedBy = Literal["num_tokens", "num_sequences", "num_completions"]
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What one optimiser step is normalised by, over all ranks and micro-batches."""
+
+    num_tokens: float
+    """Tokens that carry loss."""
+    num_sequences: float
+    """Completions with at least one such token."""
+    num_completions: float
+    """Completions the step was planned with, dropped and masked ones included (a constant)."""
+    max_completion_tokens: int
+    """The sampling limit (a constant)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """One micro-batch; tensors are [B, C] float32 on the policy's device."""
+
+    logprobs: torch.Tensor
+    """Nats, of the policy as it is, with gradient; 0 where the mask is False."""
+    old_logprobs: torch.Tensor
+    """Nats, before the iteration's first update; no gradient."""
+    sampler_logprobs: torch.Tensor
+    """Nats, as the inference engine drew; already corrected for by the importance weights."""
+    advantages: torch.Tensor
+    """By token: a KL in the reward makes them differ; no gradient."""
+    mask: torch.Tensor
+    """Bool: tokens that carry loss; others may hold anything, infinities included."""
+    denominators: Denominators
+    """Of the whole step over all ranks, never of this micro-batch: so that any split of the batch
+    gives the same gradient."""
+    clip_low: float
+    """`algorithm.clip_low`, distance from 1."""
+    clip_high: float
+    """`algorithm.clip_high`, distance from 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerms:
+    """What a loss makes of it, all [B, C]; the step's loss is
+    sum(weights * (importance * terms + kl_coeff * kl))."""
+
+    terms: torch.Tensor
+    """Float32, to be minimised, with gradient; undefined where the mask is False but finite."""
+    weights: torch.Tensor
+    """Float32, what each term is multiplied by; 0 where the mask is False."""
+    ratio: torch.Tensor
+    """pi_new / pi_old as the loss uses it, detached; for metrics."""
+    clipped: torch.Tensor
+    """Bool: the token gives no gradient, or its weight was cut; for metrics."""
+
+
+Loss = Callable[[LossInputs], LossTerms]
+
+
+class _Divided(Protocol):
+    divided_by: DividedBy
+
+
+def divided_by(count: DividedBy) -> Callable[[Loss], Loss]:
+    """Say which denominator a loss's `weights` are divided by, where it is not 'num_tokens': the
+    step corrects by planned / really graded, once the judge has spoken."""
+    assert count in get_args(DividedBy), f"{count!r} is none of {get_args(DividedBy)}"
+
+    def mark(loss: Loss) -> Loss:
+        cast(_Divided, loss).divided_by = count
+        return loss
+
+    return mark
+
+
+def divisor(loss: Loss, denominators: Denominators) -> float:
+    """The count of the whole step that its weights are divided by."""
+    count: DividedBy = getattr(loss, "divided_by", "num_tokens")
+    return float(getattr(denominators, count))

@@ -1,0 +1,190 @@
+"""What a reward is: a function of one picture, or a class derived from `Reward`.
+
+    from rl.api.reward import reward
+    from rl.api.types import RewardInput
+
+    @reward(needs={"image"})
+    def brightness(x: RewardInput) -> float:
+        return sum(x.image.convert("L").getdata()) / (255 * x.image.width * x.image.height)
+
+    rewards: { bright: { type: 'my_package.brightness' } }
+
+What: everything that any caller may ask of a reward, with its default, and `checked_output`, the
+one reading of what it returns. What not: finding one (`find.py`), asking it (`rl/rollout/`).
+Nothing heavy is imported here.
+
+Axes in names: `_G` completions of a group.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from numbers import Real
+from typing import ClassVar
+
+from rl.api.judge import Judge
+from rl.api.plug import ConfigT, PlugBase
+from rl.api.types import RewardInput, RewardOutput
+from rl.config.schema import RunConfig
+
+Score = RewardOutput | float | None
+"""A bare number is a value without parts; None: this picture could not be graded."""
+
+PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""Names of rewards and parts become names of metrics, `reward/part/<reward>/<part>`."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a run lends a reward."""
+
+    judge: Judge | None
+    """None when no reward of the run `needs_judge`."""
+    device: str
+    """The rank's own, 'cpu' or 'cuda:<index>'."""
+
+
+class Reward(PlugBase[ConfigT]):
+    """A plug of `rl/rewards`: what an episode is worth, in [0, 1].
+
+    Give `grade` or, for a reward that compares, `score_group`.
+    """
+
+    needs: ClassVar[Set[str]] = frozenset()
+    """What each sample must bring: 'source', 'image' (a rendered picture), 'target', 'text',
+    'reference', or names of keys in `Sample.hidden`. A run whose data lacks one is refused."""
+    needs_judge: ClassVar[bool] = False
+    """Whether it asks the judge; then it says how often (`num_questions`)."""
+    runs_model: ClassVar[bool] = False
+    """Whether making one loads a model or asks another service: if it does neither (and asks no
+    judge), it is tried on a made-up picture before a run starts."""
+    diagnostic: ClassVar[bool] = False
+    """True keeps it out of the final reward unless `final_reward.weights` names it."""
+    unit_parts: ClassVar[Set[str]] = frozenset()
+    """Parts scaled 0..1, in every graded output, which `final_reward.weights` may name as
+    `<reward>/<part>`."""
+
+    def __init__(self, config: ConfigT, resources: Resources) -> None:
+        """Once per rank, before the first iteration. ValueError says what the user can mend."""
+        self.config = config
+
+    @classmethod
+    def num_questions(cls, config: ConfigT) -> int:
+        """Requests to the judge per picture, at least 1 when it `needs_judge`."""
+        return 0
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:
+        """What is wrong between its section and the rest of the config, as 'key: what, remedy', the
+        key counted from the section. What is wrong within the section its `Config` says."""
+        return []
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:
+        """Weights of the models it runs, by part, for the memory plan; {} where unknown."""
+        return {}
+
+    @classmethod
+    def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
+        """Values alive at the peak of their forwards, by the same parts."""
+        return {}
+
+    def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
+        """One picture (or text, where nothing renders). `async def`, or a plain `def`, which runs
+        in threads, several pictures at a time.
+
+        What could not be had is None or a `RewardOutput` without a value, never a zero. An
+        exception leaves the episode UNGRADED.
+        """
+        raise NotImplementedError
+
+    def score_group(
+        self, inputs_G: Sequence[RewardInput]
+    ) -> Sequence[Score] | Awaitable[Sequence[Score]]:
+        """A group's pictures at once, as many scores in the same order; given instead of `grade`.
+
+        `inputs_G`: one prompt's completions under one noise, equal ones once, the bare arm last
+        where there is one; those that could not be rendered are left out.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The run ends."""
+
+    @classmethod
+    def scores_groups(cls) -> bool:
+        """Whether it is asked group by group."""
+        return cls.score_group is not Reward.score_group
+
+
+Grading = Callable[[RewardInput], Score | Awaitable[Score]]
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function of one picture, with what it declares."""
+
+    function: Grading
+    needs: Set[str] = frozenset()
+    diagnostic: bool = False
+    unit_parts: Set[str] = frozenset()
+
+    def __call__(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
+        return self.function(reward_input)
+
+    def as_class(self) -> type[Reward]:
+        """The same as a class without keys."""
+        declared = self
+
+        class FunctionReward(Reward):
+            needs = declared.needs
+            diagnostic = declared.diagnostic
+            unit_parts = declared.unit_parts
+
+            def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
+                return declared.function(reward_input)
+
+        return FunctionReward
+
+
+def reward(
+    *, needs: Set[str] = frozenset(), diagnostic: bool = False, unit_parts: Set[str] = frozenset()
+) -> Callable[[Grading], RewardFunction]:
+    """Declare what a bare function needs and reports; the words are `Reward`'s."""
+    return lambda function: RewardFunction(function, needs, diagnostic, unit_parts)
+
+
+def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardOutput:
+    """What a reward returned, as a `RewardOutput`. Raises TypeError or ValueError in words."""
+    if score is None:
+        return RewardOutput(None, failure="none: the reward gave no value")
+    output = score if isinstance(score, RewardOutput) else RewardOutput(_number("value", score))
+    if output.value is None:
+        return output
+    value = _number("value", output.value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"value {value} is outside [0, 1]; scale or clip it")
+    parts = {name: _number(f"part {name!r}", part) for name, part in output.parts.items()}
+    for name in parts:
+        if not isinstance(name, str) or not PART_NAME.fullmatch(name):
+            raise ValueError(f"part {name!r}: {UNUSABLE_NAME}")
+    for name in sorted(unit_parts):
+        if name not in parts or not 0 <= parts[name] <= 1:
+            found = parts.get(name, "nothing")
+            raise ValueError(f"part {name!r} is declared in unit_parts (0..1), found {found}")
+    return RewardOutput(value, parts, output.replies, output.failure, output.seconds)
+
+
+UNUSABLE_NAME = "no usable name of a metric; use letters, digits, '_', '.', '-'"
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TypeError(
+            f"{what} is {value!r} ({type(value).__name__}); expected a finite number, alone or as "
+            "RewardOutput(value, parts)"
+        )
+    return float(value)

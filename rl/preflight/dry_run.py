@@ -1,0 +1,118 @@
+"""Try an outsider's code once, on made-up inputs, before any model is loaded.
+
+What: `dry_problems`: every reward that needs neither judge nor model grades one made-up picture,
+and a loss by dotted path is given one made-up micro-batch. What not: whether a plug has the right
+members (`api/find.py`). Called by `report.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from rl.api import find
+from rl.api.loss import Denominators, LossInputs, LossTerms
+from rl.api.reward import Resources
+from rl.api.types import RewardInput, RewardOutput, Sample
+from rl.build import Resolved, RewardPlug
+from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
+from rl.rollout.grading import grade, score_group
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIDE_PX = 64
+
+
+def dry_problems(resolved: Resolved) -> list[str]:
+    """What raises, or gives something that cannot be used."""
+    found = [problem for plug in resolved.rewards.values() for problem in _reward(resolved, plug)]
+    return found + _loss(resolved.config.algorithm)
+
+
+def _reward(resolved: Resolved, plug: RewardPlug) -> list[str]:
+    """A reward that reads hidden keys is left out: nobody knows what they hold."""
+    reads_hidden = plug.reward.needs - {"source", "image", "target", "text", "reference"}
+    if plug.reward.needs_judge or plug.reward.runs_model or reads_hidden:
+        return []
+    given = _made_up(resolved)
+    try:
+        reward = plug.reward(plug.config, Resources(None, "cpu"))
+    except Exception as error:
+        return [f"{plug.key}: making {plug.name} raises {find.described(error)}"]
+
+    async def ask() -> RewardOutput:
+        if reward.scores_groups():
+            return (await score_group({plug.key: reward}, [given, given]))[0][plug.key]
+        return (await grade({plug.key: reward}, given))[plug.key]
+
+    output = asyncio.run(ask())
+    reward.close()
+    if not output.traceback:
+        return []
+    had = ", ".join(name for name in ("source", "target") if getattr(given.sample, name))
+    sample = f"a made-up sample with {had or 'no pictures'}"
+    if given.image is None:
+        sample += " and nothing rendered"
+    place = output.traceback.rstrip().split("\n")
+    lines = [line.strip() for line in place if line.strip().startswith("File ")]
+    return [f"{plug.key}: {plug.name} {output.failure} ({lines[-1]}) on {sample}"]
+
+
+def _made_up(resolved: Resolved) -> RewardInput:
+    """With what every sample of this config has."""
+    sources = [*resolved.train, *resolved.validation]
+    carried = frozenset.intersection(*(frozenset(p.source.provides(p.config)) for p in sources))
+    sample = Sample(
+        "made-up",
+        "paint it red",
+        source=_picture() if "source" in carried else None,
+        target=_picture() if "target" in carried else None,
+        reference="a red square" if "reference" in carried else None,
+    )
+    draws = resolved.renderer.module.MAKES_IMAGES
+    return RewardInput(sample, "a red square on a white floor", _picture() if draws else None)
+
+
+def _picture() -> Image:
+    from PIL import Image
+
+    return Image.linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
+
+
+def _loss(algorithm: AlgorithmConfig) -> list[str]:
+    if algorithm.loss in SHIPPED_LOSSES:
+        return []
+    import torch
+
+    loss, _ = find.import_plug(algorithm.loss)
+    zeros = torch.zeros(2, 3)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    denominators = Denominators(4.0, 2.0, 2.0, 3)
+    inputs = LossInputs(
+        logprobs=zeros.clone().requires_grad_(),
+        old_logprobs=zeros,
+        sampler_logprobs=zeros,
+        advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
+        mask=mask,
+        denominators=denominators,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+    )
+    key = f"algorithm.loss: {algorithm.loss}"
+    try:
+        terms = loss(inputs)
+    except Exception as error:
+        return [f"{key} raises {find.described(error)} on a made-up micro-batch"]
+    if not isinstance(terms, LossTerms):
+        return [f"{key} returns {find.shown(terms)}; expected rl.api.loss.LossTerms"]
+    wrong = [
+        f"{key}: {name} has shape {tuple(value.shape)}; expected {tuple(zeros.shape)}, as logprobs"
+        for name, value in vars(terms).items()
+        if value.shape != zeros.shape
+    ]
+    if not wrong and not terms.terms.requires_grad:
+        wrong.append(f"{key}: terms have no gradient; compute them from x.logprobs")
+    if not wrong and not (terms.weights * terms.terms).isfinite().all():
+        wrong.append(f"{key}: weights * terms are not finite on a made-up micro-batch")
+    return wrong

@@ -1,0 +1,319 @@
+"""A stranger's plug: every mistake is one sentence from `--check`, and a right one is typed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+from tiny_typing import typing_errors
+
+from rl.config.schema import load_config
+from rl.preflight import report
+
+HEAD = """
+from rl.api.data import DataSource, RowRules
+from rl.api.plug import PlugConfig
+from rl.api.reward import Resources, Reward, reward
+from rl.api.types import RewardInput, RewardOutput, Sample
+"""
+
+REWARDS: list[tuple[str, str, str]] = [
+    (
+        "Old",
+        "class Old:\n    async def grade(self, x): return 0.5",
+        "class Old is no Reward: derive from rl.api.reward.Reward",
+    ),
+    (
+        "",
+        "NEEDS = 1",
+        "holds no Reward: derive from rl.api.reward.Reward, or name a function",
+    ),
+    ("", "class A(Reward): pass\nclass B(Reward): pass", "holds A, B; name one of them behind a d"),
+    ("gone", "x = 1", "holds no 'gone' ("),
+    (
+        "R",
+        "class R(Reward[dict]):\n    def grade(self, x): return 0.5",
+        "R.Config is <class 'dict'> (type); derive it from PlugConfig",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    def __init__(self, config): pass\n"
+        "    def grade(self, x): return 0.5",
+        "R.__init__ is `def __init__(self, config)`; expected `def __init__(self, config: Config, "
+        "resources: Resources) -> None`",
+    ),
+    (
+        "R",
+        "class R(Reward): pass",
+        "R has no grade; expected `async def grade(self, x: RewardInput) -> RewardOutput`",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    async def grade(self, x, y): return 0.5",
+        "R.grade is `def grade(self, x, y)`; expected `def grade(self, x: RewardInput) -> Rew",
+    ),
+    ("R", "class R(Reward):\n    grade = 3", "R.grade is 3 (int); expected `def grade(self, x"),
+    (
+        "R",
+        "class R(Reward):\n    async def grade(self, x): yield 0.5",
+        "R.grade yields; expected `def grade(self, x: RewardInput) -> RewardOutput`, which returns",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    async def score_group(self): return []",
+        "R.score_group is `def score_group(self)`; expected `def score_group(self, inputs_G: ",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    needs_judge = True\n    async def grade(self, x): return 0.5",
+        "R needs the judge and does not say how often it asks; expected `@classmethod def num_q",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    needs = 'image'\n    def grade(self, x): return 0.5",
+        "R.needs is 'image' (str); expected a set of names, {'image'}",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    unit_parts = {'a/b'}\n    def grade(self, x): return 0.5",
+        "R.unit_parts: 'a/b' is no usable name of a metric; use letters, digits",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    def num_questions(self, config): return 1\n"
+        "    def grade(self, x): return 0.5",
+        "R.num_questions is no classmethod; expected `@classmethod def num_questions(cls, config",
+    ),
+    ("f", "def f(): return 0.5", "f is `def f()`; expected `def f(x: RewardInput) -> float`"),
+    ("f", "def f(x):\n    yield 0.5", "f raised TypeError: value is <generator object f at 0x"),
+    ("f", "f = 3", "3 (int) is no Reward: derive from rl.api.reward.Reward"),
+    ("f", "raise ValueError('boom\\ntwice')", "raises ValueError: boom twice ("),
+    ("f", "import no_such_package_here", "imports 'no_such_package_here', which is not installed"),
+    ("f", "def f(:", "raises SyntaxError: invalid syntax ("),
+    ("f", "import sys; sys.exit(3)", "raises SystemExit: 3 ("),
+    # Tried on a made-up picture:
+    (
+        "f",
+        "def f(x): return 7",
+        "f raised ValueError: value 7.0 is outside [0, 1]; scale",
+    ),
+    ("f", "def f(x): return 'good'", "f raised TypeError: value is 'good' (str); expected a finit"),
+    ("f", "def f(x): return float('nan')", "f raised TypeError: value is nan (float); expected a "),
+    (
+        "f",
+        "def f(x): return RewardOutput(0.5, {'a b': 1})",
+        "ValueError: part 'a b': no usable name",
+    ),
+    ("f", "async def f(x): return 1 / 0", "f raised ZeroDivisionError: division by zero (File "),
+    ("f", "def f(x): return x.sample.hidden['a']", "f raised KeyError: 'a' (File "),
+    (
+        "f",
+        "@reward(unit_parts={'level'})\ndef f(x): return 0.5",
+        "part 'level' is declared in unit_parts (0..1), found nothing",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    def score_group(self, xs): return [0.5]",
+        "R raised ValueError: 1 scores for 2 pictures",
+    ),
+]
+
+
+def problems_of(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, **changes: Any) -> list:
+    monkeypatch.syspath_prepend(folder)
+    for name in [name for name in sys.modules if name.startswith("stranger")]:
+        del sys.modules[name]
+    (folder / "stranger.py").write_text(HEAD + code + "\n")
+    (folder / "strangers").mkdir()
+    (folder / "strangers" / "one.py").write_text(HEAD + code + "\n")
+    path = tiny_config.write(folder, tiny_config.real(folder, **changes))
+    return report.problems(load_config(path))
+
+
+@pytest.mark.parametrize(("name", "code", "message"), REWARDS, ids=[r[2][:40] for r in REWARDS])
+def test_a_rewards_mistake_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str, message: str
+) -> None:
+    section = {"type": f"stranger.{name}" if name else "strangers.one"}
+    [found] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": section})
+    assert found.startswith("rewards.mine") and message in found, found
+    assert "\n" not in found and "Traceback" not in found
+
+
+DATA: list[tuple[str, str]] = [
+    ("class D: pass", "class D is no DataSource: derive from rl.api.data.DataSource"),
+    (
+        "class D(DataSource):\n    def __getitem__(self, index): ...",
+        "D has no __len__; expected `def __len__(self) -> int`",
+    ),
+    (
+        "class D(DataSource):\n    def __len__(self): return 3\n"
+        "    def __getitem__(self, index): ...\n    num_skipped = None",
+        "D.num_skipped is None (NoneType); expected an int, the rows left out",
+    ),
+    (
+        "class D(DataSource):\n    def __init__(self, config, on_bad_row, side): ...\n"
+        "    def __len__(self): return 3\n    def __getitem__(self, index): ...",
+        "D.__init__ is `def __init__(self, config, on_bad_row, side)`; expected `def __init__("
+        "self, config: Config, rules: RowRules) -> None`",
+    ),
+    (
+        "class D(DataSource):\n    def __len__(self): return 3\n    def __getitem__(self, i): ...\n"
+        "    @classmethod\n    def provides(cls, config): return 'source'",
+        "D.provides returns 'source' (str); expected a set of names, {'source'}",
+    ),
+    (
+        "class D(DataSource):\n    def __len__(self): return 3\n    def __getitem__(self, i): ...\n"
+        "    @classmethod\n    def count(cls, config): return 1 / 0",
+        "D.count raises ZeroDivisionError: division by zero (",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "message"), DATA, ids=[row[1][:40] for row in DATA])
+def test_a_data_sources_mistake_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    data = {"train": [{"type": "stranger.D"}]}
+    [found] = problems_of(tmp_path, monkeypatch, code, data=data)
+    assert found.startswith("data.train.0") and message in found, found
+
+
+LOSSES: list[tuple[str, str]] = [
+    ("def f(x, y): ...", "f is `def f(x, y)`; expected `def f(x: LossInputs) -> LossTerms`"),
+    ("async def f(x): ...", "f is async; expected `def f(x: LossInputs) -> LossTerms`"),
+    ("f = 3", "it is 3 (int); expected `def it(x: LossInputs) -> LossTerms`"),
+    ("def f(x): return x.logprobs.sum()", "f returns tensor(0., grad_fn=<SumBackward0>) (Tensor);"),
+    ("def f(x): raise ValueError('no')", "f raises ValueError: no ("),
+]
+
+
+@pytest.mark.parametrize(("code", "message"), LOSSES, ids=[row[1][:40] for row in LOSSES])
+def test_a_losss_mistake_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    algorithm = {"loss": "stranger.f"}
+    [found] = problems_of(tmp_path, monkeypatch, code, algorithm=algorithm)
+    assert found.startswith("algorithm.loss: ") and message in found, found
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil", "..", "a b", "a.b c", "rl/rewards/viescore", "shared", "os", "a..b", "."]
+)
+def test_a_name_that_is_none_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
+    assert found.startswith(f"rewards.mine.type: no plug {name!r} in rl/rewards; ")
+
+
+def test_a_rewards_own_name_is_a_metrics_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"a/b": {"type": "viescore"}})
+    assert found.startswith("rewards.a/b: no usable name of a metric; use letters, digits")
+
+
+def test_repeats_at_temperature_0_are_refused_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = {"api_base": "http://127.0.0.1:4877", "temperature": 0}
+    section = {"type": "viescore", "n_evals": 3}
+    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"vie": section}, judge=judge)
+    assert found == (
+        "rewards.vie.n_evals: n_evals=3 at judge temperature 0 buys one answer 3 times: set the "
+        "reward's temperature above 0, or its n_evals to 1"
+    )
+
+
+RIGHT = """
+import torch
+from rl.api.loss import LossInputs, LossTerms
+from collections.abc import Sequence
+
+def plain(x: RewardInput) -> float:
+    return min(1.0, len(x.text) / 100)
+
+async def later(x: RewardInput) -> RewardOutput:
+    return RewardOutput(0.5, {"half": 0.5})
+
+@reward(needs={"image"}, unit_parts={"level"})
+def declared(x: RewardInput) -> RewardOutput:
+    assert x.image is not None
+    return RewardOutput(0.5, {"level": x.image.width / 1000})
+
+class MyConfig(PlugConfig):
+    scale: float = 0.5
+
+class Scaled(Reward[MyConfig]):
+    needs = {"image"}
+
+    def __init__(self, config: MyConfig, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self.factor = config.scale
+
+    async def grade(self, x: RewardInput) -> RewardOutput:
+        return RewardOutput(self.config.scale * self.factor)
+
+class Longest(Reward):
+    async def score_group(self, inputs_G: Sequence[RewardInput]) -> list[RewardOutput]:
+        longest = max(len(x.text) for x in inputs_G)
+        return [RewardOutput(float(len(x.text) == longest)) for x in inputs_G]
+
+class Words(DataSource[MyConfig]):
+    def __init__(self, config: MyConfig, rules: RowRules) -> None:
+        self.num_skipped = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(str(index), "paint it red")
+
+    @classmethod
+    def provides(cls, config: MyConfig) -> set[str]:
+        return {"source"}
+
+def grpo_again(x: LossInputs) -> LossTerms:
+    ratio = (x.logprobs - x.old_logprobs.detach()).masked_fill(~x.mask, 0.0).exp()
+    bounded = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
+    terms = -torch.minimum(ratio * x.advantages, bounded * x.advantages)
+    clipped = (bounded * x.advantages < ratio * x.advantages) & x.mask
+    weights = x.mask.float() / x.denominators.num_tokens
+    return LossTerms(terms, weights, ratio.detach(), clipped)
+"""
+
+
+def test_right_plugs_of_every_form_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("plain", "later", "declared", "Scaled", "Longest")
+    rewards = {name: {"type": f"stranger.{name}"} for name in names}
+    found = problems_of(
+        tmp_path,
+        monkeypatch,
+        RIGHT,
+        rewards={**rewards, "Scaled": {"type": "stranger.Scaled", "scale": 1}},
+        final_reward={"weights": {"declared/level": 1, "Scaled": 2}},
+        algorithm={"loss": "stranger.grpo_again"},
+        data={"train": [{"type": "stranger.Words", "scale": 2}]},
+    )
+    assert found == []
+
+
+def test_mypy_checks_a_strangers_plug(tmp_path: Path) -> None:
+    file = tmp_path / "stranger.py"
+    wrong = (
+        "class Wrong(Reward[MyConfig]):\n"
+        "    async def grade(self, x: RewardInput) -> str:\n"
+        "        return self.config.scal\n"
+    )
+    file.write_text(HEAD + RIGHT)
+    assert typing_errors([file], tmp_path) == []
+    file.write_text(HEAD + RIGHT + wrong)
+    found = typing_errors([file], tmp_path)
+    assert 'Return type "Coroutine[Any, Any, str]" of "grade" incompatible' in found[0]
+    assert '"MyConfig" has no attribute "scal"; maybe "scale"?' in found[-1]
