@@ -280,7 +280,7 @@ def test_a_vllm_of_another_interface_is_named(monkeypatch):
 
     monkeypatch.delattr(vllm, "grammar")
     monkeypatch.setitem(sys.modules, "rl.engines.vllm.grammar", None)
-    with pytest.raises(RuntimeError, match=r"requirements\.txt"):
+    with pytest.raises(RuntimeError, match=r"pyproject\.toml"):
         start.grammar_arguments("folder", {}, None)
 
 

@@ -97,7 +97,7 @@ def test_users_cannot_write_special_tokens(tokenizer, words):
 
 def test_mistakes_in_a_sample_name_it(tokenizer):
     prompts = make(tokenizer, max_prompt_tokens=20)
-    with pytest.raises(ValueError, match=r"'lost' has no source_codes.*prepare_data"):
+    with pytest.raises(ValueError, match=r"'lost' has no source_codes.*rl prepare"):
         prompts.prompt(Sample("lost", "blue"))
     with pytest.raises(ValueError, match=r"'bad'.* from 0 to 63.*shape \(1, 1\), codes 64\.\.64"):
         prompts.prompt(Sample("bad", "blue", source_codes=np.array([[64]])))
