@@ -81,6 +81,7 @@
     advantage_scale: 'group_std',
     // Added to that standard deviation, in reward units (0..1).
     advantage_eps: 1e-4,
+    // A shipped one, or the dotted path of a function of your own, 'my_package.my_loss'.
     // grpo: clipped, mean over the global batch's tokens; dapo: the same with clip_high >
     // clip_low; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo: sequence-
     // level ratio; cispo: clipped, detached importance weight times log-prob.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rl.api import find
 from rl.api.contracts import Engine, Policy, Renderer
 from rl.api.data import DataSource, RowRules
+from rl.api.plug import shown
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Resources, Reward
 from rl.api.types import SamplingParams
 from rl.config.messages import validate
@@ -241,7 +242,7 @@ def ask_plug(
     except Exception as error:
         return None, [f"{name} raises {find.described(error)}"]
     if not expected(answer):
-        return None, [f"{name} returns {find.shown(answer)}; expected {words}"]
+        return None, [f"{name} returns {shown(answer)}; expected {words}"]
     return answer, []
 
 
@@ -395,6 +396,6 @@ def build_data(resolved: Resolved, plugs: Sequence[DataPlug]) -> list[DataSource
         source = plug.source(plug.config, row_rules(resolved.config))
         for words, value in (("len()", len(source)), ("num_skipped", source.num_skipped)):
             if type(value) is not int or value < 0:
-                raise ValueError(f"{plug.key}: {words} is {find.shown(value)}; expected an int")
+                raise ValueError(f"{plug.key}: {words} is {shown(value)}; expected an int")
         sources.append(source)
     return sources

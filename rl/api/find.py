@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rl.api.data import DataSource
-from rl.api.plug import PlugBase
+from rl.api.plug import PlugBase, shown
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward, RewardFunction
 from rl.config.schema import Section
 
@@ -125,12 +125,6 @@ def _class_in(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[s
 
 
 _HOME = {"Reward": "reward", "DataSource": "data"}
-
-
-def shown(value: object) -> str:
-    """A value and its type, short."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def reward_class(found: Any) -> tuple[type[Reward] | None, list[str]]:

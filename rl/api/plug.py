@@ -1,7 +1,7 @@
 """What plugs that are classes have in common: a section of the config, read as their `Config`.
 
-What: `PlugBase`, `PlugConfig`. What not: the rooms (`reward.py`, `data.py`), finding and checking a
-plug (`find.py`).
+What: `PlugBase`, `PlugConfig`, `shown`. What not: the rooms (`reward.py`, `data.py`),
+finding and checking a plug (`find.py`).
 """
 
 from __future__ import annotations
@@ -39,3 +39,9 @@ class PlugBase(Generic[ConfigT]):
             is_ours = isinstance(origin, type) and issubclass(origin, PlugBase)
             if is_ours and not isinstance(given[0], TypeVar):
                 cls.Config = given[0]
+
+
+def shown(value: object) -> str:
+    """A value and its type on one line, short."""
+    text = " ".join(repr(value).split())
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

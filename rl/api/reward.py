@@ -26,7 +26,7 @@ from numbers import Real
 from typing import ClassVar
 
 from rl.api.judge import Judge
-from rl.api.plug import ConfigT, PlugBase
+from rl.api.plug import ConfigT, PlugBase, shown
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import RunConfig
 
@@ -184,7 +184,7 @@ UNUSABLE_NAME = "no usable name of a metric; use letters, digits, '_', '.', '-'"
 def _number(what: str, value: object) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise TypeError(
-            f"{what} is {value!r} ({type(value).__name__}); expected a finite number, alone or as "
+            f"{what} is {shown(value)}; expected a finite number, alone or as "
             "RewardOutput(value, parts)"
         )
     return float(value)

@@ -1,7 +1,7 @@
 """The nouns every room speaks: frozen records that walk through the loop.
 
 What: `Sample` -> `Prompt` -> `Completion` -> `Action` -> `Episode` -> `TrainSequence`, and what
-lies between. What not: behaviour; the verbs each plug room promises are `contracts.py`'s. Nothing
+lies between. What not: behaviour; what each room promises is in the files beside this one. Nothing
 heavy is imported here, so a config can be checked on a laptop without torch; tensors appear in
 annotations only.
 

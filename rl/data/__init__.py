@@ -1,5 +1,5 @@
 """Plug room: where samples come from.
 
-A plug exports `Config`, `provides`, `check` and `build`; `rl.api.contracts.DataSource` is what it
-builds: a finite list, read by index. The order of prompts is `rl/rollout/prompt_order.py`'s.
+A plug is a class derived from `rl.api.data.DataSource`, one a file: a finite list, read by index.
+The order of prompts is `rl/rollout/prompt_order.py`'s.
 """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rl.api import find
 from rl.api.loss import Denominators, LossInputs, LossTerms
+from rl.api.plug import shown
 from rl.api.reward import Resources
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.build import Resolved, RewardPlug
@@ -105,7 +106,7 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
     except Exception as error:
         return [f"{key} raises {find.described(error)} on a made-up micro-batch"]
     if not isinstance(terms, LossTerms):
-        return [f"{key} returns {find.shown(terms)}; expected rl.api.loss.LossTerms"]
+        return [f"{key} returns {shown(terms)}; expected rl.api.loss.LossTerms"]
     wrong = [
         f"{key}: {name} has shape {tuple(value.shape)}; expected {tuple(zeros.shape)}, as logprobs"
         for name, value in vars(terms).items()
