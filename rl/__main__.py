@@ -47,7 +47,6 @@ COMMANDS = {
     "check-distributed": Command(
         "do the ranks of this machine hear each other?", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),
-    "build-tiny-world": Command("the quickstart's weights from nothing", "tiny_world.builder"),
     "bench-gpu": Command("times at real size on this GPU", "benchmarks.bench_gpu"),
 }
 

@@ -14,7 +14,12 @@ def typing_errors(files: Sequence[Path], root: Path) -> list[str]:
     """One line each; `root` is where their packages lie."""
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
     command += ["--namespace-packages", "--explicit-package-bases"]
-    command += ["--config-file", str(REPO / ".mypy.ini"), "--cache-dir", str(REPO / ".mypy_cache")]
+    command += [
+        "--config-file",
+        str(REPO / "pyproject.toml"),
+        "--cache-dir",
+        str(REPO / ".mypy_cache"),
+    ]
     done = subprocess.run(
         [*command, *map(str, files)],
         cwd=REPO,

@@ -1,4 +1,4 @@
 """The stages that make `tiny_world/weights`, in order: tokenizer, vae, policy, editor.
 
-Run by `rl build-tiny-world`; nothing in `rl/` imports this.
+Run by `python -m tiny_world.builder`; nothing in `rl/` imports this.
 """

@@ -1,4 +1,4 @@
-"""Build `tiny_world/weights` from nothing: rl build-tiny-world --work /tmp/world
+"""Build `tiny_world/weights` from nothing: python -m tiny_world.builder --work /tmp/world
 
 Everything is seeded and runs on one CPU thread. Stages, and minutes on one core:
 
@@ -41,7 +41,7 @@ STAGES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="rl build-tiny-world",
+        prog="python -m tiny_world.builder",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
