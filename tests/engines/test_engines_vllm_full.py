@@ -47,10 +47,18 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(policy):
+    found = torch.distributed.is_initialized()
+    if not found:  # as DeepSpeed makes it for one process
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = torch.distributed.GroupMember.WORLD
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
     engine = vllm_engine.build(config, policy, Dist(), sharded=True)
     yield engine
     engine.close()
+    assert torch.distributed.GroupMember.WORLD is group is not None, "it is not the engine's"
+    if not found:
+        torch.distributed.destroy_process_group()
 
 
 def test_full_weights_arrive_after_every_update(engine, policy):

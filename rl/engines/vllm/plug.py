@@ -153,6 +153,7 @@ class VllmEngine:
             warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated")
             from vllm import LLM
 
+            self._found_group = start.has_process_group()
             start.register_in_process(folder)
             if self._serves_adapter and not self._on_cuda:
                 start.multiply_by_one_adapter()
@@ -352,13 +353,12 @@ class VllmEngine:
         return difference or self._fingerprint
 
     def close(self) -> None:
-        """Stop the engine. With several ranks it stays until the process ends: stopping it would
-        take the trainer's process group down with it."""
+        """Stop it; with several ranks it stays, or the trainer's process group would go with it."""
         core = self._llm.llm_engine.engine_core
         if self._dist.world_size > 1:
             core._finalizer.detach()
             return
-        core.shutdown()
+        start.shut_down(core, keeps_group=self._found_group)
         del self._llm
 
     def _drop_caches(self) -> None:

@@ -90,6 +90,27 @@ def untouched_globals() -> Iterator[None]:
         set_rng_state(random_state)
 
 
+def has_process_group() -> bool:
+    """Whether torch has a default group."""
+    import torch.distributed as td
+
+    return td.is_initialized()
+
+
+def shut_down(core: Any, keeps_group: bool) -> None:
+    """Stop an engine core. vLLM would take torch's default group down, whoever made it: DeepSpeed's
+    own of one process, say; `keeps_group`: it stays."""
+    import torch.distributed as td
+
+    destroy = td.destroy_process_group
+    if keeps_group:
+        td.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    try:
+        core.shutdown()
+    finally:
+        td.destroy_process_group = destroy
+
+
 def mute_teardown() -> None:
     """An engine that stays until its process ends (see `close`) still holds Triton's objects, and
     their binding lists all of them on stderr once Python is gone. On a CPU only: a GPU's teardown
