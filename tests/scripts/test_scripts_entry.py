@@ -104,7 +104,14 @@ def test_a_plug_lies_in_the_folder_where_the_run_is_started(tmp_path: Path) -> N
 
 def test_a_folder_without_the_clones_packages(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("weights"))
-    done = rl("bench-gpu", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = subprocess.run(
+        # -S: an editable installation of the clone would lend its packages.
+        [sys.executable, "-S", "-m", "rl", "bench-gpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1
     assert done.stderr == "rl bench-gpu: benchmarks/ comes with a clone, not with the wheel\n"
 
