@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 ActionKind = Literal["hidden_states", "text", "image_tokens"]
 """What a policy can hand to a renderer, and what a renderer can take."""
 
+StateKind = Literal["post_norm", "pre_norm"]
+"""Last hidden states after the language model's final norm, or before it."""
+
 
 class Status(StrEnum):
     """How an episode ended. A judge's failure is never the policy's score (ARCHITECTURE.md)."""
@@ -133,7 +136,8 @@ class HiddenStates:
     """Conditioning for a diffusion transformer, detached."""
 
     embeds: torch.Tensor
-    """[L, D] post-norm last hidden states of prompt tail + completion, no padding."""
+    """[L, D] last hidden states of prompt tail + completion, no padding; of the kind that the
+    renderer states (`Renderer.state_kind`)."""
     negative_embeds: torch.Tensor | None = None
     """[L', D] the same for the negative prompt under the BASE weights, for CFG."""
 
@@ -145,7 +149,7 @@ class Action:
     text: str
     """The completion without special tokens."""
     payload: HiddenStates | str | Any | None
-    """What the renderer takes (its `ACCEPTS` kind); None when `failure` is set, and in an episode:
+    """What the renderer takes (its `accepts` kind); None when `failure` is set, and in an episode:
     it goes to the renderer and is not kept."""
     failure: str | None = None
     """Why nothing can be rendered, in words (-> POLICY_FAILED)."""

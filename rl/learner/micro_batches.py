@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rl.api.contracts import Policy
+from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
 
 if TYPE_CHECKING:

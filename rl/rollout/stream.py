@@ -17,7 +17,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl.api.contracts import Policy, Renderer
+from rl.api.policy import Policy
+from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import (
     Completion,

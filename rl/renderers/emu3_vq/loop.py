@@ -1,7 +1,7 @@
 """The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once.
 
 What: which codes share a batch, what a failure is, the pictures of samples. What not: the decoder
-(`codec.py`). Imports torch, so the plug imports this inside `build`.
+(`codec.py`). Imports torch, so the plug imports this when it is made.
 """
 
 from __future__ import annotations
@@ -30,20 +30,13 @@ Grid = tuple[int, ...]
 """Shape of a picture's codes: those of one shape share a batch."""
 
 
-class Emu3VqRenderer:
-    """See `rl.api.contracts.Renderer`. Pictures are RGB; equal codes give one and the same
-    picture."""
-
-    state_dim = None
+class Emu3VqLoop:
+    """Pictures are RGB; equal codes give one and the same picture."""
 
     def __init__(self, codec: Emu3Codec, batch_size: int) -> None:
         self.codec = codec
         self.batch_size = batch_size
         self._kept: OrderedDict[bytes, Image.Image] = OrderedDict()
-
-    def take_stats(self) -> dict[str, float]:
-        """Nothing to report."""
-        return {}
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
