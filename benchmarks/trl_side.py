@@ -248,7 +248,7 @@ class Peer:
             texts = [completion[0]["content"] for completion in completions[first : first + group]]
             with span(POLICY):
                 states_G = self._condition_tuned(row, image[first], texts)
-            sample = Sample(row.id, row.instruction, source=image[first])
+            sample = Sample(row.id, row.instruction, sources=(image[first],))
             jobs = [RenderJob(sample, HiddenStates(states), 0) for states in states_G]
             pictures: dict[int, Any] = {}
             with span(RENDER):

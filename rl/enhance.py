@@ -133,7 +133,11 @@ class Enhancer:
             )
         pictures = [None] * len(prompts) if images is None else list(images)
         samples = [
-            Sample(id=f"prompt {number}", instruction=prompt.strip(), source=picture)
+            Sample(
+                id=f"prompt {number}",
+                instruction=prompt.strip(),
+                sources=(picture,) if picture else (),
+            )
             for number, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True), 1)
         ]
         for sample in samples:

@@ -144,7 +144,7 @@ def make_job(
 ) -> RenderJob:
     negative = None if negative_length is None else make_states(1000, negative_length)
     payload = HiddenStates(make_states(states_seed, length), negative_embeds=negative)
-    sample = Sample(id=f"sample-{states_seed}", instruction="", source=source)
+    sample = Sample(id=f"sample-{states_seed}", instruction="", sources=(source,) if source else ())
     return RenderJob(sample=sample, payload=payload, noise_seed=noise_seed)
 
 

@@ -51,8 +51,8 @@ class Sample:
     """Stable identity: survives shuffles, restarts and a different number of ranks."""
     instruction: str
     """The user's own words (edit instruction, question, or prompt)."""
-    source: Image | None = None
-    """RGB source picture, or None for text-only tasks."""
+    sources: tuple[Image, ...] = ()
+    """RGB source pictures, in the order in which words may number them; () for text-only tasks."""
     target: Image | None = None
     """RGB reference edit, for rewards only."""
     source_codes: np.ndarray | None = None
@@ -65,6 +65,11 @@ class Sample:
     """A right completion where one is known; only measures renderer drift, never trained on."""
     hidden: Mapping[str, Any] = field(default_factory=dict)
     """What rewards may see and the policy may not (answers, labels)."""
+
+    @property
+    def source(self) -> Image | None:
+        """The first source picture; None for text-only tasks."""
+        return self.sources[0] if self.sources else None
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,15 @@ class Action:
     """A completion, understood."""
 
     text: str
-    """The completion without special tokens."""
+    """The whole completion without special tokens."""
     payload: HiddenStates | str | Any | None
     """What the renderer takes (its `accepts` kind); None when `failure` is set, and in an episode:
     it goes to the renderer and is not kept."""
     failure: str | None = None
     """Why nothing can be rendered, in words (-> POLICY_FAILED)."""
+    thought: str = ""
+    """The beginning of `text` that was thought before writing, its marker included: handed on to
+    nobody."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,12 +183,20 @@ class RenderFailure:
 
 @dataclass(frozen=True, eq=False)
 class RewardInput:
-    """What a reward may look at; `text` is the completion's."""
+    """What a reward may look at."""
 
     sample: Sample
     text: str
+    """The whole completion without special tokens."""
     image: Image | None
     """The rendered picture (None for the `none` renderer)."""
+    thought: str = ""
+    """The beginning of `text` that was thought before writing, its marker included."""
+
+    @property
+    def words(self) -> str:
+        """What was written after the thought: what the renderer was given."""
+        return self.text.removeprefix(self.thought)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _made_up(resolved: Resolved) -> RewardInput:
     sample = Sample(
         "made-up",
         "paint it red",
-        source=_picture() if "source" in carried else None,
+        sources=(_picture(),) if "source" in carried else (),
         target=_picture() if "target" in carried else None,
         reference="a red square" if "reference" in carried else None,
     )

@@ -274,7 +274,8 @@ class PendingRollout:
 
     def _input(self, key: PictureKey) -> RewardInput:
         arm = self._arm_of[key]
-        return RewardInput(arm.prompt.sample, arm.action.text, self._images[key])
+        action = arm.action
+        return RewardInput(arm.prompt.sample, action.text, self._images[key], action.thought)
 
     @property
     def _futures(self) -> list[Future[Any]]:

@@ -97,7 +97,7 @@ def noise_picture(seed: int) -> Image.Image:
 
 
 def ask_about_group(plug: ModuleType, judge: FaultyJudge, pictures: Sequence[Image.Image]) -> None:
-    sample = Sample("a", "paint it red", source=noise_picture(98), target=noise_picture(99))
+    sample = Sample("a", "paint it red", sources=(noise_picture(98),), target=noise_picture(99))
 
     async def run() -> None:
         client = JudgeClient(quick_config(max_attempts=1), judge.api_base)

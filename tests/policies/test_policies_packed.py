@@ -56,7 +56,7 @@ def mixed_rows(policy) -> list[tuple]:
     """Texts, and a picture between them; in the chat format, which does not insist on one."""
     policy.prompts._needs_picture = False
     samples = [tiny_qwen.sample(i) for i in range(3)]
-    shown = [replace(samples[0], source=None), samples[1], replace(samples[2], source=None)]
+    shown = [replace(samples[0], sources=()), samples[1], replace(samples[2], sources=())]
     return random_rows([policy.build_prompt(sample) for sample in shown])
 
 

@@ -75,7 +75,7 @@ def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[Gra
     sequences = []
     for number, has_picture in enumerate(pictured):
         sample = tiny_qwen.sample(10 * seed + number)
-        prompt = policy.build_prompt(sample if has_picture else replace(sample, source=None))
+        prompt = policy.build_prompt(sample if has_picture else replace(sample, sources=()))
         assert bool(prompt.images) == has_picture
         for advantage in (1.0, -1.0):
             ids = torch.randint(10, 250, (NUM_TOKENS,), generator=generator)

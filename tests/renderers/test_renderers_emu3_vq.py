@@ -249,7 +249,7 @@ def test_illustrate_draws_what_exists_as_codes_alone(
     a, b = make_codes(1), make_codes(2)
     samples = [
         Sample(id="1", instruction="", source_codes=a, target_codes=b),
-        Sample(id="2", instruction="", source_codes=a, source=own),
+        Sample(id="2", instruction="", source_codes=a, sources=(own,)),
         Sample(id="3", instruction=""),
         Sample(id="4", instruction="", source_codes=b, target_codes=a.copy()),
     ]

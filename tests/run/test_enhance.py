@@ -106,7 +106,7 @@ def model_folder(run: Path) -> Path:
 def by_engine(policy: Any, temperature: float, seed: int = 0) -> list[str]:
     """What the sampler of training writes for each prompt alone, from the same seeds."""
     samples = [
-        Sample(f"s{number}", prompt, source=picture)
+        Sample(f"s{number}", prompt, sources=(picture,) if picture else ())
         for number, (prompt, picture) in enumerate(zip(PROMPTS, PICTURES, strict=True))
     ]
     params = SamplingParams(temperature, 1.0, -1, NUM_TOKENS, num_completions=1)

@@ -7,9 +7,8 @@ What: which codes share a batch, what a failure is, the pictures of samples. Wha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,9 +84,7 @@ class Emu3VqLoop:
                 raise RuntimeError(f"a sample's own picture cannot be decoded: {outcome.reason}")
             drawn[_key(missing[number])] = outcome
         self._keep(drawn)
-        pictures_of: list[dict[str, Any]]
-        pictures_of = [{n: drawn[_key(c)] for n, c in _missing_pictures(s)} for s in samples]
-        return [replace(s, **pictures) for s, pictures in zip(samples, pictures_of, strict=True)]
+        return [_with_pictures(s, drawn) for s in samples]
 
     def _keep(self, drawn: dict[bytes, Image.Image]) -> None:
         for key, picture in drawn.items():
@@ -119,6 +116,12 @@ class Emu3VqLoop:
             picture if good else RenderFailure("non_finite: the decoder produced NaN or infinity")
             for picture, good in zip(pictures, finite, strict=True)
         ]
+
+
+def _with_pictures(sample: Sample, drawn: Mapping[bytes, Image.Image]) -> Sample:
+    found = {name: drawn[_key(codes)] for name, codes in _missing_pictures(sample)}
+    sources = (found["source"],) if "source" in found else sample.sources
+    return replace(sample, sources=sources, target=found.get("target", sample.target))
 
 
 def _missing_pictures(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
