@@ -13,6 +13,7 @@ import torch
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import plug as vllm_engine
@@ -52,7 +53,7 @@ def vllm(policy):
 
 @pytest.fixture(scope="module")
 def slow(policy):
-    config = transformers_engine.Config(type="transformers")
+    config = PlugConfig(type="transformers")
     return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 

@@ -10,6 +10,7 @@ from tiny_engines import max_dlogp
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
@@ -36,7 +37,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    config = transformers_engine.Config(type="transformers")
+    config = PlugConfig(type="transformers")
     return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 

@@ -312,7 +312,7 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
         logprobs, _ = by_hand(model, policy, prompt, ids)
         assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
     exported = policy.export_weights(trainable(policy), 0)
-    assert exported.kind == "lora" and policy.lora_rank == 4
+    assert exported.kind == "lora" and policy.config.lora.r == 4
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert exported.tensors.keys() == saved.keys()
     again = make(folder, adapter_path=str(tmp_path), **LORA)
