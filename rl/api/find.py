@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rl.api.data import DataSource
+from rl.api.metric import Metric
 from rl.api.plug import PlugBase, shown
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward, RewardFunction
 from rl.config.schema import Section
@@ -175,6 +176,7 @@ _REWARD_MEMBERS: Mapping[str, tuple[int, str]] = {
     "parameter_counts": (1, "(cls, config: Config) -> Mapping[str, float]"),
     "activation_counts": (1, "(cls, config: Config) -> Mapping[str, float]"),
     "close": (0, "(self) -> None"),
+    "take_metrics": (0, "(self) -> Mapping[str, float]"),
 }
 """Member -> (arguments it is called with, its signature)."""
 _SOURCE_MEMBERS: Mapping[str, tuple[int, str]] = {
@@ -184,6 +186,7 @@ _SOURCE_MEMBERS: Mapping[str, tuple[int, str]] = {
     "provides": (1, "(cls, config: Config) -> frozenset[str]"),
     "count": (1, "(cls, config: Config) -> int | None"),
     "problems": (2, "(cls, config: Config, rules: RowRules) -> Iterable[str]"),
+    "take_metrics": (0, "(self) -> Mapping[str, float]"),
 }
 _SOURCE_VERBS = {"__len__": "(self) -> int", "__getitem__": "(self, index: int) -> Sample"}
 
@@ -206,6 +209,35 @@ def _members(cls: type[PlugBase[Any]], members: Mapping[str, tuple[int, str]]) -
             continue
         given = num_given if bound else num_given + 1
         wrong += _call_problem(getattr(cls, member), f"{cls.__name__}.{member}", given, signature)
+    return wrong + _metrics(cls)
+
+
+def _metrics(cls: type[PlugBase[Any]]) -> list[str]:
+    """Whether what it declares to report can be a row, and is ever reported."""
+    member, declared = f"{cls.__name__}.metrics", cls.metrics
+    example = "{'name': Metric('0..1', 'what it is')}"
+    if not isinstance(declared, Mapping):
+        return [f"{member} is {shown(declared)}; expected a mapping, {example}"]
+    wrong = [
+        f"{member}: {name!r} is {UNUSABLE_NAME}"
+        for name in declared
+        if not isinstance(name, str) or not PART_NAME.fullmatch(name)
+    ]
+    wrong += [
+        f"{member}: {name!r} is {shown(metric)}; expected {example}"
+        for name, metric in declared.items()
+        if not isinstance(metric, Metric)
+    ]
+    reports = cls.take_metrics is not PlugBase.take_metrics
+    if declared and not reports:
+        wrong.append(
+            f"{cls.__name__} declares metrics and reports none; expected "
+            "`def take_metrics(self) -> Mapping[str, float]`"
+        )
+    if reports and not declared:
+        wrong.append(
+            f"{cls.__name__} has take_metrics and declares none; expected metrics = {example}"
+        )
     return wrong
 
 

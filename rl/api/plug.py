@@ -1,4 +1,5 @@
-"""What plugs that are classes have in common: a section of the config, read as their `Config`.
+"""What plugs that are classes have in common: a section of the config, read as their `Config`, and
+metrics of their own.
 
 What: `PlugBase`, `PlugConfig`, `shown`. What not: the rooms (`reward.py`, `data.py`),
 finding and checking a plug (`find.py`).
@@ -6,10 +7,12 @@ finding and checking a plug (`find.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, get_args, get_origin
 
 from typing_extensions import TypeVar
 
+from rl.api.metric import Metric
 from rl.config.schema import Section
 
 
@@ -29,6 +32,10 @@ class PlugBase(Generic[ConfigT]):
 
     Config: ClassVar[type[Section]] = PlugConfig
     """Of its section: what stands in those brackets."""
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    """What `take_metrics` may report, by name. In a run's lines, wandb and the metrics table a name
+    stands behind the plug's place: `reward/metric/<reward>/<name>`, `data/metric/train.<i>/<name>`,
+    `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -39,6 +46,21 @@ class PlugBase(Generic[ConfigT]):
             is_ours = isinstance(origin, type) and issubclass(origin, PlugBase)
             if is_ours and not isinstance(given[0], TypeVar):
                 cls.Config = given[0]
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """What there is to report since the last call: means over what this rank saw, by declared
+        names; those with nothing to say are left out.
+
+        Asked once an iteration, when its last verdict is in (a renderer when its last picture is);
+        what a held-out run left is taken too, and dropped. The line holds the mean over the ranks
+        that report a name, each rank counting once. Under `max_staleness` 1 the next iteration is
+        under way already, and part of it may be counted. What belongs to one picture is a part of
+        its `RewardOutput` instead.
+
+        A run's first iteration refuses an undeclared name and an exception. Later on, and for a
+        value that is not finite at any time, they are left out and said once.
+        """
+        return {}
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl import build
-from rl.api.contracts import Policy
+from rl.api.contracts import Engine, Policy
 from rl.api.data import DataSource
 from rl.api.types import Sample
 from rl.config.schema import JudgeConfig, RunConfig
@@ -34,6 +34,7 @@ from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
+from rl.run.plug_metrics import PlugMetrics
 from rl.run.run import Run
 
 
@@ -115,6 +116,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
+            plug_metrics=_plug_metrics(resolved, context, engine, sources, dist),
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,
@@ -214,6 +216,25 @@ def _gather_context(
     rewards = build.build_rewards(resolved, judge, dist)
     makes_images = resolved.renderer.module.MAKES_IMAGES
     return RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
+
+
+def _plug_metrics(
+    resolved: build.Resolved,
+    context: RolloutContext,
+    engine: Engine,
+    sources: Sequence[DataSource],
+    dist: Dist,
+) -> PlugMetrics:
+    """What was done to set up is none of an iteration's."""
+    made: list[tuple[build.Plug, object]] = [
+        (resolved.policy, context.policy),
+        (resolved.engine, engine),
+        *((plug, context.rewards[name]) for name, plug in resolved.rewards.items()),
+        *zip(resolved.train, sources, strict=True),
+    ]
+    plug_metrics = PlugMetrics(resolved, made, dist)
+    plug_metrics.drop()
+    return plug_metrics
 
 
 def _open_judge(

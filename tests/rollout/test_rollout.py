@@ -290,7 +290,7 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     config = run_config(algorithm={"advantage_scale": "none"})
     episodes_PG = [graded(0.0, 1.0), graded(0.5, None)]
     bare_episodes = [graded(0.2)[0], None]
-    rollout = Rollout(episodes_PG, bare_episodes, {"clip_cut_share": 0.25})
+    rollout = Rollout(episodes_PG, bare_episodes)
     assert weigh(config, 0, episodes_PG) == [[-0.5, 0.5], [0.0, None]]
     metrics = rollout_metrics(rollout, Dist())
     seen = metrics.merge([metrics.state()])
@@ -298,7 +298,6 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     assert seen["reward/std"] == pytest.approx(math.sqrt(pvariance([0, 1, 0.5])))
     assert seen["reward/group_std"] == pytest.approx(0.5)
     assert seen["status/ungraded"] == pytest.approx(0.25)
-    assert seen["renderer/clip_cut_share"] == 0.25
     assert seen["bare_reward"] == pytest.approx(0.2)
     assert seen["reward_gain"] == pytest.approx((-0.2 + 0.8) / 2), "of the group that has one"
     assert seen["groups/zero_spread"] == pytest.approx(0.5)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl.api.metric import Metric
 from rl.api.types import ActionKind, PromptTemplate
 from rl.ranks.placement import resolve_device
 from rl.renderers.sd3.config import PATCH_PX
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
 
 ACCEPTS: ActionKind = "text"
 MAKES_IMAGES = True
-
+METRICS: Mapping[str, Metric] = {
+    "clip_cut_share": Metric(
+        "0..1", "share of prompts longer than CLIP's 77 tokens, whose end it does not read"
+    ),
+    "clip_cut_tokens": Metric("tokens", "mean tokens cut so per picture"),
+    "t5_cut_share": Metric("0..1", "share longer than renderer.max_t5_tokens"),
+}
+"""What `take_stats` of its renderer reports."""
 
 TEXT_TOKENS_CLIP = 77
 """CLIP's context, markers included."""
