@@ -4,7 +4,7 @@ What: `begin`, which takes micro-batch after micro-batch through the policy's fo
 group, prompt and all completions together), hands its pictures to the renderer and each picture's
 questions to the judge the moment it exists, while later ones render; `PendingRollout`, the verdicts
 on their way. Beside each group runs the bare arm: what the user's own words alone would give, under
-the same noise. What not: sampling (engines), what a verdict is worth (`episodes.py`), the update
+the same noise. What not: sampling (engines), what a verdict is worth (`episodes.py`), the step
 (learner). Called by `run/run.py` and `run/evaluation.py`.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
@@ -181,7 +181,7 @@ def _jobs(
             failure = why_not_rendered(context.config, completion, action)
             num_pictures = 0 if failure else context.config.images_per_completion
             keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
-            # Without the payload: a batch's hidden states are a gigabyte beside the update.
+            # Without the payload: a batch's hidden states are a gigabyte beside the step.
             understood = replace(action, payload=None)
             arm = Arm(sampled.prompts[p], completion, understood, failure, keys)
             for key in pending.expect((p, g), arm):

@@ -90,8 +90,8 @@ METRICS: dict[str, Metric] = {
     "eval_reference/ungraded": Metric("0..1", "share of those lost to renderer or judge"),
     # Learner: per trained token unless said otherwise
     "loss/total": Metric("1", "what was minimised: loss/policy + loss/kl, per optimiser step"),
-    "loss/policy": Metric("1", "policy-gradient part"),
-    "loss/kl": Metric("1", "kl_coeff x KL part, under kl_placement 'loss'"),
+    "loss/policy": Metric("1", "policy-gradient term"),
+    "loss/kl": Metric("1", "kl_coeff x KL term, under kl_placement 'loss'"),
     "kl/reference_k1": Metric("nats", "mean log pi - log pi_ref of the sampled tokens"),
     "kl/reference_k3": Metric("nats", "the same by the low-variance, non-negative k3 estimator"),
     "policy/entropy": Metric("nats", "mean entropy of the next-token distribution"),
@@ -120,16 +120,20 @@ METRICS: dict[str, Metric] = {
         "s", "wall time of one phase of the iteration, without phases inside it, rank 0"
     ),
     "time/iteration_s": Metric("s", "wall time of the whole iteration, rank 0"),
-    # Work: what rank 0 computed in that time
+    # Cost: what rank 0 computed in that time
     "work/<phase>_tflop": Metric(
-        "1e12 operations", "matrix products and convolutions of one phase, rank 0"
+        "1e12 FLOPs", "matrix products and convolutions of one phase, rank 0"
     ),
     "work/<phase>_floor_share": Metric(
-        "0..1", "least time that work takes at this device's measured rates / the phase's time"
+        "0..1",
+        "share of the roofline: least time that the phase's FLOPs and bytes take at this device's "
+        "measured rates / the phase's time",
     ),
-    "work/iteration_tflop": Metric("1e12 operations", "the same of the whole iteration"),
+    "work/iteration_tflop": Metric("1e12 FLOPs", "the same of the whole iteration"),
     "work/iteration_floor_share": Metric(
-        "0..1", "sum of the phases' floors / time/iteration_s: how busy the device was kept"
+        "0..1",
+        "share of the roofline of the whole iteration: sum of the phases' least times / "
+        "time/iteration_s: how busy the device was kept",
     ),
     "memory/peak_gb": Metric(
         "GB",

@@ -82,7 +82,7 @@ class Run:
     prompt_order: PromptOrder
     held_out: Sequence[Sample]
     probe: Prompt
-    """What the sampler and the trainer are compared on after every sync."""
+    """What the inference engine and the trainer are compared on after every sync."""
     plug_metrics: PlugMetrics
     num_iterations: int
     sync_dtype: str

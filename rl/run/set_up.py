@@ -82,7 +82,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
-        has_room = _sampler_has_room(resolved, dist.device, console)
+        has_room = _engine_has_room(resolved, dist.device, console)
         engine = build.build_engine(resolved, policy, dist, has_room)
         stack.callback(engine.close)
         context = _gather_context(resolved, dist, policy, judge, loop)
@@ -178,9 +178,9 @@ def _restore(
     return loaded.iteration
 
 
-def _sampler_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
-    """Whether the sampler may keep its memory while others work, by the memory plan; said aloud
-    where the config leaves it open."""
+def _engine_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
+    """Whether the inference engine may keep its memory while others run, by the memory plan; said
+    aloud where the config leaves it open."""
     open_to_us = getattr(resolved.engine.config, "residency", "resident") == "auto"
     if not (open_to_us and device.startswith("cuda")):
         return True
@@ -188,7 +188,9 @@ def _sampler_has_room(resolved: build.Resolved, device: str, console: Console) -
     planned = footprint.footprint(resolved, gpu_gb)
     if planned is None:
         origin = footprint.origin(resolved.policy.config)
-        console.say(f"the sampler sleeps while others work: nobody knows the sizes of {origin}")
+        console.say(
+            f"the inference engine sleeps while others run: nobody knows the sizes of {origin}"
+        )
         return False
     console.say(memory_plan.residency_line(planned, gpu_gb))
     return memory_plan.residency(planned, gpu_gb) == "resident"
