@@ -118,9 +118,9 @@ class PlugMetrics:
         for name, value in reported.items():
             metric = f"{prefix}{name}"
             if name not in declared:
-                known = ", ".join(declared) or "nothing"
-                why = f"it declares {known}" if _is_usable(name) else UNUSABLE_NAME
-                wrong[metric] = f"{place} reports {shown(name)}: {why}"
+                known = ", ".join(declared) or "none"
+                why = f"not among its metrics ({known})" if _is_usable(name) else UNUSABLE_NAME
+                wrong[metric] = f"{place} reports {name!r}: {why}"
             elif not isinstance(value, Real):
                 wrong[metric] = f"{place}: metric {name!r} is {shown(value)}; expected a number"
             elif not _is_finite(value):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import tiny_config
@@ -150,9 +151,12 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
 @pytest.mark.parametrize(
     ("report", "message"),
     [
-        ({"hit": 1}, "rewards.mine: outsider.plugs.Careful reports 'hit' (str): it declares hits"),
-        ({"a/b": 1}, "reports 'a/b' (str): no usable name of a metric; use letters, digits"),
-        ({3: 1}, "outsider.plugs.Careful reports 3 (int): no usable name of a metric"),
+        (
+            {"hit": 1},
+            "rewards.mine: outsider.plugs.Careful reports 'hit': not among its metrics (hits)",
+        ),
+        ({"a/b": 1}, "reports 'a/b': no usable name of a metric; use letters, digits"),
+        ({3: 1}, "outsider.plugs.Careful reports 3: no usable name of a metric"),
         ({"hits": "many"}, "metric 'hits' is 'many' (str); expected a number"),
         ({"hits": None}, "metric 'hits' is None (NoneType); expected a number"),
         ([("hits", 1)], "take_metrics returns [('hits', 1)] (list); expected a mapping of names"),
@@ -184,7 +188,8 @@ def test_what_is_not_as_declared_is_refused_at_first_and_left_out_later(
 def test_a_renderer_is_held_to_the_same(resolved: build.Resolved) -> None:
     plug_metrics = PlugMetrics(resolved, made_of(resolved), Dist())
     with pytest.raises(
-        ValueError, match=r"renderer: outsider.plugs reports 'blobs' .* declares strokes"
+        ValueError,
+        match=r"renderer: outsider.plugs reports 'blobs': not among its metrics .strokes",
     ):
         plug_metrics.take({"blobs": 1.0})
 
@@ -214,6 +219,29 @@ def test_what_was_not_for_an_iteration_is_forgotten(resolved: build.Resolved) ->
     plug_metrics.drop()
     made[0][1].report = {}
     assert taken(plug_metrics) == {}
+
+
+def test_a_held_out_run_reports_nothing(
+    resolved: build.Resolved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = made_of(resolved)
+    run = Run.__new__(Run)
+    run.config = resolved.config.model_copy(
+        update={
+            "evaluation": resolved.config.evaluation.model_copy(update={"every_n_iterations": 1})
+        }
+    )
+    run.judge, run.held_out, run.num_iterations = None, [MagicMock()], 3
+    run.context = run.engine = run.run_dir = run.dist = run.timer = MagicMock()
+    run.plug_metrics = PlugMetrics(resolved, made, Dist())
+
+    def evaluate(*_: object) -> Metrics:
+        _ = made[1][1][0]
+        return Metrics()
+
+    monkeypatch.setattr("rl.run.run.evaluate", evaluate)
+    run.evaluate_if_due(1)
+    assert NAMES[2] not in taken(run.plug_metrics)
 
 
 def ranks_report(folder: str, first: Any, second: Any) -> Any:
