@@ -1,11 +1,8 @@
-"""Better prompts from a trained policy, outside of training.
+"""Better prompts from a trained policy, outside of training: asked as its run trained it (same
+chat, system prompt, picture sizes and banned tokens), sampled in batches.
 
     enhancer = Enhancer(adapter_path="runs/my-run/checkpoints/step_000200/model")
     print(enhancer.enhance("a cat made of rain").enhanced)
-
-What: `Enhancer`: the policy as its run trained it (same chat, system prompt, picture sizes and
-banned tokens), sampled in batches. What not: training, rendering, serving. Called by
-`rl enhance` and from Python.
 """
 
 from __future__ import annotations

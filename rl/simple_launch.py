@@ -1,11 +1,8 @@
 """Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
 
-A script may also come alone (`rl check-distributed`): it gets N ranks and no config.
-
-What: check the config, then start the ranks, forward signals, name the rank that failed and pass
-its exit code on. What not: how ranks meet (`ranks/rendezvous.py`), what one does first
-(`ranks/worker.py`), training (`train.py`), restarts: the same command resumes the run from its
-last checkpoint.
+A script may also come alone (`rl check-distributed`): it gets N ranks and no config. The config is
+checked, the ranks started, signals forwarded, the rank that failed named and its exit code passed
+on. The same command resumes the run from its last checkpoint.
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
 node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.

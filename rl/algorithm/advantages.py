@@ -1,8 +1,5 @@
 """Rewards of a group -> how much better than its siblings each completion was.
 
-What: group-relative advantages, plain floats. What not: which rewards count (rollout), what happens
-to a group without signal (the loop drops or keeps it). Called by `run/episode_metrics.py`.
-
 Axes: `_P` prompts (groups), `_G` completions in a group.
 """
 

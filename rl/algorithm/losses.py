@@ -2,8 +2,7 @@
 
 Each gives a term per token, and the weight the token gets. Every denominator counts the whole
 update over all ranks and micro-batches, so that the gradient does not depend on how the batch is
-split; gradients are then summed, never averaged. What not: log-probs (policies), importance and KL
-(their own files), the backward (learner).
+split; gradients are then summed, never averaged.
 
 Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 """

@@ -1,8 +1,5 @@
 """The whole objective of a micro-batch: policy loss + KL penalty, importance-weighted.
 
-What: `objective`, the one place where `losses`, `kl` and `importance` meet, as the config says.
-What not: forwards and backwards. Called by the learner.
-
 Axes: `_B` completions, `_C` completion tokens, right-padded.
 """
 

@@ -1,11 +1,8 @@
 """Making one file per edit in several processes, so that nothing is lost, doubled or half written.
 
-What: which worker makes which edit, what is left to do after a kill, the list at the end. What not:
-what an edit is made from (`prepare_data.py`, which calls this). Workers are spawned, so that each
-may hold a GPU.
-
-No two edits share a file and every file belongs to one worker's shard; it is written aside and
-renamed, so that its being there means that it is done. The list is written last, by one process.
+Workers are spawned, so that each may hold a GPU. No two edits share a file and every file belongs
+to one worker's shard; it is written aside and renamed, so that its being there means that it is
+done. The list is written last, by one process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Better prompts for pictures: `rl enhance [--adapter <run>] "a cat made of rain" ...`.
 
-What: prompts from the command line, a file (`.txt`, a prompt per line; `.jsonl`, an object per line
+Prompts from the command line, a file (`.txt`, a prompt per line; `.jsonl`, an object per line
 with `prompt` and perhaps `image`, a path) or standard input; one JSON object per prompt to standard
 output or `--out`, as each batch is done. `--adapter` takes a run, a checkpoint or its `model`
-folder; the run's own system prompt is then used. What not: rendering; the work, which is
-`rl/enhance.py`'s.
+folder; the run's own system prompt is then used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A trained adapter as a model of its own: `rl export <run, checkpoint, adapter> <target>`.
 
-What: takes the newest checkpoint of a run (or the one named, or any PEFT folder), adds the adapter
+Takes the newest checkpoint of a run (or the one named, or any PEFT folder), adds the adapter
 to the weights it was trained on, in float32 and rounded once at the end, and writes a folder that
 transformers and vLLM load, with tokenizer and image processor as the run used them.
-`--keep-adapter` copies the adapter alone instead. What not: anything to a checkpoint of full
-fine-tuning, which is a model already.
+`--keep-adapter` copies the adapter alone instead. A checkpoint of full fine-tuning is a model
+already.
 
 Which weights the adapter belongs to stands in the run's own config beside the checkpoint; for a
 bare PEFT folder in its adapter_config.json. `--base` and `--text-encoder-from` override both. The

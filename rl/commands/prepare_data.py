@@ -6,11 +6,9 @@
     rl prepare convert --list data/theirs/list/tokenized_datalist.json \\
         --output-path data/theirs_safe
 
-What: `tokenize` reads a hub set, parquet, JSONL, ... and encodes both pictures of every row;
-`convert` rewrites published `.pth` files in our own form, so that they need no torch to be read.
-Either way `<output>/feature/` gets one file per edit and `<output>/list/tokenized_datalist.json`
-names them; `rl/data/emu3_tokens/plug.py` reads it. What not: reading rows (`rl/data/`), encoding
-(`rl/renderers/emu3_vq/codec.py`).
+`tokenize` reads a hub set, parquet, JSONL, ... and encodes both pictures of every row; `convert`
+rewrites published `.pth` files in our own form, so that they need no torch to be read. Either way
+`<output>/feature/` gets one file per edit and `<output>/list/tokenized_datalist.json` names them.
 
 Every file appears whole or not at all, and belongs to one worker; the list is written once, at the
 end, by one process. So a run that was killed is simply started again: what is done is kept.

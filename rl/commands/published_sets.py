@@ -1,8 +1,8 @@
 """EARL's published sets made ready: `python -m rl.commands.published_sets <data folder>`.
 
-What: unpacks every archive beside itself (nothing can land outside), links each set's `list` into
-its `feature` folder, where EARL's configs look for it, and reads every list with the data plug that
-will read it in a run. What not: fetching. Called by `setup_datasets.sh`.
+Unpacks every archive beside itself (nothing can land outside), links each set's `list` into its
+`feature` folder, where EARL's configs look for it, and reads every list with the data plug that
+will read it in a run.
 """
 
 from __future__ import annotations

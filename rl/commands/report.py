@@ -1,9 +1,7 @@
 """What a run learnt, printed and drawn: `rl report <run folder | config.jsonnet [key=value ...]>`.
 
-What: reads a run's `metrics.jsonl` and its first and last held-out evaluation; prints the reward
-before and after, per category, and draws `<run>/report/reward_curve.png` and `before_after.png`.
-What not: any measuring of its own. The picture grid shows the FIRST held-out samples, not the best.
-Called by `quickstart.sh`, or by hand on any run at any time.
+Draws `<run>/report/reward_curve.png` and `before_after.png`: the FIRST held-out samples, not the
+best. Measures nothing of its own.
 """
 
 from __future__ import annotations

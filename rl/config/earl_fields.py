@@ -1,9 +1,7 @@
 """EARL's flat config fields, read as the nested schema: an EARL user's file loads as it is.
 
-What: `is_flat`, and `nested`, the one table from EARL's 43 fields (33 of its README, ten that only
-its code reads) to `RunConfig`'s keys, with what EARL's code had fixed. Keys of our own schema may
-stand beside them: they win over what was fixed or left out, and may not contradict a field that is
-given. What not: checking values, which the schema does. Called by `schema.py`.
+Keys of our own schema may stand beside the 43 fields (33 of EARL's README, ten that only its code
+reads): they win over what was fixed or left out, and may not contradict a field that is given.
 
 Where the meaning is not EARL's: `coefficients` are exact shares of an endless mixture, not copies
 and fixed subsets; the context's length cuts `max_response_tokens` when both do not fit; a

@@ -1,9 +1,6 @@
 """Image edits in a JSONL file: one object per line with a picture's path and an instruction.
 
-    {"image": "photos/pagoda.jpg", "instruction": "make it dusk", "id": "p-1", "category": "light"}
-
-Plug of `rl/data`. What: the file's config, and checking it. What not: its lines
-(`shared/jsonl.py`), its pictures and columns (`shared/rows.py`).
+{"image": "photos/pagoda.jpg", "instruction": "make it dusk", "id": "p-1", "category": "light"}
 """
 
 from __future__ import annotations

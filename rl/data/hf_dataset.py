@@ -1,8 +1,7 @@
 """A Hugging Face data set: a hub id, or a local parquet, arrow, csv or json file or folder.
 
-Plug of `rl/data`. What: opening it, its split, its filter, its columns. What not: pictures and
-rows, see `shared/rows.py`. `datasets` runs no code from a data set's repository (it dropped loading
-scripts), and is imported when a run starts, never by a config check.
+`datasets` runs no code from a data set's repository (it dropped loading scripts), and is imported
+when a run starts, never by a config check.
 """
 
 from __future__ import annotations

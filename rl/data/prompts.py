@@ -2,10 +2,10 @@
 
     data: { train: [{ type: 'prompts' }], validation: [{ type: 'prompts', split: 'held_out' }] }
 
-Plug of `rl/data`. The built-in set has 256 prompts in eight categories of 32 (unusual colours,
-impossible objects, abstract concepts, materials, compositions, counts, scales, unlikely acts), of
-which the last 8 of each are held out for good. What not: a column of a hub data set, which
-`hf_dataset` reads with `columns: { instruction: 'caption', source: '' }`.
+The built-in set has 256 prompts in eight categories of 32 (unusual colours, impossible objects,
+abstract concepts, materials, compositions, counts, scales, unlikely acts), of which the last 8 of
+each are held out for good. A column of a hub data set is read by `hf_dataset`, with
+`columns: { instruction: 'caption', source: '' }`.
 """
 
 from __future__ import annotations

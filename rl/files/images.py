@@ -1,8 +1,4 @@
-"""Pictures on their way out: smaller, and encoded.
-
-What: what the record, wandb and the judge client need of PIL. What not: reading users' files
-(`rl/data`) or what the policy sees (`rl/policies`). PIL is imported on use.
-"""
+"""Pictures on their way out: smaller, and encoded."""
 
 from __future__ import annotations
 

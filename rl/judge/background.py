@@ -1,8 +1,7 @@
 """An asyncio loop in a daemon thread, so that judging goes on while this thread renders.
 
-What: one loop for the life of a process; coroutines go in, `concurrent.futures.Future`s come out.
-What not: any knowledge of what runs in it. Called by: the rollout and whoever owns a `JudgeClient`
-(an httpx pool belongs to one loop; a fresh `asyncio.run` per call is how it dies).
+One for the life of a process: an httpx pool belongs to one loop, and a fresh `asyncio.run` per call
+is how it dies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The one door through which a judge's bytes come in, bounded in size and in time.
 
-What: one HTTP request -> a status, two headers, and the body as it came over the wire: never
-inflated, never decoded by what its headers claim, never redirected. What not: retries
-(`client.py`), nor what a body says (`reply.py`). Called by the judge client.
+One HTTP request -> a status, two headers, and the body as it came over the wire: never inflated,
+never decoded by what its headers claim, never redirected.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What a judge is asked: texts and pictures in order, and the prompt files they come from.
-
-What: a `Question`'s parts as JSON, prompt files. What not: HTTP (`client.py`) and the reading of
-replies (`reply.py`). Called by the rewards that ask a judge, and by the judge
-client.
-"""
+"""What a judge is asked: texts and pictures in order, and the prompt files they come from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable.
-
-What: the judge's words out of an HTTP body; one JSON object out of them, and its numbers, never
-guessed, never clipped. What not: the retry that follows an unreadable reply (`client.py`).
-Called by the rewards that ask a judge, and by the judge client.
-"""
+"""Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable, never
+guessed, never clipped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""When to try again: jittered back-off, Retry-After, and a circuit breaker.
-
-What: timing only. What not: HTTP, and the decision what is worth a retry (`client.py`).
-"""
+"""When to try again: jittered back-off, Retry-After, and a circuit breaker."""
 
 from __future__ import annotations
 

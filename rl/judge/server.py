@@ -1,10 +1,5 @@
-"""A judge that the run starts by itself: `judge.start_command`.
-
-What: `StartedJudge`, one process a node, from before models are loaded to the run's end;
-`start_problems`, what can be said of the command before. What not: whose it is (any program that
-serves the OpenAI-compatible API), its end when the run is killed (`guard.py`), questions
-(`client.py`). Called by `run/set_up.py` and `preflight/compatibility.py`.
-"""
+"""A judge that the run starts by itself: `judge.start_command`, any program that serves the
+OpenAI-compatible API. One process a node; `guard.py` ends it when the run is killed."""
 
 from __future__ import annotations
 

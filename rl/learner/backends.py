@@ -1,9 +1,5 @@
 """What holds the optimiser's state: plain PyTorch, behind the seam that DeepSpeed shares.
 
-What: the `Backend` seam (forward, backward, step, read and write the state) and its plain
-implementation. What not: losses, micro-batches, metrics (`train_step.py`) or ZeRO
-(`deepspeed.py`). Made by `learner.py`.
-
 Two promises make the backends interchangeable. Gradients are SUMMED over backward calls and ranks,
 because every loss is already divided by a global denominator. And the state is read and written
 whole, in float32, under the names of `module.named_parameters()`, so a run can go on under another

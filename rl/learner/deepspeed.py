@@ -1,9 +1,5 @@
-"""DeepSpeed ZeRO 0-3 behind the learner's seam.
+"""DeepSpeed ZeRO 0-3 behind the learner's seam. What DeepSpeed is told, and why:
 
-What: `DeepSpeedBackend`. What not: anything the plain backend does not do as well. DeepSpeed is
-imported here only. Made by `learner.py`.
-
-What DeepSpeed is told, and why:
 - A client `torch.optim.AdamW`: its own optimisers are compiled at first use (minutes, a compiler).
 - `managed_gradient_accumulation: false`: the number of micro-batches varies; we say when to step.
 - No `bf16` section while the trainable parameters are float32 (LoRA on a bfloat16 base): it would

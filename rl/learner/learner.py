@@ -1,9 +1,4 @@
-"""The learner: what one batch of rollouts does to the weights.
-
-What: `Learner`: opens an iteration's `TrainStep`, and gives the weights and state for others to
-read. What not: the update itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
-optimiser's state (`backends.py`, `deepspeed.py`), rewards and advantages. Called by `train.py`,
-`weight_sync.py` and the checkpoints.
+"""The learner: opens an iteration's `TrainStep`, and gives weights and state for others to read.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """

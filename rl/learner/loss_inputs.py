@@ -1,8 +1,5 @@
 """Lists of a micro-batch's rows -> padded tensors for the loss.
 
-What: `RowTensors`, what the loss needs beside log-probs. What not: the loss (`algorithm/`). Called
-by `train_step.py`.
-
 Axes: `_B` rows of a micro-batch, `_C` completion tokens, right-padded.
 """
 

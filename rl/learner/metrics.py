@@ -1,16 +1,4 @@
-"""What one iteration's learning looks like in numbers.
-
-What: `LearnerMetrics`, which adds up over micro-batches, and what of it becomes a metric. What not:
-the numbers themselves (`algorithm/`) or when they are taken (`train_step.py`).
-
-Metrics (each over all ranks; the README says what they mean):
-`loss/total`, `loss/policy`, `loss/kl`, `kl/reference_k1`, `kl/reference_k3`, `policy/entropy`,
-`policy/clip_fraction`, `policy/ratio_mean`, `policy/ratio_max`, `mismatch/k1`, `mismatch/k3`,
-`mismatch/max_abs_dlogp`, `mismatch/ess`, `mismatch/weight_mean`, `mismatch/weight_capped`,
-`optimizer/grad_norm`, `optimizer/learning_rate`, `optimizer/steps`, `optimizer/skipped_steps`,
-`tokens/trained`, `seconds/learn_reference`, `seconds/learn_forward`, `seconds/learn_backward`,
-`seconds/learn_step`.
-"""
+"""What one iteration's learning looks like in numbers, added up over micro-batches."""
 
 from __future__ import annotations
 

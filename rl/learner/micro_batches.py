@@ -1,11 +1,5 @@
 """A rank's groups in micro-batches, the rows that are forwarded together, and who forwards them.
 
-What: `MicroBatch`; groups packed by a token budget; micro-batches that only keep the ranks in step;
-`Forwards`, what a rollout reads of whoever runs them, and `Inference`, which keeps nothing. What
-not: model inputs (the policy's `collate`), or the forwards of training, whose graphs may be kept
-for the backward (`train_step.TrainStep`). Called by the learner, by `run/evaluation.py`, and by
-`rollout/stream.py`.
-
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
 

@@ -1,10 +1,8 @@
 """One iteration's learning, done as far as it can be at any moment.
 
-What: `TrainStep`: the forwards the rollout conditions the renderer with, kept for the backward
-where that is exact; reference log-probs and forwards while the judge still reads; the backward of a
-micro-batch as soon as its groups are graded; the optimiser steps. What not: the arithmetic
-(`algorithm/`), what holds the optimiser's state (`backends.py`), rewards and advantages. Made by
-`Learner.begin`, driven by the rollout and by `train.py`.
+The forwards the rollout conditions the renderer with, kept for the backward where that is exact;
+reference log-probs and forwards while the judge still reads; the backward of a micro-batch as soon
+as its groups are graded; the optimiser steps.
 
 Three rules. The gradient does not depend on how the batch is split: a loss is divided by what was
 PLANNED before the judge spoke, which counts all ranks, and the step corrects by one factor for what

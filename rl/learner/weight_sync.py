@@ -1,10 +1,9 @@
 """Hand the learner's weights to the sampler, and prove that they arrived.
 
-What: `sync` moves what is trained and nothing else (an adapter's matrices; under full fine-tuning
-every tensor that is not frozen), and not even that when no step was taken. It then checks two
-things. (1) What the engine reads back is what was sent. (2) On a fixed probe prompt the engine's
-log-probs agree with the trainer's. A sync that silently delivers nothing looks like staleness for
-weeks; here it stops the run. Called by `run/run.py` after every update.
+What is trained is moved and nothing else, and not even that when no step was taken. Then (1) what
+the engine reads back is what was sent, and (2) on a fixed probe prompt the engine's log-probs agree
+with the trainer's. A sync that silently delivers nothing looks like staleness for weeks; here it
+stops the run.
 """
 
 from __future__ import annotations

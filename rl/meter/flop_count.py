@@ -1,8 +1,4 @@
-"""Counting the operations that really run, one by one.
-
-What: `FlopCount`, a mode under which every matrix product, convolution and attention call adds what
-it computes. What not: a language model's passes, whose shapes never repeat (`flops.py`). Called by
-`work.counted`, tests and benchmarks.
+"""Counting the operations that really run: every matrix product, convolution and attention call.
 
 Torch's own counter (`torch.utils.flop_counter`) gives the formulas. It does not know the CPU's
 attention kernel, which would count as nothing, and takes causal attention for the full square,

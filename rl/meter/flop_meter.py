@@ -1,11 +1,7 @@
 """What was computed, and what this device could at best have done in the time.
 
-What: a counter of operations and bytes that only grows, read like a clock (`done`); `counted`, for
-the forwards of frozen models; the device's measured ceilings, hence floors; peak memory. What not:
-which phase it belongs to (`console.PhaseTimer` reads the counter where it reads the clock),
-formulas (`flops.py`). Called by whatever runs a model.
-
-Importing this needs no torch.
+A counter of operations and bytes that only grows, read like a clock (`done`); the device's measured
+ceilings, hence floors; peak memory. Importing this needs no torch.
 """
 
 from __future__ import annotations

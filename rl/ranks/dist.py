@@ -1,11 +1,8 @@
 """The other ranks: who they are, and every collective the loop uses.
 
-What: `Dist`, made once by `train.py` BEFORE any engine (an engine that finds no process group makes
-its own, and then ours cannot be made). What not: gradients (the learner's backend reduces them),
-starting processes (`simple_launch.py`) and how they find each other (`rendezvous.py`). With one
-process no process group exists and every collective is the identity.
-
-A collective is called by all ranks or by none. torch is imported on first use only.
+`Dist` is made BEFORE any engine: one that finds no process group makes its own, and then ours
+cannot be made. With one process no group exists and every collective is the identity. A collective
+is called by all ranks or by none. torch is imported on first use only.
 """
 
 from __future__ import annotations

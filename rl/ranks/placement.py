@@ -1,12 +1,4 @@
-"""Which model lies on which device, and how much memory each may take there.
-
-What: the words a `device` key takes, what is wrong with a set of them (pure, no torch), and memory
-limits, set where torch can keep them. What not: moving models, which each plug does by
-`resolve_device`; planning how much they need (`preflight/memory_plan.py`). Called by the plugs, by
-`--check` and by `run/set_up.py`.
-
-GB is 1e9 bytes throughout.
-"""
+"""Which model lies on which device, and how much memory (GB: 1e9 bytes) each may take there."""
 
 from __future__ import annotations
 

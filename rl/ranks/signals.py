@@ -1,10 +1,5 @@
-"""Being asked to stop: SIGTERM, SIGINT and SIGHUP set a flag; the loop looks at it between phases.
-
-What: `install` and `stop_requested`, so that a pre-empted run saves and leaves instead of dying in
-mid-write, and `die_with_parent`, so that a killed launcher leaves no orphans on the GPUs. What not:
-the saving (`train.py`) and the forwarding to ranks (the launcher). SIGHUP is one of the three
-because the launcher forwards a lost terminal as such.
-"""
+"""Being asked to stop: SIGTERM, SIGINT and SIGHUP set a flag; the loop looks at it between phases,
+saves and leaves. SIGHUP is one of them because the launcher forwards a lost terminal as such."""
 
 from __future__ import annotations
 

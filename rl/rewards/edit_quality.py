@@ -2,8 +2,6 @@
 
 `alignment` and `quality`, both 0-1, asked together with source and edited picture, several times
 with the judge sampling, and averaged: value = (w_a alignment + w_q quality) / (w_a + w_q).
-
-What not: HTTP, retries, reading of replies (`rl/judge/`). Called by the rollout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Does the completion have the asked form: `<think>...</think><answer>...</answer>`, whole?
 
 1 when it does, else 0. White space may stand around the blocks; each tag occurs exactly once, and
-neither block is empty. What not: whether the answer is right (`accuracy/plug.py`).
-
-Called by the rollout.
+neither block is empty.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The judge sees the reference (`Sample.target`) and the policy's picture; neither the source nor the
 instruction. `score` is 0-10, the value a tenth of it. `sqrt(viescore_pq x ground_score)` is
 `final_reward: { op: 'geometric_mean', weights: { 'viescore/pq_01': 1, ground_score: 1 } }`.
-
-What not: HTTP, retries, reading of replies (`rl/judge/`). Called by the rollout.
 """
 
 from __future__ import annotations

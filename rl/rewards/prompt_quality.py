@@ -7,10 +7,7 @@ Each point is 0..1, from the user's prompt and the policy's rewriting of it:
   quality_words  whether words of craft are there that the user did not write ("detailed", "4k")
   structure      at least five words, of which at least half are different
 `total_0_5` is their sum, the value a fifth of it. It says what a rewriter does, not whether the
-pictures are better: a list of such words would score well. Hence `diagnostic`: logged, and part of
-the final reward only where `final_reward.weights` names it.
-
-Called by the rollout.
+pictures are better: a list of such words would score well. Hence `diagnostic`.
 """
 
 from __future__ import annotations

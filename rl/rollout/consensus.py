@@ -1,8 +1,4 @@
-"""Leaving together: what stops one rank stops all of them, at the same line.
-
-What: `Interrupted`, `leave_together`, `refuse_together`. What not: hearing a signal
-(`ranks/signals.py`), saving before one leaves (`run/run.py`).
-"""
+"""Leaving together: what stops one rank stops all of them, at the same line."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
-"""One completion's verdicts -> its episode.
-
-What: who is to blame when there is no score (policy, renderer, judge), the mean over a completion's
-pictures. What not: making or grading pictures (`stream.py`), what an episode is worth beside its
-siblings (`graded_groups.py`). Called by `stream.py`.
-
-Axes: `_G` completions in a group.
-"""
+"""One completion's verdicts -> its episode: who is to blame when there is no score (policy,
+renderer, judge), else the mean over the completion's pictures."""
 
 from __future__ import annotations
 

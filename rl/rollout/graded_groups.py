@@ -1,9 +1,5 @@
 """A group's verdicts -> what the learner is given of it, once, as soon as that is known.
 
-What: `Advantages`, the one place where rewards become advantages, and `GradedGroup`. What not: the
-formulas (`algorithm/advantages.py`), how verdicts come in (`stream.py`), metrics. Called by
-`run/run.py`.
-
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
 

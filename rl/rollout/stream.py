@@ -1,11 +1,9 @@
 """From completions to graded episodes: condition, render, judge, as one stream.
 
-What: `begin`, which takes micro-batch after micro-batch through the policy's forward (one per
-group, prompt and all completions together), hands its pictures to the renderer and each picture's
-questions to the judge the moment it exists, while later ones render; `PendingRollout`, the verdicts
-on their way. Beside each group runs the bare arm: what the user's own words alone would give, under
-the same noise. What not: sampling (engines), what a verdict is worth (`episodes.py`), the update
-(learner). Called by `run/run.py` and `run/evaluation.py`.
+`begin` takes micro-batch after micro-batch through the policy's forward (one per group, prompt and
+all completions together), hands its pictures to the renderer and each picture's questions to the
+judge the moment it exists, while later ones render. Beside each group runs the bare arm: what the
+user's own words alone would give, under the same noise.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """

@@ -1,8 +1,7 @@
 """A file of lines as rows: what is readable, and a sentence for each line that is not.
 
-What: UTF-8 with or without a byte-order mark, blank lines ignored. A line feed ends a line, and
-nothing else that Python takes for an end: a value may hold U+2028 and the like. What not: what a
-row must hold (`rows.py`). Called by the plugs that read such files.
+UTF-8 with or without a byte-order mark, blank lines ignored. A line feed ends a line, and nothing
+else that Python takes for an end: a value may hold U+2028 and the like.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Pictures as users have them, made into the RGB pictures that policies and renderers take.
 
-What: header checks (cheap) and decoding (per use) of one picture given as a path, as bytes, or as a
-`datasets` image cell; every refusal is a sentence with its remedy. What not: rows and columns, see
-`rows.py`. Called by `rows.py`. Light: Pillow, imported inside functions.
+One picture is a path, bytes, or a `datasets` image cell; every refusal is a sentence with its
+remedy.
 """
 
 from __future__ import annotations

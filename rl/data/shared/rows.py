@@ -1,10 +1,4 @@
-"""Rows of a user's own data as samples: which column is what, and what makes a row bad.
-
-What: `Columns` (the mapping), `Rows` (which decode lazily) and `RowsSource` over them, the checks
-every row passes before a run starts. What not: where rows come from (`edit_jsonl`, `hf_dataset`)
-and what a single picture must be (`pictures.py`). Called by those two plugs; `BadRowError` also by
-`rl/rollout/prompt_order.py`.
-"""
+"""Rows of a user's own data as samples: which column is what, and what makes a row bad."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Whether two expressions are equal, asked of a process that is allowed to die.
+"""Whether two expressions are equal, asked of a process that is allowed to die (`maths_worker.py`).
 
-What: one worker (`maths_worker.py`, math-verify on SymPy), asked one question at a time, started
-again after a death. math-verify bounds its time by signals, which work in a main thread alone, and
-nothing bounds a power tower in C: hence the process. What not: what to compare (`answers.py`).
-Called by `plug.py`.
+math-verify bounds its time by signals, which work in a main thread alone, and nothing bounds a
+power tower in C: hence the process.
 """
 
 from __future__ import annotations

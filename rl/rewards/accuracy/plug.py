@@ -1,13 +1,11 @@
 """Is the answer right? 1 when the policy's answer equals the known one, else 0.
 
-What: the last `<answer>...</answer>` of the completion against `Sample.hidden['answer']`: multiple
-choice by letter or text, numbers with percent, units and thousands commas, text without regard to
-case and punctuation, formulas by symbolic equality (math-verify, in a process that is bounded in
-time and memory). What not: the form of the completion (`format.py`); which letter stands for which
-text when only the question says so.
+The last `<answer>...</answer>` of the completion against `Sample.hidden['answer']`: multiple choice
+by letter or text, numbers with percent, units and thousands commas, text without regard to case and
+punctuation, formulas by symbolic equality (math-verify, in a process that is bounded in time and
+memory); not which letter stands for which text when only the question says so.
 
 A gold that cannot be read leaves the episode ungraded (`gold: ...`): it is not the policy's fault.
-Called by the rollout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""CLIP of transformers: cosines between prompts and pictures.
-
-What: loading, both towers, a memory of recent prompts' embeddings. What not: threads and batches'
-gathering (`shared/batching.py`), what a cosine is worth (`plug.py`). All calls come from one
-thread.
+"""CLIP of transformers: cosines between prompts and pictures. All calls come from one thread.
 
 Which pictures meet in a batch is a matter of timing, and kernels differ from one batch size to the
 next in the last bits. So a batch always has as many rows, repeated ones where pictures lack. On a

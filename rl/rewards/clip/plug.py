@@ -3,10 +3,7 @@
 The rendered picture against the user's ORIGINAL prompt (`Sample.instruction`), never against the
 policy's rewriting. value = clip(scale * max(cosine, 0), 0, 1), the paper's scale being 2.5 (its
 prefix "A photo depicts" is not used). What CLIP cannot read of a long prompt is cut, and reported
-(`prompt_cut`).
-
-What: the config. What not: the model (`model.py`), batching (`shared/batching.py`). Called by the
-rollout: pictures are scored in batches, in a thread, while later ones render.
+(`prompt_cut`). Pictures are scored in batches, in a thread, while later ones render.
 """
 
 from __future__ import annotations

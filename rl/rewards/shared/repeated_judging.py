@@ -1,8 +1,4 @@
-"""What rewards that ask the judge share: how often each picture is graded, and the mean of it.
-
-What: two config keys, `JudgedReward`, the folding of answers into one `RewardOutput`. What not: the
-questions (the plugs), HTTP and the reading of replies (`rl/judge/`). Called by the judged rewards.
-"""
+"""What rewards that ask the judge share: how often each picture is graded, and the mean of it."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 Two questions per picture: semantic consistency (its marks differ from task to task) and perceptual
 quality, from the picture alone: `naturalness`, and absence of `artifacts`. SC and PQ are the minima
 of their marks, overall = sqrt(SC * PQ), all 0-10; the value is overall / 10.
-
-What not: HTTP, retries (`rl/judge/`), what the semantic question is about (the plugs).
-Called by `viescore.py` and `viescore_t2i.py`.
 """
 
 from __future__ import annotations
