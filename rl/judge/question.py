@@ -18,15 +18,20 @@ INSTRUCTION = "{instruction}"
 CACHED_PICTURES = 64
 
 
-def read_prompt(path: Path, key: str, needs_instruction: bool) -> str:
-    """The text of a prompt file. Raises ValueError naming `key` when it cannot serve."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}: cannot read the prompt file {path} ({error})") from None
+def read_prompt(path: str, own: Path, key: str) -> str:
+    """The text of a prompt file, of `own` where `path` is ''; it has `{instruction}` if that has.
+
+    Raises ValueError naming `key` when it cannot serve.
+    """
+    text = own_text = own.read_text(encoding="utf-8").strip()
+    if path:
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{key}: cannot read the prompt file {path} ({error})") from None
     if not text:
         raise ValueError(f"{key}: the prompt file {path} is empty")
-    if needs_instruction and INSTRUCTION not in text:
+    if INSTRUCTION in own_text and INSTRUCTION not in text:
         raise ValueError(
             f"{key}: the prompt file {path} has no {INSTRUCTION}; put it where the user's words go"
         )
