@@ -35,8 +35,7 @@ def main() -> None:
         signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGVTALRM, _give_up)
     logging.disable()
-    if sys.platform != "darwin":  # macOS refuses this limit; the one on time holds there too
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     import math_verify  # noqa: F401 (seconds, before the first question rather than within it)
 

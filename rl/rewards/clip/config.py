@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from rl.config.schema import missing_model
 from rl.ranks.placement import PlacedSection
-
-if TYPE_CHECKING:
-    pass
 
 
 class Config(PlacedSection):

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from rl.files.progress_bars import only_download_bars
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
 from rl.ranks.wheels import mend_mismatched_wheels
+from rl.rewards.clip.config import Config
 
 mend_mismatched_wheels()
 
@@ -25,14 +27,9 @@ import torch  # noqa: E402
 from torch.nn.functional import normalize  # noqa: E402
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # noqa: E402
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from rl.rewards.clip.config import Config
-
 REMEMBERED_PROMPTS = 4096
 
-Pair = tuple[str, "Image.Image"]
+Pair = tuple[str, Image.Image]
 
 
 class ClipModel:
