@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl.api.data import RowRules
 from rl.config.messages import validate
 from rl.data import prompts as prompt_files
-from rl.data.shared.jsonl import numbered_lines
+from rl.data.shared.jsonl import numbered_lines, read_rows
 from rl.enhance import DEFAULT_MODEL, MAX_NEW_TOKENS, Enhanced, Enhancer
 from rl.files.atomic import json_line
 
@@ -99,7 +99,7 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None
 
 def _read_stdin() -> list[str]:
     lines = numbered_lines(sys.stdin.buffer.read())
-    rows, _, unreadable = prompt_files.prompts_of(lines, "standard input")
+    rows, _, unreadable = read_rows(lines, "standard input", prompt_files.as_row)
     if unreadable:
         raise ValueError("\n".join(unreadable))
     return [row["prompt"] for row in rows]

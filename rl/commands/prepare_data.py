@@ -168,14 +168,15 @@ def open_rows(task: Tokenising, with_pictures: bool = True) -> Rows:
     )
     if task.dataset_name.endswith(".jsonl"):
         config = edit_jsonl.Config(type="edit_jsonl", path=task.dataset_name, columns=columns)
-        rows, unreadable = edit_jsonl.read(config, MAX_SIDE_PX)
-        if unreadable:
-            raise CannotPrepare(unreadable[0])
-        return rows
-    section = hf_dataset.Config(
-        type="hf_dataset", path=task.dataset_name, split=task.split, columns=columns
-    )
-    return hf_dataset.read(section, MAX_SIDE_PX)
+        rows, unreadable = edit_jsonl.EditJsonl.read(config, MAX_SIDE_PX)
+    else:
+        section = hf_dataset.Config(
+            type="hf_dataset", path=task.dataset_name, split=task.split, columns=columns
+        )
+        rows, unreadable = hf_dataset.HfDataset.read(section, MAX_SIDE_PX)
+    if unreadable:
+        raise CannotPrepare(unreadable[0])
+    return rows
 
 
 def row_names(task: Tokenising, num_rows: int, on_bad_row: str) -> list[tuple[int, str | None]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from rl.api.data import DataSource, OnBadRow
+from rl.api.data import DataSource, OnBadRow, RowRules
 from rl.api.plug import ConfigT
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
@@ -110,6 +111,7 @@ class Rows:
         columns: Columns,
         folder: Path,
         max_image_side_px: int,
+        picture_check: PictureCheck = "header",
     ) -> None:
         """`numbers[i]` is the number of row i in `origin` (a file, or data set and split), for
         messages and default ids; relative picture paths count from `folder`."""
@@ -117,10 +119,11 @@ class Rows:
         """Rows left out by `keep_good`."""
         self._rows = rows
         self._numbers = numbers
-        self._origin = origin
+        self.origin = origin
         self._columns = columns
         self._folder = folder
         self._max_side_px = max_image_side_px
+        self._picture_check = picture_check
         self._kept: Sequence[int] = range(len(rows))
 
     def __len__(self) -> int:
@@ -144,14 +147,12 @@ class Rows:
             **pictures,
         )
 
-    def keep_good(
-        self, on_bad_row: OnBadRow, picture_check: PictureCheck, unreadable: Sequence[str] = ()
-    ) -> None:
+    def keep_good(self, on_bad_row: OnBadRow, unreadable: Sequence[str]) -> None:
         """Look at every row; leave the bad ones out and count them, or raise BadRowError.
 
         `unreadable` are sentences about what did not even become a row.
         """
-        bad = dict(self.problems(picture_check))
+        bad = dict(self.problems(self._picture_check))
         sentences = [*unreadable, *bad.values()]
         if sentences and on_bad_row == "error":
             raise BadRowError(
@@ -161,7 +162,7 @@ class Rows:
         self._kept = [index for index in range(len(self._rows)) if index not in bad]
         self.num_skipped = len(sentences)
         if not self._kept:
-            raise BadRowError("\n".join([f"{self._origin}: no row is left:", *shorten(sentences)]))
+            raise BadRowError("\n".join([f"{self.origin}: no row is left:", *shorten(sentences)]))
 
     def problems(self, picture_check: PictureCheck) -> Iterator[tuple[int, str]]:
         """(index, what is wrong with it) of every bad row."""
@@ -194,7 +195,7 @@ class Rows:
         return used
 
     def _place(self, index: int) -> str:
-        return f"{self._origin}, row {self._numbers[index]}"
+        return f"{self.origin}, row {self._numbers[index]}"
 
     def _sentence(self, index: int, error: Exception) -> str:
         if isinstance(error, KeyError):
@@ -205,7 +206,7 @@ class Rows:
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
         given = pick(row, self._columns.id, None) if self._columns.id else None
         # The folder is left out: moving the data must not change seeds that derive from ids.
-        name = self._origin.rsplit("/", 1)[-1]
+        name = self.origin.rsplit("/", 1)[-1]
         return f"{name}:{self._numbers[index]}" if given is None else str(given)
 
 
@@ -234,12 +235,32 @@ def _label(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-class RowsSource(DataSource[ConfigT]):
-    """A `DataSource` over `Rows` that its own `__init__` has read and checked."""
+class RowsConfig(Section):
+    """What a source says of rows and their pictures."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self.num_skipped = rows.num_skipped
+    columns: Columns = Columns()
+    """Which key or column of a row is what."""
+    image_folder: str = ""
+    """Where relative picture paths count from; '' = the file's own folder."""
+    picture_check: PictureCheck = "header"
+    """How far every picture is read at start. exists: not at all; header: format and size, about
+    0.3 ms each; pixels: decoded, about 50 ms per megapixel, which alone finds truncated files."""
+
+
+class RowsSource(DataSource[ConfigT]):
+    """A `DataSource` over the rows that `read` gives."""
+
+    def __init__(self, config: ConfigT, rules: RowRules) -> None:
+        """Raises BadRowError (a ValueError) naming file and rows."""
+        super().__init__(config, rules)
+        self._rows, unreadable = self.read(config, rules.max_image_side_px)
+        self._rows.keep_good(rules.on_bad_row, unreadable)
+        self.num_skipped = self._rows.num_skipped
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: ConfigT, max_image_side_px: int) -> tuple[Rows, list[str]]:
+        """The rows, bad ones still among them, and a sentence for each that is not even a row."""
 
     def __len__(self) -> int:
         return len(self._rows)
