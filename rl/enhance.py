@@ -71,7 +71,7 @@ class Enhancer:
             adapter_path: a run folder (its newest whole checkpoint), a checkpoint, or its `model`
                 folder (PEFT adapter, or the whole model of a full fine-tuning). The run's
                 `config.json`, where it lies above, says how it was trained.
-            device: 'auto' = CUDA, else MPS, else the CPU.
+            device: 'auto' = CUDA, else the CPU.
             dtype: 'auto' = bfloat16, on the CPU float32.
             system_prompt: None = the run's, without a run `SYSTEM_PROMPT`.
 
@@ -209,12 +209,10 @@ def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator
 
 
 def pick_device() -> str:
-    """CUDA, else MPS, else the CPU."""
+    """CUDA, else the CPU."""
     import torch
 
-    if torch.cuda.is_available():
-        return "cuda:0"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def pick_dtype(device: str) -> str:

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter", type=Path, help="run, checkpoint or its 'model' folder")
     parser.add_argument("--model", help=f"default: the adapter's base, else {DEFAULT_MODEL}")
     parser.add_argument("--system-prompt", help="default: the run's")
-    parser.add_argument("--device", default="auto", help="default: CUDA, else MPS, else the CPU")
+    parser.add_argument("--device", default="auto", help="default: CUDA, else the CPU")
     parser.add_argument("--dtype", default="auto", help="default: bfloat16, on the CPU float32")
     parser.add_argument("--batch-size", type=at_least_one, default=8)
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest words")

@@ -7,7 +7,6 @@ ceilings, hence floors; peak memory. Importing this needs no torch.
 from __future__ import annotations
 
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -169,5 +168,4 @@ def take_peak_memory_gb(device: str) -> float:
         peak_gb = torch.cuda.max_memory_allocated(device) / 1e9
         torch.cuda.reset_peak_memory_stats(device)
         return peak_gb
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

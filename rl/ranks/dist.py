@@ -44,7 +44,7 @@ class Dist:
     local_rank: int = 0
     """Index on this node; picks the CUDA device."""
     device: str = "cpu"
-    """'cpu', 'mps' or 'cuda:<index>': where this rank's trainable policy lives."""
+    """'cpu' or 'cuda:<index>': where this rank's trainable policy lives."""
     _cpu_group: Any = None
     """gloo group for objects and CPU tensors; None with one process."""
 
@@ -53,8 +53,8 @@ class Dist:
         """Read RANK, WORLD_SIZE and LOCAL_RANK, which the launcher sets as torchrun does, and join
         the group they describe.
 
-        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'mps' (one process only),
-        'cuda' (the local rank's) or 'cuda:<index>'.
+        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'cuda' (the local rank's) or
+        'cuda:<index>'.
         Raises ValueError when the variables contradict each other or CUDA is asked for and absent.
         """
         rank, world_size, local_rank = _read_env(os.environ)
@@ -71,8 +71,6 @@ class Dist:
 
         import torch.distributed as td
 
-        if device == "mps":
-            raise ValueError("device 'mps' holds one process: start one rank, or use device 'cpu'")
         td.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             init_method=os.environ.get(INIT_METHOD, "env://"),
@@ -174,8 +172,8 @@ def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _resolve_device(device: str, local_rank: int) -> str:
-    """'auto' | 'cpu' | 'mps' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'mps' | 'cuda:<i>'."""
-    if device in ("cpu", "mps"):
+    """'auto' | 'cpu' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
+    if device == "cpu":
         return device
     import torch
 

@@ -55,7 +55,7 @@ def is_one_node() -> bool:
 
 
 def loopback() -> str:
-    """Name of this machine's loopback interface: 'lo' on Linux, 'lo0' on macOS."""
+    """Name of this machine's loopback interface."""
     return interface_of("127.0.0.1")
 
 

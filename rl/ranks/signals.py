@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -58,8 +57,6 @@ def stop_heard() -> bool:
 
 def die_with_parent() -> None:
     """Have Linux send this process SIGTERM when its parent dies, however it dies."""
-    if sys.platform != "linux":
-        return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the request was placed
