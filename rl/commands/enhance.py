@@ -13,7 +13,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL.Image import Image
 
 from rl.api.data import RowRules
 from rl.config.messages import validate
@@ -21,9 +23,6 @@ from rl.data import prompts as prompt_files
 from rl.data.shared.jsonl import numbered_lines, read_rows
 from rl.enhance import DEFAULT_MODEL, MAX_NEW_TOKENS, Enhanced, Enhancer
 from rl.files.atomic import json_line
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MAX_PICTURE_SIDE_PX = 8192
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL.Image import Image
 
 
 def downscale(image: Image, side_px: int) -> Image:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.config.schema import OptimizerConfig
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 Tensors = dict[str, torch.Tensor]
 

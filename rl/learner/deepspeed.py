@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +33,7 @@ from rl.learner.backends import (
     trainable_parameters,
     write_plain_state,
 )
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 PERSISTENCE_THRESHOLD_NUMEL = 100_000
 """ZeRO-3 leaves parameters smaller than this whole on every rank (DeepSpeed's default)."""

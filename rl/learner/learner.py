@@ -6,7 +6,7 @@ Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,7 @@ from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
 from rl.learner.micro_batches import FILLER, in_step, pack_groups, shared_filler, split_evenly
 from rl.learner.train_step import Minibatch, TrainStep
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
 """Prefixes of the checkpoint's tensors: `<part>/<parameter name>`."""

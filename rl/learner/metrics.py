@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,10 +13,8 @@ from rl.algorithm.importance import effective_sample_share, mismatch
 from rl.algorithm.kl import kl_per_token
 from rl.algorithm.metrics import Metrics
 from rl.algorithm.objective import Objective
-
-if TYPE_CHECKING:
-    from rl.learner.loss_inputs import RowTensors
-    from rl.ranks.dist import Dist
+from rl.learner.loss_inputs import RowTensors
+from rl.ranks.dist import Dist
 
 
 @dataclass

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from rl.api.contracts import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""

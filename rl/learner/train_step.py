@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +33,7 @@ from rl.learner.backends import Backend
 from rl.learner.loss_inputs import loss_inputs, pad
 from rl.learner.metrics import LearnerMetrics
 from rl.learner.micro_batches import FILLER, Member, MicroBatch
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,10 @@ stops the run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl.api.contracts import Engine
 from rl.api.types import PolicyWeights, Prompt, SamplingParams
-
-if TYPE_CHECKING:
-    from rl.learner.learner import Learner
+from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 4
 PROBE_TOKENS = 4

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Question
 from rl.judge.question import fill_prompt
 from rl.judge.reply import fields_schema, read_fields
 from rl.rewards.shared.repeated_judging import Asked, JudgedReward, RepeatsConfig
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 FIELDS = ("alignment", "quality")
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+
+from PIL.Image import Image
 
 from rl.api.judge import Question
 from rl.judge.reply import fields_schema, read_fields
 from rl.rewards.shared.repeated_judging import Asked, JudgedReward, RepeatsConfig
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 class Config(RepeatsConfig):

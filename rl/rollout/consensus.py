@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rl.judge.client import JudgeError
 from rl.ranks import signals
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 
 class Interrupted(Exception):  # noqa: N818 (reads as what happened)

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL.Image import Image
 
 from rl.algorithm.compose import compose
 from rl.api.types import (
@@ -19,9 +21,6 @@ from rl.api.types import (
     Status,
 )
 from rl.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PictureKey = tuple[int, tuple[int, ...], int]
 """(prompt index, completion's token ids, picture number): equal keys are one picture."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
 from rl.api.contracts import Policy
 from rl.api.types import Episode, TrainSequence
 from rl.config.schema import RunConfig
+from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
 
 
 @dataclass(frozen=True, eq=False)

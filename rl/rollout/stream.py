@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from PIL.Image import Image
 
 from rl.api.contracts import Policy, Renderer
 from rl.api.reward import Reward
@@ -26,17 +28,13 @@ from rl.api.types import (
     RewardInput,
 )
 from rl.config.schema import RunConfig
+from rl.judge.background import BackgroundLoop
+from rl.learner.micro_batches import Forwards, Member
 from rl.ranks.seeding import derive_seed
+from rl.record.console import PhaseTimer
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from rl.judge.background import BackgroundLoop
-    from rl.learner.micro_batches import Forwards, Member
-    from rl.record.console import PhaseTimer
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny_emu3_vq
 from tiny_edits import write_jsonl
-from tiny_tokens import fields, save_published, write_list
+from tiny_tokens import save_published
 
 from rl.api.data import RowRules
 from rl.commands import edit_shards, prepare_data
@@ -193,26 +193,6 @@ def test_bad_rows_stop_or_are_left_out(
     assert "2 edits, 2 left out" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_published_files_are_converted_without_being_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    entries = save_published(tmp_path / "set" / "feature", range(3))
-    (tmp_path / "set" / "feature" / "bad.pth").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    path = write_list(tmp_path / "set" / LIST, [*entries, "bad.pth", "gone.pth"])
-    output = tmp_path / "safe" / "train"
-    command = ["convert", "--list", path, "--output-path", str(output)]
-    assert prepare_data.main(command) == 1
-    assert "bad.pth: is refused" in capsys.readouterr().err
-    assert prepare_data.main([*command, "--on-bad-row", "skip", "--num-workers", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "3 edits, 2 left out" in out and "gone.pth does not exist" in out
-    edit = read(output / "feature" / "2.safetensors")
-    assert (edit.id, edit.instruction) == ("2", "make it 2")
-    assert edit.thoughts == {"thinking": "thought 2"}
-    np.testing.assert_array_equal(edit.target_codes, fields(2)["edited_image"])
-
-
 # --- what is refused ---------------------------------------------------------------------------
 
 
@@ -258,11 +238,8 @@ def test_wrong_paths_and_columns_are_named(
     assert "no.jsonl does not exist" in capsys.readouterr().err
     assert prepare_data.main(arguments(data, tmp_path / "raw", tmp_path)) == 1
     assert "--model-path: " in capsys.readouterr().err
-    command = ["convert", "--list", str(tmp_path / "l.json"), "--output-path", str(tmp_path)]
-    assert prepare_data.main(command) == 1
-    assert "l.json does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        prepare_data.main(["convert", "--num-workers", "0"])
+        prepare_data.main(arguments(data, vq_folder, tmp_path, "--num-workers", "0"))
 
 
 # --- one worker --------------------------------------------------------------------------------
@@ -368,13 +345,3 @@ def test_a_killed_run_ends_whole_and_is_finished_by_the_next(
     assert len(json.loads((output / LIST).read_text())["path_list"]) == 300
     assert prepare_data.main(arguments(data, vq_folder, tmp_path / "whole")) == 0
     assert contents(output) == contents(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_published_files_are_converted_by_several_processes(tmp_path: Path) -> None:
-    entries = save_published(tmp_path / "set" / "feature", range(20))
-    path = write_list(tmp_path / "set" / LIST, entries)
-    command = ("convert", "--list", path, "--output-path", str(tmp_path / "out"))
-    done = run(*command, "--num-workers", "3")
-    assert done.returncode == 0, done.stderr
-    assert len(contents(tmp_path / "out")) == 20

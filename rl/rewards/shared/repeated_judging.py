@@ -7,8 +7,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Answer, Question
@@ -16,9 +17,6 @@ from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import RunConfig, Section
 from rl.judge.question import read_prompt, repeat_temperature
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
+
+from PIL.Image import Image
 
 from rl.api.judge import Question
 from rl.judge.question import fill_prompt
 from rl.judge.reply import read_scores, scores_schema
 from rl.rewards.shared.repeated_judging import Asked, JudgedReward, RepeatsConfig
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PERCEPTION_MARKS = ("naturalness", "artifacts")
 
