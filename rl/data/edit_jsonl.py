@@ -15,8 +15,6 @@ from rl.data.shared.rows import Rows, RowsConfig
 class Config(RowsConfig):
     """One JSONL file."""
 
-    type: str
-    """This plug's name."""
     path: str
     """The file; a relative path counts from the working directory."""
 

@@ -29,8 +29,6 @@ _BUILDERS = {
 class Config(RowsConfig):
     """One split of one data set."""
 
-    type: str
-    """This plug's name."""
     path: str
     """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); what
     exists locally is taken as local. A relative path counts from the working directory."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 
-from PIL.Image import Image
+from PIL.Image import Image, Resampling
 
 
 def downscale(image: Image, side_px: int) -> Image:
     """`image` with its longer side at most `side_px`, aspect kept; never enlarged."""
-    from PIL.Image import Resampling
-
     scale = side_px / max(image.size)
     if scale >= 1:
         return image

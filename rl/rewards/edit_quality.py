@@ -25,8 +25,6 @@ class Config(RepeatsConfig):
     """Weights, words, and how often the judge is asked: three times, sampling."""
 
     own_prompts = {"prompt": "edit_quality.txt"}
-    type: str = "edit_quality"
-    """This plug."""
     prompt: str = ""
     """File with the question, `{instruction}` where the user's words go; '' = ours. The source
     picture precedes the text, the edited one follows it."""

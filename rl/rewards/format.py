@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import re
 
+from rl.api.plug import PlugConfig
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import Section
 from rl.rewards.shared.tags import TagName
 
 
-class Config(Section):
+class Config(PlugConfig):
     """The two tags."""
 
-    type: str = "format"
-    """This plug."""
     think_tag: TagName = "think"
     """Name of the block with the thoughts, which comes first."""
     answer_tag: TagName = "answer"

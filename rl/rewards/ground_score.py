@@ -21,8 +21,6 @@ class Config(RepeatsConfig):
     """Which words the judge is asked in, and how often."""
 
     own_prompts = {"prompt": "ground_score.txt"}
-    type: str = "ground_score"
-    """This plug."""
     prompt: str = ""
     """File with the question; '' = ours. The reference precedes the text, the policy's picture
     follows it."""

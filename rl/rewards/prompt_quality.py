@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 
+from rl.api.plug import PlugConfig
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import Section
 
 NUM_NEW_DETAILS = 5
 MIN_SENTENCE_WORDS = 5
@@ -38,14 +38,10 @@ _QUALITY_WORDS = re.compile(
 )
 
 
-class Config(Section):
-    """No knobs."""
-
-    type: str = "prompt_quality"
-    """This plug."""
+Config = PlugConfig
 
 
-class PromptQuality(Reward[Config]):
+class PromptQuality(Reward):
     """Reads one rewriting."""
 
     needs = frozenset({"text"})

@@ -14,8 +14,6 @@ class Config(VieScoreConfig):
     about meaning, the edited one follows it."""
 
     own_prompts = own_prompts("viescore_semantics.txt")
-    type: str = "viescore"
-    """This plug."""
 
 
 class VieScore(PairedQuestions[Config]):

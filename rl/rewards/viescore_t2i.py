@@ -13,8 +13,6 @@ class Config(VieScoreConfig):
     """Which words the judge is asked in, and how often. The picture follows either question."""
 
     own_prompts = own_prompts("viescore_t2i_semantics.txt")
-    type: str = "viescore_t2i"
-    """This plug."""
 
 
 class VieScoreT2I(PairedQuestions[Config]):

@@ -76,9 +76,9 @@ class Advantages:
         batch: RewardMoments | None = None,
     ) -> GradedGroup:
         algorithm = self._config.algorithm
-        [advantages_G] = group_advantages(
-            [rewards_G], algorithm.advantage_scale, algorithm.advantage_eps, batch
-        ).advantages
+        advantages_G = group_advantages(
+            rewards_G, algorithm.advantage_scale, algorithm.advantage_eps, batch
+        )
         sequences_G = train_sequences(
             self._config, self._policy, self._iteration, episodes_G, advantages_G
         )

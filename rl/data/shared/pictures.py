@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
@@ -50,14 +50,12 @@ def check_header(located: Path | bytes, max_side_px: int) -> None:
     _open(located, max_side_px).close()
 
 
-def decode(located: Path | bytes, max_side_px: int) -> Image:
+def decode(located: Path | bytes, max_side_px: int) -> Image.Image:
     """The picture as 8-bit RGB, upright.
 
     EXIF rotation is applied, transparency laid on white, 16-bit greys scaled to 8 bits, CMYK
     converted; of an animation the first frame is taken. Raises UnusableError.
     """
-    from PIL import ImageOps
-
     with _open(located, max_side_px) as image:
         try:
             image.load()
@@ -69,9 +67,7 @@ def decode(located: Path | bytes, max_side_px: int) -> Image:
         return _to_rgb(upright, _name(located))
 
 
-def _open(located: Path | bytes, max_side_px: int) -> Image:
-    from PIL import Image, UnidentifiedImageError
-
+def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(located) if isinstance(located, bytes) else located)
     except UnidentifiedImageError as error:
@@ -98,9 +94,7 @@ def _open(located: Path | bytes, max_side_px: int) -> Image:
     return image
 
 
-def _to_rgb(image: Image, name: str) -> Image:
-    from PIL import Image
-
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "F":
         raise UnusableError(
             f"{name} holds floating-point pixels of unknown range; save it as 8-bit PNG"
@@ -115,9 +109,8 @@ def _to_rgb(image: Image, name: str) -> Image:
     return image.convert("RGB")
 
 
-def _narrowed(image: Image, name: str) -> Image:
+def _narrowed(image: Image.Image, name: str) -> Image.Image:
     import numpy as np
-    from PIL import Image
 
     grey = np.asarray(image).astype(np.int64)
     if grey.min() < 0 or grey.max() > 65535:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from rl.api.data import DataSource, OnBadRow, RowRules
-from rl.api.plug import ConfigT
+from rl.api.plug import ConfigT, PlugConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
 from rl.data.shared.pictures import UnusableError, check_header, decode, locate
@@ -235,7 +235,7 @@ def _label(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-class RowsConfig(Section):
+class RowsConfig(PlugConfig):
     """What a source says of rows and their pictures."""
 
     columns: Columns = Columns()

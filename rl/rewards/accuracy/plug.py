@@ -20,9 +20,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rl.api.plug import PlugConfig
 from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import Section
 from rl.rewards.accuracy import answers
 from rl.rewards.accuracy.maths import MathsProcess
 from rl.rewards.shared.tags import TagName, last_block
@@ -30,11 +30,9 @@ from rl.rewards.shared.tags import TagName, last_block
 _BOXED = r"\boxed{"
 
 
-class Config(Section):
+class Config(PlugConfig):
     """Where the answer stands, and what a comparison may cost."""
 
-    type: str = "accuracy"
-    """This plug."""
     answer_tag: TagName = "answer"
     """The answer is what the last complete block of this name holds."""
     tag_required: bool = True

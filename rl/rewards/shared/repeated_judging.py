@@ -13,9 +13,10 @@ from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Answer, Question
+from rl.api.plug import PlugConfig
 from rl.api.reward import Resources, Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import RunConfig, Section
+from rl.config.schema import RunConfig
 from rl.judge.question import read_prompt, repeat_temperature
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
@@ -24,7 +25,7 @@ Asked = tuple[Question, Callable[[str], Any]]
 """A question, and what reads its reply."""
 
 
-class RepeatsConfig(Section):
+class RepeatsConfig(PlugConfig):
     """How often the judge is asked, and in which words."""
 
     own_prompts: ClassVar[Mapping[str, str]] = {}
