@@ -151,9 +151,8 @@ class DeepSpeedBackend:
             adamw.zero_grad(set_to_none=True)
 
     def masters(self) -> Tensors:
-        if self._stage < 3 and self._dtype == torch.float32:
-            return {name: p.detach() for name, p in self._parameters.items()}
-        return {name: self._gather(p) for name, p in self._parameters.items()}
+        live = self._stage < 3 and self._dtype == torch.float32
+        return {n: p.detach() if live else self._gather(p) for n, p in self._parameters.items()}
 
     def adam_state(self) -> AdamState:
         state = AdamState({}, {}, {})
@@ -212,12 +211,9 @@ class DeepSpeedBackend:
         # Links parameters to AdamW's state, which DeepSpeed else does after its first step.
         self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self._parameters.items():
-            device = parameter.device
-            safe_set_full_fp32_param(parameter, state.masters[name].to(device))
-            safe_set_full_optimizer_state(parameter, state.exp_avg[name].to(device), "exp_avg")
-            safe_set_full_optimizer_state(
-                parameter, state.exp_avg_sq[name].to(device), "exp_avg_sq"
-            )
+            safe_set_full_fp32_param(parameter, state.masters[name].to(parameter.device))
+            for key, moments in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
+                safe_set_full_optimizer_state(parameter, moments[name].to(parameter.device), key)
         self._engine.optimizer.update_lp_params()
 
     def _load_partitioned(self, state: AdamState) -> None:
@@ -250,6 +246,7 @@ def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
 def _import_deepspeed(dist: Dist) -> Any:
     """Import DeepSpeed without its surprises, and join (or make) the process group."""
     on_cpu = dist.device == "cpu"
+    backend = "gloo" if on_cpu else "nccl"
     os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
     import deepspeed
     import deepspeed.ops
@@ -265,9 +262,6 @@ def _import_deepspeed(dist: Dist) -> Any:
     if not torch.distributed.is_initialized():
         # DeepSpeed insists on a group; one process needs no port for it.
         store = torch.distributed.HashStore()
-        backend = "gloo" if on_cpu else "nccl"
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    deepspeed.init_distributed(
-        "gloo" if on_cpu else "nccl", auto_mpi_discovery=False, verbose=False
-    )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -15,7 +15,14 @@ from rl.api.loss import Denominators
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
-from rl.learner.micro_batches import FILLER, in_step, pack_groups, shared_filler, split_evenly
+from rl.learner.micro_batches import (
+    FILLER,
+    in_step,
+    is_sharded,
+    pack_groups,
+    shared_filler,
+    split_evenly,
+)
 from rl.learner.train_step import Minibatch, TrainStep
 from rl.ranks.dist import Dist
 
@@ -61,7 +68,7 @@ class Learner:
             num_completions_P: how many of each group may be trained.
         """
         config = self._config.optimizer
-        collective = _is_sharded(self._policy.module)
+        collective = is_sharded(self._policy.module)
         together = collective or self._backend.in_step
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
@@ -112,8 +119,6 @@ class Learner:
     def _count_step(self) -> None:
         self._num_steps += 1
 
-    # --- what others read ---------------------------------------------------------------------
-
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """The trainer's log-probs of every completion token of this rank's rows, nats.
 
@@ -128,12 +133,8 @@ class Learner:
             with torch.no_grad():
                 outputs = self._backend.forward(self._policy.collate(micro_batch.rows))
             if FILLER not in micro_batch.members:
-                result += [
-                    values_C[: len(ids)]
-                    for values_C, (_, ids) in zip(
-                        outputs.logprobs.tolist(), micro_batch.rows, strict=True
-                    )
-                ]
+                values_BC = zip(outputs.logprobs.tolist(), micro_batch.rows, strict=True)
+                result += [values_C[: len(ids)] for values_C, (_, ids) in values_BC]
         return result
 
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
@@ -150,11 +151,9 @@ class Learner:
         beside them: they are gathered only where ZeRO-3 leaves nothing whole.
         """
         live = trainable_parameters(self._policy.module)
-        sharded = _is_sharded(self._policy.module)
+        sharded = is_sharded(self._policy.module)
         tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
         return self._policy.export_weights(tensors, self._num_steps)
-
-    # --- checkpoints --------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Weights and Adam moments under `<part>/<name>`, float32 on the CPU, and JSON-able meta.
@@ -217,11 +216,6 @@ def _make_backend(module: torch.nn.Module, config: RunConfig, dist: Dist) -> Bac
     from rl.learner.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(module, config.optimizer, dist)
-
-
-def _is_sharded(module: torch.nn.Module) -> bool:
-    """ZeRO-3: every forward gathers weights from all ranks."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def _has_dropout(module: torch.nn.Module) -> bool:

@@ -49,11 +49,8 @@ class LearnerMetrics:
         importance_cap: float,
     ) -> None:
         """One micro-batch's share; all tensors [B, C] and detached but the loss."""
-        for name, value in (
-            ("total", loss.total),
-            ("policy", loss.policy_loss),
-            ("kl", loss.kl_loss),
-        ):
+        found = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
+        for name, value in found.items():
             self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
         if not inputs.mask.any():
             return

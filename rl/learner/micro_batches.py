@@ -116,6 +116,11 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
     return own or (gathered[0] if gathered else None)
 
 
+def is_sharded(module: torch.nn.Module) -> bool:
+    """ZeRO-3: every forward gathers weights from all ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
 class Forwards(Protocol):
     """Packs of a batch's rows, and the forward over each."""
 
@@ -142,7 +147,7 @@ class Inference:
     ) -> None:
         """`max_tokens`: of a micro-batch. Collective where forwards are."""
         self._policy = policy
-        self.collective = any(hasattr(p, "ds_id") for p in policy.module.parameters())
+        self.collective = is_sharded(policy.module)
         micro_batches = pack_groups(prompts_P, ids_PG, max_tokens)
         if self.collective:
             rows = [row for micro_batch in micro_batches for row in micro_batch.rows]

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ from rl.learner.micro_batches import FILLER, Member, MicroBatch
 from rl.ranks.dist import Dist
 
 log = logging.getLogger(__name__)
+
+RowsOf = Callable[[MicroBatch], Sequence[Member]]
+"""Which of a micro-batch's rows."""
 
 
 @dataclass(eq=False)
@@ -92,11 +96,7 @@ class TrainStep:
     @property
     def micro_batches(self) -> list[MicroBatch]:
         """All of them, in order, fillers included."""
-        return [
-            micro_batch for minibatch in self.minibatches for micro_batch in minibatch.micro_batches
-        ]
-
-    # --- while the rollout goes on ------------------------------------------------------------
+        return list(chain.from_iterable(m.micro_batches for m in self.minibatches))
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
         """Of all the micro-batch's rows, for the rollout; its graph stays where it can be used."""
@@ -120,26 +120,19 @@ class TrainStep:
             members = self._trainable(micro_batch)
             if micro_batch not in self._kept and members and self._has_room(micro_batch):
                 self._run(micro_batch, members, keep=True)
-        self._find_reference(
-            [(micro_batch, self._trainable(micro_batch)) for micro_batch in self.micro_batches],
-            still_waiting,
-        )
+        self._find_reference(self.micro_batches, self._trainable, still_waiting)
 
     def note_old_logprobs(self) -> None:
         """Log-probs under the rollout's weights, which are about to move, where no forward of the
         rollout has given them. Collective where forwards are."""
-        self._find_old(
-            [(micro_batch, self._rows_to_read(micro_batch)) for micro_batch in self.micro_batches]
-        )
+        self._find_old(self.micro_batches, self._rows_to_read)
 
     def accumulate(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
         """What prompt p's graded completions bring, None for those that bring nothing.
 
         Runs the backward of every micro-batch that is now complete, unless ranks have to do it
-        together. A group that is handed in again is known already.
+        together.
         """
-        if p in self._accumulated:
-            return
         for g, sequence in enumerate(sequences_G):
             if sequence is not None and any(sequence.loss_mask):
                 self._sequences[p, g] = sequence
@@ -164,31 +157,19 @@ class TrainStep:
         Returns this rank's metrics. Collective.
         """
         needed = self._needed()
-        later = [
-            micro_batch
+        stale = [
+            m
             for minibatch in self.minibatches
             if self._is_stale(minibatch)
-            for micro_batch in minibatch.micro_batches
+            for m in minibatch.micro_batches
         ]
-        self._find_old(
-            [
-                (micro_batch, self._rows_to_train(micro_batch))
-                for micro_batch in later
-                if micro_batch in needed
-            ]
-        )
+        self._find_old([m for m in stale if m in needed], self._rows_to_train)
         for minibatch in self.minibatches:
             actual = self._count(minibatch)
             if actual.num_tokens == 0:
                 continue
             rest = minibatch.micro_batches[minibatch.num_done :]
-            self._find_reference(
-                [
-                    (micro_batch, self._rows_to_read(micro_batch))
-                    for micro_batch in rest
-                    if micro_batch in needed
-                ]
-            )
+            self._find_reference([m for m in rest if m in needed], self._rows_to_read)
             for micro_batch in rest:
                 if micro_batch in needed:
                     self._backward(minibatch, micro_batch)
@@ -197,8 +178,6 @@ class TrainStep:
             self._optimizer_step(divisor(loss, minibatch.planned) / divisor(loss, actual))
         self._kept.clear()
         return self._learner_metrics.report(self.learning_rate, self.dist)
-
-    # --- which rows ---------------------------------------------------------------------------
 
     def _trainable(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
         """All but the bare arm's and fillers."""
@@ -221,9 +200,7 @@ class TrainStep:
         return live or self._rows_to_read(micro_batch)[:1]
 
     def _minibatch_of(self, micro_batch: MicroBatch) -> Minibatch:
-        return next(
-            minibatch for minibatch in self.minibatches if micro_batch in minibatch.micro_batches
-        )
+        return next(m for m in self.minibatches if micro_batch in m.micro_batches)
 
     def _is_stale(self, minibatch: Minibatch) -> bool:
         """Whether weights will have moved between the rollout and this part's backward."""
@@ -239,31 +216,21 @@ class TrainStep:
 
     def _count(self, minibatch: Minibatch) -> Denominators:
         """What the step is really divided by, over all ranks."""
-        members = [
-            member for micro_batch in minibatch.micro_batches for member in self._live(micro_batch)
-        ]
+        members = list(chain.from_iterable(map(self._live, minibatch.micro_batches)))
         num_tokens, num_sequences = self.dist.sum_floats(
             [sum(sum(self._sequences[member].loss_mask) for member in members), len(members)]
         )
-        return Denominators(
-            num_tokens,
-            num_sequences,
-            minibatch.planned.num_completions,
-            minibatch.planned.max_completion_tokens,
-        )
-
-    # --- forwards -----------------------------------------------------------------------------
+        return replace(minibatch.planned, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def _may_be_kept(self, micro_batch: MicroBatch, num_kept_tokens: int = 0) -> bool:
         """Whether its graph may stay until the rewards are there, beside so many others."""
         limit = self.config.optimizer.max_kept_tokens
-        if (
-            not self.keeps_graphs
-            or self._is_stale(self._minibatch_of(micro_batch))
-            or FILLER in micro_batch.members
-        ):
-            return False
-        return limit is None or num_kept_tokens + micro_batch.num_tokens <= limit
+        return (
+            self.keeps_graphs
+            and not self._is_stale(self._minibatch_of(micro_batch))
+            and FILLER not in micro_batch.members
+            and (limit is None or num_kept_tokens + micro_batch.num_tokens <= limit)
+        )
 
     def _has_room(self, micro_batch: MicroBatch) -> bool:
         return self._may_be_kept(micro_batch, self._num_kept_tokens)
@@ -288,30 +255,25 @@ class TrainStep:
         _, outputs = self._run(micro_batch, members, keep=False)
         return _by_member(micro_batch, members, outputs)
 
-    def _find_old(self, wanted: Sequence[tuple[MicroBatch, Sequence[Member]]]) -> None:
+    def _find_old(self, micro_batches: Sequence[MicroBatch], rows_of: RowsOf) -> None:
         """Log-probs under the weights of now. Which are missing is settled first: a filler's are
         known after its first forward, and ranks would fall out of step."""
-        missing = [
-            (micro_batch, members)
-            for micro_batch, members in wanted
-            if not all(member in self._old for member in members)
-        ]
+        wanted = [(micro_batch, rows_of(micro_batch)) for micro_batch in micro_batches]
+        missing = [(m, members) for m, members in wanted if not self._old.keys() >= {*members}]
         for micro_batch, members in missing:
             self._old.update(self._logprobs_of(micro_batch, members))
 
     def _find_reference(
         self,
-        wanted: Sequence[tuple[MicroBatch, Sequence[Member]]],
+        micro_batches: Sequence[MicroBatch],
+        rows_of: RowsOf,
         still_waiting: Callable[[], bool] = lambda: True,
     ) -> None:
         """Under one `reference()`: with full fine-tuning it moves a whole model's weights."""
         if not self.config.algorithm.kl_coeff:
             return
-        missing = [
-            (micro_batch, members)
-            for micro_batch, members in wanted
-            if self.collective or not self._reference_known(members)
-        ]
+        wanted = [(micro_batch, rows_of(micro_batch)) for micro_batch in micro_batches]
+        missing = [w for w in wanted if self.collective or not self._reference_known(w[1])]
         if not missing:
             return
         with self._learner_metrics.clock("learn_reference"), self.policy.reference():
@@ -321,9 +283,7 @@ class TrainStep:
                 self._reference.update(self._logprobs_of(micro_batch, members))
 
     def _reference_known(self, members: Sequence[Member]) -> bool:
-        return not self.config.algorithm.kl_coeff or all(m in self._reference for m in members)
-
-    # --- backwards and steps ------------------------------------------------------------------
+        return not self.config.algorithm.kl_coeff or self._reference.keys() >= {*members}
 
     def _backward(self, minibatch: Minibatch, micro_batch: MicroBatch) -> None:
         """Forward unless one was kept, loss, backward."""

@@ -29,8 +29,6 @@ class SyncReport:
 
     fingerprint: str
     """Of the weights now held by trainer and engine alike."""
-    num_bytes: int
-    """Of the tensors that were handed over."""
     mean_dlogp_nats: float | None
     """Mean |engine - trainer| over the probe's tokens; None when nothing had changed."""
 
@@ -54,7 +52,7 @@ def sync(
     """
     weights = learner.export_weights()
     if weights.fingerprint == previous:
-        return SyncReport(weights.fingerprint, num_bytes=0, mean_dlogp_nats=None)
+        return SyncReport(weights.fingerprint, mean_dlogp_nats=None)
     engine.load_weights(weights)
     _check_held(engine, weights, previous)
     params = SamplingParams(
@@ -79,7 +77,7 @@ def sync(
             f"{dtype}: {MAX_MEAN_DLOGP_NATS[dtype]}). The sampler does not hold the policy: check "
             "that both sides load the same base model and adapter shape."
         )
-    return SyncReport(weights.fingerprint, _num_bytes(weights), mean)
+    return SyncReport(weights.fingerprint, mean)
 
 
 def _check_held(engine: Engine, weights: PolicyWeights, previous: str | None) -> None:
@@ -87,7 +85,3 @@ def _check_held(engine: Engine, weights: PolicyWeights, previous: str | None) ->
     if held is not None and held != weights.fingerprint:
         moved = "" if previous is None or held != previous else " (the sync changed nothing)"
         raise SyncError(f"the sampler holds {held}, the trainer {weights.fingerprint}{moved}")
-
-
-def _num_bytes(weights: PolicyWeights) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors.values())
