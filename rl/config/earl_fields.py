@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 Fields = dict[str, Any]
@@ -78,17 +79,6 @@ MOVED: Mapping[str, str] = {
 KEPT = frozenset({"run_name", "base_exp_dir", "num_iterations"})
 """Fields of the same name and meaning."""
 
-MEANT = frozenset(
-    {
-        "train_paths_file", "coefficients", "val_paths_file", "val_coefficients",
-        "episodes_per_iteration", "per_device_batch_size", "max_response_tokens",
-        "model_context_size", "max_prompt_len", "max_completion_len", "emu3_use_logit_processor",
-        "separate_language_and_vision_vocabs", "reward_compute_viescore",
-        "reward_compute_ground_score", "reward_final_reward",
-    }
-)  # fmt: skip
-"""Fields that become something else, below."""
-
 MADE: Mapping[str, tuple[str, ...]] = {
     "data.train": ("train_paths_file", "coefficients"),
     "data.validation": ("val_paths_file",),
@@ -104,7 +94,10 @@ MADE: Mapping[str, tuple[str, ...]] = {
     "rewards.ground_score": ("reward_compute_ground_score",),
     "final_reward": ("reward_final_reward",),
 }  # fmt: skip
-"""What they become, and of which of them."""
+"""What fields that are not just moved become, and of which of them."""
+
+MEANT = frozenset({"val_coefficients"}.union(*MADE.values()))
+"""All of these; val_coefficients only says nothing else than 1."""
 
 FINAL_REWARDS: Mapping[str, Fields] = {
     "viescore": {"weights": {"viescore": 1}},
@@ -133,12 +126,14 @@ def is_flat(values: Mapping[str, Any], required: Sequence[str]) -> bool:
 
 def misspelt(values: Mapping[str, Any]) -> list[str]:
     """Fields that cannot even be looked at: of another type than `nested` reads."""
-    wanted: list[tuple[str, type, str]] = [(name, list, "a list") for name in LISTS]
-    wanted += [(name, int, "a whole number") for name in NUMBERS]
-    wanted.append(("reward_final_reward", str, "one of " + ", ".join(FINAL_REWARDS)))
+    wanted: dict[str, tuple[type, str]] = {
+        **dict.fromkeys(LISTS, (list, "a list")),
+        **dict.fromkeys(NUMBERS, (int, "a whole number")),
+        "reward_final_reward": (str, "one of " + ", ".join(FINAL_REWARDS)),
+    }
     return [
         f"{name}: {values[name]!r} given, must be {words}"
-        for name, kind, words in wanted
+        for name, (kind, words) in wanted.items()
         if values.get(name) is not None and type(values[name]) is not kind
     ]
 
@@ -152,13 +147,10 @@ def nested(
     the run's name when it has none.
     """
     known = {*MOVED, *KEPT, *MEANT}
-    problems = [
-        f"{name}: unknown field; " + _nearest(name, sorted(known))
-        for name in values
-        if name not in known and name not in sections
-    ]
+    unknown = [name for name in values if name not in known and name not in sections]
+    problems = [f"{name}: unknown field; {_nearest(name, sorted(known))}" for name in unknown]
     fields = {name: value for name, value in values.items() if name in known}
-    run = _copy(FIXED) | {name: fields[name] for name in KEPT if name in fields}
+    run = deepcopy(FIXED) | {name: fields[name] for name in KEPT if name in fields}
     if _is_none(run.get("run_name")):
         run["run_name"] = file_name
     for name, key in MOVED.items():
@@ -307,10 +299,6 @@ def _merge(base: Fields, over: Mapping[str, Any]) -> Fields:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
-
-
-def _copy(fields: Fields) -> Fields:
-    return {k: _copy(v) if isinstance(v, dict) else v for k, v in fields.items()}
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

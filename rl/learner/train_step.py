@@ -157,12 +157,7 @@ class TrainStep:
         Returns this rank's metrics. Collective.
         """
         needed = self._needed()
-        stale = [
-            m
-            for minibatch in self.minibatches
-            if self._is_stale(minibatch)
-            for m in minibatch.micro_batches
-        ]
+        stale = [m for m in self.micro_batches if self._is_stale(self._minibatch_of(m))]
         self._find_old([m for m in stale if m in needed], self._rows_to_train)
         for minibatch in self.minibatches:
             actual = self._count(minibatch)

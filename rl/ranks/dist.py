@@ -83,14 +83,11 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: the one that decides, writes and prints."""
+        """The one that decides, writes and prints."""
         return self.rank == 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place, any shape and dtype; returns the same tensor.
-
-        Every rank ends with the same bits. CPU tensors go over gloo, CUDA tensors over NCCL.
-        """
+        """Sum over ranks, in place, any shape and dtype: the same tensor, the same bits on all."""
         if self.world_size > 1:
             import torch.distributed as td
 

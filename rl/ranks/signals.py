@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import time
-from dataclasses import dataclass
 from types import FrameType
 
 from rl.ranks.dist import Dist
@@ -19,15 +18,8 @@ dying launcher sends one more; only a signal later than this after the first mea
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass
-class _Received:
-    """Signal handlers belong to the process, and so does what they heard."""
-
-    first: signal.Signals | None = None
-    first_s: float = 0.0
-
-
-_received = _Received()
+_first_s: float | None = None
+"""When this process heard the first."""
 
 
 def install() -> None:
@@ -52,7 +44,7 @@ def stop_requested(dist: Dist) -> bool:
 def stop_heard() -> bool:
     """Whether THIS rank was asked to stop, for leaving a long stretch without collectives early;
     `stop_requested` must follow, to tell the others."""
-    return _received.first is not None
+    return _first_s is not None
 
 
 def die_with_parent() -> None:
@@ -64,11 +56,12 @@ def die_with_parent() -> None:
 
 
 def _handle(signum: int, _: FrameType | None) -> None:
+    global _first_s
     name = signal.Signals(signum).name
-    if _received.first is None:
-        _received.first, _received.first_s = signal.Signals(signum), time.monotonic()
+    if _first_s is None:
+        _first_s = time.monotonic()
         # os.write: print is not re-entrant, and the signal may have interrupted one.
         os.write(2, f"\n{name}: will save and leave; once more to leave at once\n".encode())
-    elif time.monotonic() - _received.first_s > ECHO_S:
+    elif time.monotonic() - _first_s > ECHO_S:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
