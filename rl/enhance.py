@@ -48,7 +48,6 @@ class Enhanced:
 
     @property
     def quality_0_5(self) -> float:
-        """Their sum."""
         return sum(self.quality.values())
 
 
@@ -209,7 +208,6 @@ def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator
 
 
 def pick_device() -> str:
-    """CUDA, else the CPU."""
     import torch
 
     return "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -299,7 +297,6 @@ def _weights(folder: Path, known_base: bool) -> dict[str, Any]:
 
 
 def _bare_run(policy: Mapping[str, Any]) -> RunConfig:
-    """A run of nothing but this policy."""
     return RunConfig.model_validate(
         {
             "run_name": "enhance",

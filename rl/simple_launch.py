@@ -147,7 +147,6 @@ def _folder_problems(run_dir: Path) -> list[str]:
 
 
 def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
-    """Run this node's `num_ranks` ranks to their end; returns the exit code."""
     if sys.platform != "linux":
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1

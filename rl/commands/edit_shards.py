@@ -146,7 +146,6 @@ def watch(futures: Sequence[Future[dict[int, str]]], counter: Any, stop: Any, to
 
 
 def share(counter: Any, stop: Any, main_pid: int) -> None:
-    """In a worker, at its start."""
     global _counter, _stop, _main_pid
     _counter, _stop, _main_pid = counter, stop, main_pid
 

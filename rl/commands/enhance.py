@@ -70,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def at_least_one(text: str) -> int:
-    """A count from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)
@@ -105,7 +104,6 @@ def _read_stdin() -> list[str]:
 
 
 def as_row(result: Enhanced) -> dict[str, Any]:
-    """One line of the output."""
     return {
         "original": result.original,
         "enhanced": result.enhanced,

@@ -115,7 +115,6 @@ def positive(text: str) -> int:
 
 
 def run_tokenize(options: argparse.Namespace) -> tuple[int, list[str]]:
-    """Both pictures of every row to codes."""
     names = Tokenising.__dataclass_fields__
     task = Tokenising(**{name: getattr(options, name) for name in names})
     if problems := path_problems(task.model_path):
@@ -134,7 +133,6 @@ def run_tokenize(options: argparse.Namespace) -> tuple[int, list[str]]:
 
 
 def open_rows(task: Tokenising, with_pictures: bool = True) -> Rows:
-    """The data set's rows, bad ones still among them."""
     keys = {"instruction": task.edit_instruction_key, "source": "", "target": "", "category": ""}
     if task.id_key:
         keys["id"] = task.id_key
@@ -176,7 +174,6 @@ def row_names(task: Tokenising, num_rows: int, on_bad_row: str) -> list[tuple[in
 
 
 def worker_places(device: str, num_workers: int) -> list[str]:
-    """Each worker's device: the GPUs in turn, or the one that was named."""
     import torch
 
     num_gpus = torch.cuda.device_count() if device == "auto" else 0
@@ -185,7 +182,6 @@ def worker_places(device: str, num_workers: int) -> list[str]:
 
 
 def make_tokeniser(task: Tokenising, batch_size: int, device: str) -> Maker:
-    """In a worker: open the data and load the tokenizer."""
     import torch
 
     from rl.renderers.emu3_vq.codec import load_codec
@@ -200,7 +196,6 @@ def make_tokeniser(task: Tokenising, batch_size: int, device: str) -> Maker:
 def tokenise(
     task: Tokenising, rows: Rows, codec: Emu3Codec, batch_size: int, edits: Sequence[Edit]
 ) -> list[TokenisedEdit | str]:
-    """A batch of rows, both pictures of each."""
     outcomes = [sample_or_reason(rows, edit.number) for edit in edits]
     samples = [sample for sample in outcomes if not isinstance(sample, str)]
     pictures = [p for s in samples for p in (s.source, s.target) if p is not None]

@@ -94,7 +94,6 @@ def read_named(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Every evaluation of the run, oldest first."""
     found = []
     for path in sorted(run_dir.glob("evaluation/it_*/records.jsonl")):
         records = {record["id"]: record for record in read_named(path, "id")}
@@ -145,7 +144,6 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
 
 
 def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
-    """Both pictures; returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -159,7 +157,6 @@ def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluati
 
 
 def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
-    """Training and held-out reward over iterations."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
@@ -188,7 +185,6 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over the last `SMOOTHING_ITERATIONS` values."""
     windows = (values[max(0, i + 1 - SMOOTHING_ITERATIONS) : i + 1] for i in range(len(values)))
     return [fmean(window) for window in windows]
 

@@ -182,7 +182,6 @@ def _conflicts(fields: Fields, run: Fields, ours: Fields) -> list[str]:
 
 
 def _agrees(own: Any, made: Any) -> bool:
-    """Whether whatever both say is the same."""
     if isinstance(own, Mapping) and isinstance(made, Mapping):
         return all(_agrees(own[key], made[key]) for key in own if key in made)
     return bool(own == made)
@@ -277,7 +276,6 @@ def _batch(fields: Fields, run: Fields) -> list[str]:
 
 
 def _at(run: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
     value: Any = run
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -285,7 +283,6 @@ def _at(run: Mapping[str, Any], key: str) -> Any:
 
 
 def _put(run: Fields, key: str, value: Any) -> None:
-    """Set a dotted key."""
     *sections, name = key.split(".")
     for section in sections:
         run = run.setdefault(section, {})

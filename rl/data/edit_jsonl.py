@@ -24,17 +24,14 @@ class EditJsonl(LinesSource[Config]):
 
     @classmethod
     def provides(cls, config: Config) -> frozenset[str]:
-        """What this config's samples carry, in the words of a reward's `needs`."""
         return config.columns.provides()
 
     @classmethod
     def files(cls, config: Config) -> Sequence[Path]:
-        """The one."""
         return [Path(config.path)]
 
     @classmethod
     def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
-        """The lines that are JSON objects, and a sentence for each that is not."""
         path = Path(config.path)
         objects, numbers, unreadable = read_rows(read_lines(path), str(path))
         folder = Path(config.image_folder) if config.image_folder else path.parent

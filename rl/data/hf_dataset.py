@@ -47,7 +47,6 @@ class HfDataset(RowsSource[Config]):
 
     @classmethod
     def provides(cls, config: Config) -> frozenset[str]:
-        """What this config's samples carry, in the words of a reward's `needs`."""
         return config.columns.provides()
 
     @classmethod
@@ -107,7 +106,6 @@ class HfDataset(RowsSource[Config]):
 
 
 def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
-    """The columns of a data set that `columns` names, or reaches into."""
     keys = ("instruction", "source", "target", "reference", "id", "category")
     named = {getattr(columns, key) for key in keys} | set(columns.hidden.values())
     tops = named | {column.split(".")[0] for column in named}

@@ -69,7 +69,6 @@ class Prompts(LinesSource[Config]):
 
     @classmethod
     def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
-        """The rows, and a sentence for each line that is none."""
         parse = json.loads if config.path[-4:] != ".txt" else as_row
         tables = [read_rows(read_lines(f), str(f), parse) for f in cls.files(config)]
         objects, numbers, unreadable = (
@@ -84,5 +83,4 @@ class Prompts(LinesSource[Config]):
 
 
 def as_row(text: str) -> dict[str, Any]:
-    """A line of text."""
     return {"prompt": text}

@@ -136,7 +136,6 @@ class JudgeClient:
         return taken
 
     async def aclose(self) -> None:
-        """Close the pool and the journals."""
         await self._http.aclose()
         for journal in self._open_journals:
             journal.close()

@@ -117,7 +117,6 @@ class JudgeHttp:
         )
 
     async def aclose(self) -> None:
-        """Close the pool."""
         await self._transport.aclose()
 
 

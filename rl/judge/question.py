@@ -60,7 +60,6 @@ def png_data_url(image: Image.Image, side_px: int) -> str:
 
 
 def picture_part(image: Image.Image, side_px: int) -> bytes:
-    """A picture as it stands in a request, JSON."""
     url = png_data_url(image, side_px)
     return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
 
@@ -76,7 +75,6 @@ class PartEncoder:
         self._recent: OrderedDict[int, tuple[Image.Image, asyncio.Future[bytes]]] = OrderedDict()
 
     async def encode(self, part: str | Image.Image) -> bytes:
-        """JSON of one part."""
         if isinstance(part, str):
             return json.dumps({"type": "text", "text": part}).encode()
         entry = self._recent.get(id(part))

@@ -32,7 +32,6 @@ def chat_content(body: bytes) -> str:
 
 
 def served_models(body: bytes) -> list[str] | None:
-    """The names in a `/models` reply; None when it is not one."""
     try:
         names = [model["id"] for model in _parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):

@@ -156,7 +156,6 @@ class StartedJudge:
         return f": {shown(lines[-1], SHOWN_CHARS)}" if lines[-1] else ""
 
     def close(self) -> None:
-        """End it, and whatever it has started."""
         if self._has_answered and self._guard.poll() is not None:
             warn(f"the judge had ended before the run; its output: {self._log}")
         self._guard.terminate()

@@ -33,7 +33,6 @@ class LearnerMetrics:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Wall seconds, added up."""
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

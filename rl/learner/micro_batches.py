@@ -37,7 +37,6 @@ class MicroBatch:
         return sum(prompts.values()) + sum(len(ids) for _, ids in self.rows)
 
     def rows_of(self, members: Sequence[Member]) -> list[Row]:
-        """Those members' rows, in their order."""
         row_of = dict(zip(self.members, self.rows, strict=True))
         return [row_of[member] for member in members]
 
@@ -155,7 +154,6 @@ class Inference:
         self.micro_batches: Sequence[MicroBatch] = micro_batches
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """Of all the micro-batch's rows."""
         module = self._policy.module
         was_training = module.training
         module.eval()

@@ -341,7 +341,6 @@ class TrainStep:
 def _by_member(
     micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
 ) -> dict[Member, list[float]]:
-    """Each row's own [T] log-probs."""
     values_BC = outputs.logprobs.detach().tolist()
     rows = micro_batch.rows_of(members)
     return {

@@ -63,7 +63,6 @@ _counted = WeakKeyDictionary()
 
 
 def add(work: Work) -> None:
-    """Count what was just started, on any thread."""
     global _done
     with _lock:
         _done += work

@@ -105,11 +105,9 @@ class Dist:
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def max_int(self, value: int) -> int:
-        """Largest of the ranks' integers."""
         return max(self.gather(int(value)))
 
     def any(self, flag: bool) -> bool:
-        """True on every rank when it is true on one."""
         return bool(self.max_int(int(flag)))
 
     def broadcast(self, value: T) -> T:
@@ -137,7 +135,6 @@ class Dist:
         return type(metrics).merge(self.gather(metrics.state()))
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.world_size > 1:
             import torch.distributed as td
 

@@ -34,7 +34,6 @@ def sentence(error: BaseException) -> str | None:
 def excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """For `sys.excepthook`."""
     text = sentence(error)
     if text is None:
         sys.__excepthook__(kind, error, trace)

@@ -27,7 +27,6 @@ def start(first_s: float | None = None) -> None:
 
 
 def stop() -> None:
-    """No line from here on."""
     _stopped.set()
 
 

@@ -192,7 +192,6 @@ def describe(claims: Sequence[Claim]) -> list[str]:
 
 
 def look_at_machine() -> Machine:
-    """What torch finds here."""
     import torch
 
     sizes = [

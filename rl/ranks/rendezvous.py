@@ -50,12 +50,10 @@ def on_one_node(folder: Path) -> Environment:
 
 
 def is_one_node() -> bool:
-    """Whether this rank was started with what `on_one_node` says."""
     return INIT_METHOD in os.environ
 
 
 def loopback() -> str:
-    """Name of this machine's loopback interface."""
     return interface_of("127.0.0.1")
 
 

@@ -31,7 +31,6 @@ def derive_seed(*parts: str | int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python's, numpy's and torch's (CPU and every CUDA device) global generators."""
     import numpy as np
     import torch
 

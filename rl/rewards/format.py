@@ -29,7 +29,6 @@ class Format(Reward[Config]):
     needs = frozenset({"text"})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """1 or 0; always graded."""
         names = (self.config.think_tag, self.config.answer_tag)
         return RewardOutput(float(is_well_formed(reward_input.text, *names)))
 

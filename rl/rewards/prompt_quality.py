@@ -49,7 +49,6 @@ class PromptQuality(Reward):
     unit_parts = frozenset({"length", "keywords_kept", "new_details", "quality_words", "structure"})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """Always graded."""
         points = score(reward_input.sample.instruction, reward_input.text)
         total = sum(points.values())
         return RewardOutput(total / len(points), {**points, "total_0_5": total})

@@ -107,7 +107,6 @@ class Rollout:
 
 
 def never() -> bool:
-    """Nobody asks to stop."""
     return False
 
 
@@ -215,7 +214,6 @@ class PendingRollout:
 
     @property
     def num_pictures(self) -> int:
-        """Distinct ones."""
         return len(self._handed_out)
 
     def expect(self, member: Member, arm: Arm) -> list[PictureKey]:
@@ -276,7 +274,6 @@ class PendingRollout:
         return [*self._grades.values(), *self._compared.values()]
 
     def cancel(self) -> None:
-        """Ask nothing more."""
         for future in self._futures:
             future.cancel()
 
@@ -347,7 +344,6 @@ class PendingRollout:
         return f"verdicts after {median_s:.1f} s (median), {seconds[-1]:.1f} s (longest)"
 
     def finished(self) -> Rollout:
-        """Everything, after the last group."""
         groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
         return Rollout(
             [episodes[: len(completions_G)] for episodes, completions_G in groups],

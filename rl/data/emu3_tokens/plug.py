@@ -98,7 +98,6 @@ class TokenisedEdits(DataSource[Config]):
         return len(self._files)
 
     def __getitem__(self, index: int) -> Sample:
-        """Raises BadRowError when the file turns out to be unusable."""
         file = self._files[index]
         try:
             edit = files.read(file)

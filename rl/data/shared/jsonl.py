@@ -73,7 +73,6 @@ class LinesSource(RowsSource[ConfigT]):
 
     @classmethod
     def count(cls, config: ConfigT) -> int | None:
-        """Rows, bad ones included; None when there is no file or nothing in it."""
         try:
             return sum(len(read_lines(file)) for file in cls.files(config))
         except BadRowError:

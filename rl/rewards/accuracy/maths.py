@@ -44,7 +44,6 @@ class MathsProcess:
             return self._remembered(gold, answer)
 
     def close(self) -> None:
-        """End the worker."""
         self._process.kill()
         self._process.communicate()
 

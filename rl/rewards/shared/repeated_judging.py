@@ -74,7 +74,6 @@ class JudgedReward(Reward[RepeatsT]):
 
     @classmethod
     def num_questions(cls, config: RepeatsT) -> int:
-        """Of all readings."""
         return cls.questions_per_reading * config.n_evals
 
     @classmethod
