@@ -10,7 +10,6 @@ import json
 import selectors
 import subprocess
 import sys
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
@@ -22,32 +21,27 @@ REMEMBERED_QUESTIONS = 8192
 
 
 class MathsProcess:
-    """Answers from one worker process; safe to call from several threads."""
+    """Answers from one worker process, to one thread."""
 
     def __init__(self, cpu_s: int) -> None:
         """Starts the worker, and does not wait for it. `cpu_s`: CPU time per question, s."""
         self._cpu_s = cpu_s
         self._wall_s = 30.0 + 20 * cpu_s
-        self._lock = threading.Lock()
         self._process = self._start()
         self._is_ready = False
         # What a group agrees on is asked once.
-        self._remembered = lru_cache(REMEMBERED_QUESTIONS)(self._ask)
-
-    def compare(self, gold: str, answer: str | None) -> Verdict:
-        """Of two LaTeX expressions; without an answer, whether the gold can be read.
-
-        A worker that dies over a question found it too costly. Raises TimeoutError when the machine
-        is too busy to say, RuntimeError when no worker can be had.
-        """
-        with self._lock:
-            return self._remembered(gold, answer)
+        self.compare = lru_cache(REMEMBERED_QUESTIONS)(self._compare)
 
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def _ask(self, gold: str, answer: str | None) -> Verdict:
+    def _compare(self, gold: str, answer: str | None) -> Verdict:
+        """Of two LaTeX expressions; without an answer, whether the gold can be read.
+
+        A worker that dies over a question found it too costly. Raises TimeoutError when the machine
+        is too busy to say, RuntimeError when no worker can be had.
+        """
         if self._is_ready and self._process.poll() is not None:
             self._restart()  # it died between questions: none of them is to blame
         if not self._is_ready:
