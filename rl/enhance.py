@@ -149,10 +149,7 @@ class Enhancer:
     ) -> list[Enhanced]:
         prompts_B = [self._policy.build_prompt(sample) for sample in samples_B]
         completions_B = self._sample(prompts_B, temperature, max_new_tokens, seed)
-        return [
-            self._read(prompt, completion)
-            for prompt, completion in zip(prompts_B, completions_B, strict=True)
-        ]
+        return list(map(self._read, prompts_B, completions_B))
 
     def _read(self, prompt: Prompt, completion: Completion) -> Enhanced:
         original = prompt.sample.instruction

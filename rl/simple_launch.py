@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
             config = load_config(args.config, args.overrides)
-        problems = _node_problems(args, config)
+        problems = []
+        if config.world_size % args.nnodes:
+            problems = [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
         if args.check:
             if problems:
                 raise ConfigError([*problems, *report.problems(config)])
@@ -68,12 +70,6 @@ def _report(config: RunConfig, gpu_gb: float) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
-
-
-def _node_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    if config.world_size % args.nnodes:
-        return [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
-    return []
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:

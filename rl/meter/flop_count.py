@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
@@ -51,20 +47,14 @@ class FlopCount(TorchDispatchMode):
         return result
 
 
-def _cpu_attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _cpu_attention_backward(
-    grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        aten._scaled_dot_product_flash_attention
+    ],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 
 

@@ -93,11 +93,13 @@ def episode_of(
         for name, grade in verdict.grades.items():
             replies[name] = replies.get(name, ()) + grade.replies
             judge_s = max(judge_s, grade.seconds)
-            for part, value in _named_parts(name, grade).items():
-                parts.setdefault(part, []).append(value)
             if grade.value is None:
                 causes.append(f"{name}: {grade.failure}" + f"\n{grade.traceback}".rstrip())
-        reward = compose(_values(verdict.grades), config.final_reward)
+        values = _values(verdict.grades)
+        for part, value in values.items():
+            if value is not None:
+                parts.setdefault(part, []).append(value)
+        reward = compose(values, config.final_reward)
         if reward is not None:
             rewards.append(reward)
     more: dict[str, Any] = {
@@ -111,14 +113,10 @@ def episode_of(
     return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **more)
 
 
-def _named_parts(name: str, grade: RewardOutput) -> dict[str, float]:
-    parts = {f"{name}/{part}": value for part, value in grade.parts.items()}
-    return parts if grade.value is None else {name: grade.value, **parts}
-
-
 def _values(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
     """What the final reward may name: every reward's value, and its parts as `<reward>/<part>`."""
-    values: dict[str, float | None] = {name: grade.value for name, grade in grades.items()}
+    values: dict[str, float | None] = {}
     for name, grade in grades.items():
-        values.update({f"{name}/{part}": value for part, value in grade.parts.items()})
+        values[name] = grade.value
+        values |= {f"{name}/{part}": value for part, value in grade.parts.items()}
     return values
