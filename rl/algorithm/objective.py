@@ -11,7 +11,7 @@ import torch
 
 from rl.algorithm.importance import importance_weights
 from rl.algorithm.kl import kl_per_token
-from rl.algorithm.losses import advantages_with_kl, loss_named
+from rl.algorithm.losses import loss_named
 from rl.api.loss import Denominators, LossInputs, LossTerms
 from rl.config.schema import AlgorithmConfig
 
@@ -59,7 +59,8 @@ def objective(
     kl = None
     if reference_logprobs is not None and config.kl_placement == "reward":
         old_kl = kl_per_token(old_logprobs, reference_logprobs, config.kl_estimator)
-        advantages = advantages_with_kl(advantages, old_kl, config.kl_coeff)
+        # Of the OLD policy, detached (arXiv 2510.01555: k1 here = k2 as a loss).
+        advantages = (advantages - config.kl_coeff * old_kl).detach()
     elif reference_logprobs is not None:
         kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator)
     importance = importance_weights(

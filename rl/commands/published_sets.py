@@ -53,8 +53,7 @@ def files_in(data: Path) -> Iterator[Path]:
 
 
 def unpack(archive: Path) -> None:
-    """Beside itself, under the folder names it holds, or under its own name where it holds none;
-    once."""
+    """Once, beside itself, under the folder names it holds, or its own name where it holds none."""
     mark = archive.with_name(f".{archive.name}.unpacked")  # written at the end
     size = str(archive.stat().st_size)
     if mark.is_file() and mark.read_text() == size:

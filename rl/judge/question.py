@@ -53,14 +53,10 @@ def repeat_temperature(num_repeats: int, temperature: float) -> float:
     return temperature
 
 
-def png_data_url(image: Image.Image, side_px: int) -> str:
-    """Lossless on purpose: a JPEG would put its own artefacts before the judge of artefacts."""
-    png = png_bytes(downscale(image.convert("RGB"), side_px))
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-
-
 def picture_part(image: Image.Image, side_px: int) -> bytes:
-    url = png_data_url(image, side_px)
+    """JSON. Lossless on purpose: a JPEG would show its own artefacts to the judge of artefacts."""
+    png = png_bytes(downscale(image.convert("RGB"), side_px))
+    url = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
     return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
 
 

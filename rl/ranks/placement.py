@@ -113,14 +113,11 @@ def _missing(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | No
                 given += f", which is {device} for one of the ranks"
             if device.startswith("cuda:") and int(device[5:]) >= len(machine.cuda_gb):
                 count = len(machine.cuda_gb)
+                there = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
                 found.append(
-                    f"{given}, this machine shows {count} CUDA devices; give {_cuda_range(count)}"
+                    f"{given}, this machine shows {count} CUDA devices; give 'auto' or {there}"
                 )
     return found
-
-
-def _cuda_range(count: int) -> str:
-    return "'auto' or 'cpu'" if count == 0 else f"'auto' or 'cuda:0' to 'cuda:{count - 1}'"
 
 
 def _shared(claims: Sequence[Claim], owns: Sequence[str]) -> list[str]:

@@ -202,8 +202,7 @@ class PendingRollout:
         """Any one of equal arms."""
         self._handed_out: list[PictureKey] = []
         """To the renderer, in its order."""
-        self._images: dict[PictureKey, Image | None] = {}
-        self._failures: dict[PictureKey, RenderFailure] = {}
+        self._outcomes: dict[PictureKey, Image | RenderFailure | None] = {}
         self._grades: dict[PictureKey, Future[grading.Grades]] = {}
         self._compared: dict[tuple[int, int], Future[list[grading.Grades]]] = {}
         """(prompt index, picture number) -> of `_group_of` it, by the rewards that compare."""
@@ -227,13 +226,10 @@ class PendingRollout:
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
         """Picture `number` exists: its questions leave for the judge."""
         key = self._handed_out[number]
-        if isinstance(outcome, RenderFailure):
-            self._failures[key] = outcome
-            self._submit_group(key[0])
-            return
-        self._images[key] = outcome
-        rewards = self._context.rewards
-        self._grades[key] = self._context.loop.submit(grading.grade(rewards, self._input(key)))
+        self._outcomes[key] = outcome
+        if not isinstance(outcome, RenderFailure):
+            graded = grading.grade(self._context.rewards, self._input(key))
+            self._grades[key] = self._context.loop.submit(graded)
         self._submit_group(key[0])
 
     def submit_groups(self) -> None:
@@ -246,7 +242,7 @@ class PendingRollout:
         if not self._compares or not all((p, g) in self._arms for g in range(len(self._arms_P[p]))):
             return
         keys = self._pictures_of(p)
-        if not all(key in self._images or key in self._failures for key in keys):
+        if not self._outcomes.keys() >= {*keys}:
             return
         for number in sorted({key[2] for key in keys}):
             group = self._group_of(p, number)
@@ -263,11 +259,12 @@ class PendingRollout:
 
     def _group_of(self, p: int, number: int) -> list[PictureKey]:
         """Those of them that exist under one noise."""
-        return [key for key in self._pictures_of(p) if key[2] == number and key in self._images]
+        return [key for key in self._pictures_of(p) if key[2] == number and key in self._grades]
 
     def _input(self, key: PictureKey) -> RewardInput:
-        arm = self._arm_of[key]
-        return RewardInput(arm.prompt.sample, arm.action.text, self._images[key])
+        arm, image = self._arm_of[key], self._outcomes[key]
+        assert not isinstance(image, RenderFailure)
+        return RewardInput(arm.prompt.sample, arm.action.text, image)
 
     @property
     def _futures(self) -> list[Future[Any]]:
@@ -290,8 +287,7 @@ class PendingRollout:
         run, a judge that is down leaves episodes UNGRADED. Raises `Interrupted` soon after
         `should_stop()` turns true.
         """
-        num_outcomes = len(self._images) + len(self._failures)
-        assert num_outcomes == self.num_pictures, "the renderer lost a job"
+        assert len(self._outcomes) == self.num_pictures, "the renderer lost a job"
         sampled = self._sampled
         try:
             for p, arms_G in enumerate(sampled.arms):
@@ -302,16 +298,8 @@ class PendingRollout:
                     }
                     if p == len(sampled.prompts) - 1:
                         phase.note(self._latency())
-                episodes = [
-                    episode_of(
-                        self._context.config,
-                        arm,
-                        sampled.group_ids[p],
-                        sampled.noise_seeds[p],
-                        verdicts,
-                    )
-                    for arm in arms
-                ]
+                config, group = self._context.config, (sampled.group_ids[p], sampled.noise_seeds[p])
+                episodes = [episode_of(config, arm, *group, verdicts) for arm in arms]
                 self._episodes_PG.append(episodes)
                 yield p, episodes[: len(sampled.completions[p])]
         except BaseException:
@@ -319,8 +307,9 @@ class PendingRollout:
             raise
 
     def _verdict(self, key: PictureKey, should_stop: Callable[[], bool]) -> Verdict:
-        if key in self._failures:
-            return Verdict(None, self._failures[key])
+        outcome = self._outcomes[key]
+        if isinstance(outcome, RenderFailure):
+            return Verdict(None, outcome)
         verdict: grading.Grades = _wait_for(self._grades[key], should_stop)
         grades = dict(verdict)
         p, _, number = key
@@ -330,7 +319,7 @@ class PendingRollout:
         # In the config's order, whichever way they were asked.
         ordered = {name: grades[name] for name in self._context.rewards}
         self._outputs[key] = ordered
-        return Verdict(self._images[key], None, ordered)
+        return Verdict(outcome, None, ordered)
 
     def _latency(self) -> str:
         """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""

@@ -13,6 +13,8 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from rl.api.plug import shown
+
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
 """Qwen2-VL's processors refuse more than this."""
@@ -33,9 +35,9 @@ def locate(value: Any, folder: Path) -> Path | bytes:
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value.strip():
-        raise UnusableError(f"holds {_shown(value)}, not a picture; give a file path")
+        raise UnusableError(f"holds {shown(value)}, not a picture; give a file path")
     if value.startswith(("http://", "https://", "data:")):
-        raise UnusableError(f"is a URL ({_shown(value)}); download the file and give its path")
+        raise UnusableError(f"is a URL ({shown(value)}); download the file and give its path")
     path = folder / value
     if not path.is_file():
         raise UnusableError(f"{path} does not exist; relative paths count from {folder}")
@@ -124,8 +126,3 @@ def _broken(located: Path | bytes, error: Exception) -> str:
 
 def _name(located: Path | bytes) -> str:
     return str(located) if isinstance(located, Path) else f"the embedded picture ({len(located)} B)"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
