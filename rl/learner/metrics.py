@@ -13,7 +13,7 @@ from rl.algorithm.importance import effective_sample_share, mismatch
 from rl.algorithm.kl import kl_per_token
 from rl.algorithm.metrics import Metrics
 from rl.algorithm.objective import Objective
-from rl.learner.loss_inputs import RowTensors
+from rl.api.loss import LossInputs
 from rl.ranks.dist import Dist
 
 
@@ -39,25 +39,23 @@ class LearnerMetrics:
 
     def measure(
         self,
-        inputs: RowTensors,
+        inputs: LossInputs,
         loss: Objective,
-        logprobs: torch.Tensor,
-        old: torch.Tensor,
         reference: torch.Tensor | None,
         entropy: torch.Tensor,
         importance_cap: float,
     ) -> None:
-        """One micro-batch's share; all tensors [B, C] and detached but the loss."""
+        """One micro-batch's share; `reference`, `entropy`: [B, C] float32, nats."""
         found = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
         for name, value in found.items():
             self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
         if not inputs.mask.any():
             return
         self._policy(inputs.mask, loss, entropy)
-        self._mismatch(inputs, old, loss.importance, importance_cap)
+        self._mismatch(inputs, loss.importance, importance_cap)
         if reference is not None:
             for estimator in ("k1", "k3"):
-                kl = kl_per_token(logprobs, reference, estimator)[inputs.mask]
+                kl = kl_per_token(inputs.logprobs.detach(), reference, estimator)[inputs.mask]
                 self.metrics.add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
 
     def _policy(self, mask: torch.Tensor, loss: Objective, entropy: torch.Tensor) -> None:
@@ -70,10 +68,8 @@ class LearnerMetrics:
         self.metrics.maximum("policy/ratio_max", float(ratio.max()))
         self.metrics.total("tokens/trained", ratio.numel())
 
-    def _mismatch(
-        self, inputs: RowTensors, old: torch.Tensor, importance: torch.Tensor, cap: float
-    ) -> None:
-        sums = mismatch(old, inputs.sampler_logprobs, inputs.mask)
+    def _mismatch(self, inputs: LossInputs, importance: torch.Tensor, cap: float) -> None:
+        sums = mismatch(inputs.old_logprobs, inputs.sampler_logprobs, inputs.mask)
         self.num_tokens += sums.num_tokens
         self.weight += sums.weight
         self.weight_squared += sums.weight_squared

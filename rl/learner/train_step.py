@@ -290,35 +290,29 @@ class TrainStep:
                 outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
             kept = Kept(members, outputs.logprobs, outputs.entropy)
         rows = micro_batch.rows_of(kept.members)
-        inputs = loss_inputs(
-            rows, [self._sequences.get(member) for member in kept.members], self.dist.device
-        )
-
-        def padded(values: Mapping[Member, list[float]]) -> torch.Tensor:
-            found_B = [
-                values.get(member, [0.0] * len(ids))
-                for member, (_, ids) in zip(kept.members, rows, strict=True)
-            ]
-            return pad(found_B, torch.float32, self.dist.device).masked_fill(~inputs.mask, 0.0)
-
         algorithm = self.config.algorithm
-        logprobs = kept.logprobs.masked_fill(~inputs.mask, 0.0)
-        old = padded(self._old) if self._is_stale(minibatch) else logprobs.detach()
-        reference = padded(self._reference) if algorithm.kl_coeff else None
-        loss = objective(
+
+        def values_of(found: Mapping[Member, list[float]]) -> list[list[float]]:
+            members = zip(kept.members, rows, strict=True)
+            return [found.get(member, [0.0] * len(ids)) for member, (_, ids) in members]
+
+        inputs = loss_inputs(
             algorithm,
-            logprobs,
-            old,
-            inputs.sampler_logprobs,
-            reference,
-            inputs.advantages,
-            inputs.mask,
+            rows,
+            [self._sequences.get(member) for member in kept.members],
+            kept.logprobs,
+            values_of(self._old) if self._is_stale(minibatch) else None,
             minibatch.planned,
         )
+        reference = None
+        if algorithm.kl_coeff:
+            reference = pad(values_of(self._reference), torch.float32, kept.logprobs.device)
+            reference = reference.masked_fill(~inputs.mask, 0.0)
+        loss = objective(algorithm, inputs, reference)
         with self._learner_metrics.clock("learn_backward"):
             self.backend.backward(loss.total)
         self._learner_metrics.measure(
-            inputs, loss, logprobs.detach(), old, reference, kept.entropy, algorithm.importance_cap
+            inputs, loss, reference, kept.entropy, algorithm.importance_cap
         )
 
     def _optimizer_step(self, gradient_scale: float) -> None:
