@@ -87,14 +87,6 @@ def continue_only_the_same(output: Path, made_from: Mapping[str, Any]) -> None:
     write_atomically(file, json.dumps(wanted, indent=2))
 
 
-def refuse_twins(edits: Sequence[Edit], complaint: str) -> None:
-    owners: dict[str, int] = {}
-    for edit in edits:
-        owner = owners.setdefault(edit.name, edit.number)
-        if owner != edit.number:
-            raise CannotPrepare(f"{complaint} ({edit.name!r} is row {owner} and row {edit.number})")
-
-
 def make_all(
     output: Path,
     edits: Sequence[Edit],

@@ -34,7 +34,6 @@ from rl.commands.edit_shards import (
     continue_only_the_same,
     locked,
     make_all,
-    refuse_twins,
 )
 from rl.data import edit_jsonl, hf_dataset
 from rl.data.emu3_tokens.files import TokenisedEdit
@@ -168,8 +167,13 @@ def row_names(task: Tokenising, num_rows: int, on_bad_row: str) -> list[tuple[in
             if on_bad_row == "error":
                 raise
             names.append((number, None))
-    good = [Edit(number, name) for number, name in names if name is not None]
-    refuse_twins(good, f"--id-key {task.id_key}: not unique; leave it out, or name another column")
+    owners: dict[str, int] = {}
+    for number, name in names:
+        if name is not None and (owner := owners.setdefault(name, number)) != number:
+            raise CannotPrepare(
+                f"--id-key {task.id_key}: not unique; leave it out, or name another column "
+                f"({name!r} is row {owner} and row {number})"
+            )
     return names
 
 
@@ -196,7 +200,12 @@ def make_tokeniser(task: Tokenising, batch_size: int, device: str) -> Maker:
 def tokenise(
     task: Tokenising, rows: Rows, codec: Emu3Codec, batch_size: int, edits: Sequence[Edit]
 ) -> list[TokenisedEdit | str]:
-    outcomes = [sample_or_reason(rows, edit.number) for edit in edits]
+    outcomes: list[Sample | str] = []
+    for edit in edits:
+        try:
+            outcomes.append(rows[edit.number])
+        except BadRowError as error:
+            outcomes.append(str(error))
     samples = [sample for sample in outcomes if not isinstance(sample, str)]
     pictures = [p for s in samples for p in (s.source, s.target) if p is not None]
     assert len(pictures) == 2 * len(samples), "both columns are required of every row"
@@ -207,13 +216,6 @@ def tokenise(
         else tokenised(task, edit, outcome, (next(codes), next(codes)), codec.patch_px)
         for edit, outcome in zip(edits, outcomes, strict=True)
     ]
-
-
-def sample_or_reason(rows: Rows, number: int) -> Sample | str:
-    try:
-        return rows[number]
-    except BadRowError as error:
-        return str(error)
 
 
 def tokenised(

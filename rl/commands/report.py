@@ -200,22 +200,12 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
     height_in = 4.0 * num_rows + 0.8
     figure = plt.figure(figsize=(18, height_in), dpi=100)
     # The fourth of seven columns stays empty: it keeps the two samples of a row apart.
-    grid = figure.add_gridspec(
-        num_rows,
-        7,
-        left=0.01,
-        right=0.99,
-        top=1 - 1.1 / height_in,
-        bottom=1.0 / height_in,
-        wspace=0.06,
-        hspace=0.45,
-        width_ratios=[1, 1, 1, 0.12, 1, 1, 1],
-    )
+    grid = figure.add_gridspec(num_rows, 7, width_ratios=[1, 1, 1, 0.12, 1, 1, 1])
+    top, bottom = 1 - 1.1 / height_in, 1.0 / height_in
+    grid.update(left=0.01, right=0.99, top=top, bottom=bottom, wspace=0.06, hspace=0.45)
     for number, identity in enumerate(shown):
         row, side = divmod(number, 2)
-        source, left, right = (
-            figure.add_subplot(grid[row, 4 * side + column]) for column in range(3)
-        )
+        source, left, right = (figure.add_subplot(grid[row, 4 * side + k]) for k in range(3))
         old, new = before.records[identity], after.records[identity]
         bare = old["source_file"] is None and old.get("bare_file") is not None
         first = ("bare_file", "the words as they are") if bare else ("source_file", "source")

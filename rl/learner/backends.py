@@ -55,7 +55,6 @@ class Backend(Protocol):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add d loss / d weights to this step's gradient."""
-        ...
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         """Sum the gradient over ranks, multiply it by `gradient_scale` (> 0, the same on every
@@ -64,19 +63,15 @@ class Backend(Protocol):
         A loss is divided before the last one is known, so by what was planned; the scale is what
         was planned over what came.
         """
-        ...
 
     def masters(self) -> Tensors:
         """The trainable weights, whole, float32, on every rank. May alias the live ones."""
-        ...
 
     def adam_state(self) -> AdamState:
         """CPU copies for a checkpoint, complete on rank 0."""
-        ...
 
     def load(self, state: AdamState, num_steps: int) -> None:
         """Put back what `adam_state` gave; whole on every rank."""
-        ...
 
 
 def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
