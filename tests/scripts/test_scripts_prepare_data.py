@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -91,7 +90,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Pool:
         def __init__(self, num: int, context: Any, prepare: Any, given: tuple[Any, ...]) -> None:
-            prepare(given[0], given[1], os.getppid())
+            prepare(*given)
 
         def __enter__(self) -> Pool:
             return self
@@ -109,7 +108,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.set_exception(error)
             return future
 
+        def shutdown(self, cancel_futures: bool) -> None:
+            """Nothing is under way."""
+
     monkeypatch.setattr(edit_shards, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(edit_shards, "die_with_parent", lambda: None)
 
 
 # --- what is made ------------------------------------------------------------------------------
@@ -250,28 +253,15 @@ def make(edits: Sequence[Edit]) -> list[TokenisedEdit | str]:
     return [TokenisedEdit(edit.name, "words", codes, codes + edit.number) for edit in edits]
 
 
-@pytest.mark.parametrize("how", ["stopped", "orphaned"])
-def test_a_worker_ends_when_nobody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+def test_a_maker_is_not_made_when_all_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    stop = multiprocessing.Event()
-    main_pid = os.getppid() if how == "stopped" else -1
-    edit_shards.share(multiprocessing.Value("q", 0), stop, main_pid)
-    if how == "stopped":
-        stop.set()
-    edit_shards.work(lambda: make, [Edit(0, "a")], tmp_path, 1, "error")
-    assert left == ([] if how == "stopped" else [1])
-    assert (how == "stopped") == (not list(tmp_path.iterdir()))
-
-
-def test_a_maker_is_not_made_when_all_is_done(tmp_path: Path) -> None:
-    edit_shards.share(multiprocessing.Value("q", 0), multiprocessing.Event(), os.getppid())
     write(tmp_path / "a.safetensors", *make([Edit(0, "a")]))
-    assert edit_shards.work(None, [Edit(0, "a")], tmp_path, 1, "error") == {}
+    monkeypatch.setattr(edit_shards, "_maker", None, raising=False)
+    assert edit_shards.work([Edit(0, "a")], tmp_path, "error") == {}
+    monkeypatch.setattr(edit_shards, "_maker", lambda: lambda _: ["broken"])
     with pytest.raises(CannotPrepare, match=r"broken\nMend it"):
-        edit_shards.work(lambda: lambda _: ["broken"], [Edit(1, "b")], tmp_path, 1, "error")
+        edit_shards.work([Edit(1, "b")], tmp_path, "error")
 
 
 def test_the_rows_text_is_read_without_its_pictures(tmp_path: Path, vq_folder: Path) -> None:
