@@ -13,8 +13,6 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from rl.api.plug import shown
-
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
 """Qwen2-VL's processors refuse more than this."""
@@ -35,9 +33,9 @@ def locate(value: Any, folder: Path) -> Path | bytes:
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value.strip():
-        raise UnusableError(f"holds {shown(value)}, not a picture; give a file path")
+        raise UnusableError(f"holds {value!r:.60}, not a picture; give a file path")
     if value.startswith(("http://", "https://", "data:")):
-        raise UnusableError(f"is a URL ({shown(value)}); download the file and give its path")
+        raise UnusableError(f"is a URL ({value!r:.60}); download the file and give its path")
     path = folder / value
     if not path.is_file():
         raise UnusableError(f"{path} does not exist; relative paths count from {folder}")
