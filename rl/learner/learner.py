@@ -16,7 +16,9 @@ from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
 from rl.learner.micro_batches import (
-    FILLER,
+    Inference,
+    Member,
+    by_member,
     in_step,
     is_sharded,
     pack_groups,
@@ -124,18 +126,14 @@ class Learner:
 
         Ranks may bring different numbers of rows, none included.
         """
-        filler = shared_filler(rows, self._dist)
         budget = self._config.optimizer.max_tokens_per_micro_batch
-        micro_batches = pack_groups([p for p, _ in rows], [[ids] for _, ids in rows], budget)
-        self._policy.module.eval()
-        result: list[list[float]] = []
-        for micro_batch in in_step(micro_batches, filler, self._dist):
-            with torch.no_grad():
-                outputs = self._backend.forward(self._policy.collate(micro_batch.rows))
-            if FILLER not in micro_batch.members:
-                values_BC = zip(outputs.logprobs.tolist(), micro_batch.rows, strict=True)
-                result += [values_C[: len(ids)] for values_C, (_, ids) in values_BC]
-        return result
+        ids_P1 = [[ids] for _, ids in rows]
+        inference = Inference(self._policy, [p for p, _ in rows], ids_P1, budget, self._dist)
+        found: dict[Member, list[float]] = {}
+        for micro_batch in inference.micro_batches:
+            _, outputs = inference.forward(micro_batch)
+            found |= by_member(micro_batch, micro_batch.members, outputs)
+        return [found[p, 0] for p in range(len(rows))]
 
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
         """The trained weights, whole, float32, keyed as `policy.module.named_parameters()`.

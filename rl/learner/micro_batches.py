@@ -115,6 +115,18 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
     return own or (gathered[0] if gathered else None)
 
 
+def by_member(
+    micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
+) -> dict[Member, list[float]]:
+    """Each row's own [T] log-probs."""
+    values_BC = outputs.logprobs.detach().tolist()
+    rows = micro_batch.rows_of(members)
+    return {
+        member: values_C[: len(ids)]
+        for member, values_C, (_, ids) in zip(members, values_BC, rows, strict=True)
+    }
+
+
 def is_sharded(module: torch.nn.Module) -> bool:
     """ZeRO-3: every forward gathers weights from all ranks."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())

@@ -33,7 +33,7 @@ from rl.config.schema import RunConfig
 from rl.learner.backends import Backend
 from rl.learner.loss_inputs import loss_inputs, pad
 from rl.learner.metrics import LearnerMetrics
-from rl.learner.micro_batches import FILLER, Member, MicroBatch
+from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
 from rl.ranks.dist import Dist
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class TrainStep:
         keep = self._has_room(micro_batch)
         batch, outputs = self._run(micro_batch, micro_batch.members, keep)
         if self._is_stale(self._minibatch_of(micro_batch)):
-            self._old.update(_by_member(micro_batch, micro_batch.members, outputs))
+            self._old.update(by_member(micro_batch, micro_batch.members, outputs))
         return batch, outputs
 
     def prefetch_reference(self, still_waiting: Callable[[], bool]) -> None:
@@ -248,7 +248,7 @@ class TrainStep:
     ) -> dict[Member, list[float]]:
         """[T] of some of a micro-batch's rows, without a graph, the module in evaluation mode."""
         _, outputs = self._run(micro_batch, members, keep=False)
-        return _by_member(micro_batch, members, outputs)
+        return by_member(micro_batch, members, outputs)
 
     def _find_old(self, micro_batches: Sequence[MicroBatch], rows_of: RowsOf) -> None:
         """Log-probs under the weights of now. Which are missing is settled first: a filler's are
@@ -330,14 +330,3 @@ class TrainStep:
                 "the gradient's norm is %s: optimiser step skipped, weights and moments untouched",
                 outcome.grad_norm,
             )
-
-
-def _by_member(
-    micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
-) -> dict[Member, list[float]]:
-    values_BC = outputs.logprobs.detach().tolist()
-    rows = micro_batch.rows_of(members)
-    return {
-        member: values_C[: len(ids)]
-        for member, values_C, (_, ids) in zip(members, values_BC, rows, strict=True)
-    }
