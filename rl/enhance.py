@@ -89,10 +89,7 @@ class Enhancer:
         return self.enhance_batch([prompt], [image], **options)[0]
 
     def enhance_batch(
-        self,
-        prompts: Sequence[str],
-        images: Sequence[Image | None] | None = None,
-        **options: Any,
+        self, prompts: Sequence[str], images: Sequence[Image | None] | None = None, **options: Any
     ) -> list[Enhanced]:
         """All results at once; arguments as for `enhance_stream`."""
         return list(self.enhance_stream(prompts, images, **options))

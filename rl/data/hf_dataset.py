@@ -127,10 +127,7 @@ def _open(config: Config) -> Dataset:
                 split=config.split,
             )
         return datasets.load_dataset(
-            config.path,
-            config.name or None,
-            split=config.split,
-            revision=config.revision or None,
+            config.path, config.name or None, split=config.split, revision=config.revision or None
         )
     except BadRowError:
         raise

@@ -11,15 +11,7 @@ from typing import Any
 from PIL.Image import Image
 
 from rl.algorithm.compose import compose
-from rl.api.types import (
-    Action,
-    Completion,
-    Episode,
-    Prompt,
-    RenderFailure,
-    RewardOutput,
-    Status,
-)
+from rl.api.types import Action, Completion, Episode, Prompt, RenderFailure, RewardOutput, Status
 from rl.config.schema import RunConfig
 
 PictureKey = tuple[int, tuple[int, ...], int]

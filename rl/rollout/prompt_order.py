@@ -44,11 +44,7 @@ class PromptOrder:
         self._mixture = _Mixture(weights)
 
     def shard(
-        self,
-        iteration: int,
-        rank: int,
-        world_size: int,
-        build: Callable[[Sample], T],
+        self, iteration: int, rank: int, world_size: int, build: Callable[[Sample], T]
     ) -> list[T]:
         """`build` of each sample in this rank's contiguous share of the iteration's.
 

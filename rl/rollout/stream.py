@@ -19,14 +19,7 @@ from PIL.Image import Image
 
 from rl.api.contracts import Policy, Renderer
 from rl.api.reward import Reward
-from rl.api.types import (
-    Completion,
-    Episode,
-    Prompt,
-    RenderFailure,
-    RenderJob,
-    RewardInput,
-)
+from rl.api.types import Completion, Episode, Prompt, RenderFailure, RenderJob, RewardInput
 from rl.config.schema import RunConfig
 from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import Forwards, Member
