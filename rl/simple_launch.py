@@ -216,7 +216,7 @@ def _say(line: str) -> None:
 def _set_environment(num_ranks: int) -> None:
     """What has to be there before a rank imports torch; what the user has set stays.
 
-    Without a GPU: one thread per rank (more were measured 3-10x slower on a shared CPU), and no
+    Without a GPU: one thread per rank (more are slower on a shared CPU), and no
     warnings of torch's C++ parts, which speak of NUMA nodes and host names, nothing to act on.
     """
     import torch
