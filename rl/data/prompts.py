@@ -69,7 +69,7 @@ class Prompts(LinesSource[Config]):
 
     @classmethod
     def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
-        parse = json.loads if config.path[-4:] != ".txt" else as_row
+        parse = as_row if config.path.endswith(".txt") else json.loads
         tables = [read_rows(read_lines(f), str(f), parse) for f in cls.files(config)]
         objects, numbers, unreadable = (
             list(chain(*column)) for column in zip(*tables, strict=True)
