@@ -12,13 +12,18 @@ and nothing else. They know no field for a subfolder, and warn of any key that i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.config import formats
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name for it."""
 NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
-SUBFOLDER, WORDS = "base_model_subfolder", "base_model_tokenizer"
+SUBFOLDER, WORDS, FORMAT = "base_model_subfolder", "base_model_tokenizer", "format"
 """Keys of ours in `auto_mapping`."""
 
 
@@ -69,7 +74,7 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
     No task type: with one, PEFT's Auto classes take a class of their own, which knows no model
     that reads pictures.
     """
-    own = {SUBFOLDER: base.subfolder, WORDS: base.words}
+    own = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: formats.ADAPTER}
     return {
         NAME: base.path,
         "revision": base.revision,
@@ -82,6 +87,16 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
     }
 
 
+def read_config(adapter: Path) -> dict[str, Any]:
+    """The adapter_config.json of a folder. Raises ValueError for one that a newer version wrote."""
+    file = adapter / ADAPTER_CONFIG
+    written: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    number = (written.get(MAPPING) or {}).get(FORMAT, 1)
+    if problem := formats.refusal(str(file), number, formats.ADAPTER):
+        raise ValueError(problem)
+    return written
+
+
 def base_of(adapter_config: Mapping[str, Any]) -> Base:
     """What an adapter_config.json says, anybody's. Raises ValueError when it names no base."""
     path = adapter_config.get(NAME)
@@ -92,6 +107,8 @@ def base_of(adapter_config: Mapping[str, Any]) -> Base:
     repository, _, last = path.rpartition("/")
     if last == "text_encoder" and repository.count("/") == 1 and is_hub_id(repository):
         path, subfolder = repository, last  # as it was written before
+    if FORMAT not in mapping:
+        path = formats.moved(path)
     return Base(path, adapter_config.get("revision"), subfolder, mapping.get(WORDS, ""))
 
 

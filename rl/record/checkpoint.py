@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.config import formats
 from rl.config.schema import CheckpointConfig
-from rl.files.atomic import fsync, write_atomically
+from rl.files.atomic import fsync, row_of, write_atomically
 from rl.ranks.dist import Dist
 from rl.record import hub
 from rl.record.console import warn
@@ -43,9 +44,6 @@ MODEL_FOLDER = "model"
 KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 LAST_WRITTEN = "last_checkpoint.txt"
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's name for it."""
-FORMAT = 1
 _NUM_NEWEST_KEPT = 2
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
@@ -149,7 +147,7 @@ class Checkpoints:
             raise ValueError(
                 f"{path} is not visible on every node: put base_exp_dir on a file system they share"
             )
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = read_state(path)
         rng = None
         if state["world_size"] == self._dist.world_size:
             import torch
@@ -241,7 +239,7 @@ class _Content:
         for rank, rng in enumerate(self.rng_by_rank):
             torch.save(rng, folder / _rng_name(rank))
         state = {
-            "format": FORMAT,
+            "format": formats.CHECKPOINT,
             "iteration": self.iteration,
             "world_size": len(self.rng_by_rank),
             "meta": self.meta,
@@ -275,13 +273,22 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
         f"choose another run_name to start from the base weights, or move {run_dir} away to start "
         "so under this one"
     )
+    if newer := too_new(run_dir):
+        return Found(problem=f"{newer}, or {way_out}")
     remarks = []
+    if candidates and (_format_of(run_dir / "config.json") or formats.CONFIG) < formats.CONFIG:
+        remarks.append(
+            f"{run_dir} is of an older format: it is read under today's names, and goes on as "
+            f"format {formats.CONFIG}"
+        )
     is_name = _STEP_NAME.fullmatch(last) is not None
     if is_name and candidates and _iteration_of(Path(last)) > _iteration_of(candidates[-1]):
         remarks.append(
             f"checkpoint {last} was the last to be written and is gone: going on from an older one"
         )
     for path in reversed(candidates):
+        if newer := too_new(path):
+            return Found(None, tuple(remarks), f"{newer}, or {way_out}")
         problem = problem_of(path, hashes)
         if problem is None:
             return Found(path, tuple(remarks))
@@ -299,12 +306,28 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
 
 def model_folder(path: Path) -> Path:
     """Where the model lies in a run (its newest whole checkpoint) or a checkpoint; any other folder
-    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole."""
+    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole, and for
+    what a newer version wrote."""
     steps = _steps(path / "checkpoints")
+    if problem := next(filter(None, map(too_new, [path, *steps[-1:]])), ""):
+        raise ValueError(problem)
     folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
     if steps and folder == path:
         raise ValueError(f"{path}: none of its {len(steps)} checkpoints is whole")
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint, with the run's config in it under today's names.
+
+    Raises ValueError for what a newer version wrote.
+    """
+    if problem := too_new(path):
+        raise ValueError(problem)
+    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if "config" in state["meta"]:
+        state["meta"]["config"] = formats.stored(state["meta"]["config"], f"the config in {path}")
+    return state
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:
@@ -327,6 +350,21 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         if hashes and _sha256(file) != sha256:
             return f"{name} does not match its sha256"
     return None
+
+
+def too_new(folder: Path) -> str:
+    """Why this version may not read that run folder or checkpoint, or ''."""
+    for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
+        number = _format_of(folder / file)
+        if number is not None and (problem := formats.refusal(str(folder), number, known)):
+            return problem
+    return ""
+
+
+def _format_of(file: Path) -> Any:
+    """Its format number; None where there is no such file, or a damaged one."""
+    row = row_of(file.read_bytes()) if file.is_file() else None
+    return None if row is None else row.get("format", 1)
 
 
 def _seal(folder: Path) -> None:
