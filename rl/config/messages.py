@@ -2,8 +2,7 @@
 
 What: `validate`, which reads plain JSON values into a section and turns pydantic's errors into
 `key: what was given, what is allowed, the nearest known key`. What not: rules across keys or across
-rooms, see `preflight/compatibility.py`. Called by `config.load_config` and, for plugs' sections,
-`build`.
+rooms (`preflight/compatibility.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ What: `RunConfig` and its sections; every key has a docstring with unit and rang
 refused. `load_config` reads the file and the command line's overrides. What not: plug sections
 (`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the plug's own
 `Config`, see `build.py`; Jsonnet itself is `jsonnet.py`'s. Light: pydantic and jsonnet only.
-Called by the launcher, `--check` and every rank.
 """
 
 from __future__ import annotations

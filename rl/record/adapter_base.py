@@ -2,8 +2,7 @@
 
 What: `Base`, how it is written so that PEFT and transformers load it (`noted`), and how it is read
 back (`base_of`, our older spelling too). What not: the adapter's tensors and shape
-(`policies/shared/adapters.py`). Called by the policies, `hub.py`, `enhance.py` and
-`scripts/export_adapter.py`.
+(`policies/shared/adapters.py`).
 
 Loaders hand `base_model_name_or_path` to the hub as it is, so it is a folder or a repository's id
 and nothing else. They know no field for a subfolder, and warn of any key that is not theirs; what

@@ -15,7 +15,7 @@ With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/s
 
 What not: which tensors (learner), whether two configs fit (`preflight/resume.py`), the upload
 (`hub.py`). Rank 0 alone writes and decides; the others hand over their generators and hear the
-outcome. The run folder has to be on a file system that all nodes see. `train.py` calls this.
+outcome. The run folder has to be on a file system that all nodes see.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +80,8 @@ class Checkpoints:
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
-        cadences = (
-            self._config.save_every_n_iterations,
-            self._config.push_to_hub_every_n_iterations,
-        )
-        return any(cadence and iteration % cadence == 0 for cadence in cadences)
+        saved = iteration % self._config.save_every_n_iterations == 0
+        return saved or self._push_due(iteration, final=False)
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole (every size and sha256), or None before the first.
@@ -120,8 +118,14 @@ class Checkpoints:
         rng_by_rank = self._dist.gather(dict(rng))
         path, problem = None, ""
         if self._dist.is_main:
-            content = _Content(iteration, tensors, meta, rng_by_rank, write_model, model_card)
-            path, problem = self._try_write(content)
+            state = {
+                "format": formats.CHECKPOINT,
+                "iteration": iteration,
+                "world_size": len(rng_by_rank),
+                "meta": meta,
+            }
+            write = partial(_write, state, tensors, rng_by_rank, write_model, model_card)
+            path, problem = self._try_write(f"step_{iteration:06d}", write)
         path, problem = self._dist.broadcast((path, problem))
         if problem and final:
             raise SaveError(problem)
@@ -130,10 +134,7 @@ class Checkpoints:
         return path
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait, for a bounded time, for pushes to the hub under way; `say` tells the user. Local.
-
-        The other ranks have nothing to wait for.
-        """
+        """Wait, for a bounded time, for pushes under way; `say` tells the user. Local."""
         self._pusher.close(say)
 
     def load(self, path: Path) -> Loaded:
@@ -156,28 +157,28 @@ class Checkpoints:
         tensors = load_file(path / "state.safetensors")
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
-    def _try_write(self, content: _Content) -> tuple[Path | None, str]:
-        final = self.folder / f"step_{content.iteration:06d}"
+    def _try_write(self, name: str, write: Callable[[Path], None]) -> tuple[Path | None, str]:
+        """(the checkpoint, '') or (None, why it could not be written)."""
+        final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
         try:
             if final.is_dir() and problem_of(final) is None:
                 return final, ""  # an iteration may be due by cadence and by being the last
             self._sweep()
-            aside = self.folder / f"{_ASIDE_PREFIX}{final.name}"
             aside.mkdir(parents=True)
-            content.write(aside)
+            write(aside)
             _seal(aside)
             if final.exists():  # damaged, or it would have been returned above
-                final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{final.name}")
+                final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{name}")
             aside.rename(final)
             fsync(self.folder)
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
-            problem = f"checkpoint {final.name} could not be written: {error!r}"
+            problem = f"checkpoint {name} could not be written: {error!r}"
             warn(f"{problem}. Older checkpoints are intact.")
-            shutil.rmtree(self.folder / f"{_ASIDE_PREFIX}{final.name}", ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
             return None, problem
         try:
-            write_atomically(self.folder.parent / LAST_WRITTEN, f"{final.name}\n")
+            write_atomically(self.folder.parent / LAST_WRITTEN, f"{name}\n")
             self._prune()
             self._sweep()
         except OSError as error:
@@ -220,35 +221,25 @@ class Checkpoints:
         return every > 0 and (final or iteration % every == 0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Content:
-    """Everything that goes into one checkpoint folder."""
+def _write(
+    state: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    rng_by_rank: Sequence[Mapping[str, Any]],
+    write_model: Callable[[Path], None],
+    model_card: str,
+    folder: Path,
+) -> None:
+    import torch
+    from safetensors.torch import save_file
 
-    iteration: int
-    tensors: Mapping[str, torch.Tensor]
-    meta: Mapping[str, Any]
-    rng_by_rank: list[dict[str, Any]]
-    write_model: Callable[[Path], None]
-    model_card: str
-
-    def write(self, folder: Path) -> None:
-        import torch
-        from safetensors.torch import save_file
-
-        save_file(dict(self.tensors), folder / "state.safetensors")
-        for rank, rng in enumerate(self.rng_by_rank):
-            torch.save(rng, folder / _rng_name(rank))
-        state = {
-            "format": formats.CHECKPOINT,
-            "iteration": self.iteration,
-            "world_size": len(self.rng_by_rank),
-            "meta": self.meta,
-        }
-        (folder / "state.json").write_text(scrub(json.dumps(state, indent=1)), encoding="utf-8")
-        model_folder = folder / MODEL_FOLDER
-        model_folder.mkdir()
-        self.write_model(model_folder)
-        (model_folder / "README.md").write_text(scrub(self.model_card), encoding="utf-8")
+    save_file(dict(tensors), folder / "state.safetensors")
+    for rank, rng in enumerate(rng_by_rank):
+        torch.save(rng, folder / _rng_name(rank))
+    (folder / "state.json").write_text(scrub(json.dumps(state, indent=1)), encoding="utf-8")
+    model = folder / MODEL_FOLDER
+    model.mkdir()
+    write_model(model)
+    (model / "README.md").write_text(scrub(model_card), encoding="utf-8")
 
 
 @dataclass(frozen=True)

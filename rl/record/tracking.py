@@ -4,7 +4,7 @@ What: `Tracker`, the only place that knows wandb. Whatever fails degrades the ru
 line: online -> offline -> off. What not: the record itself (`run_record.py`), which is always
 written. wandb's own ways that this guards against: without a key it raises (or asks, on a
 terminal); with a key and no network its first call blocks for 100 s; pictures in tables wait for
-their upload in $HOME, which a container loses. Called by `train.py`; only rank 0 does anything.
+their upload in $HOME, which a container loses.
 
 The page's x axis is our own `iteration`: an offline run that is resumed starts wandb's step at 0.
 """
@@ -28,7 +28,7 @@ from rl.config.schema import RunConfig
 from rl.files.atomic import write_atomically
 from rl.files.images import downscale
 from rl.ranks.dist import Dist
-from rl.record.console import CLOSING_COLUMNS, ClosingRow, PhaseTimer, warn
+from rl.record.console import ClosingRow, PhaseTimer, warn
 from rl.record.scrub import scrub
 
 if TYPE_CHECKING:
@@ -100,8 +100,16 @@ class Tracker:
 
     def log_where_time_went(self, timer: PhaseTimer) -> None:
         """The closing table of this process, as the console prints it."""
+
+        def log() -> None:
+            import wandb
+
+            rows = [list(row) for row in timer.closing_rows()]
+            table = wandb.Table(list(ClosingRow._fields), rows)
+            self._run.log({"where_time_went": table})
+
         if self._run is not None:
-            self._guarded("closing table", lambda: self._log_closing(timer.closing_rows()))
+            self._guarded("closing table", log)
 
     def close(self, failed: bool = False) -> None:
         """Finish the page, waiting at most a minute for what is not uploaded yet."""
@@ -169,12 +177,6 @@ class Tracker:
         ]
         self._run.log({"episodes": wandb.Table(columns, rows), "iteration": iteration})
 
-    def _log_closing(self, rows: Sequence[ClosingRow]) -> None:
-        import wandb
-
-        table = wandb.Table(list(CLOSING_COLUMNS), [list(row) for row in rows])
-        self._run.log({"where_time_went": table})
-
     def _guarded(self, what: str, call: Callable[[], object]) -> bool:
         """Run `call`; a failure turns the page off and is one line. True when it went well."""
         try:
@@ -205,8 +207,7 @@ def page_id(run_dir: Path) -> str:
 def _allowed_by_env(wanted: Mode) -> Mode:
     """WANDB_MODE, wandb's own switch, may lower the mode, never raise it."""
     named = os.environ.get("WANDB_MODE", wanted)
-    allowed = next((mode for mode in _ORDER if mode == named), _ORDER[-1])
-    return _ORDER[max(_ORDER.index(wanted), _ORDER.index(allowed))]
+    return max(wanted, named if named in _ORDER else "off", key=_ORDER.index)
 
 
 def _why_not_online() -> str | None:
