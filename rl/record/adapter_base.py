@@ -11,13 +11,13 @@ and nothing else. They know no field for a subfolder, and warn of any key that i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.config import formats
+from rl.files.atomic import row_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's name for it."""
@@ -87,13 +87,22 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
 
 
 def read_config(adapter: Path) -> dict[str, Any]:
-    """The adapter_config.json of a folder. Raises ValueError for one that a newer version wrote."""
+    """The adapter_config.json of a folder. Raises ValueError for one that is damaged, or that a
+    newer version wrote."""
     file = adapter / ADAPTER_CONFIG
-    written: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    number = (written.get(MAPPING) or {}).get(FORMAT, 1)
+    written = row_of(file.read_bytes())
+    if written is None:
+        raise ValueError(f"{file} is damaged: it holds no JSON object")
+    number = _own(written).get(FORMAT, 1)
     if problem := formats.refusal(str(file), number, formats.ADAPTER):
         raise ValueError(problem)
     return written
+
+
+def _own(adapter_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where keys of ours may be."""
+    mapping = adapter_config.get(MAPPING)
+    return mapping if isinstance(mapping, Mapping) else {}
 
 
 def base_of(adapter_config: Mapping[str, Any]) -> Base:
@@ -101,7 +110,7 @@ def base_of(adapter_config: Mapping[str, Any]) -> Base:
     path = adapter_config.get(NAME)
     if not isinstance(path, str) or not path:
         raise ValueError(f"adapter_config.json names no base ({NAME})")
-    mapping = adapter_config.get(MAPPING) or {}
+    mapping = _own(adapter_config)
     subfolder = mapping.get(SUBFOLDER, "")
     repository, _, last = path.rpartition("/")
     if last == "text_encoder" and repository.count("/") == 1 and is_hub_id(repository):

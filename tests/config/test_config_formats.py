@@ -164,17 +164,30 @@ def test_what_a_newer_version_wrote_is_refused_and_left_alone(
         assert capsys.readouterr().err == f"{why}\n"
 
 
-def test_an_adapter_of_a_newer_version_is_refused(run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (
+            '{"auto_mapping": {"format": 3}}',
+            f"has the format 3, and this version reads up to 2: {NEWER}",
+        ),
+        ('{"auto_mapping": ', "is damaged: it holds no JSON object"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, why: str) -> None:
     adapter = shutil.move(run_dir / "checkpoints" / "step_000002" / "model", run_dir.parent / "a")
-    number = formats.ADAPTER + 1
-    rewrite(adapter / "adapter_config.json", lambda w: w.update(auto_mapping={"format": number}))
-    why = f"adapter_config.json has the format {number}, and this version reads up to"
+    (adapter / "adapter_config.json").write_text(written)
+    sentence = f"{adapter}/adapter_config.json {why}"
     for use in (
         lambda: policy_section("some/model", adapter, None),
         lambda: export_adapter.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError) as caught:
             use()
+        assert str(caught.value) == sentence
+    places = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
+    config = config_of(run_dir, *places, f"policy.adapter_path={adapter}")
+    assert report.problems(config) == [f"policy.adapter_path: {sentence}"]
 
 
 def test_a_run_says_its_format(run_dir: Path) -> None:
