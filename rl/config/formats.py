@@ -32,7 +32,7 @@ ADAPTER = 2
 def refusal(what: str, number: Any, known: int) -> str:
     """Why `what`, of that format number, cannot be read where `known` is the newest; or ''."""
     if type(number) is not int or number < 1:
-        return f"{what} has the format {number!r}; formats are whole numbers of 1 or more"
+        return f"{what} has the format {number!r}: mend it, formats are whole numbers from 1 on"
     if number > known:
         return (
             f"{what} has the format {number}, and this version reads up to {known}: a newer one "

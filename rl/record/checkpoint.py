@@ -249,7 +249,7 @@ class Found:
     path: Path | None = None
     """The newest whole checkpoint, or None."""
     remarks: tuple[str, ...] = ()
-    """A sentence for each newer one that is damaged or gone."""
+    """What to tell of it: newer ones are damaged or gone, the format is an older one."""
     problem: str = ""
     """Why the run may not start, or ''."""
 

@@ -120,9 +120,10 @@ class Pusher:
     def _sweep(self) -> None:
         """Delete what a killed run left."""
         with self._lock:
-            for stale in self._outbox.glob(f"{_ASIDE_PREFIX}*") if self._thread is None else ():
-                if _ASIDE_NAME.fullmatch(stale.name):
-                    shutil.rmtree(stale)
+            if self._thread is None:
+                for stale in self._outbox.glob(f"{_ASIDE_PREFIX}*"):
+                    if _ASIDE_NAME.fullmatch(stale.name):
+                        shutil.rmtree(stale)
 
     def _run(self) -> None:
         while True:

@@ -128,8 +128,8 @@ def test_a_config_may_say_its_format(number: int) -> None:
     ("number", "why"),
     [
         ("3", f"has the format 3, and this version reads up to 2: {NEWER}"),
-        ("0", "has the format 0; formats are whole numbers of 1 or more"),
-        ("'two'", "has the format 'two'; formats are whole numbers of 1 or more"),
+        ("0", "has the format 0: mend it, formats are whole numbers from 1 on"),
+        ("'two'", "has the format 'two': mend it, formats are whole numbers from 1 on"),
     ],
 )
 def test_a_config_of_another_format_is_refused_for_that_alone(number: str, why: str) -> None:
