@@ -1,7 +1,7 @@
 """The learner: what one batch of rollouts does to the weights.
 
 What: `Learner`: opens an iteration's `TrainStep`, and gives the weights and state for others to
-read. What not: the update itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
+read. What not: the step itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
 optimiser's state (`backends.py`, `deepspeed.py`), rewards and advantages. Called by `train.py`,
 `weight_sync.py` and the checkpoints.
 
@@ -17,6 +17,7 @@ import torch
 
 from rl.algorithm.learning_rate import learning_rate
 from rl.api.loss import Denominators
+from rl.api.policy import Policy
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
@@ -33,8 +34,8 @@ STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
 class Learner:
     """Trains `policy.module`. Every method is collective over `dist`."""
 
-    def __init__(self, policy: Any, config: RunConfig, dist: Dist, num_iterations: int) -> None:
-        """`policy`: a `contracts.Policy` whose module lies on `dist.device`; with `kl_coeff` > 0
+    def __init__(self, policy: Policy, config: RunConfig, dist: Dist, num_iterations: int) -> None:
+        """`policy`: its module lies on `dist.device`; with `kl_coeff` > 0
         its `reference()` is a context manager under which the module is the frozen reference.
 
         Raises ValueError when nothing is trainable or the backend cannot hold it.
@@ -146,12 +147,12 @@ class Learner:
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
         """The trained weights, whole, float32, keyed as `policy.module.named_parameters()`.
 
-        Detached, but they may alias the live weights: copy what must outlive the next update.
+        Detached, but they may alias the live weights: copy what must outlive the next step.
         """
         return self._backend.masters()
 
     def export_weights(self) -> PolicyWeights:
-        """What the sampler must hold now: the weights of the trainer's own forward.
+        """What the engine must hold now: the weights of the trainer's own forward.
 
         Float32 masters of a fully trained model, whole, are twice its size, and an engine is awake
         beside them: they are gathered only where ZeRO-3 leaves nothing whole.

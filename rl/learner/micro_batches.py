@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rl.api.contracts import Policy
+from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ def pack_groups(
     return micro_batches
 
 
-def split_evenly(num_groups: int, num_parts: int) -> list[range]:
-    """`num_parts` ranges of group numbers, as even as they come, in order; some may be empty."""
-    bounds = [num_groups * part // num_parts for part in range(num_parts + 1)]
+def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
+    """As many ranges of group numbers, as even as they come, in order; some may be empty."""
+    bounds = [num_groups * i // num_minibatches for i in range(num_minibatches + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
 
 
@@ -118,14 +118,14 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
     if own is not None:
         prompt = own[0]
         # What the forward needs travels, pictures included: every rank must run the vision tower.
-        sample = replace(prompt.sample, source=None, target=None)
+        sample = replace(prompt.sample, sources=(), target=None)
         portable = (replace(prompt, sample=sample), own[1])
     gathered = [row for row in dist.gather(portable) if row is not None]
     return own or (gathered[0] if gathered else None)
 
 
 class Forwards(Protocol):
-    """Packs of a batch's rows, and the forward over each."""
+    """The micro-batches of a batch's rows, and the forward over each."""
 
     collective: bool
     """Whether a forward needs every rank in it (ZeRO-3 gathers weights): then all of them come

@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl import build
-from rl.api.contracts import Policy
 from rl.api.data import DataSource
+from rl.api.engine import Engine
+from rl.api.policy import Policy
 from rl.api.types import Sample
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.judge.background import BackgroundLoop
@@ -33,6 +34,7 @@ from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
+from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.run import Run
 
 
@@ -80,7 +82,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
-        has_room = _sampler_has_room(resolved, dist.device, console)
+        has_room = _engine_has_room(resolved, dist.device, console)
         engine = build.build_engine(resolved, policy, dist, has_room)
         stack.callback(engine.close)
         context = _gather_context(resolved, dist, policy, judge, loop)
@@ -114,6 +116,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
+            plug_metrics=_plug_metrics(resolved, context, engine, sources, dist),
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,
@@ -175,17 +178,20 @@ def _restore(
     return loaded.iteration
 
 
-def _sampler_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
-    """Whether the sampler may keep its memory while others work, by the memory plan; said aloud
-    where the config leaves it open."""
-    open_to_us = getattr(resolved.engine.config, "residency", "resident") == "auto"
+def _engine_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
+    """Whether the inference engine may keep its memory while others run, by the memory plan; said
+    aloud where the config leaves it open."""
+    stated = resolved.engine.cls.memory(resolved.engine.config)
+    open_to_us = stated is not None and stated.residency == "auto"
     if not (open_to_us and device.startswith("cuda")):
         return True
     gpu_gb = placement.look_at_machine().cuda_gb[int(device.removeprefix("cuda:"))]
     planned = footprint.footprint(resolved, gpu_gb)
     if planned is None:
-        origin = footprint.origin(resolved.policy.config)
-        console.say(f"the sampler sleeps while others work: nobody knows the sizes of {origin}")
+        weights = footprint.policy_weights(resolved)
+        console.say(
+            f"the inference engine sleeps while others run: nobody knows the sizes of {weights}"
+        )
         return False
     console.say(memory_plan.residency_line(planned, gpu_gb))
     return memory_plan.residency(planned, gpu_gb) == "resident"
@@ -211,8 +217,27 @@ def _gather_context(
             "(policy.model_path, policy.init_text_encoder_from)"
         )
     rewards = build.build_rewards(resolved, judge, dist)
-    makes_images = resolved.renderer.module.MAKES_IMAGES
+    makes_images = resolved.renderer.cls.makes_images
     return RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
+
+
+def _plug_metrics(
+    resolved: build.Resolved,
+    context: RolloutContext,
+    engine: Engine,
+    sources: Sequence[DataSource],
+    dist: Dist,
+) -> PlugMetrics:
+    """What was done to set up is none of an iteration's."""
+    made: Made = [
+        (resolved.policy, context.policy),
+        (resolved.engine, engine),
+        *((plug, context.rewards[name]) for name, plug in resolved.rewards.items()),
+        *zip(resolved.train, sources, strict=True),
+    ]
+    plug_metrics = PlugMetrics(resolved, made, dist)
+    plug_metrics.drop()
+    return plug_metrics
 
 
 def _open_judge(
@@ -256,5 +281,5 @@ def _start_judge(
 
 
 def _engine_dtype(resolved: build.Resolved) -> str:
-    dtype = getattr(resolved.engine.config, "dtype", "auto")
-    return str(resolved.policy.config.dtype if dtype == "auto" else dtype)
+    stated = resolved.engine.cls.memory(resolved.engine.config)
+    return str((stated and stated.dtype) or resolved.policy.config.dtype)

@@ -13,9 +13,9 @@ from PIL import Image
 from tiny_rounding import PICTURE
 from tiny_sd3 import PROMPTS, as_floats, make_job, make_jobs, make_renderer
 
-from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.api.types import RenderFailure, RenderJob
 from rl.renderers.sd3 import text as sd3_text
-from rl.renderers.sd3.loop import SD3Parts, SD3Renderer, make_noise
+from rl.renderers.sd3.loop import SD3Loop, SD3Parts, make_noise
 from rl.renderers.shared import decoding
 
 LONG_PROMPT = "a very long walk along the sea " * 4
@@ -57,7 +57,7 @@ def render_stock(
     ).images
 
 
-def render_floats(renderer: SD3Renderer, jobs: list[RenderJob]) -> torch.Tensor:
+def render_floats(renderer: SD3Loop, jobs: list[RenderJob]) -> torch.Tensor:
     return as_floats(renderer.render_tensor(jobs))
 
 
@@ -179,7 +179,7 @@ def test_what_clip_cuts_off_is_said_once_and_counted(
     parts: SD3Parts, caplog: pytest.LogCaptureFixture
 ) -> None:
     renderer = make_renderer(parts, num_steps=1, max_t5_tokens=64)
-    assert renderer.take_stats() == {}
+    assert renderer.take_metrics() == {}
     jobs = [make_job(prompt, 0) for prompt in ("a cat", LONG_PROMPT, LONG_PROMPT, "a dog")]
     with caplog.at_level(logging.WARNING):
         list(renderer.render(jobs))
@@ -189,9 +189,9 @@ def test_what_clip_cuts_off_is_said_once_and_counted(
     assert "21 tokens beyond CLIP's 77, which only the third encoder reads" in warning
     assert "tokens beyond renderer.max_t5_tokens=64" in warning
     assert "sampling.max_completion_tokens" in warning and "policy.system_prompt" in warning
-    stats = renderer.take_stats()
+    stats = renderer.take_metrics()
     assert stats == {"clip_cut_share": 0.5, "clip_cut_tokens": 10.5, "t5_cut_share": 0.5}
-    assert renderer.take_stats() == {}
+    assert renderer.take_metrics() == {}
 
 
 def test_prompts_that_fit_are_not_complained_about(
@@ -218,7 +218,7 @@ def test_without_the_third_encoder_nothing_reads_the_rest(
     with caplog.at_level(logging.WARNING):
         list(renderer.render([make_job(LONG_PROMPT, 0)]))
     assert "which no encoder reads" in caplog.text
-    assert renderer.take_stats()["t5_cut_share"] == 0
+    assert renderer.take_metrics()["t5_cut_share"] == 0
 
 
 @pytest.mark.parametrize("room", [1, 2, 0])
@@ -228,7 +228,7 @@ def test_a_batch_that_does_not_fit_is_halved(
     jobs = make_jobs()
     renderer = make_renderer(parts, num_steps=2)
     expected = dict(renderer.render(jobs))
-    renderer.take_stats()
+    renderer.take_metrics()
     render_tensor = renderer.render_tensor
 
     def small_device(batch: list[RenderJob]) -> torch.Tensor:
@@ -298,11 +298,6 @@ def test_rendering_leaves_no_state_behind(parts: SD3Parts) -> None:
     render_floats(make_renderer(parts, num_steps=2), jobs)
     assert torch.equal(render_floats(renderer, jobs), first)
     assert torch.equal(parts.scheduler.sigmas, untouched)
-
-
-def test_samples_are_left_as_they_are(parts: SD3Parts) -> None:
-    samples = [Sample("a", "a cat"), Sample("b", "a dog")]
-    assert make_renderer(parts).decode_sources(samples) == samples
 
 
 def test_a_picture_larger_than_the_checkpoint_makes_is_refused(parts: SD3Parts) -> None:

@@ -21,6 +21,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFast
 
+from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample
 from rl.policies.emu3 import plug as emu3
 from tiny_world.builder.export import WEIGHTS
@@ -87,18 +88,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 3) -> Emu3F
     return Emu3ForCausalLM(config)
 
 
-def load_policy(folder: Path) -> emu3.Emu3Policy:
+def load_policy(folder: Path) -> emu3.Emu3:
     """The policy plug on a folder that `save` made."""
     config = emu3.Config(type="emu3", model_path=str(folder), dtype="float32")
-    return emu3.build(
-        config,
-        template=None,
-        kind="image_tokens",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=MAX_COMPLETION_TOKENS,
-        gradient_checkpointing=False,
-        device="cpu",
+    return emu3.Emu3(
+        config, PolicySetup("image_tokens", max_completion_tokens=MAX_COMPLETION_TOKENS)
     )
 
 
@@ -108,7 +102,7 @@ def save(model: Emu3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pat
 
 
 def _learn_to_write(
-    policy: emu3.Emu3Policy,
+    policy: emu3.Emu3,
     rng: random.Random,
     steps: int,
     settled: bool | None,
@@ -133,9 +127,7 @@ def _learn_to_write(
             log = {}
 
 
-def example(
-    policy: emu3.Emu3Policy, rng: random.Random, kind: str, settled: bool | None
-) -> Example:
+def example(policy: emu3.Emu3, rng: random.Random, kind: str, settled: bool | None) -> Example:
     """`settled`: None for the right answer, else as in `policy.beginner_ops`."""
     while True:
         scene = make_centred_scene(rng)
@@ -151,7 +143,7 @@ def example(
 
 
 @torch.no_grad()
-def p_right(policy: emu3.Emu3Policy, num_per_kind: int = 48) -> dict[str, float]:
+def p_right(policy: emu3.Emu3, num_per_kind: int = 48) -> dict[str, float]:
     """Mean probability of the right picture, by kind of instruction."""
     rng, means = random.Random(7), {}
     for kind in KINDS:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl.config.schema import Section
-
-if TYPE_CHECKING:
-    pass
+from rl.api.engine import Residency
+from rl.api.plug import PlugConfig
 
 GRID = "image_grid"
 """Key of a request's (h, w) in `SamplingParams.extra_args`; absent: the request is not held."""
 VOCABULARY = "image_vocabulary"
 """Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
-Residency = Literal["auto", "resident", "sleep"]
 
 
-class Config(Section):
+class Config(PlugConfig):
     """The engine section."""
 
-    type: str
-    """'vllm'."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.35
     """Share of the GPU's memory for weights and key-value cache while awake."""
     kv_cache_memory_mb: Annotated[int, Field(ge=1)] | None = None
@@ -35,9 +30,9 @@ class Config(Section):
     enforce_eager: bool = False
     """True skips compilation and CUDA graphs; a CPU is always eager."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the sampler's weights; auto = policy.dtype."""
+    """Of the engine's weights; auto = policy.dtype."""
     residency: Residency = "auto"
-    """Where the sampler is while others use the device (CUDA only). resident: it stays; sleep: its
+    """Where the engine is while others use the device (CUDA only). resident: it stays; sleep: its
     weights go to host memory and its cache is freed, seconds an iteration for a large model; auto:
     it stays where the memory plan has room. vLLM's deeper sleep, which throws the base away, is not
     offered: it corrupts VLMs."""
@@ -47,4 +42,4 @@ class Config(Section):
     in float32, while in bfloat16 the sum loses what is small beside its matrix (mean
     |log-prob difference| to the trainer 0.0024 nats instead of 0.0020). Not under ZeRO-3."""
     tensor_parallel_size: Literal[1] = 1
-    """Every rank is a sampler of its own; more is not supported yet."""
+    """Every rank is an engine of its own; more is not supported yet."""

@@ -2,8 +2,7 @@
 
 What: `Emu3Module`, whose forward runs the backbone once and projects completion positions only,
 each onto the slice of the vocabulary it was drawn from. What not: prompts, parsing, the loss, one
-token at a time (`shared/decoder.py`). Called by the learner (training), by the rollout and the
-policy.
+token at a time (`shared/decoder.py`).
 """
 
 from __future__ import annotations
@@ -61,20 +60,20 @@ class Emu3Module(nn.Module):
         self.sizes = sizes
 
     @property
-    def causal_lm(self) -> Any:
+    def base_model(self) -> Any:
         """The transformers model inside; LoRA layers sit in it, so it is never stale."""
         return self.model.get_base_model() if self.adapted else self.model
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         """See `TokenOutputs`. Forced tokens are attended to; their log-prob and entropy are exactly
-        0, as the sampler's are."""
+        0, as the engine's are."""
         hidden_SD = self.backbone(batch).last_hidden_state[0]
         forced_BC = batch.model_inputs.get("forced")
         return completion_outputs(hidden_SD, batch, forced_BC, self._logprobs)
 
     def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
         """transformers' own outputs of the packed row."""
-        outputs = self.causal_lm.model(
+        outputs = self.base_model.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.model_inputs["position_ids"][None],
             packing=Packing(batch.groups, self._kernel),
@@ -86,7 +85,7 @@ class Emu3Module(nn.Module):
     def _logprobs(
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = self.causal_lm.lm_head
+        head = self.base_model.lm_head
         if self.slice_bounds is not None:
             return sliced_logprobs(
                 hidden_ND, head, token_ids_N, self.temperature, self.slice_bounds

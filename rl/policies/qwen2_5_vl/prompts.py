@@ -1,7 +1,7 @@
 """The reading and spelling half of a Qwen2.5-VL policy; no weights.
 
 What: samples to prompts (template, resize, image processor, ids), rows to packed micro-batches, ids
-to text and back. What not: the model. Called by `plug.py`.
+to text and back. What not: the model.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ class QwenPrompts:
         """`words` about the sample's picture. Raises ValueError naming the sample when a picture is
         missing or the prompt is too long."""
         template = self._template
-        if self._needs_picture and sample.source is None:
+        source = prompting.one_source(sample)
+        if self._needs_picture and source is None:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
             )
         images: tuple[Image, ...] = ()
         inputs: dict[str, Any] = {}
-        if sample.source is not None and "{image}" in template.text:
-            images = (self._sized(sample.source),)
+        if source is not None and "{image}" in template.text:
+            images = (self._sized(source),)
             inputs = dict(self.image_processor(images=list(images), return_tensors="pt"))
         return self._written(sample, words, images, inputs)
 
@@ -103,7 +104,7 @@ class QwenPrompts:
 
     def _sized(self, image: Image) -> Image:
         """The picture after BOTH resizes (the renderer's and the processor's), so that the
-        trainer's and the sampler's processors, which resize differently, find nothing to do."""
+        trainer's and the engine's processors, which resize differently, find nothing to do."""
         from PIL import Image as PILImage
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
