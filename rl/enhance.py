@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl import build
 from rl.api.types import Completion, Prompt, Sample, SamplingParams
+from rl.config import formats
+from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
-from rl.record.adapter_base import base_of
-from rl.record.checkpoint import ADAPTER_CONFIG, model_folder
+from rl.record.adapter_base import ADAPTER_CONFIG, base_of, read_config
+from rl.record.checkpoint import model_folder
 from rl.rewards.prompt_quality import score
 
 if TYPE_CHECKING:
@@ -228,7 +230,10 @@ def run_of(folder: Path) -> Path | None:
 
 def _trained_section(file: Path) -> dict[str, Any]:
     """The policy section of a run. Raises ValueError when that run's prompts were not its own."""
-    config = RunConfig.model_validate_json(file.read_text(encoding="utf-8"))
+    written = json.loads(file.read_text(encoding="utf-8"))
+    config, problems = validate(RunConfig, formats.stored(written, str(file)))
+    if config is None:
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
     renderer = config.renderer["type"]
     bare = _bare_run(config.policy).model_copy(update={"renderer": config.renderer})
     plug = build.resolve(bare).renderer.cls
@@ -243,11 +248,10 @@ def _trained_section(file: Path) -> dict[str, Any]:
 
 def _weights(folder: Path, known_base: bool) -> dict[str, Any]:
     """Where the weights come from, and the shape of the adapter, as its own file states them."""
-    file = folder / ADAPTER_CONFIG
-    if not file.is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         whole = {"model_path": str(folder), "init_text_encoder_from": ""}
         return {**whole, "lora": None, "adapter_path": ""}
-    adapter = json.loads(file.read_text(encoding="utf-8"))
+    adapter = read_config(folder)
     base = {} if known_base else base_of(adapter).policy_keys()
     return {
         **base,

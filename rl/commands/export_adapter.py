@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,8 @@ from rl.config.messages import validate
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.qwen2_5_vl import loading as qwen_loading
 from rl.record import adapter_base
-from rl.record.checkpoint import ADAPTER_CONFIG, model_folder
+from rl.record.adapter_base import ADAPTER_CONFIG
+from rl.record.checkpoint import model_folder, read_state
 
 DTYPES = ("bfloat16", "float16", "float32")
 LOADING: Mapping[str, Any] = {"qwen2_5_vl": qwen_loading, "emu3": emu3_loading}
@@ -98,13 +98,12 @@ def policy_config(
 
     Raises ValueError naming what is not known and how to say it.
     """
-    state = adapter.parent / "state.json"
-    if state.is_file():
-        section = json.loads(state.read_text(encoding="utf-8"))["meta"]["config"]["policy"]
+    noted = adapter_base.read_config(adapter)
+    if (adapter.parent / "state.json").is_file():
+        section = read_state(adapter.parent)["meta"]["config"]["policy"]
         if section["type"] not in LOADING:
             raise ValueError(f"adapters of policy {section['type']!r} cannot be exported here")
     else:
-        noted = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         section = {"type": bare_policy, **({} if base else _noted_keys(noted))}
     # No attention is computed: the run's kernel need not run here.
     section = {**section, "adapter_path": "", "attn_implementation": "auto"}

@@ -15,8 +15,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from rl.config.schema import ConfigError, load_config
+from rl.config import formats
+from rl.config.schema import load_config
 from rl.files.atomic import read_rows
+from rl.record.checkpoint import too_new
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_dir = find_run(args.run, args.overrides)
         metrics = read_named(run_dir / "metrics.jsonl", "iteration")
-    except (ConfigError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
     evaluations = read_evaluations(run_dir)
@@ -80,17 +82,19 @@ def find_run(run: str, overrides: Sequence[str]) -> Path:
     run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
     if not (run_dir / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: no run has been there")
+    if problem := too_new(run_dir):
+        raise ValueError(problem)
     return run_dir
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
-    """The rows of a JSONL file that have `key`; a line that is none, such as a last one that a kill
-    cut short, is named and left out."""
+    """The rows of a JSONL file that have `key`, under today's names; a line that is none, such as a
+    last one that a kill cut short, is named and left out."""
     rows, damaged = read_rows(path)
     if damaged:
         numbers = ", ".join(map(str, damaged))
         print(f"{path}: damaged lines are left out: {numbers}", file=sys.stderr)
-    return [row for row in rows if key in row]
+    return [formats.recorded(row) for row in rows if key in row]
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:

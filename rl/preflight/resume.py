@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 HARMLESS = (
+    "format",  # the config is read under today's names
     "run_name", "base_exp_dir",  # the folder was moved
     "gpu_gb",  # a plan's
     "checkpoint.*", "tracking.*", "evaluation.*", "data.validation*",
