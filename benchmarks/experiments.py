@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import our_side, toy, trl_side
 from benchmarks.contest import Contestant, interleave
 from benchmarks.defeats import SAVINGS
-from benchmarks.judge_stub import JudgeProcess
+from benchmarks.judge_stub import judge_process
 from benchmarks.post import POLICY_PARTS, TOWER, Measured
 from benchmarks.toy import Shape
 from rl.files.atomic import read_rows
@@ -66,8 +66,8 @@ def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Re
 
 def head_to_head(folder: Path, shape: Shape, num_rounds: int) -> Record:
     """Stock, tuned and this project in turn; then one iteration of each under the FLOP counter."""
-    with JudgeProcess() as judge:
-        makers = sides(folder, shape, judge.api_base, samples=True)
+    with judge_process() as api_base:
+        makers = sides(folder, shape, api_base, samples=True)
         rounds, counted = interleave(makers, num_rounds, count_flops=True)
     records = {name: as_record(rounds[name], counted[name]) for name in makers}
     over = _over_minimum(records[OURS], shape, language_model(folder))
@@ -103,8 +103,8 @@ def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, flo
     """Peak MB above what was resident before the first iteration, each side in a fresh process;
     nobody samples."""
     peaks = {}
-    with JudgeProcess() as judge:
-        for name, make in sides(folder, shape, judge.api_base, samples=False).items():
+    with judge_process() as api_base:
+        for name, make in sides(folder, shape, api_base, samples=False).items():
             with make() as contestant:
                 peaks[name] = [contestant.iterate().peak_mb for _ in range(num_iterations)][-1]
     return peaks
@@ -115,10 +115,10 @@ def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int)
 
     One side after the other: between two turns of a contest verdicts would come in for nothing.
     """
-    with JudgeProcess(latency_s) as judge:
-        makers = sides(folder, shape, judge.api_base, samples=True)
+    with judge_process(latency_s) as api_base:
+        makers = sides(folder, shape, api_base, samples=True)
         makers[ONE_STEP_OFF] = functools.partial(
-            ours, folder, shape, judge.api_base, samples=True, overrides=["max_staleness=1"]
+            ours, folder, shape, api_base, samples=True, overrides=["max_staleness=1"]
         )
         rounds = {
             name: interleave({name: make}, num_rounds)[0][name] for name, make in makers.items()
@@ -144,12 +144,12 @@ def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds:
     without = [name for name in SAVINGS if name not in active]
     changes = {k: v for name in without for k, v in SAVINGS[name].shape.items()}
     overrides = [override for name in without for override in SAVINGS[name].overrides]
-    with JudgeProcess() as judge:
+    with judge_process() as api_base:
         make = functools.partial(
             ours,
             folder,
             replace(shape, **changes),
-            judge.api_base,
+            api_base,
             samples=False,
             without=without,
             overrides=overrides,
@@ -169,14 +169,14 @@ def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
 
 def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -> Record:
     runs = folder / "runs" / f"ranks{num_ranks}"
-    with JudgeProcess() as judge, TemporaryDirectory() as meeting, ExitStack() as stack:
+    with judge_process() as api_base, TemporaryDirectory() as meeting, ExitStack() as stack:
         members = [
             stack.enter_context(
                 Contestant(
                     our_side.run,
                     folder,
                     shape,
-                    judge.api_base,
+                    api_base,
                     runs,
                     samples=False,
                     environment={

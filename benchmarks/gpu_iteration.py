@@ -29,7 +29,7 @@ from benchmarks.gpu_models import (
     run_config,
     shape_of,
 )
-from benchmarks.judge_stub import JudgeProcess
+from benchmarks.judge_stub import judge_process
 from benchmarks.our_side import SAMPLER_LOGPROB
 from rl import build
 from rl.api.contracts import Policy
@@ -103,12 +103,12 @@ def iterations(bench: Bench) -> None:
 
 def _run(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> None:
     name = f"{case.side_px}_{case.latency_s:g}_{case.max_staleness}"
-    with JudgeProcess(case.latency_s) as judge:
+    with judge_process(case.latency_s) as api_base:
         config = run_config(
             bench,
             case.side_px,
             num_steps=case.num_steps,
-            api_base=judge.api_base,
+            api_base=api_base,
             run_name=name,
             num_iterations=case.num_iterations,
             max_staleness=case.max_staleness,

@@ -95,7 +95,7 @@ def run(
 def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str, Any]:
     """TRL's settings on the other side, under this project's names."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
-    samples = {"type": "benchmarks.toy_samples", "num_samples": num_rows, "shape": vars(shape)}
+    samples = {"type": "benchmarks.toy", "num_samples": num_rows, "shape": vars(shape)}
     return {
         "run_name": "toy",
         "base_exp_dir": str(runs),

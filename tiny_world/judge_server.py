@@ -17,7 +17,6 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from PIL import Image, UnidentifiedImageError
@@ -72,11 +71,13 @@ class JudgeHandler(BaseHTTPRequestHandler):
             reply = judge.answer(request["messages"][-1]["content"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             return self.fail(400, f"{type(error).__name__}: {error}")
+        return self.say(reply)
+
+    def say(self, reply: str) -> None:
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return self.send(
-            200, {"object": "chat.completion", "model": judge.model, "choices": [choice]}
-        )
+        model = self.server.judge.model
+        self.send(200, {"object": "chat.completion", "model": model, "choices": [choice]})
 
     def fail(self, status: int, message: str) -> None:
         self.send(status, {"error": {"message": message, "code": status}})
@@ -141,12 +142,7 @@ class JudgeServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
