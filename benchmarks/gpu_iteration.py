@@ -32,14 +32,16 @@ from benchmarks.gpu_models import (
 from benchmarks.judge_stub import judge_process
 from benchmarks.our_side import SAMPLER_LOGPROB
 from rl import build
-from rl.api.contracts import Policy
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
+from rl.api.policy import Policy
 from rl.api.types import Completion, Prompt, SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.files.atomic import read_rows
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import PROBE_TOKENS
+from rl.renderers.qwen_image import components
 from rl.renderers.qwen_image.components import EditorParts
-from rl.renderers.qwen_image.loop import QwenImageRenderer
 from rl.run.set_up import open_run
 from rl.train import train
 
@@ -128,11 +130,7 @@ def _made_before(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -
     with (
         mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
         mock.patch.object(build, "build_engine", lambda *_: engine),
-        mock.patch.object(
-            build,
-            "build_renderer",
-            lambda resolved, dist: QwenImageRenderer(resolved.renderer.config, parts),
-        ),
+        mock.patch.object(components, "load_parts", lambda config, device: parts),
     ):
         yield
 
@@ -141,13 +139,13 @@ class DictatedEngine(TransformersEngine):
     """Says the toy's completions, except where a sync asks what it holds."""
 
     def __init__(self, policy: Any, shape: toy.Shape) -> None:
-        super().__init__(policy)
+        super().__init__(PlugConfig(), EngineSetup(policy, policy.device))
         self._shape = shape
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `rl.api.contracts.Engine`."""
+        """See `rl.api.engine.Engine`."""
         if params.max_tokens == PROBE_TOKENS:
             return super().generate(prompts_P, params, seeds_P)
         return [self._group(prompt.sample.instruction) for prompt in prompts_P]

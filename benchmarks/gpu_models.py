@@ -17,7 +17,7 @@ import torch
 from benchmarks import our_side, toy
 from benchmarks.gpu_bench import Bench
 from rl import build
-from rl.api.contracts import Policy
+from rl.api.policy import Policy
 from rl.api.types import Prompt, Sample
 from rl.config.schema import RunConfig
 from rl.policies.qwen2_5_vl import loading

@@ -141,7 +141,7 @@ def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
 
 
 class ScriptedEngine:
-    """See `rl.api.contracts.Engine`; every call of `generate` begins an iteration."""
+    """See `rl.api.engine.Engine`; every call of `generate` begins an iteration."""
 
     def __init__(
         self, post: Post, policy: Any, shape: Shape, sampler: toy.StockSampler | None

@@ -87,7 +87,7 @@ def make_sample(index: int, shape: Shape) -> Sample:
     rng = np.random.default_rng(index)
     pixels = rng.integers(0, 255, (shape.picture_px, shape.picture_px, 3), dtype=np.uint8)
     words = "".join(random.Random(index).choices(DIGITS, k=INSTRUCTION_TOKENS))
-    return Sample(f"toy-{index}", words, source=Image.fromarray(pixels))
+    return Sample(f"toy-{index}", words, sources=(Image.fromarray(pixels),))
 
 
 class Config(MadeConfig):

@@ -29,7 +29,7 @@ from benchmarks import toy
 from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
-from rl.api.reward import Resources
+from rl.api.plug import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.background import BackgroundLoop
@@ -235,7 +235,7 @@ class Peer:
             texts = [completion[0]["content"] for completion in completions[first : first + group]]
             with span(POLICY):
                 states_G = self._condition_tuned(row, image[first], texts)
-            sample = Sample(row.id, row.instruction, source=image[first])
+            sample = Sample(row.id, row.instruction, sources=(image[first],))
             jobs = [RenderJob(sample, HiddenStates(states), 0) for states in states_G]
             pictures: dict[int, Any] = {}
             with span(RENDER):
@@ -320,7 +320,7 @@ def ordered_samples(shape: Shape) -> list[Sample]:
 def make_renderer(folder: Path, shape: Shape) -> Any:
     """This project's own."""
     config = qwen_image_edit.Config(**renderer_section(folder, shape))
-    return qwen_image_edit.build(config, "cpu")
+    return qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu"))
 
 
 def make_pipeline(folder: Path, shape: Shape) -> Any:

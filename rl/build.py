@@ -16,15 +16,16 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
-from rl.api.contracts import Engine, Policy, Renderer
 from rl.api.data import DataSource, RowRules
-from rl.api.plug import shown
-from rl.api.reward import PART_NAME, UNUSABLE_NAME, Resources, Reward
-from rl.api.types import SamplingParams
+from rl.api.engine import Engine, EngineMemory, EngineSetup
+from rl.api.plug import ModelRunner, PlugBase, Resources, Saving, shown
+from rl.api.policy import Policy, PolicySetup
+from rl.api.renderer import Renderer
+from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward
+from rl.api.types import PromptTemplate, SamplingParams
 from rl.config.messages import validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.ranks.placement import Claim, claims_of
@@ -33,38 +34,31 @@ if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
     from rl.ranks.dist import Dist
 
-ROOMS: Mapping[str, tuple[str, ...]] = {
-    "policies": ("Config", "EMITS", "NEEDS", "validate", "build"),
-    "engines": ("Config", "build"),
-    "renderers": (
-        "Config",
-        "ACCEPTS",
-        "MAKES_IMAGES",
-        "prompt_template",
-        "negative_prompt",
-        "validate",
-        "parameter_counts",
-        "activation_counts",
-        "build",
-    ),
-    "rewards": (),
-    "data": (),
+ROOMS: Mapping[str, type[PlugBase[Any]]] = {
+    "policies": Policy,
+    "engines": Engine,
+    "renderers": Renderer,
+    "rewards": Reward,
+    "data": DataSource,
 }
-"""What a plug file of each room exports; a reward or a data source is a class of the file, or named
-behind a dot."""
+"""What a plug of each room is derived from."""
 
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that are the mixture's, not the plug's."""
 
 
+PlugT = TypeVar("PlugT", bound=PlugBase[Any], covariant=True)
+
+
 @dataclass(frozen=True)
-class Plug:
+class Plug(Generic[PlugT]):
     """A plug with its section of the config, read."""
 
     key: str
     """Where the section stands in the config, e.g. 'rewards.viescore'."""
     config: Any
     """The plug's own `Config`."""
+    cls: type[PlugT]
 
     @property
     def name(self) -> str:
@@ -73,46 +67,30 @@ class Plug:
 
 
 @dataclass(frozen=True)
-class ModulePlug(Plug):
-    """A policy, engine or renderer: one file of its room."""
-
-    module: ModuleType
-
-
-@dataclass(frozen=True)
-class RewardPlug(Plug):
-    """A reward."""
-
-    reward: type[Reward]
-
-
-@dataclass(frozen=True)
-class DataPlug(Plug):
-    """A data source."""
-
-    source: type[DataSource]
-
-
-@dataclass(frozen=True)
 class Resolved:
     """A config whose every plug has been found."""
 
     config: RunConfig
-    policy: ModulePlug
-    engine: ModulePlug
-    renderer: ModulePlug
-    rewards: Mapping[str, RewardPlug]
-    train: Sequence[DataPlug]
+    policy: Plug[Policy]
+    engine: Plug[Engine]
+    renderer: Plug[Renderer]
+    rewards: Mapping[str, Plug[Reward]]
+    train: Sequence[Plug[DataSource]]
     train_weights: Sequence[float]
     """Mixture weights of `train`, as given (not normalised)."""
     weights_per_row: bool
     """They were given as coefficients: each times its source's rows is the weight."""
-    validation: Sequence[DataPlug]
+    validation: Sequence[Plug[DataSource]]
+
+    @property
+    def model_runners(self) -> Sequence[Plug[ModelRunner]]:
+        """The plugs that may run a frozen model."""
+        return [self.renderer, *self.rewards.values()]
 
     @property
     def needs_judge(self) -> bool:
         """Whether any reward asks the judge."""
-        return any(plug.reward.needs_judge for plug in self.rewards.values())
+        return any(plug.cls.needs_judge for plug in self.rewards.values())
 
 
 def resolve(config: RunConfig) -> Resolved:
@@ -188,14 +166,14 @@ def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
 def _without_diagnostics(resolved: Resolved) -> RunConfig:
     """With no weights given, every reward that is not a mere diagnostic counts once."""
     config = resolved.config
-    counted = [n for n, plug in resolved.rewards.items() if not plug.reward.diagnostic]
+    counted = [n for n, plug in resolved.rewards.items() if not plug.cls.diagnostic]
     if config.final_reward.weights or len(counted) == len(resolved.rewards):
         return config
     final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
     return config.model_copy(update={"final_reward": final})
 
 
-def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, list[str]]:
+def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | None, list[str]]:
     """The plug that `section` names, or None and what is wrong."""
     name = section.get("type")
     known = plugs_of(room)
@@ -209,30 +187,23 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug | None, 
             "(one of your own: its dotted path, 'my_package.my_plug')"
         ]
     found, wrong = find.import_plug(module_of(room, name) if name in known else name)
-    if not wrong and room == "rewards":
-        found, wrong = find.reward_class(found)
-    elif not wrong and room == "data":
-        found, wrong = find.source_class(found)
-    elif not wrong:
-        missing = [export for export in ROOMS[room] if not hasattr(found, export)]
-        if missing:
-            wrong = [f"{name} is no plug of rl/{room}: lacks {', '.join(missing)}"]
+    if not wrong:
+        found, wrong = find.plug_class(found, ROOMS[room])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
     config, problems = validate(found.Config, section, at=key)
     if config is None:
         return None, problems
-    if room == "rewards":
-        reward = RewardPlug(key, config, found)
-        return reward, _reward_answers(reward)
-    if room == "data":
-        source = DataPlug(key, config, found)
-        return source, _source_answers(source)
-    return ModulePlug(key, config, found), []
+    plug = Plug(key, config, found)
+    return plug, _answers(plug)
 
 
 def ask_plug(
-    plug: Plug, member: Callable[..., Any], expected: Callable[[Any], bool], words: str, *more: Any
+    plug: Plug[Any],
+    member: Callable[..., Any],
+    expected: Callable[[Any], bool],
+    words: str,
+    *more: Any,
 ) -> tuple[Any, list[str]]:
     """What a class method of a plug answers about its section: (answer, []), or (None, what is
     wrong with it)."""
@@ -246,35 +217,42 @@ def ask_plug(
     return answer, []
 
 
-def _reward_answers(plug: RewardPlug) -> list[str]:
-    least = 1 if plug.reward.needs_judge else 0
+def _answers(plug: Plug[Any]) -> list[str]:
+    """What is wrong with what a plug's class methods say before it is made."""
+    cls, found = plug.cls, list[str]()
 
-    def is_count(value: Any) -> bool:
-        return type(value) is int and value >= least
+    def ask(member: str, expected: Callable[[Any], bool], words: str) -> None:
+        found.extend(ask_plug(plug, getattr(cls, member), expected, words)[1])
 
-    def are_counts(value: Any) -> bool:
-        return isinstance(value, Mapping) and all(type(n) in (int, float) for n in value.values())
+    if issubclass(cls, Reward):
+        least = 1 if cls.needs_judge else 0
+        ask("num_questions", lambda n: type(n) is int and n >= least, f"a whole number >= {least}")
+    if issubclass(cls, ModelRunner):
+        ask("parameter_counts", _are_counts, "a mapping of names to numbers")
+        ask("activation_counts", _are_counts, "a mapping of names to numbers")
+        ask("savings", lambda them: all(isinstance(s, Saving) for s in them), "a list of Saving")
+    ask("reads_from", _are_names, "a list of hub ids, folders or files")
+    if issubclass(cls, Renderer):
+        is_template = lambda found: isinstance(found, PromptTemplate | None)  # noqa: E731
+        ask("prompt_template", is_template, "a PromptTemplate, or None")
+        ask("negative_prompt", lambda words: isinstance(words, str | None), "words, or None")
+    if issubclass(cls, Policy):
+        ask("has_frozen_tower", lambda answer: isinstance(answer, bool), "True or False")
+    if issubclass(cls, Engine):
+        ask("memory", lambda found: isinstance(found, EngineMemory | None), "EngineMemory, or None")
+    if issubclass(cls, DataSource):
+        is_set = lambda names: isinstance(names, AbstractSet) and _are_names(names)  # noqa: E731
+        ask("provides", is_set, "a set of names, {'source'}")
+        ask("count", lambda n: n is None or (type(n) is int and n >= 0), "a whole number, or None")
+    return found
 
-    counts = "a mapping of names to numbers"
-    reward = plug.reward
-    return [
-        *ask_plug(plug, reward.num_questions, is_count, f"a whole number >= {least}")[1],
-        *ask_plug(plug, reward.parameter_counts, are_counts, counts)[1],
-        *ask_plug(plug, reward.activation_counts, are_counts, counts)[1],
-    ]
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(type(n) in (int, float) for n in value.values())
 
 
-def _source_answers(plug: DataPlug) -> list[str]:
-    def is_count(value: Any) -> bool:
-        return value is None or (type(value) is int and value >= 0)
-
-    def are_names(value: Any) -> bool:
-        return isinstance(value, AbstractSet) and all(isinstance(name, str) for name in value)
-
-    return [
-        *ask_plug(plug, plug.source.provides, are_names, "a set of names, {'source'}")[1],
-        *ask_plug(plug, plug.source.count, is_count, "a whole number, or None")[1],
-    ]
+def _are_names(value: Any) -> bool:
+    return not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
 def plugs_of(room: str) -> list[str]:
@@ -292,7 +270,7 @@ def module_of(room: str, name: str) -> str:
 
 def claims(resolved: Resolved) -> list[Claim]:
     """What each plug that runs a model says of its device and memory."""
-    plugs = [resolved.policy, resolved.renderer, *resolved.rewards.values()]
+    plugs: list[Plug[Any]] = [resolved.policy, *resolved.model_runners]
     return claims_of((plug.key, plug.config) for plug in plugs)
 
 
@@ -318,43 +296,36 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 def build_policy(resolved: Resolved, dist: Dist) -> Policy:
     """Load the policy under the renderer's own prompt template."""
     config, renderer = resolved.config, resolved.renderer
+    setup = PolicySetup(
+        kind=renderer.cls.accepts,
+        template=renderer.cls.prompt_template(renderer.config),
+        negative_prompt=renderer.cls.negative_prompt(renderer.config),
+        temperature=config.sampling.temperature,
+        max_completion_tokens=config.sampling.max_completion_tokens,
+        gradient_checkpointing=config.optimizer.gradient_checkpointing,
+        device=dist.device,
+    )
     with _readable(resolved.policy):
-        policy: Policy = resolved.policy.module.build(
-            resolved.policy.config,
-            template=renderer.module.prompt_template(renderer.config),
-            kind=renderer.module.ACCEPTS,
-            negative_prompt=renderer.module.negative_prompt(renderer.config),
-            temperature=config.sampling.temperature,
-            max_completion_tokens=config.sampling.max_completion_tokens,
-            gradient_checkpointing=config.optimizer.gradient_checkpointing,
-            device=dist.device,
-        )
-    return policy
+        return resolved.policy.cls(resolved.policy.config, setup)
 
 
 def build_engine(resolved: Resolved, policy: Policy, dist: Dist, has_room: bool = True) -> Engine:
-    """Start the sampler on the policy's base weights. `has_room`: beside all others on the GPU."""
+    """Start the engine on the policy's base weights. `has_room`: beside all others on the GPU."""
     optimizer = resolved.config.optimizer
-    engine: Engine = resolved.engine.module.build(
-        resolved.engine.config,
-        policy,
-        dist,
-        has_room=has_room,
-        sharded=optimizer.backend == "deepspeed" and optimizer.zero_stage == 3,
-    )
-    return engine
+    sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
+    setup = EngineSetup(policy, dist.device, dist.world_size, has_room, sharded)
+    return resolved.engine.cls(resolved.engine.config, setup)
 
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator."""
     plug = resolved.renderer
     with _readable(plug):
-        renderer: Renderer = plug.module.build(plug.config, dist.device)
-    return renderer
+        return plug.cls(plug.config, Resources(None, dist.device))
 
 
 @contextmanager
-def _readable(plug: Plug) -> Iterator[None]:
+def _readable(plug: Plug[Any]) -> Iterator[None]:
     """A hub id that does not exist, or a folder that lacks a file, is the user's to mend."""
     try:
         yield
@@ -370,7 +341,7 @@ def build_rewards(resolved: Resolved, judge: JudgeClient | None, dist: Dist) -> 
     rewards: dict[str, Reward] = {}
     for name, plug in resolved.rewards.items():
         with _readable(plug):
-            rewards[name] = plug.reward(plug.config, Resources(judge, dist.device))
+            rewards[name] = plug.cls(plug.config, Resources(judge, dist.device))
     return rewards
 
 
@@ -386,14 +357,14 @@ def row_rules(config: RunConfig) -> RowRules:
     return RowRules(config.data.on_bad_row, config.data.max_image_side_px)
 
 
-def build_data(resolved: Resolved, plugs: Sequence[DataPlug]) -> list[DataSource]:
+def build_data(resolved: Resolved, plugs: Sequence[Plug[DataSource]]) -> list[DataSource]:
     """The sources of one mixture (`resolved.train` or `resolved.validation`).
 
     Raises ValueError for a source that does not say how many rows it has and has left out.
     """
     sources = []
     for plug in plugs:
-        source = plug.source(plug.config, row_rules(resolved.config))
+        source = plug.cls(plug.config, row_rules(resolved.config))
         for words, value in (("len()", len(source)), ("num_skipped", source.num_skipped)):
             if type(value) is not int or value < 0:
                 raise ValueError(f"{plug.key}: {words} is {shown(value)}; expected an int")

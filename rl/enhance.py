@@ -85,7 +85,7 @@ class Enhancer:
         section["dtype"] = pick_dtype(self.device) if dtype == "auto" else dtype
         resolved = build.resolve(_bare_run(section))
         self.system_prompt: str = resolved.policy.config.system_prompt
-        self._policy: Any = build.build_policy(resolved, Dist(device=self.device))
+        self._policy = build.build_policy(resolved, Dist(device=self.device))
         self._policy.module.eval()
 
     def enhance(self, prompt: str, image: Image | None = None, **options: Any) -> Enhanced:
@@ -133,7 +133,11 @@ class Enhancer:
             )
         pictures = [None] * len(prompts) if images is None else list(images)
         samples = [
-            Sample(id=f"prompt {number}", instruction=prompt.strip(), source=picture)
+            Sample(
+                id=f"prompt {number}",
+                instruction=prompt.strip(),
+                sources=(picture,) if picture else (),
+            )
             for number, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True), 1)
         ]
         for sample in samples:
@@ -278,11 +282,11 @@ def _trained_section(file: Path) -> dict[str, Any]:
     config = RunConfig.model_validate_json(file.read_text(encoding="utf-8"))
     renderer = config.renderer["type"]
     bare = _bare_run(config.policy).model_copy(update={"renderer": config.renderer})
-    plug = build.resolve(bare).renderer.module
-    if plug.ACCEPTS != "text" or not plug.MAKES_IMAGES:
+    plug = build.resolve(bare).renderer.cls
+    if plug.accepts != "text" or not plug.makes_images:
         raise ValueError(
             f"{file}: this run's policy wrote for renderer {renderer!r}, which takes "
-            f"{plug.ACCEPTS}" + ("" if plug.MAKES_IMAGES else " and draws nothing") + "; "
+            f"{plug.accepts}" + ("" if plug.makes_images else " and draws nothing") + "; "
             "only policies that write prompts (renderer 'sd3') can enhance them"
         )
     return dict(config.policy)

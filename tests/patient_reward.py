@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rl.api.plug import PlugConfig
-from rl.api.reward import Resources, Reward
+from rl.api.plug import PlugConfig, Resources
+from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from tests.brightness_reward import Brightness
 

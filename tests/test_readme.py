@@ -14,7 +14,7 @@ from PIL import Image
 from tiny_typing import typing_errors
 
 from rl import build
-from rl.api.reward import Resources
+from rl.api.plug import Resources
 from rl.api.types import RewardInput, Sample
 from rl.config.schema import load_config
 from rl.preflight import report

@@ -17,7 +17,7 @@ from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image.components import EditorParts
-from rl.renderers.qwen_image.loop import QwenImageRenderer
+from rl.renderers.qwen_image.loop import QwenImageLoop
 from rl.renderers.qwen_image.vae2d import FrameVae
 
 mend_mismatched_wheels()
@@ -144,7 +144,7 @@ def make_job(
 ) -> RenderJob:
     negative = None if negative_length is None else make_states(1000, negative_length)
     payload = HiddenStates(make_states(states_seed, length), negative_embeds=negative)
-    sample = Sample(id=f"sample-{states_seed}", instruction="", source=source)
+    sample = Sample(id=f"sample-{states_seed}", instruction="", sources=(source,) if source else ())
     return RenderJob(sample=sample, payload=payload, noise_seed=noise_seed)
 
 
@@ -164,11 +164,11 @@ def pad_states(states_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     return padded, mask
 
 
-def make_renderer(parts: EditorParts, **changes: object) -> QwenImageRenderer:
-    return QwenImageRenderer(qwen_image_edit.Config(**{**TINY, **changes}), parts)
+def make_renderer(parts: EditorParts, **changes: object) -> QwenImageLoop:
+    return QwenImageLoop(qwen_image_edit.Config(**{**TINY, **changes}), parts)
 
 
-def render_floats(renderer: QwenImageRenderer, jobs: Sequence[RenderJob]) -> torch.Tensor:
+def render_floats(renderer: QwenImageLoop, jobs: Sequence[RenderJob]) -> torch.Tensor:
     """[B, 3, H, W] in 0..1; all jobs in one batch."""
     (bucket,) = {renderer.bucket_of(job.sample.source) for job in jobs}
     return as_floats(renderer.render_tensor(jobs, bucket))

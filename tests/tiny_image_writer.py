@@ -12,6 +12,7 @@ from typing import Any
 import tiny_emu3
 import torch
 
+from rl.api.policy import PolicySetup
 from rl.api.types import Completion, ImageVocabulary, Prompt
 
 GRIDS = [(2, 3), (1, 1), (3, 2), (4, 1)]
@@ -44,16 +45,7 @@ def build_policy(folder: str, lora: Any = None) -> Any:
     config = emu3.Config(
         type="emu3", model_path=folder, dtype="float32", max_prompt_tokens=64, lora=lora
     )
-    return emu3.build(
-        config,
-        template=None,
-        kind="image_tokens",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=64,
-        gradient_checkpointing=False,
-        device="cpu",
-    )
+    return emu3.Emu3(config, PolicySetup("image_tokens", max_completion_tokens=64))
 
 
 def build_prompts(policy: Any) -> list[Prompt]:

@@ -12,6 +12,7 @@ import tiny_ranks
 import torch
 
 from rl.algorithm.metrics import Metrics
+from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, TrainSequence
 from rl.config.schema import RunConfig
 from rl.learner.backends import StepOutcome, TorchBackend
@@ -23,25 +24,18 @@ LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_
 NUM_ITERATIONS = 10
 
 
-def make_policy(folder: str, **overrides: Any) -> qwen2_5_vl.Qwen25VLPolicy:
+def make_policy(folder: str, **overrides: Any) -> qwen2_5_vl.Qwen25VL:
     """Float32 LoRA policy on the CPU; `overrides` are keys of the policy section."""
     section = {"type": "qwen2_5_vl", "model_path": folder, "dtype": "float32", "device": "cpu"}
     config = qwen2_5_vl.Config(**{**section, "lora": LORA, **overrides})
-    policy = qwen2_5_vl.build(
-        config,
-        tiny_qwen.TEMPLATE,
-        kind="text",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=12,
-        gradient_checkpointing=False,
-        device="cpu",
+    policy = qwen2_5_vl.Qwen25VL(
+        config, PolicySetup("text", template=tiny_qwen.TEMPLATE, max_completion_tokens=12)
     )
     wake_lora(policy)
     return policy
 
 
-def wake_lora(policy: qwen2_5_vl.Qwen25VLPolicy) -> None:
+def wake_lora(policy: qwen2_5_vl.Qwen25VL) -> None:
     """LoRA's B starts at zero, where A has no gradient and the reference is the policy."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -115,7 +109,7 @@ def update(
 
 
 def make_sequences(
-    policy: qwen2_5_vl.Qwen25VLPolicy, groups: int = 4, members: int = 3, seed: int = 0
+    policy: qwen2_5_vl.Qwen25VL, groups: int = 4, members: int = 3, seed: int = 0
 ) -> list[Graded]:
     """Random completions of 3 to 9 tokens with random advantages, masks and log-probs."""
     generator = torch.Generator().manual_seed(seed)

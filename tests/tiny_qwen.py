@@ -152,4 +152,4 @@ def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
 
 def sample(i: int, instruction: str | None = None, width: int = 64, height: int = 64) -> Sample:
     """Sample number `i`."""
-    return Sample(f"s{i}", instruction or WORDS[i % 3], source=picture(i, width, height))
+    return Sample(f"s{i}", instruction or WORDS[i % 3], sources=(picture(i, width, height),))

@@ -9,7 +9,8 @@ from typing import Any
 from tiny_faulty_judge import MODEL, quick_config
 
 from rl.api.find import plugs_in
-from rl.api.reward import Resources, Reward
+from rl.api.plug import Resources
+from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient
 from tiny_world.judge_server import JudgeServer

@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from rl.api.types import RenderJob, Sample
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.sd3 import plug as sd3
-from rl.renderers.sd3.loop import SD3Parts, SD3Renderer
+from rl.renderers.sd3.loop import SD3Loop, SD3Parts
 from rl.renderers.sd3.text import TextParts
 
 mend_mismatched_wheels()
@@ -150,8 +150,8 @@ def save_sd3(parts: SD3Parts, folder: Path) -> None:
     stock_pipeline(parts).save_pretrained(folder)
 
 
-def make_renderer(parts: SD3Parts, **changes: object) -> SD3Renderer:
-    return SD3Renderer(sd3.Config(**{**TINY, **changes}), parts)
+def make_renderer(parts: SD3Parts, **changes: object) -> SD3Loop:
+    return SD3Loop(sd3.Config(**{**TINY, **changes}), parts)
 
 
 def make_job(prompt: str, noise_seed: int) -> RenderJob:

@@ -16,6 +16,7 @@ What: everything that any caller may ask of one, with its default. What not: fin
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Literal
@@ -46,13 +47,13 @@ class DataSource(PlugBase[ConfigT]):
         """Once per rank. ValueError names file, row and remedy."""
         self.config = config
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, index: int) -> Sample:
         """Sample `index`, 0 <= index < len(self). Raises `UnusableSampleError` when it turns out to
         be none."""
-        raise NotImplementedError
 
     @classmethod
     def provides(cls, config: ConfigT) -> Set[str]:

@@ -1,7 +1,7 @@
 """Find a plug by its name, and say in a sentence what is wrong with it.
 
-What: `import_plug` (a name -> a module, class or function); `reward_class`, `source_class` and
-`loss_problems`: whether that is a plug of the room, its members as the room's base declares them.
+What: `import_plug` (a name -> a module, class or function); `plug_class` and `loss_problems`:
+whether that is a plug of the room, its members as the room's base declares them.
 What not: the plug's section of the config (`config/messages.py`), trying it
 (`preflight/dry_run.py`). Nothing of a plug is run here but its module.
 
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar, get_args
 
 from rl.api.data import DataSource
 from rl.api.plug import PlugBase, shown
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward, RewardFunction
+from rl.api.types import ActionKind
 from rl.config.schema import Section
 
 PlugT = TypeVar("PlugT", bound=PlugBase[Any])
@@ -105,8 +107,25 @@ def plugs_in(module: ModuleType, base: type[PlugT]) -> list[type[PlugT]]:
     ]
 
 
+def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[str]]:
+    """Of what a section's `type` names, the plug of the room whose base is `base`: a module with
+    one such class, the class, or, of a reward, a function. Its members are held to the base's."""
+    if base is Reward and (isinstance(found, RewardFunction) or inspect.isroutine(found)):
+        declared = found if isinstance(found, RewardFunction) else RewardFunction(found)
+        name = getattr(declared.function, "__name__", "the function")
+        wrong = _call_problem(declared.function, name, 1, "(x: RewardInput) -> float")
+        cls: type[Any] | None = declared.as_class()
+    else:
+        cls, wrong = _class_in(found, base)
+        if cls is not None:
+            wrong = [*_config(cls, base), *_missing(cls, base), *_signatures(cls, base)]
+    if cls is not None:
+        wrong += _declared(cls, base)
+    return (None if wrong else cls), wrong
+
+
 def _class_in(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[str]]:
-    derive = f"derive from rl.api.{_HOME[base.__name__]}.{base.__name__}"
+    derive = f"derive from {base.__module__}.{base.__name__}"
     if isinstance(found, ModuleType):
         plugs = plugs_in(found, base)
         if len(plugs) == 1:
@@ -124,40 +143,80 @@ def _class_in(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[s
     return None, [f"{what} is no {base.__name__}: {derive}"]
 
 
-_HOME = {"Reward": "reward", "DataSource": "data"}
+def _config(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+    config, expected = cls.Config, base.Config
+    name = f"{cls.__name__}.Config"
+    if not (isinstance(config, type) and issubclass(config, Section)):
+        yield f"{name} is {shown(config)}; derive it from {expected.__name__}"
+    elif missing := sorted(expected.model_fields.keys() - config.model_fields.keys()):
+        yield f"{name} has no field {missing[0]!r}; derive it from {expected.__name__}"
 
 
-def reward_class(found: Any) -> tuple[type[Reward] | None, list[str]]:
-    """Of what a reward's `type` names: a module with one `Reward`, a `Reward`, or a function."""
-    if isinstance(found, RewardFunction) or inspect.isroutine(found):
-        declared = found if isinstance(found, RewardFunction) else RewardFunction(found)
-        name = getattr(declared.function, "__name__", "the function")
-        wrong = _call_problem(declared.function, name, 1, "(x: RewardInput) -> float")
-        cls: type[Reward] | None = declared.as_class()
-    else:
-        cls, wrong = _class_in(found, Reward)
-        if cls is not None:
-            wrong = _members(cls, _REWARD_MEMBERS) + _verb(cls)
-    if cls is not None:
-        wrong += _declared(cls)
-    return (None if wrong else cls), wrong
+def _missing(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+    """What the base leaves to the plug."""
+    for member in sorted(getattr(cls, "__abstractmethods__", ())):
+        signature = _signature(getattr(base, member))
+        yield f"{cls.__name__} has no {member}; expected `def {member}{signature}`"
+    for member, words in _LEFT_OPEN.items():
+        if member in base.__annotations__ and not hasattr(cls, member):
+            yield f"{cls.__name__} has no {member}; expected {words}"
+    if issubclass(cls, Reward) and not cls.scores_groups() and cls.grade is Reward.grade:
+        yield f"{cls.__name__} has no grade; expected `async def grade{_GRADE}`"
 
 
-def source_class(found: Any) -> tuple[type[DataSource] | None, list[str]]:
-    """Of what a data source's `type` names: a module with one `DataSource`, or a `DataSource`."""
-    cls, wrong = _class_in(found, DataSource)
-    if cls is None:
-        return None, wrong
-    wrong = _members(cls, _SOURCE_MEMBERS)
-    for member, signature in _SOURCE_VERBS.items():
-        if getattr(cls, member) is getattr(DataSource, member):
-            wrong.append(f"{cls.__name__} has no {member}; expected `def {member}{signature}`")
-    skipped = inspect.getattr_static(cls, "num_skipped")
-    if not isinstance(skipped, property) and type(skipped) is not int:
-        wrong.append(
-            f"{cls.__name__}.num_skipped is {shown(skipped)}; expected an int, the rows left out"
-        )
-    return (None if wrong else cls), wrong
+_KINDS = ", ".join(repr(kind) for kind in get_args(ActionKind))
+_LEFT_OPEN = {
+    "accepts": f"one of {_KINDS}",
+    "emits": f"a set of {_KINDS}",
+}
+"""Class variables that have no default."""
+_GRADE = "(self, x: RewardInput) -> RewardOutput"
+
+
+def _signatures(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+    """Members that cannot be called as the base's are."""
+    for member in sorted(_members(base)):
+        static, own = inspect.getattr_static(cls, member), getattr(base, member)
+        if static is inspect.getattr_static(base, member):
+            continue
+        name, signature = f"{cls.__name__}.{member}", _signature(own)
+        bound = isinstance(static, classmethod | staticmethod)
+        if isinstance(inspect.getattr_static(base, member), classmethod) and not bound:
+            yield f"{name} is no classmethod; expected `@classmethod def {member}{signature}`"
+            continue
+        is_async = inspect.iscoroutinefunction(static) or inspect.isasyncgenfunction(static)
+        if is_async and base is not Reward:
+            yield f"{name} is async; expected `def {member}{signature}`"
+            continue
+        num_given = len(inspect.signature(own).parameters)
+        if isinstance(inspect.getattr_static(base, member), classmethod):
+            num_given += not bound
+        else:
+            num_given -= bound
+        yield from _call_problem(getattr(cls, member), name, num_given, signature)
+
+
+def _members(base: type[PlugBase[Any]]) -> set[str]:
+    """Names of all that a base lets a plug define, its constructor among them."""
+    ours = [cls for cls in base.__mro__ if issubclass(cls, PlugBase)]
+    return {
+        name
+        for cls in ours
+        for name, value in vars(cls).items()
+        if (inspect.isfunction(value) or isinstance(value, classmethod))
+        and (not name.startswith("_") or name in ("__init__", "__len__", "__getitem__"))
+    }
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """As its author would write it: '(cls, config: Config) -> int'."""
+    if function is Reward.grade:
+        return _GRADE
+    found = inspect.signature(function)
+    if inspect.ismethod(function):
+        first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        found = found.replace(parameters=[first, *found.parameters.values()])
+    return re.sub(r"\bPolicyConfigT\b|\bConfigT\b", "Config", str(found).replace("'", ""))
 
 
 def loss_problems(found: Any) -> list[str]:
@@ -166,61 +225,6 @@ def loss_problems(found: Any) -> list[str]:
     if inspect.iscoroutinefunction(found):
         return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
     return _call_problem(found, name, 1, "(x: LossInputs) -> LossTerms")
-
-
-_REWARD_MEMBERS: Mapping[str, tuple[int, str]] = {
-    "__init__": (2, "(self, config: Config, resources: Resources) -> None"),
-    "num_questions": (1, "(cls, config: Config) -> int"),
-    "problems": (2, "(cls, config: Config, run: RunConfig) -> Iterable[str]"),
-    "parameter_counts": (1, "(cls, config: Config) -> Mapping[str, float]"),
-    "activation_counts": (1, "(cls, config: Config) -> Mapping[str, float]"),
-    "close": (0, "(self) -> None"),
-}
-"""Member -> (arguments it is called with, its signature)."""
-_SOURCE_MEMBERS: Mapping[str, tuple[int, str]] = {
-    "__init__": (2, "(self, config: Config, rules: RowRules) -> None"),
-    "__len__": (0, "(self) -> int"),
-    "__getitem__": (1, "(self, index: int) -> Sample"),
-    "provides": (1, "(cls, config: Config) -> frozenset[str]"),
-    "count": (1, "(cls, config: Config) -> int | None"),
-    "problems": (2, "(cls, config: Config, rules: RowRules) -> Iterable[str]"),
-}
-_SOURCE_VERBS = {"__len__": "(self) -> int", "__getitem__": "(self, index: int) -> Sample"}
-
-
-def _members(cls: type[PlugBase[Any]], members: Mapping[str, tuple[int, str]]) -> list[str]:
-    config = cls.Config
-    wrong = []
-    if not (isinstance(config, type) and issubclass(config, Section)):
-        wrong.append(f"{cls.__name__}.Config is {shown(config)}; derive it from PlugConfig")
-    elif "type" not in config.model_fields:
-        wrong.append(f"{cls.__name__}.Config has no field 'type'; derive it from PlugConfig")
-    for member, (num_given, signature) in members.items():
-        static = inspect.getattr_static(cls, member)
-        bound = isinstance(static, classmethod | staticmethod)
-        if signature.startswith("(cls") and not bound:
-            wrong.append(
-                f"{cls.__name__}.{member} is no classmethod; expected "
-                f"`@classmethod def {member}{signature}`"
-            )
-            continue
-        given = num_given if bound else num_given + 1
-        wrong += _call_problem(getattr(cls, member), f"{cls.__name__}.{member}", given, signature)
-    return wrong
-
-
-def _verb(cls: type[Reward]) -> list[str]:
-    member = "score_group" if cls.scores_groups() else "grade"
-    signature = (
-        "(self, inputs_G: Sequence[RewardInput]) -> list[RewardOutput]"
-        if cls.scores_groups()
-        else "(self, x: RewardInput) -> RewardOutput"
-    )
-    verb = getattr(cls, member)
-    if verb is Reward.grade:
-        return [f"{cls.__name__} has no grade; expected `async def grade{signature}`"]
-    given = 1 if isinstance(inspect.getattr_static(cls, member), staticmethod) else 2
-    return _call_problem(verb, f"{cls.__name__}.{member}", given, signature)
 
 
 def _call_problem(
@@ -243,25 +247,53 @@ def _call_problem(
     return []
 
 
-def _declared(cls: type[Reward]) -> list[str]:
-    wrong = []
-    for member in ("needs", "unit_parts"):
-        names = getattr(cls, member)
-        if not isinstance(names, AbstractSet) or not all(isinstance(name, str) for name in names):
-            wrong.append(
-                f"{cls.__name__}.{member} is {shown(names)}; expected a set of names, {{'image'}}"
-            )
-        elif member == "unit_parts":
-            bad = sorted(name for name in names if not PART_NAME.fullmatch(name))
-            wrong += [f"{cls.__name__}.unit_parts: {name!r} is {UNUSABLE_NAME}" for name in bad]
-    for member in ("needs_judge", "runs_model", "diagnostic"):
-        flag = getattr(cls, member)
-        if not isinstance(flag, bool):
-            wrong.append(f"{cls.__name__}.{member} is {shown(flag)}; expected True or False")
+def _declared(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+    """Class variables of another type than the base's, or with words that mean nothing."""
+    for member, default in _variables(base):
+        value = getattr(cls, member)
+        what = f"{cls.__name__}.{member} is {shown(value)}; expected"
+        if isinstance(default, bool) and not isinstance(value, bool):
+            yield f"{what} True or False"
+        elif isinstance(default, AbstractSet) and not _is_names(value):
+            yield f"{what} a set of names, {{'image'}}"
+    kinds = set(get_args(ActionKind))
+    accepts, emits = getattr(cls, "accepts", None), getattr(cls, "emits", None)
+    if accepts is not None and accepts not in kinds:
+        yield f"{cls.__name__}.accepts is {shown(accepts)}; expected {_LEFT_OPEN['accepts']}"
+    if emits is not None and not (_is_names(emits) and emits and emits <= kinds):
+        yield f"{cls.__name__}.emits is {shown(emits)}; expected {_LEFT_OPEN['emits']}"
+    if issubclass(cls, DataSource):
+        skipped = inspect.getattr_static(cls, "num_skipped")
+        if not isinstance(skipped, property) and type(skipped) is not int:
+            name = f"{cls.__name__}.num_skipped"
+            yield f"{name} is {shown(skipped)}; expected an int, the rows left out"
+    if issubclass(cls, Reward):
+        yield from _declared_reward(cls)
+
+
+def _declared_reward(cls: type[Reward]) -> Iterator[str]:
+    if _is_names(cls.unit_parts):
+        for name in sorted(cls.unit_parts):
+            if not PART_NAME.fullmatch(name):
+                yield f"{cls.__name__}.unit_parts: {name!r} is {UNUSABLE_NAME}"
     own = inspect.getattr_static(cls, "num_questions")
     if cls.needs_judge is True and own is inspect.getattr_static(Reward, "num_questions"):
-        wrong.append(
+        yield (
             f"{cls.__name__} needs the judge and does not say how often it asks; expected "
             "`@classmethod def num_questions(cls, config: Config) -> int`"
         )
-    return wrong
+
+
+def _variables(base: type[PlugBase[Any]]) -> list[tuple[str, Any]]:
+    """(name, default) of the flags and sets of names that a base declares."""
+    return [
+        (name, value)
+        for cls in base.__mro__
+        if issubclass(cls, PlugBase)
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and isinstance(value, bool | AbstractSet)
+    ]
+
+
+def _is_names(value: Any) -> TypeGuard[AbstractSet[str]]:
+    return isinstance(value, AbstractSet) and all(isinstance(name, str) for name in value)

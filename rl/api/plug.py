@@ -1,16 +1,24 @@
-"""What plugs that are classes have in common: a section of the config, read as their `Config`.
+"""What plugs of every room have in common: a section of the config, read as their `Config`.
 
-What: `PlugBase`, `PlugConfig`, `shown`. What not: the rooms (`reward.py`, `data.py`),
-finding and checking a plug (`find.py`).
+What: `PlugBase`, `ModelRunner`, the sections that their `Config`s derive from, `Resources`. What
+not: the rooms (`policy.py`, `engine.py`, `renderer.py`, `reward.py`, `data.py`, `loss.py`), finding
+and checking a plug (`find.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Generic, get_args, get_origin
+from abc import ABC
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, get_args, get_origin
 
+from pydantic import Field
 from typing_extensions import TypeVar
 
-from rl.config.schema import Section
+from rl.api.judge import Judge
+from rl.config.schema import RunConfig, Section
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class PlugConfig(Section):
@@ -20,12 +28,43 @@ class PlugConfig(Section):
     """The plug's name, or its dotted path."""
 
 
+class PlacedConfig(PlugConfig):
+    """Base of the keys of a plug that keeps a model on a device."""
+
+    device: str = "auto"
+    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
+    plus 1)."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
+    halved, as when the GPU itself is full. The policy's is its inference engine's too."""
+    dtype: Dtype = "bfloat16"
+    """Of the model; weights stored otherwise are converted when loaded."""
+
+
+class FrozenModelConfig(PlacedConfig):
+    """Base of the keys of a plug that runs a frozen model in batches."""
+
+    model_path: str
+    """Hub id or local folder (safetensors)."""
+    revision: str | None = None
+    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    """Pictures computed together; halved for a batch that does not fit in memory."""
+
+
+class FileConfig(PlugConfig):
+    """Base of the keys of a plug that reads a file or a data set."""
+
+    path: str
+    """File or folder."""
+
+
 ConfigT = TypeVar("ConfigT", bound=Section, default=PlugConfig)
 
 
-class PlugBase(Generic[ConfigT]):
+class PlugBase(ABC, Generic[ConfigT]):
     """`class Mine(Reward[MyConfig])` reads its section as a `MyConfig`; a bare `Reward` has no
-    keys."""
+    keys. Class methods answer before anything is loaded, and load nothing."""
 
     Config: ClassVar[type[Section]] = PlugConfig
     """Of its section: what stands in those brackets."""
@@ -39,6 +78,72 @@ class PlugBase(Generic[ConfigT]):
             is_ours = isinstance(origin, type) and issubclass(origin, PlugBase)
             if is_ours and not isinstance(given[0], TypeVar):
                 cls.Config = given[0]
+
+    @classmethod
+    def reads_from(cls, config: ConfigT) -> Sequence[str]:
+        """Hub ids, folders and files that it reads."""
+        if isinstance(config, FrozenModelConfig):
+            return [config.model_path]
+        return [config.path] if isinstance(config, FileConfig) and config.path else []
+
+    def close(self) -> None:
+        """The run ends."""
+        return None
+
+
+class RunPlug(PlugBase[ConfigT]):
+    """A plug that the rest of the config may contradict: all but data sources."""
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:
+        """What is wrong between its keys, or between them and the rest of the config, as 'key:
+        what, remedy', the key counted from the section. What is wrong with one key its `Config`
+        says."""
+        return []
+
+
+class Saving(NamedTuple):
+    """A value of a key of the plug's section with which it takes less memory."""
+
+    key: str
+    value: Any
+    exact: bool
+    """Whether it computes the same, only slower."""
+
+
+class ModelRunner(RunPlug[ConfigT]):
+    """A plug that may run a frozen model of its own; its `Config` then derives from
+    `PlacedConfig`."""
+
+    runs_model: ClassVar[bool] = False
+    """Whether making one loads a model or asks another service: if it does neither (and asks no
+    judge), it is tried on made-up inputs before a run starts."""
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:
+        """Weights on the device by part of the model, for the memory plan; {} where unknown."""
+        return {}
+
+    @classmethod
+    def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
+        """Values alive at the peak of a forward, by the same parts."""
+        return {}
+
+    @classmethod
+    def savings(cls, config: ConfigT) -> Sequence[Saving]:
+        """Its own keys that would make it smaller, the cheapest first, for `--check`'s advice."""
+        batched = isinstance(config, FrozenModelConfig) and config.batch_size > 1
+        return [Saving("batch_size", 1, exact=True)] if batched else []
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a run lends a reward or a renderer."""
+
+    judge: Judge | None
+    """None for renderers, and where no reward of the run `needs_judge`."""
+    device: str
+    """The rank's own, 'cpu' or 'cuda:<index>'."""
 
 
 def shown(value: object) -> str:

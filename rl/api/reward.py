@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
 
-from rl.api.judge import Judge
-from rl.api.plug import ConfigT, PlugBase, shown
+from rl.api.plug import ConfigT, ModelRunner, Resources, shown
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import RunConfig
 
 Score = RewardOutput | float | None
 """A bare number is a value without parts; None: this picture could not be graded."""
@@ -37,17 +35,7 @@ PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """Names of rewards and parts become names of metrics, `reward/part/<reward>/<part>`."""
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What a run lends a reward."""
-
-    judge: Judge | None
-    """None when no reward of the run `needs_judge`."""
-    device: str
-    """The rank's own, 'cpu' or 'cuda:<index>'."""
-
-
-class Reward(PlugBase[ConfigT]):
+class Reward(ModelRunner[ConfigT]):
     """A plug of `rl/rewards`: what an episode is worth, in [0, 1].
 
     Give `grade` or, for a reward that compares, `score_group`.
@@ -58,9 +46,6 @@ class Reward(PlugBase[ConfigT]):
     'reference', or names of keys in `Sample.hidden`. A run whose data lacks one is refused."""
     needs_judge: ClassVar[bool] = False
     """Whether it asks the judge; then it says how often (`num_questions`)."""
-    runs_model: ClassVar[bool] = False
-    """Whether making one loads a model or asks another service: if it does neither (and asks no
-    judge), it is tried on a made-up picture before a run starts."""
     diagnostic: ClassVar[bool] = False
     """True keeps it out of the final reward unless `final_reward.weights` names it."""
     unit_parts: ClassVar[Set[str]] = frozenset()
@@ -75,22 +60,6 @@ class Reward(PlugBase[ConfigT]):
     def num_questions(cls, config: ConfigT) -> int:
         """Requests to the judge per picture, at least 1 when it `needs_judge`."""
         return 0
-
-    @classmethod
-    def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:
-        """What is wrong between its section and the rest of the config, as 'key: what, remedy', the
-        key counted from the section. What is wrong within the section its `Config` says."""
-        return []
-
-    @classmethod
-    def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Weights of the models it runs, by part, for the memory plan; {} where unknown."""
-        return {}
-
-    @classmethod
-    def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Values alive at the peak of their forwards, by the same parts."""
-        return {}
 
     def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
         """One picture (or text, where nothing renders). `async def`, or a plain `def`, which runs
@@ -110,9 +79,6 @@ class Reward(PlugBase[ConfigT]):
         where there is one; those that could not be rendered are left out.
         """
         raise NotImplementedError
-
-    def close(self) -> None:
-        """The run ends."""
 
     @classmethod
     def scores_groups(cls) -> bool:

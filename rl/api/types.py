@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 ActionKind = Literal["hidden_states", "text", "image_tokens"]
 """What a policy can hand to a renderer, and what a renderer can take."""
 
+StateKind = Literal["post_norm", "pre_norm"]
+"""Last hidden states after the language model's final norm, or before it."""
+
 
 class Status(StrEnum):
     """How an episode ended. A judge's failure is never the policy's score (ARCHITECTURE.md)."""
@@ -48,8 +51,8 @@ class Sample:
     """Stable identity: survives shuffles, restarts and a different number of ranks."""
     instruction: str
     """The user's own words (edit instruction, question, or prompt)."""
-    source: Image | None = None
-    """RGB source picture, or None for text-only tasks."""
+    sources: tuple[Image, ...] = ()
+    """RGB source pictures, in the order in which words may number them; () for text-only tasks."""
     target: Image | None = None
     """RGB reference edit, for rewards only."""
     source_codes: np.ndarray | None = None
@@ -62,6 +65,11 @@ class Sample:
     """A right completion where one is known; only measures renderer drift, never trained on."""
     hidden: Mapping[str, Any] = field(default_factory=dict)
     """What rewards may see and the policy may not (answers, labels)."""
+
+    @property
+    def source(self) -> Image | None:
+        """The first source picture; None for text-only tasks."""
+        return self.sources[0] if self.sources else None
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,8 @@ class HiddenStates:
     """Conditioning for a diffusion transformer, detached."""
 
     embeds: torch.Tensor
-    """[L, D] post-norm last hidden states of prompt tail + completion, no padding."""
+    """[L, D] last hidden states of prompt tail + completion, no padding; of the kind that the
+    renderer states (`Renderer.state_kind`)."""
     negative_embeds: torch.Tensor | None = None
     """[L', D] the same for the negative prompt under the BASE weights, for CFG."""
 
@@ -143,12 +152,15 @@ class Action:
     """A completion, understood."""
 
     text: str
-    """The completion without special tokens."""
+    """The whole completion without special tokens."""
     payload: HiddenStates | str | Any | None
-    """What the renderer takes (its `ACCEPTS` kind); None when `failure` is set, and in an episode:
+    """What the renderer takes (its `accepts` kind); None when `failure` is set, and in an episode:
     it goes to the renderer and is not kept."""
     failure: str | None = None
     """Why nothing can be rendered, in words (-> POLICY_FAILED)."""
+    thought: str = ""
+    """The beginning of `text` that was thought before writing, its marker included: handed on to
+    nobody."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +183,20 @@ class RenderFailure:
 
 @dataclass(frozen=True, eq=False)
 class RewardInput:
-    """What a reward may look at; `text` is the completion's."""
+    """What a reward may look at."""
 
     sample: Sample
     text: str
+    """The whole completion without special tokens."""
     image: Image | None
     """The rendered picture (None for the `none` renderer)."""
+    thought: str = ""
+    """The beginning of `text` that was thought before writing, its marker included."""
+
+    @property
+    def words(self) -> str:
+        """What was written after the thought: what the renderer was given."""
+        return self.text.removeprefix(self.thought)
 
 
 @dataclass(frozen=True)

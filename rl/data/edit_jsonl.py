@@ -11,16 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl.api.data import RowRules
-from rl.config.schema import Section
+from rl.api.plug import FileConfig
 from rl.data.shared.jsonl import count_lines, read_jsonl, row_problems
 from rl.data.shared.rows import BadRowError, Columns, PictureCheck, Rows, RowsSource
 
 
-class Config(Section):
+class Config(FileConfig):
     """One JSONL file."""
 
-    type: str
-    """This plug's name."""
     path: str
     """The file; a relative path counts from the working directory."""
     image_folder: str = ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
-from rl.config.schema import Section
+from rl.api.plug import FileConfig
 from rl.data.shared.rows import BadRowError, Columns, PictureCheck, Rows, RowsSource, pick
 from rl.ranks.wheels import mend_mismatched_wheels
 
@@ -28,11 +28,9 @@ _BUILDERS = {
 }
 
 
-class Config(Section):
+class Config(FileConfig):
     """One split of one data set."""
 
-    type: str
-    """This plug's name."""
     path: str
     """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); what
     exists locally is taken as local. A relative path counts from the working directory."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from rl.api.data import RowRules
-from rl.config.schema import Section
+from rl.api.plug import FileConfig
 from rl.data.shared.jsonl import read_jsonl, read_lines, row_problems
 from rl.data.shared.rows import BadRowError, Columns, Rows, RowsSource
 
@@ -25,11 +25,9 @@ BUILT_IN = Path(__file__).parent / "prompts"
 """One JSONL file per split, categories in turn, so that any beginning of one is balanced."""
 
 
-class Config(Section):
+class Config(FileConfig):
     """The built-in prompts, or one file of them."""
 
-    type: str
-    """This plug's name."""
     path: str = ""
     """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
     count from the working directory. '' = the built-in set."""

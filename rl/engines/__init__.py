@@ -1,5 +1,4 @@
-"""Plug room: samplers that hold a copy of the policy's weights.
+"""Plug room: inference engines with a copy of the policy's weights, each an `rl.api.engine.Engine`.
 
-A plug exports `Config` and `build`; `rl.api.contracts.Engine` is what it builds. `vllm` samples
-fast, `transformers` slowly and obviously: tests hold one against the other.
+`vllm` samples fast, `transformers` slowly and obviously: tests hold one against the other.
 """

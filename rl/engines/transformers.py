@@ -11,41 +11,24 @@ Axes: `_P` prompts, `_G` completions in a group, `_B` all rows, group by group, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from rl.api.engine import Engine, EngineSetup
+from rl.api.plug import PlugConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
-from rl.config.schema import Section
 
 if TYPE_CHECKING:
     import torch
 
-    from rl.ranks.dist import Dist
 
+class TransformersEngine(Engine):
+    """Takes no room of its own."""
 
-SAMPLES_WITH_TRAINER = True
-"""It reads the trainer's weights where they lie: refused with ZeRO-3 before the run starts."""
+    samples_with_trainer = True
 
-
-class Config(Section):
-    """The engine section."""
-
-    type: str
-    """'transformers'."""
-
-
-def build(
-    config: Config, policy: Any, dist: Dist, *, has_room: bool = True, sharded: bool = False
-) -> TransformersEngine:
-    """`policy` brings `decoder(prompts, num_rows)`, its stop and banned ids, `image_vocabulary`. It
-    takes no room of its own, and is refused where the policy is `sharded` (see above)."""
-    return TransformersEngine(policy)
-
-
-class TransformersEngine:
-    """See `rl.api.contracts.Engine`."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
+    def __init__(self, config: PlugConfig, setup: EngineSetup) -> None:
+        super().__init__(config, setup)
+        self._policy = setup.policy
         self._fingerprint: str | None = None
 
     def generate(
@@ -144,7 +127,7 @@ class TransformersEngine:
         banned = torch.tensor(self._policy.banned_token_ids, dtype=torch.int64)
         logits = logits_BV.cpu().float() / (params.temperature or 1.0)
         logits.index_fill_(-1, banned, float("-inf"))
-        if kinds_B is not None:
+        if kinds_B is not None and self._policy.image_vocabulary is not None:
             mask_logits_(logits, kinds_B, self._policy.image_vocabulary)
         if params.top_k > 0:
             kth = logits.topk(min(params.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
@@ -157,12 +140,6 @@ class TransformersEngine:
             logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
         return logits.log_softmax(-1)
 
-    def sleep(self) -> None:
-        """Nothing is held."""
-
-    def wake(self) -> None:
-        """Nothing was let go."""
-
     def load_weights(self, weights: PolicyWeights) -> None:
         """The module is the policy's own: it already holds them."""
         self._fingerprint = weights.fingerprint
@@ -170,9 +147,6 @@ class TransformersEngine:
     def held_fingerprint(self) -> str | None:
         """Of the last weights announced, which are the policy's own; None before the first."""
         return self._fingerprint
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _draw(

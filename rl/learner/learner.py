@@ -17,6 +17,7 @@ import torch
 
 from rl.algorithm.learning_rate import learning_rate
 from rl.api.loss import Denominators
+from rl.api.policy import Policy
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
@@ -33,8 +34,8 @@ STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
 class Learner:
     """Trains `policy.module`. Every method is collective over `dist`."""
 
-    def __init__(self, policy: Any, config: RunConfig, dist: Dist, num_iterations: int) -> None:
-        """`policy`: a `contracts.Policy` whose module lies on `dist.device`; with `kl_coeff` > 0
+    def __init__(self, policy: Policy, config: RunConfig, dist: Dist, num_iterations: int) -> None:
+        """`policy`: its module lies on `dist.device`; with `kl_coeff` > 0
         its `reference()` is a context manager under which the module is the frozen reference.
 
         Raises ValueError when nothing is trainable or the backend cannot hold it.

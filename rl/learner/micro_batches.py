@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rl.api.contracts import Policy
+from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
     if own is not None:
         prompt = own[0]
         # What the forward needs travels, pictures included: every rank must run the vision tower.
-        sample = replace(prompt.sample, source=None, target=None)
+        sample = replace(prompt.sample, sources=(), target=None)
         portable = (replace(prompt, sample=sample), own[1])
     gathered = [row for row in dist.gather(portable) if row is not None]
     return own or (gathered[0] if gathered else None)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,7 @@ from rl.algorithm.losses import loss_named
 from rl.algorithm.metrics import Metrics
 from rl.algorithm.objective import objective
 from rl.api.loss import Denominators, divisor
+from rl.api.policy import Policy
 from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import RunConfig
 from rl.learner.backends import Backend
@@ -69,7 +70,7 @@ class Kept:
 class TrainStep:
     """See `micro-batches.Forwards` for what the rollout reads of it."""
 
-    policy: Any
+    policy: Policy
     backend: Backend
     config: RunConfig
     dist: Dist

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl.api.contracts import Engine
+from rl.api.engine import Engine
 from rl.api.types import PolicyWeights, Prompt, SamplingParams
 
 if TYPE_CHECKING:

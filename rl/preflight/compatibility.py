@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.build import ask_plug, claims, row_rules
 from rl.config.schema import RunConfig
@@ -45,26 +45,35 @@ def plug_problems(resolved: Resolved) -> list[str]:
 
 def _room_problems(resolved: Resolved) -> Iterable[str]:
     policy, renderer = resolved.policy, resolved.renderer
-    accepts, emits = renderer.module.ACCEPTS, policy.module.EMITS
+    accepts, emits = renderer.cls.accepts, policy.cls.emits
     if accepts not in emits:
         yield (
             f"renderer.type: {renderer.name} takes {accepts}, but policy {policy.name} emits "
             f"{' or '.join(sorted(emits))}; choose a renderer that takes one of these"
         )
+    elif accepts == "hidden_states" and renderer.cls.state_kind not in policy.cls.state_kinds:
+        yield (
+            f"renderer.type: {renderer.name} takes {renderer.cls.state_kind} hidden states, but "
+            f"policy {policy.name} gives {' or '.join(sorted(policy.cls.state_kinds))} ones; "
+            "choose another policy or renderer"
+        )
     sources = [*resolved.train, *resolved.validation]
-    for need in sorted(policy.module.NEEDS):
-        lacking = [s.key for s in sources if need not in s.source.provides(s.config)]
+    for need in sorted(policy.cls.needs):
+        lacking = [s.key for s in sources if need not in s.cls.provides(s.config)]
         if lacking:
             yield (
                 f"policy.type: {policy.name} reads each sample's {need!r}, which "
                 f"{', '.join(lacking)} does not provide; tokenise the data with "
                 "rl prepare"
             )
-    for plug in (policy, renderer):
-        yield from (f"{plug.key}.{problem}" for problem in plug.module.validate(plug.config))
-    length = getattr(resolved.engine.config, "max_model_len", None)
+    for plug in (policy, resolved.engine, renderer):
+        problems, wrong = _told(plug, plug.cls.problems, resolved.config)
+        yield from (f"{plug.key}.{problem}" for problem in problems)
+        yield from wrong
+    stated = resolved.engine.cls.memory(resolved.engine.config)
+    length = stated and stated.max_model_len
     longest = resolved.config.sampling.max_completion_tokens
-    prompt = getattr(policy.config, "max_prompt_tokens", 0)
+    prompt = policy.config.max_prompt_tokens
     if length is not None and length < prompt + longest:
         yield (
             f"engine.max_model_len: {length} tokens hold no prompt of {prompt} "
@@ -78,27 +87,27 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
         yield "rewards: empty; give at least one, e.g. { viescore: { type: 'viescore' } }"
     sources = [*resolved.train, *resolved.validation]
     for plug in resolved.rewards.values():
-        for need in sorted(plug.reward.needs):
+        for need in sorted(plug.cls.needs):
             if need == "text":
                 continue
             if need == "image":
-                if not resolved.renderer.module.MAKES_IMAGES:
+                if not resolved.renderer.cls.makes_images:
                     makes_none = f"renderer {resolved.renderer.name} makes none"
                     yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
                 continue
             named = need if need in ("source", "target", "reference") else f"hidden:{need}"
-            lacking = [s.key for s in sources if named not in s.source.provides(s.config)]
+            lacking = [s.key for s in sources if named not in s.cls.provides(s.config)]
             if lacking:
                 yield (
                     f"{plug.key}: needs each sample's {need!r}, which {', '.join(lacking)} does "
                     "not provide; map a column to it"
                 )
-        problems, wrong = _told(plug, plug.reward.problems, resolved.config)
+        problems, wrong = _told(plug, plug.cls.problems, resolved.config)
         yield from (f"{plug.key}.{problem}" for problem in problems)
         yield from wrong
     known = set(resolved.rewards)
     for name, plug in resolved.rewards.items():
-        known |= {f"{name}/{part}" for part in plug.reward.unit_parts}
+        known |= {f"{name}/{part}" for part in plug.cls.unit_parts}
     for name, weight in resolved.config.final_reward.weights.items():
         if name not in known:
             yield f"final_reward.weights.{name}: no such reward; known: {', '.join(sorted(known))}"
@@ -107,7 +116,7 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
     weights = resolved.config.final_reward.weights
     if weights and not any(weights.values()):
         yield "final_reward.weights: all zero; give at least one reward a weight > 0"
-    diagnostic = all(plug.reward.diagnostic for plug in resolved.rewards.values())
+    diagnostic = all(plug.cls.diagnostic for plug in resolved.rewards.values())
     if resolved.rewards and diagnostic and not weights:
         yield (
             "rewards: only diagnostics, which do not count by themselves; name one in "
@@ -151,7 +160,7 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             f"{optimizer.updates_per_iteration} makes it more; use 1 update, or max_staleness 0"
         )
     shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
-    if shards and getattr(resolved.engine.module, "SAMPLES_WITH_TRAINER", False):
+    if shards and resolved.engine.cls.samples_with_trainer:
         yield (
             f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
             "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
@@ -161,7 +170,7 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
 def _placement_problems(resolved: Resolved) -> Iterable[str]:
     """As far as words go: what the machine has is seen when a run starts on it."""
     num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
-    stated = getattr(resolved.policy.config, "device", "auto")
+    stated = resolved.policy.config.device
     if "+" in stated:
         return [
             f"policy.device: {stated!r} counts from the rank's own device, which is the policy's; "
@@ -217,13 +226,15 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
             "data.validation: empty, and evaluation.every_n_iterations asks for a held-out run; "
             "give a source or set that key to 0"
         )
-    template = resolved.renderer.module.prompt_template(resolved.renderer.config)
-    needs_picture = template is not None and "{image}" in template.text
+    renderer = resolved.renderer
+    template = renderer.cls.prompt_template(renderer.config)
+    shows_picture = template is not None and "{image}" in template.text
+    needs_picture = shows_picture or renderer.cls.needs_source
     for plug in [*resolved.train, *resolved.validation]:
-        problems, wrong = _told(plug, plug.source.problems, row_rules(resolved.config))
+        problems, wrong = _told(plug, plug.cls.problems, row_rules(resolved.config))
         yield from (f"{plug.key}: {problem}" for problem in problems)
         yield from wrong
-        if needs_picture and "source" not in plug.source.provides(plug.config):
+        if needs_picture and "source" not in plug.cls.provides(plug.config):
             yield (
                 f"{plug.key}: renderer {resolved.renderer.name} edits a picture, and these samples "
                 "have no source; map a column to it"
@@ -231,7 +242,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
 
 
 def _told(
-    plug: Plug, member: Callable[..., Iterable[str]], rest: object
+    plug: Plug[Any], member: Callable[..., Iterable[str]], rest: object
 ) -> tuple[list[str], list[str]]:
     """(what a plug's own `problems` names, what is wrong with that method)."""
 

@@ -1,21 +1,21 @@
 """Try an outsider's code once, on made-up inputs, before any model is loaded.
 
-What: `dry_problems`: every reward that needs neither judge nor model grades one made-up picture,
-and a loss by dotted path is given one made-up micro-batch. What not: whether a plug has the right
-members (`api/find.py`). Called by `report.py`.
+What: `dry_problems`: every reward that needs neither judge nor model grades one made-up picture, a
+renderer that runs none draws two, and a loss by dotted path is given one made-up micro-batch. What
+not: whether a plug has the right members (`api/find.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.api import find
 from rl.api.loss import Denominators, LossInputs, LossTerms
-from rl.api.plug import shown
-from rl.api.reward import Resources
-from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.build import Resolved, RewardPlug
+from rl.api.plug import Resources, shown
+from rl.api.reward import Reward
+from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
+from rl.build import Plug, Resolved
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
 from rl.rollout.grading import grade, score_group
 
@@ -28,17 +28,17 @@ SIDE_PX = 64
 def dry_problems(resolved: Resolved) -> list[str]:
     """What raises, or gives something that cannot be used."""
     found = [problem for plug in resolved.rewards.values() for problem in _reward(resolved, plug)]
-    return found + _loss(resolved.config.algorithm)
+    return found + _renderer(resolved) + _loss(resolved.config.algorithm)
 
 
-def _reward(resolved: Resolved, plug: RewardPlug) -> list[str]:
+def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
     """A reward that reads hidden keys is left out: nobody knows what they hold."""
-    reads_hidden = plug.reward.needs - {"source", "image", "target", "text", "reference"}
-    if plug.reward.needs_judge or plug.reward.runs_model or reads_hidden:
+    reads_hidden = plug.cls.needs - {"source", "image", "target", "text", "reference"}
+    if plug.cls.needs_judge or plug.cls.runs_model or reads_hidden:
         return []
     given = _made_up(resolved)
     try:
-        reward = plug.reward(plug.config, Resources(None, "cpu"))
+        reward = plug.cls(plug.config, Resources(None, "cpu"))
     except Exception as error:
         return [f"{plug.key}: making {plug.name} raises {find.described(error)}"]
 
@@ -63,15 +63,15 @@ def _reward(resolved: Resolved, plug: RewardPlug) -> list[str]:
 def _made_up(resolved: Resolved) -> RewardInput:
     """With what every sample of this config has."""
     sources = [*resolved.train, *resolved.validation]
-    carried = frozenset.intersection(*(frozenset(p.source.provides(p.config)) for p in sources))
+    carried = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
     sample = Sample(
         "made-up",
         "paint it red",
-        source=_picture() if "source" in carried else None,
+        sources=(_picture(),) if "source" in carried else (),
         target=_picture() if "target" in carried else None,
         reference="a red square" if "reference" in carried else None,
     )
-    draws = resolved.renderer.module.MAKES_IMAGES
+    draws = resolved.renderer.cls.makes_images
     return RewardInput(sample, "a red square on a white floor", _picture() if draws else None)
 
 
@@ -79,6 +79,43 @@ def _picture() -> Image:
     from PIL import Image
 
     return Image.linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
+
+
+def _renderer(resolved: Resolved) -> list[str]:
+    """One that takes hidden states is left out: nobody knows how wide they are."""
+    plug = resolved.renderer
+    if plug.cls.runs_model or plug.cls.accepts == "hidden_states":
+        return []
+    sample = _made_up(resolved).sample
+    payload: Any = "a red square"
+    if plug.cls.accepts == "image_tokens":
+        import numpy as np
+
+        payload = np.zeros((4, 4), np.int32)
+    jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
+    try:
+        renderer = plug.cls(plug.config, Resources(None, "cpu"))
+        drawn = list(renderer.render(jobs))
+        renderer.close()
+    except Exception as error:
+        return [f"{plug.key}: {plug.name} raises {find.described(error)} on made-up jobs"]
+    expected = "expected (number of the job, RGB picture) for each job, once"
+    for outcome in drawn:
+        if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
+            return [f"{plug.key}: {plug.name} yields {shown(outcome)}; {expected}"]
+        if not _is_picture(outcome[1], plug.cls.makes_images):
+            return [f"{plug.key}: {plug.name} draws {shown(outcome[1])}; {expected}"]
+    if sorted(number for number, _ in drawn) != [0, 1]:
+        return [f"{plug.key}: {plug.name} yields {len(drawn)} pictures for 2 jobs; {expected}"]
+    return []
+
+
+def _is_picture(outcome: Any, makes_images: bool) -> bool:
+    from PIL.Image import Image
+
+    if isinstance(outcome, RenderFailure):
+        return True
+    return outcome.mode == "RGB" if isinstance(outcome, Image) else not (outcome or makes_images)
 
 
 def _loss(algorithm: AlgorithmConfig) -> list[str]:

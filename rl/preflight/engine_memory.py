@@ -1,7 +1,7 @@
 """What an engine with weights of its own takes of a GPU, and the least it starts with.
 
-What: `Sampler`, arithmetic for vLLM as `engines/vllm/plug.py` starts it. What not: the others on
-that GPU (`memory_plan.py`, which counts this among them), which share is right
+What: `InferenceEngine`, arithmetic for vLLM as `engines/vllm/plug.py` starts it. What not: the
+others on that GPU (`memory_plan.py`, which counts this among them), which share is right
 (`memory_remedies.py`).
 
 GB is 1e9 bytes throughout.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+
+from rl.api.engine import Residency
 
 ENGINE_WORKSPACE_GB = 1.5
 """What vLLM keeps of its share for CUDA graphs and buffers."""
@@ -23,7 +24,7 @@ CACHE_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Sampler:
+class InferenceEngine:
     """An engine that holds a copy of the policy's weights."""
 
     share: float
@@ -39,7 +40,7 @@ class Sampler:
     longest_tokens: int
     """Of prompt + completion; it does not start with room for fewer."""
     max_num_seqs: int
-    residency: Literal["auto", "resident", "sleep"]
+    residency: Residency
     """Whether it keeps its memory while others work; auto: where the GPU holds it all."""
 
     @property

@@ -2,21 +2,19 @@
 
 What: `footprint`, the token counts behind it, and `unknowns`: what it does not know. What not: the
 arithmetic (`memory_plan.py`), whether it fits (`memory_remedies.py`) or loading anything: shapes
-come from a table or from a folder's headers. Keys that only some plugs have are read where they are
-there. Called by `report.py`, `memory_remedies.py` and `run/set_up.py`.
+come from a table or from a folder's headers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from rl.build import ModulePlug, Resolved, RewardPlug
+from rl.api.plug import ModelRunner, PlacedConfig
+from rl.build import Plug, Resolved
 from rl.files.weights import num_parameters
 from rl.preflight import memory_plan
-from rl.preflight.engine_memory import Sampler
+from rl.preflight.engine_memory import InferenceEngine
 from rl.preflight.memory_plan import FrozenModel, LanguageModel, Plan, Sizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -35,26 +33,24 @@ def unknowns(resolved: Resolved) -> list[str]:
     found = []
     if _policy_model(resolved) is None:
         found.append(
-            f"policy: {origin(resolved.policy.config)!r} is neither a local folder of safetensors "
-            f"nor one of {', '.join(memory_plan.KNOWN)}"
+            f"policy: {policy_weights(resolved)!r} is neither a local folder of safetensors nor "
+            f"one of {', '.join(memory_plan.KNOWN)}"
         )
     engine = resolved.engine
-    samples_itself = getattr(engine.module, "SAMPLES_WITH_TRAINER", False)
-    if not (samples_itself or hasattr(engine.config, "gpu_memory_utilization")):
+    if not (engine.cls.samples_with_trainer or engine.cls.memory(engine.config)):
         found.append(f"engine: {engine.name} does not say what it takes")
-    with_models: list[ModulePlug | RewardPlug] = [resolved.renderer, *resolved.rewards.values()]
-    for plug in with_models:
-        runs_a_model = getattr(plug.config, "device", "cpu") != "cpu"
-        if runs_a_model and not sum(_counts(plug, "parameter_counts").values()):
-            of = f" of {where!r}" if (where := origin(plug.config)) else ""
+    for plug in resolved.model_runners:
+        on_gpu = isinstance(plug.config, PlacedConfig) and plug.config.device != "cpu"
+        if on_gpu and not sum(plug.cls.parameter_counts(plug.config).values()):
+            of = "".join(f" of {place!r}" for place in plug.cls.reads_from(plug.config)[:1])
             found.append(f"{plug.key}: {plug.name} does not know the size{of}")
     return found
 
 
-def origin(config: Any) -> str:
-    """The model or data a plug reads, where its section names one."""
-    names = ("init_text_encoder_from", "model_path", "path")
-    return next((value for name in names if (value := getattr(config, name, ""))), "")
+def policy_weights(resolved: Resolved) -> str:
+    """The policy's weights as its section names them."""
+    places = resolved.policy.cls.reads_from(resolved.policy.config)
+    return next(iter(places), resolved.policy.name)
 
 
 def group_tokens(resolved: Resolved) -> int:
@@ -67,7 +63,7 @@ def group_tokens(resolved: Resolved) -> int:
 def kept_tokens(resolved: Resolved) -> tuple[int, str]:
     """(tokens of one iteration and rank whose forwards are kept, why it is not all of them)."""
     config, optimizer = resolved.config, resolved.config.optimizer
-    lora = getattr(resolved.policy.config, "lora", None)
+    lora = resolved.policy.config.lora
     if config.max_staleness:
         return 0, "max_staleness 1"
     if lora is not None and lora.dropout:
@@ -89,7 +85,7 @@ def iteration_tokens(resolved: Resolved) -> int:
 
 
 def _prompt_tokens(resolved: Resolved) -> int:
-    return int(getattr(resolved.policy.config, "max_prompt_tokens", 2048))
+    return int(resolved.policy.config.max_prompt_tokens)
 
 
 def sizes(resolved: Resolved) -> Sizes | None:
@@ -100,14 +96,14 @@ def sizes(resolved: Resolved) -> Sizes | None:
     model = _policy_model(resolved)
     if model is None or policy_device(resolved) == "cpu":
         return None
-    lora = getattr(policy, "lora", None)
+    lora = policy.lora
     prompt, completion = _prompt_tokens(resolved), config.sampling.max_completion_tokens
     kept, not_all = kept_tokens(resolved)
     # A completion that is longer than the budget is a row of its own.
     longest_row = max(optimizer.max_tokens_per_micro_batch, prompt + completion)
     return Sizes(
         model=model,
-        bytes_per_weight=BYTES[getattr(policy, "dtype", "bfloat16")],
+        bytes_per_weight=BYTES[policy.dtype],
         lora_rank=lora.r if lora else None,
         lora_modules=lora.target_modules if lora else (),
         zero_stage=_zero_stage(resolved),
@@ -121,18 +117,15 @@ def sizes(resolved: Resolved) -> Sizes | None:
         // config.world_size
         * config.generations_per_prompt,
         checkpointing=optimizer.gradient_checkpointing,
-        sampler=_sampler(resolved, model, prompt + completion),
+        engine=_engine(resolved, model, prompt + completion),
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
-        frozen=[
-            _frozen(resolved.renderer, policy_device(resolved)),
-            *(_frozen(plug, policy_device(resolved)) for plug in resolved.rewards.values()),
-        ],
+        frozen=[_frozen(plug, policy_device(resolved)) for plug in resolved.model_runners],
     )
 
 
 def policy_device(resolved: Resolved) -> str:
     """Where the policy lies, as its section says it."""
-    return str(getattr(resolved.policy.config, "device", "auto"))
+    return str(resolved.policy.config.device)
 
 
 def _zero_stage(resolved: Resolved) -> int:
@@ -141,51 +134,41 @@ def _zero_stage(resolved: Resolved) -> int:
 
 
 def _policy_model(resolved: Resolved) -> LanguageModel | None:
-    policy = resolved.policy.config
-    editor, subfolder = origin(policy), getattr(policy, "text_encoder_subfolder", "")
-    places = (f"{editor}/{subfolder}", editor, getattr(policy, "model_path", ""))
+    places = resolved.policy.cls.reads_from(resolved.policy.config)
     return next((model for place in places if (model := _language_model(place))), None)
 
 
-def _sampler(resolved: Resolved, model: LanguageModel, longest: int) -> Sampler | None:
-    engine, policy = resolved.engine.config, resolved.policy.config
-    share = getattr(engine, "gpu_memory_utilization", None)
-    if share is None:
+def _engine(resolved: Resolved, model: LanguageModel, longest: int) -> InferenceEngine | None:
+    policy, engine = resolved.policy, resolved.engine
+    stated = engine.cls.memory(engine.config)
+    if stated is None:
         return None
-    dtype = getattr(engine, "dtype", "auto")
-    num_bytes = BYTES[getattr(policy, "dtype", "bfloat16") if dtype == "auto" else dtype]
+    num_bytes = BYTES[stated.dtype or policy.config.dtype]
     # It reads the features of a frozen tower, which ZeRO-3 shards (`engines/vllm/plug.py`).
-    without_tower = getattr(policy, "freeze_vision_tower", False) and _zero_stage(resolved) < 3
+    without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
     params = model.params - (model.tower_params if without_tower else 0)
-    cache_mb = getattr(engine, "kv_cache_memory_mb", None)
-    return Sampler(
-        share=share,
-        cache_gb=None if cache_mb is None else cache_mb * 2**20 / 1e9,
+    return InferenceEngine(
+        share=stated.share,
+        cache_gb=None if stated.cache_mb is None else stated.cache_mb * 2**20 / 1e9,
         weights_gb=params * num_bytes / 1e9,
         kv_bytes=model.kv_bytes(num_bytes),
         step_bytes=model.mlp_bytes(num_bytes),
-        longest_tokens=getattr(engine, "max_model_len", None) or longest,
-        max_num_seqs=getattr(engine, "max_num_seqs", 1),
-        residency=getattr(engine, "residency", "auto"),
+        longest_tokens=stated.max_model_len or longest,
+        max_num_seqs=stated.max_num_seqs,
+        residency=stated.residency,
     )
 
 
-def _frozen(plug: ModulePlug | RewardPlug, own_device: str) -> FrozenModel:
+def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
     """A plug that runs a model of its own says how large it is; one that runs none says nothing."""
-    device = getattr(plug.config, "device", "auto")
+    config = plug.config if isinstance(plug.config, PlacedConfig) else PlacedConfig()
     return FrozenModel(
         name=plug.key,
-        device="auto" if _is_own(device, own_device) else device,
-        bytes_per_value=BYTES[getattr(plug.config, "dtype", "bfloat16")],
-        weights=_counts(plug, "parameter_counts"),
-        activations=_counts(plug, "activation_counts"),
+        device="auto" if _is_own(config.device, own_device) else config.device,
+        bytes_per_value=BYTES[config.dtype],
+        weights=plug.cls.parameter_counts(plug.config),
+        activations=plug.cls.activation_counts(plug.config),
     )
-
-
-def _counts(plug: ModulePlug | RewardPlug, name: str) -> Mapping[str, float]:
-    said_by = plug.reward if isinstance(plug, RewardPlug) else plug.module
-    counts: Mapping[str, float] = getattr(said_by, name)(plug.config)
-    return counts
 
 
 def _is_own(device: str, own: str) -> bool:

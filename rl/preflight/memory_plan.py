@@ -1,10 +1,9 @@
 """How much GPU memory a run will want, from sizes alone.
 
 What: `plan`, plain arithmetic over numbers that `footprint.py` collects; every assumption is in the
-code below and in `Plan.assumptions`. `residency`: whether the sampler may stay where it is while
-others work. What not: measuring, or reading models: fragmentation and other programs are not in it,
-so a tenth of the GPU is left free; what is wrong with a plan (`memory_remedies.py`). Called by
-`footprint.py`, `memory_remedies.py`, `report.py` and `run/set_up.py`.
+code below and in `Plan.assumptions`. `residency`: whether the inference engine may stay where it is
+while others work. What not: measuring, or reading models: fragmentation and other programs are not
+in it, so a tenth of the GPU is left free; what is wrong with a plan (`memory_remedies.py`).
 
 GB is 1e9 bytes throughout.
 """
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rl.preflight.engine_memory import Sampler
+from rl.preflight.engine_memory import InferenceEngine
 
 CONTEXT_GB = 2.0
 """CUDA context, NCCL buffers and kernels' workspaces of one process."""
@@ -167,7 +166,7 @@ class Sizes:
     num_completions: int
     """Of one iteration on this rank."""
     checkpointing: Checkpointing
-    sampler: Sampler | None
+    engine: InferenceEngine | None
     """None: the engine samples from the policy itself."""
     reads_reference: bool
     """Full fine-tuning with a KL term: the starting weights come to the GPU to be read."""
@@ -216,7 +215,7 @@ class Plan:
 
 
 def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
-    """Whether the sampler may keep its memory while the others work: waking it costs seconds."""
+    """Whether the engine may keep its memory while the others work: waking it costs seconds."""
     fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
     return "resident" if fits else "sleep"
 
@@ -225,12 +224,12 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
     """What `residency` finds, and why, in one line."""
     everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
     if residency(planned, gpu_gb) == "resident":
-        return f"the sampler may stay while others work: {everything}"
-    return f"the sampler has to sleep while others work: {everything}, and a tenth should stay free"
+        return f"the engine may stay while others work: {everything}"
+    return f"the engine has to sleep while others work: {everything}, and a tenth should stay free"
 
 
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
-    """Memory per GPU when one rank has it to itself, sampler, renderer and learner included."""
+    """Memory per GPU when one rank has it to itself, engine, renderer and learner included."""
     weights_gb = sizes.model.params * sizes.bytes_per_weight / 1e9
     frozen_rows, elsewhere = _frozen(sizes.frozen)
     assumptions = [
@@ -245,18 +244,18 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         *frozen_rows,
         *_forward_rows(sizes),
     ]
-    engine, sampler = None, sizes.sampler
-    if sampler is None:
+    row, engine = None, sizes.engine
+    if engine is None:
         num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
         cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, ("generate",)))
     else:
-        stated = f"{sampler.share:.0%} of the GPU" if sampler.cache_gb is None else "as stated"
-        engine = Row(f"engine ({stated})", sampler.claimed_gb(gpu_gb), ("generate",))
-        rows.append(engine)
-        assumptions.append(_engine_fit(sizes, sampler, gpu_gb))
-    planned = Plan(rows, assumptions, engine, _per_device(sizes.frozen))
-    chosen = "auto" if sampler is None else sampler.residency
+        stated = f"{engine.share:.0%} of the GPU" if engine.cache_gb is None else "as stated"
+        row = Row(f"engine ({stated})", engine.claimed_gb(gpu_gb), ("generate",))
+        rows.append(row)
+        assumptions.append(_engine_fit(sizes, engine, gpu_gb))
+    planned = Plan(rows, assumptions, row, _per_device(sizes.frozen))
+    chosen = "auto" if engine is None else engine.residency
     if chosen == "auto":
         chosen = residency(planned, gpu_gb)
     return planned.with_engine(PHASES) if chosen == "resident" else planned
@@ -336,14 +335,14 @@ def _per_device(models: Sequence[FrozenModel]) -> dict[str, float]:
     return dict(devices)
 
 
-def _engine_fit(sizes: Sizes, sampler: Sampler, gpu_gb: float) -> str:
-    beside_gb = sampler.weights_gb + sampler.workspace_gb(gpu_gb)
-    cache_gb = sampler.claimed_gb(gpu_gb) - beside_gb
-    if sampler.starves(gpu_gb):
+def _engine_fit(sizes: Sizes, engine: InferenceEngine, gpu_gb: float) -> str:
+    beside_gb = engine.weights_gb + engine.workspace_gb(gpu_gb)
+    cache_gb = engine.claimed_gb(gpu_gb) - beside_gb
+    if engine.starves(gpu_gb):
         return "the engine's share leaves no room for one completion beside its weights"
-    num_tokens = int(cache_gb * 1e9 / sampler.kv_bytes)
+    num_tokens = int(cache_gb * 1e9 / engine.kv_bytes)
     per_completion = sizes.prompt_tokens + sizes.completion_tokens
-    at_once = min(sampler.max_num_seqs, num_tokens // per_completion)
+    at_once = min(engine.max_num_seqs, num_tokens // per_completion)
     return (
         f"the engine's cache holds {num_tokens} tokens, {at_once} full-length completions at once "
         "(more where prompts are shared)"

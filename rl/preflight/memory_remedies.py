@@ -16,11 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from rl import build
+from rl.api.plug import PlacedConfig
 from rl.build import Resolved
 from rl.config.schema import RunConfig
 from rl.preflight import footprint, memory_plan
 from rl.preflight.compatibility import RANKS_OF_A_NODE, plug_problems
-from rl.preflight.engine_memory import Sampler
+from rl.preflight.engine_memory import InferenceEngine
 from rl.preflight.memory_plan import PHASES, Plan, Sizes
 from rl.ranks import placement
 
@@ -48,8 +49,8 @@ def memory_problems(resolved: Resolved, gpu_gb: float, size_of: SizeOf | None = 
         *_elsewhere_problems(sizes, gpu_gb, size_of or (lambda device: gpu_gb)),
     ]
     needed: dict[str, Any] = {}
-    if sizes.sampler is not None and sizes.sampler.starves(gpu_gb):
-        needed, problem = _sampler_problem(sizes.sampler, gpu_gb)
+    if sizes.engine is not None and sizes.engine.starves(gpu_gb):
+        needed, problem = _engine_problem(sizes.engine, gpu_gb)
         found.append(problem)
         if not needed:
             return found
@@ -66,10 +67,10 @@ def _limit_problems(resolved: Resolved, sizes: Sizes) -> Iterator[str]:
     own = "cuda:0" if stated == "auto" else stated
     if placement.problems(claims, [own], machine=None):
         return  # `compatibility.py` says so
-    sampler_gb = 0.0 if sizes.sampler is None else sizes.sampler.weights_gb
+    engine_gb = 0.0 if sizes.engine is None else sizes.engine.weights_gb
     weights_gb = {model.name: model.weights_gb for model in sizes.frozen}
     ranks = sizes.world_size if sizes.zero_stage == 3 else 1
-    weights_gb["policy"] = sizes.model.params * sizes.bytes_per_weight / 1e9 / ranks + sampler_gb
+    weights_gb["policy"] = sizes.model.params * sizes.bytes_per_weight / 1e9 / ranks + engine_gb
     for device, limit_gb in placement.limits_gb(claims, own).items():
         there = [c.key for c in claims if placement.resolve_device(c.device, own) == device]
         wanted_gb = sum(weights_gb[key] for key in there)
@@ -92,37 +93,37 @@ def _elsewhere_problems(sizes: Sizes, gpu_gb: float, size_of: SizeOf) -> Iterato
             )
 
 
-def _sampler_problem(sampler: Sampler, gpu_gb: float) -> tuple[dict[str, Any], str]:
+def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[dict[str, Any], str]:
     """(what lets it start, {} if nothing does; what is wrong)."""
-    weights = f"its weights alone are {sampler.weights_gb:.1f} GB"
-    if sampler.cache_gb is not None:
-        least_mb = math.ceil(round(sampler.least_cache_gb * 1e9) / 2**20)
+    weights = f"its weights alone are {engine.weights_gb:.1f} GB"
+    if engine.cache_gb is not None:
+        least_mb = math.ceil(round(engine.least_cache_gb * 1e9) / 2**20)
         return {CACHE: least_mb}, (
-            f"{CACHE}: {sampler.cache_gb * 1e9 / 2**20:g} MiB hold no completion of "
-            f"{sampler.longest_tokens} tokens, prompt included; at least {least_mb} are needed"
+            f"{CACHE}: {engine.cache_gb * 1e9 / 2**20:g} MiB hold no completion of "
+            f"{engine.longest_tokens} tokens, prompt included; at least {least_mb} are needed"
         )
-    claimed_gb = sampler.claimed_gb(gpu_gb)
-    given = f"{SHARE}: {sampler.share:g} of {gpu_gb:g} GB is {claimed_gb:.1f} GB"
-    if claimed_gb > sampler.weights_gb:
+    claimed_gb = engine.claimed_gb(gpu_gb)
+    given = f"{SHARE}: {engine.share:g} of {gpu_gb:g} GB is {claimed_gb:.1f} GB"
+    if claimed_gb > engine.weights_gb:
         weights = (
-            f"beside its weights ({sampler.weights_gb:.1f} GB) and workspace "
-            f"({sampler.workspace_gb(gpu_gb):.1f} GB) there is no room for one completion of "
-            f"{sampler.longest_tokens} tokens, prompt included"
+            f"beside its weights ({engine.weights_gb:.1f} GB) and workspace "
+            f"({engine.workspace_gb(gpu_gb):.1f} GB) there is no room for one completion of "
+            f"{engine.longest_tokens} tokens, prompt included"
         )
-    least = _least_share(sampler, gpu_gb)
+    least = _least_share(engine, gpu_gb)
     if least is None:
         return {}, (
-            f"{given}, and {weights}; no share works, it wants {sampler.least_gb(gpu_gb):.1f} GB: "
+            f"{given}, and {weights}; no share works, it wants {engine.least_gb(gpu_gb):.1f} GB: "
             "take a larger GPU, a smaller policy.model_path, or engine.dtype 'bfloat16' if it is "
             "wider"
         )
     return {SHARE: least}, f"{given}, and {weights}; at least {least:g} is needed"
 
 
-def _least_share(sampler: Sampler, gpu_gb: float) -> float | None:
+def _least_share(engine: InferenceEngine, gpu_gb: float) -> float | None:
     """In hundredths; None if not even the whole GPU is enough."""
     shares = (hundredth / 100 for hundredth in range(1, 101))
-    return next((s for s in shares if not replace(sampler, share=s).starves(gpu_gb)), None)
+    return next((s for s in shares if not replace(engine, share=s).starves(gpu_gb)), None)
 
 
 def _plan_problem(resolved: Resolved, gpu_gb: float, needed: Changes) -> str:
@@ -170,10 +171,10 @@ def _remedies(resolved: Resolved, gpu_gb: float) -> tuple[dict[str, tuple[Any, f
 
 
 def _starts(trial: Resolved, resolved: Resolved, gpu_gb: float) -> bool:
-    """Whether the trial makes nothing wrong that was not, and its sampler has room (under ZeRO-3 it
+    """Whether the trial makes nothing wrong that was not, and its engine has room (under ZeRO-3 it
     has a vision tower of its own)."""
-    sampler = _known(trial).sampler
-    starves = sampler is not None and sampler.starves(gpu_gb)
+    engine = _known(trial).engine
+    starves = engine is not None and engine.starves(gpu_gb)
     return not starves and set(plug_problems(trial)) <= set(plug_problems(resolved))
 
 
@@ -185,14 +186,14 @@ def _saved_gb(before: Plan, after: Plan, gpu_gb: float) -> float:
 
 
 def _fitting_share(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any]]:
-    """The largest share of the sampler's that lets all fit, if there is one."""
+    """The largest share of the engine's that lets all fit, if there is one."""
     sizes = _known(resolved)
-    sampler = sizes.sampler
-    if sampler is None or sampler.cache_gb is not None:
+    engine = sizes.engine
+    if engine is None or engine.cache_gb is not None:
         return
-    least = _least_share(sampler, gpu_gb) or math.inf
-    for hundredth in range(math.ceil(sampler.share * 100) - 1, 0, -1):
-        smaller = replace(sizes, sampler=replace(sampler, share=hundredth / 100))
+    least = _least_share(engine, gpu_gb) or math.inf
+    for hundredth in range(math.ceil(engine.share * 100) - 1, 0, -1):
+        smaller = replace(sizes, engine=replace(engine, share=hundredth / 100))
         if hundredth / 100 < least:
             return
         if memory_plan.plan(smaller, gpu_gb).peak_gb <= gpu_gb:
@@ -204,7 +205,8 @@ def _candidates(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any]]:
     """Keys to try in this order: what costs the least speed comes first."""
     config, optimizer = resolved.config, resolved.config.optimizer
     sizes = _known(resolved)
-    if getattr(resolved.engine.config, "residency", "sleep") == "resident":
+    stated = resolved.engine.cls.memory(resolved.engine.config)
+    if stated is not None and stated.residency == "resident":
         yield "engine.residency", "sleep"
     if optimizer.gradient_checkpointing is False:
         yield "optimizer.gradient_checkpointing", "mlp"
@@ -214,23 +216,26 @@ def _candidates(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any]]:
     shortest = sizes.prompt_tokens + sizes.completion_tokens
     if shortest < optimizer.max_tokens_per_micro_batch:
         yield "optimizer.max_tokens_per_micro_batch", shortest
-    for plug in (resolved.renderer, *resolved.rewards.values()):
-        if getattr(plug.config, "batch_size", 1) > 1:
-            yield f"{plug.key}.batch_size", 1
+    savings = [
+        (f"{plug.key}.{saving.key}", saving)
+        for plug in resolved.model_runners
+        for saving in plug.cls.savings(plug.config)
+    ]
+    yield from ((key, saving.value) for key, saving in savings if saving.exact)
     if optimizer.backend == "deepspeed" and config.world_size > 1:
         # Under stage 3 full fine-tuning has no reference at hand.
         last = 2 if sizes.reads_reference else 3
         for stage in range(optimizer.zero_stage + 1, last + 1):
             yield "optimizer.zero_stage", stage
-    if sizes.sampler is not None and sizes.sampler.cache_gb is None:
-        least = _least_share(sizes.sampler, gpu_gb)
-        if least is not None and least < sizes.sampler.share:
+    if sizes.engine is not None and sizes.engine.cache_gb is None:
+        least = _least_share(sizes.engine, gpu_gb)
+        if least is not None and least < sizes.engine.share:
             yield SHARE, least
-    if getattr(resolved.renderer.config, "fp8", None) == "off":
-        yield "renderer.fp8", "storage"
+    yield from ((key, saving.value) for key, saving in savings if not saving.exact)
     alone_gb = sum(row.gb for row in _planned(resolved, gpu_gb).rows if "renderer" in row.part)
-    has_device = getattr(resolved.renderer.config, "device", None) == "auto"
-    if has_device and alone_gb <= gpu_gb and 2 * config.world_size <= RANKS_OF_A_NODE:
+    renderer = resolved.renderer.config
+    movable = isinstance(renderer, PlacedConfig) and renderer.device == "auto"
+    if movable and alone_gb <= gpu_gb and 2 * config.world_size <= RANKS_OF_A_NODE:
         yield "renderer.device", f"cuda:+{config.world_size}"
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed
@@ -40,7 +41,7 @@ def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int)
     """What does not fit the GPUs of `machine`, on which `num_ranks` ranks start; [] where the
     policy lies on none. `problems` comes first."""
     resolved = build.resolve(config)
-    stated = getattr(resolved.policy.config, "device", "auto")
+    stated = resolved.policy.config.device
     owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
     sizes_gb = {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
     own_gb = min((sizes_gb[own] for own in owns if own in sizes_gb), default=None)
@@ -91,10 +92,12 @@ def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
 
 
 def _plug_lines(resolved: build.Resolved) -> list[str]:
-    plugs: list[build.Plug] = [resolved.policy, resolved.engine, resolved.renderer]
+    plugs: list[build.Plug[Any]] = [resolved.policy, resolved.engine, resolved.renderer]
     plugs += [*resolved.rewards.values(), *resolved.train, *resolved.validation]
+    origins = ("".join(plug.cls.reads_from(plug.config)[:1]) for plug in plugs)
     return [
-        f"{plug.key:<20} {plug.name:<22} {footprint.origin(plug.config)}".rstrip() for plug in plugs
+        f"{plug.key:<20} {plug.name:<22} {origin}".rstrip()
+        for plug, origin in zip(plugs, origins, strict=True)
     ]
 
 
@@ -103,7 +106,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
     prompts = config.prompts_per_iteration
     completions = prompts * config.generations_per_prompt
     pictures = completions * config.images_per_completion
-    if not resolved.renderer.module.MAKES_IMAGES:
+    if not resolved.renderer.cls.makes_images:
         pictures = 0
     questions = pictures * _questions_per_picture(resolved)
 
@@ -131,7 +134,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
 def _length(resolved: build.Resolved) -> str:
     """Iterations <-> epochs, as far as the number of samples is known."""
     config = resolved.config
-    counts = [plug.source.count(plug.config) for plug in resolved.train]
+    counts = [plug.cls.count(plug.config) for plug in resolved.train]
     prompts = config.prompts_per_iteration
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
@@ -152,9 +155,9 @@ def _length(resolved: build.Resolved) -> str:
 
 def _questions_per_picture(resolved: build.Resolved) -> int:
     return sum(
-        plug.reward.num_questions(plug.config)
+        plug.cls.num_questions(plug.config)
         for plug in resolved.rewards.values()
-        if plug.reward.needs_judge
+        if plug.cls.needs_judge
     )
 
 
@@ -169,9 +172,9 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     if judge.start_command:
         lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
-        f"{name}: {plug.name}, {plug.reward.num_questions(plug.config)} questions a picture"
+        f"{name}: {plug.name}, {plug.cls.num_questions(plug.config)} questions a picture"
         for name, plug in resolved.rewards.items()
-        if plug.reward.needs_judge
+        if plug.cls.needs_judge
     ]
     lines.append(
         f"{training} questions an iteration: {training * 60} an hour at one iteration a minute; up "

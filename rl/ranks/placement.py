@@ -15,27 +15,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from rl.config.schema import Section
+from rl.api.plug import PlacedConfig
 
 WORDS = (
     "'auto' (the rank's own), 'cpu', 'mps', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
 )
 _FORM = re.compile(r"auto|cpu|mps|cuda:\+?\d+")
-
-
-class PlacedSection(Section):
-    """What every section of a frozen model says of its place."""
-
-    device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
-    plus 1)."""
-    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
-    halved, as when the GPU itself is full."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +48,11 @@ class Machine:
 
 
 def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
-    """The claims of (key, plug config) pairs; a plug without a `device` runs no model."""
+    """The claims of (key, plug config) pairs; those of no `PlacedConfig` run no model."""
     return [
-        Claim(key, config.device, getattr(config, "max_memory_gb", None))
+        Claim(key, config.device, config.max_memory_gb)
         for key, config in sections
-        if getattr(config, "device", None) is not None
+        if isinstance(config, PlacedConfig)
     ]
 
 

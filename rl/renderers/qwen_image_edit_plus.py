@@ -2,7 +2,7 @@
 
 What: its template ("Picture 1: ...") and the 384^2 px picture its text encoder reads. What not:
 several source pictures; 2511's `zero_cond_t`, which is in the transformer's own config; the rest,
-shared with Edit (`qwen_image/`). Called by `build.py` and the check.
+shared with Edit (`qwen_image/`).
 """
 
 from __future__ import annotations
@@ -12,29 +12,8 @@ from typing import Annotated
 from pydantic import Field
 
 from rl.api.types import PromptTemplate
-from rl.renderers.qwen_image.build import build
-from rl.renderers.qwen_image.config import (
-    ACCEPTS,
-    MAKES_IMAGES,
-    QwenImageConfig,
-    activation_counts,
-    edit_template,
-    negative_prompt,
-    parameter_counts,
-    validate,
-)
-
-__all__ = [
-    "ACCEPTS",
-    "MAKES_IMAGES",
-    "Config",
-    "activation_counts",
-    "build",
-    "negative_prompt",
-    "parameter_counts",
-    "prompt_template",
-    "validate",
-]
+from rl.renderers.qwen_image.config import QwenImageConfig
+from rl.renderers.qwen_image.editor import QwenImageEditor
 
 
 class Config(QwenImageConfig):
@@ -46,6 +25,10 @@ class Config(QwenImageConfig):
     """Area of the source as the policy reads it, px^2."""
 
 
-def prompt_template(config: Config) -> PromptTemplate:
-    """The picture under its number, then the instruction."""
-    return edit_template(config, picture_label="Picture 1: ")
+class QwenImageEditPlus(QwenImageEditor[Config]):
+    """Its text encoder reads a small picture under its number, then the instruction."""
+
+    @classmethod
+    def prompt_template(cls, config: Config) -> PromptTemplate:
+        """The picture under its number, then the instruction."""
+        return cls.edit_template(config, picture_label="Picture 1: ")

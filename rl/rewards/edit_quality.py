@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from rl.api.judge import Question
-from rl.api.reward import Resources
+from rl.api.plug import Resources
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.question import fill_prompt, read_prompt
 from rl.judge.reply import fields_schema, read_fields

@@ -8,7 +8,8 @@ Called by the rollout.
 
 from __future__ import annotations
 
-from rl.api.reward import Resources, Reward
+from rl.api.plug import Resources
+from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 from rl.rewards.shared.tags import TagName, last_block

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import model_validator
 
 from rl.api.judge import Question
-from rl.api.reward import Resources
+from rl.api.plug import Resources
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.question import read_prompt
 from rl.judge.reply import fields_schema, read_fields

@@ -57,7 +57,7 @@ class PromptQuality(Reward[Config]):
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Always graded."""
-        points = score(reward_input.sample.instruction, reward_input.text)
+        points = score(reward_input.sample.instruction, reward_input.words)
         total = sum(points.values())
         return RewardOutput(total / len(points), {**points, "total_0_5": total})
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
-from rl.api.contracts import Policy
+from rl.api.policy import Policy
 from rl.api.types import Episode, TrainSequence
 from rl.config.schema import RunConfig
 from rl.ranks.seeding import derive_seed

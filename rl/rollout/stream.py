@@ -17,7 +17,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl.api.contracts import Policy, Renderer
+from rl.api.policy import Policy
+from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import (
     Completion,
@@ -273,7 +274,8 @@ class PendingRollout:
 
     def _input(self, key: PictureKey) -> RewardInput:
         arm = self._arm_of[key]
-        return RewardInput(arm.prompt.sample, arm.action.text, self._images[key])
+        action = arm.action
+        return RewardInput(arm.prompt.sample, action.text, self._images[key], action.thought)
 
     @property
     def _futures(self) -> list[Future[Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
-from rl.api.contracts import Engine
+from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.files.atomic import json_line, write_atomically
 from rl.judge.client import JudgeError

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl.algorithm.metrics import Metrics
-from rl.api.contracts import Engine, Policy
+from rl.api.engine import Engine
+from rl.api.policy import Policy
 from rl.api.types import Completion, Prompt, Sample
 from rl.config.schema import RunConfig
 from rl.judge.client import JudgeClient, JudgeError

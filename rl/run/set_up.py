@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl import build
-from rl.api.contracts import Policy
 from rl.api.data import DataSource
+from rl.api.policy import Policy
 from rl.api.types import Sample
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.judge.background import BackgroundLoop
@@ -81,7 +81,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
-        has_room = _sampler_has_room(resolved, dist.device, console)
+        has_room = _engine_has_room(resolved, dist.device, console)
         engine = build.build_engine(resolved, policy, dist, has_room)
         stack.callback(engine.close)
         context = _gather_context(resolved, dist, policy, judge, loop)
@@ -176,17 +176,18 @@ def _restore(
     return loaded.iteration
 
 
-def _sampler_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
-    """Whether the sampler may keep its memory while others work, by the memory plan; said aloud
+def _engine_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
+    """Whether the engine may keep its memory while others work, by the memory plan; said aloud
     where the config leaves it open."""
-    open_to_us = getattr(resolved.engine.config, "residency", "resident") == "auto"
+    stated = resolved.engine.cls.memory(resolved.engine.config)
+    open_to_us = stated is not None and stated.residency == "auto"
     if not (open_to_us and device.startswith("cuda")):
         return True
     gpu_gb = placement.look_at_machine().cuda_gb[int(device.removeprefix("cuda:"))]
     planned = footprint.footprint(resolved, gpu_gb)
     if planned is None:
-        origin = footprint.origin(resolved.policy.config)
-        console.say(f"the sampler sleeps while others work: nobody knows the sizes of {origin}")
+        weights = footprint.policy_weights(resolved)
+        console.say(f"the engine sleeps while others work: nobody knows the sizes of {weights}")
         return False
     console.say(memory_plan.residency_line(planned, gpu_gb))
     return memory_plan.residency(planned, gpu_gb) == "resident"
@@ -212,7 +213,7 @@ def _gather_context(
             "(policy.model_path, policy.init_text_encoder_from)"
         )
     rewards = build.build_rewards(resolved, judge, dist)
-    makes_images = resolved.renderer.module.MAKES_IMAGES
+    makes_images = resolved.renderer.cls.makes_images
     return RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
 
 
@@ -257,5 +258,5 @@ def _start_judge(
 
 
 def _engine_dtype(resolved: build.Resolved) -> str:
-    dtype = getattr(resolved.engine.config, "dtype", "auto")
-    return str(resolved.policy.config.dtype if dtype == "auto" else dtype)
+    stated = resolved.engine.cls.memory(resolved.engine.config)
+    return str((stated and stated.dtype) or resolved.policy.config.dtype)

@@ -14,9 +14,14 @@ from rl.config.schema import load_config
 from rl.preflight import report
 
 HEAD = """
+from PIL import Image
+
 from rl.api.data import DataSource, RowRules
-from rl.api.plug import PlugConfig
-from rl.api.reward import Resources, Reward, reward
+from rl.api.engine import Engine, EngineMemory, EngineSetup
+from rl.api.plug import PlugConfig, Resources
+from rl.api.policy import Policy, PolicyConfig
+from rl.api.renderer import Renderer
+from rl.api.reward import Reward, reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 """
 
@@ -182,6 +187,138 @@ def test_a_data_sources_mistake_is_one_sentence(
     assert found.startswith("data.train.0") and message in found, found
 
 
+DRAWS = "class R(Renderer):\n    accepts = 'text'\n    runs_model = False\n"
+RENDERERS: list[tuple[str, str]] = [
+    (
+        "class R(Renderer):\n    accepts = 'text'",
+        "R has no render; expected `def render(self, jobs: ",
+    ),
+    (
+        "class R(Renderer):\n    def render(self, jobs): ...",
+        "R has no accepts; expected one of 'hidden_states', 'text', 'image_tokens'",
+    ),
+    (
+        "class R(Renderer):\n    accepts = 'words'\n    def render(self, jobs): ...",
+        "R.accepts is 'words' (str); expected one of 'hidden_states', 'text', 'image_tokens'",
+    ),
+    (
+        DRAWS + "    def render(self, job, seed): ...",
+        "R.render is `def render(self, job, seed)`; expected `def render(self, jobs: Iterable[Rend",
+    ),
+    (
+        DRAWS + "    async def render(self, jobs): yield 1",
+        "R.render is async; expected `def render(self, jobs: Iterable[RenderJob]) -> Iterator[tupl",
+    ),
+    (
+        DRAWS + "    def __init__(self, config, device, dtype): ...\n    render = print",
+        "R.__init__ is `def __init__(self, config, device, dtype)`; expected `def __init__(self, "
+        "config: Config, resources: Resources) -> None`",
+    ),
+    (
+        DRAWS + "    @classmethod\n    def prompt_template(cls, config): return '{image}'\n"
+        "    def render(self, jobs): ...",
+        "R.prompt_template returns '{image}' (str); expected a PromptTemplate, or None",
+    ),
+    (DRAWS + "    def render(self, jobs): return 1 / 0", "raises ZeroDivisionError: division by z"),
+    (
+        DRAWS + "    def render(self, jobs): return [Image.new('RGB', (4, 4)) for _ in jobs]",
+        "(Image); expected (number of the job, RGB picture) for each job, once",
+    ),
+    (
+        DRAWS + "    def render(self, jobs): yield 0, 'a picture'",
+        "draws 'a picture' (str); expected (number of the job, RGB picture)",
+    ),
+    (
+        DRAWS
+        + "    def render(self, jobs): yield from ((n, Image.new('L', (4, 4))) for n in (0, 1))",
+        "(Image); expected (number of the job, RGB picture)",
+    ),
+    (
+        DRAWS + "    def render(self, jobs): yield 1, Image.new('RGB', (4, 4))",
+        "yields 1 pictures for 2 jobs; expected (number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "message"), RENDERERS, ids=[row[1][:40] for row in RENDERERS])
+def test_a_renderers_mistake_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    section = {"type": "stranger.R"}
+    rewards = {"mine": {"type": "tiny_plugs.nothing"}}
+    [found] = problems_of(tmp_path, monkeypatch, code, renderer=section, rewards=rewards)
+    assert found.startswith("renderer") and message in found, found
+    assert "\n" not in found
+
+
+def test_a_renderer_that_edits_needs_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        DRAWS + "    needs_source = True\n"
+        "    def render(self, jobs): yield from ((n, Image.new('RGB', (4, 4))) for n in (0, 1))"
+    )
+    bare = {"train": [{"type": "tiny_plugs.nothing"}], "validation": []}
+    section = {"type": "stranger.R"}
+    rewards = {"mine": {"type": "tiny_plugs.nothing"}}
+    evaluation = {"every_n_iterations": 0}
+    changes = {"data": bare, "rewards": rewards, "evaluation": evaluation}
+    assert problems_of(tmp_path, monkeypatch, code, renderer=section, **changes) == [
+        "data.train.0: renderer stranger.R edits a picture, and these samples have no source; map "
+        "a column to it"
+    ]
+
+
+OTHERS: list[tuple[str, str, str]] = [
+    ("policy", "class P(Policy): pass", "P has no build_prompt; expected `def build_prompt(self, "),
+    ("policy", "class P(Policy): pass", "P has no emits; expected a set of 'hidden_states', "),
+    (
+        "policy",
+        "class P(Policy):\n    Config = PlugConfig",
+        "P.Config has no field 'device'; derive it from PolicyConfig",
+    ),
+    (
+        "engine",
+        "class P(Engine): pass",
+        "P has no generate; expected `def generate(self, prompts_P",
+    ),
+    (
+        "engine",
+        "class P(Engine):\n    def generate(self, *x): ...\n    def load_weights(self): ...",
+        "P.load_weights is `def load_weights(self)`; expected `def load_weights(self, weights: Pol",
+    ),
+    (
+        "engine",
+        "class P(Engine):\n    def generate(self, *x): ...\n    def load_weights(self, w): ...\n"
+        "    @classmethod\n    def memory(cls, config): return 0.4",
+        "P.memory returns 0.4 (float); expected EngineMemory, or None",
+    ),
+]
+
+
+@pytest.mark.parametrize(("room", "code", "message"), OTHERS, ids=[row[2][:40] for row in OTHERS])
+def test_a_policys_or_engines_mistakes_are_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str, code: str, message: str
+) -> None:
+    found = problems_of(tmp_path, monkeypatch, code, **{room: {"type": "stranger.P"}})
+    assert any(message in problem for problem in found), found
+    assert all(problem.startswith(room) and "\n" not in problem for problem in found)
+
+
+def test_states_of_another_kind_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "class R(Renderer):\n    accepts = 'hidden_states'\n    state_kind = 'pre_norm'\n"
+        "    def render(self, jobs): ..."
+    )
+    [found] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
+    assert found == (
+        "renderer.type: stranger.R takes pre_norm hidden states, but policy qwen2_5_vl gives "
+        "post_norm ones; choose another policy or renderer"
+    )
+
+
 LOSSES: list[tuple[str, str]] = [
     ("def f(x, y): ...", "f is `def f(x, y)`; expected `def f(x: LossInputs) -> LossTerms`"),
     ("async def f(x): ...", "f is async; expected `def f(x: LossInputs) -> LossTerms`"),
@@ -232,7 +369,8 @@ def test_repeats_at_temperature_0_are_refused_before_a_start(
 RIGHT = """
 import torch
 from rl.api.loss import LossInputs, LossTerms
-from collections.abc import Sequence
+from rl.api.types import Completion, PolicyWeights, Prompt, RenderJob, SamplingParams
+from collections.abc import Iterable, Iterator, Sequence
 
 def plain(x: RewardInput) -> float:
     return min(1.0, len(x.text) / 100)
@@ -277,6 +415,32 @@ class Words(DataSource[MyConfig]):
     def provides(cls, config: MyConfig) -> set[str]:
         return {"source"}
 
+class Poster(Renderer[MyConfig]):
+    accepts = "text"
+    runs_model = False
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image.Image]]:
+        for number, job in enumerate(jobs):
+            yield number, Image.new("RGB", (int(8 * self.config.scale), len(job.payload)))
+
+class Parrot(Engine[MyConfig]):
+    def __init__(self, config: MyConfig, setup: EngineSetup) -> None:
+        super().__init__(config, setup)
+        self.policy = setup.policy
+
+    @classmethod
+    def memory(cls, config: MyConfig) -> EngineMemory:
+        return EngineMemory(share=config.scale)
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        said = [self.policy.encode_completion(p.sample.instruction) for p in prompts_P]
+        return [[completion] * params.num_completions for completion in said]
+
+    def load_weights(self, weights: PolicyWeights) -> None:
+        pass
+
 def grpo_again(x: LossInputs) -> LossTerms:
     ratio = (x.logprobs - x.old_logprobs.detach()).masked_fill(~x.mask, 0.0).exp()
     bounded = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
@@ -300,6 +464,8 @@ def test_right_plugs_of_every_form_are_accepted(
         final_reward={"weights": {"declared/level": 1, "Scaled": 2}},
         algorithm={"loss": "stranger.grpo_again"},
         data={"train": [{"type": "stranger.Words", "scale": 2}]},
+        renderer={"type": "stranger.Poster", "scale": 2},
+        engine={"type": "stranger.Parrot", "scale": 0.4},
     )
     assert found == []
 

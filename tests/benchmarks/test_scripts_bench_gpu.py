@@ -178,7 +178,7 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
     assert len(tokenizer) == 151_665
     for side_px, num_tokens in zip(REAL.policy_px, (1543, 370), strict=True):
         renderer = qwen_image_edit.Config(type="", policy_image_area_px=side_px**2)
-        template = qwen_image_edit.prompt_template(renderer)
+        template = qwen_image_edit.QwenImageEdit.prompt_template(renderer)
         prompts = QwenPrompts(tokenizer, load_image_processor(section), template, True, 2048)
         sample = gpu_models.make_sample(bench, side_px, 0)
         prompt = prompts.prompt(sample, sample.instruction)

@@ -12,10 +12,11 @@ import tiny_image_writer as tiny
 import torch
 from tiny_rounding import NATS
 
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import plug as vllm_engine
-from rl.ranks.dist import Dist
 
 SEEDS = [7, 70, 700, 7000]
 
@@ -45,15 +46,15 @@ def prompts_P(policy):
 @pytest.fixture(scope="module")
 def vllm(policy):
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=1, max_num_seqs=64)
-    engine = vllm_engine.build(config, policy, Dist())
+    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def slow(policy):
-    config = transformers_engine.Config(type="transformers")
-    return transformers_engine.build(config, policy, Dist())
+    config = PlugConfig(type="transformers")
+    return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 
 @pytest.fixture(params=["vllm", "slow"])

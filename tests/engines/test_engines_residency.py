@@ -18,7 +18,7 @@ def has_room(monkeypatch, gpu_gb: float, *overrides: str, device: str = "cuda:1"
     env = {f"APP__{name}": "set" for name in needed}
     config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
     resolved = build.resolve(config)
-    return set_up._sampler_has_room(resolved, device, Console(True))
+    return set_up._engine_has_room(resolved, device, Console(True))
 
 
 @pytest.mark.parametrize(("gpu_gb", "stays"), [(80.0, False), (400.0, True)])

@@ -9,10 +9,12 @@ import torch
 from tiny_engines import max_dlogp
 from tiny_rounding import NATS
 
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
+from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
-from rl.ranks.dist import Dist
 
 TEMPERATURE = 0.7
 PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
@@ -22,22 +24,21 @@ PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_com
 def policy(tmp_path_factory):
     folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
     config = qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", lora=None)
-    return qwen2_5_vl.build(
+    return qwen2_5_vl.Qwen25VL(
         config,
-        template=tiny_qwen.TEMPLATE,
-        kind="hidden_states",
-        negative_prompt=None,
-        temperature=TEMPERATURE,
-        max_completion_tokens=12,
-        gradient_checkpointing=False,
-        device="cpu",
+        PolicySetup(
+            "hidden_states",
+            template=tiny_qwen.TEMPLATE,
+            temperature=TEMPERATURE,
+            max_completion_tokens=12,
+        ),
     )
 
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    config = transformers_engine.Config(type="transformers")
-    return transformers_engine.build(config, policy, Dist())
+    config = PlugConfig(type="transformers")
+    return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +106,13 @@ def test_temperature_zero_takes_the_likeliest(engine, policy, prompts_P):
     batch = policy.collate([(prompts_P[0], first.token_ids)])
     with torch.no_grad():
         hidden = policy.module(batch).hidden[len(prompts_P[0].token_ids) - 1 : -1]
-        logits = policy.module.vl_model.lm_head(hidden)
+        logits = policy.module.base_model.lm_head(hidden)
     logits[:, list(policy.banned_token_ids)] = float("-inf")
     assert tuple(logits.argmax(-1).tolist()) == first.token_ids
 
 
 def test_banned_tokens_are_never_drawn_even_when_they_are_likeliest(engine, policy, prompts_P):
-    head = policy.module.vl_model.lm_head.weight
+    head = policy.module.base_model.lm_head.weight
     banned = policy.banned_token_ids[-1]
     with torch.no_grad():
         [[before]] = engine.generate(prompts_P[:1], SamplingParams(0.0, 1.0, -1, 1, 1), [0])
@@ -156,7 +157,7 @@ def test_drawn_as_often_as_the_distribution_says(engine, prompts_P, policy):
     """First tokens of 4000 completions against the trainer's probabilities."""
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=1, num_completions=4000)
     [group] = engine.generate(prompts_P[:1], params, [123])
-    counts = torch.zeros(policy.module.vl_model.lm_head.out_features)
+    counts = torch.zeros(policy.module.base_model.lm_head.out_features)
     probs = torch.zeros_like(counts)
     for completion in group:
         counts[completion.token_ids[0]] += 1

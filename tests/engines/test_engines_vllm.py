@@ -12,11 +12,13 @@ import torch
 from tiny_engines import max_dlogp
 from tiny_rounding import NATS
 
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
+from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import plug as vllm_engine
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
-from rl.ranks.dist import Dist
 
 NUM_TOKENS = 12
 LORA = {"r": 4, "alpha": 6}
@@ -29,15 +31,8 @@ def policy(tmp_path_factory):
     config = qwen2_5_vl.Config(
         type="", model_path=folder, dtype="float32", lora=LORA, max_prompt_tokens=128
     )
-    return qwen2_5_vl.build(
-        config,
-        template=tiny_qwen.TEMPLATE,
-        kind="hidden_states",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=64,
-        gradient_checkpointing=False,
-        device="cpu",
+    return qwen2_5_vl.Qwen25VL(
+        config, PolicySetup("hidden_states", template=tiny_qwen.TEMPLATE, max_completion_tokens=64)
     )
 
 
@@ -45,7 +40,7 @@ def policy(tmp_path_factory):
 def engine(policy):
     threads, global_state = torch.get_num_threads(), torch.get_rng_state()
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=128)
-    engine = vllm_engine.build(config, policy, Dist())
+    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     assert torch.get_num_threads() == threads
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1, "vLLM turns it into a no-op"
@@ -168,9 +163,9 @@ def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P,
     """By the trainer's tower, whose features its own forward finds again: the engine has none."""
     assert not any("visual" in name for name in engine_weights(synced))
     encoded, read = [], []
-    tower = policy.module.vl_model.model.get_image_features
+    tower = policy.module.base_model.model.get_image_features
     monkeypatch.setattr(
-        policy.module.vl_model.model,
+        policy.module.base_model.model,
         "get_image_features",
         lambda pixels, grid, **kw: encoded.append(len(grid)) or tower(pixels, grid, **kw),
     )
@@ -259,7 +254,7 @@ def test_banned_tokens_are_never_drawn(synced, policy, prompts_P):
 
 
 def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
-    slow = transformers_engine.TransformersEngine(policy)
+    slow = transformers_engine.TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu"))
     greedy = params(0.0, num_completions=2)
     fast_PG = synced.generate(prompts_P, greedy, [0, 0, 0])
     for fast_G, slow_G in zip(fast_PG, slow.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
@@ -271,7 +266,7 @@ def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
 def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_p, top_k):
     """First tokens of 64 completions: the same support, the same renormalised log-probs."""
-    slow = transformers_engine.TransformersEngine(policy)
+    slow = transformers_engine.TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu"))
     cut = params(0.7, top_p, top_k, max_tokens=1, num_completions=64)
     for prompt, group in zip(prompts_P, synced.generate(prompts_P, cut, [1, 2, 3]), strict=True):
         expected_V = slow._distribution(policy.decoder([prompt], 1).step(None), cut)[0]

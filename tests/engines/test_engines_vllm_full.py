@@ -11,10 +11,11 @@ import torch
 from tiny_engines import max_dlogp
 from tiny_rounding import NATS
 
+from rl.api.engine import EngineSetup
+from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines.vllm import plug as vllm_engine
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
-from rl.ranks.dist import Dist
 
 PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
 
@@ -33,15 +34,8 @@ def policy(tmp_path_factory):
         lora=None,
         max_prompt_tokens=128,
     )
-    return qwen2_5_vl.build(
-        config,
-        template=tiny_qwen.TEMPLATE,
-        kind="hidden_states",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=12,
-        gradient_checkpointing=False,
-        device="cpu",
+    return qwen2_5_vl.Qwen25VL(
+        config, PolicySetup("hidden_states", template=tiny_qwen.TEMPLATE, max_completion_tokens=12)
     )
 
 
@@ -53,7 +47,7 @@ def engine(policy):
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = torch.distributed.GroupMember.WORLD
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
-    engine = vllm_engine.build(config, policy, Dist(), sharded=True)
+    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu", sharded=True))
     yield engine
     engine.close()
     assert torch.distributed.GroupMember.WORLD is group is not None, "it is not the engine's"
@@ -90,8 +84,8 @@ def test_a_merged_adapter_arrives_after_every_update(tmp_path):
         type="vllm", kv_cache_memory_mb=64, max_num_seqs=16, adapter="merged"
     )
     with pytest.raises(ValueError, match="ZeRO-3"):
-        vllm_engine.build(config, policy, Dist(), sharded=True)
-    engine = vllm_engine.build(config, policy, Dist())
+        vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu", sharded=True))
+    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     prompts_P = [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(2)]
     trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
     for iteration in range(3):

@@ -14,24 +14,20 @@ def sample_train_and_sync(folder: str) -> dict[str, object]:
     import torch
     from tiny_engines import max_dlogp
 
+    from rl.api.engine import EngineSetup
+    from rl.api.policy import PolicySetup
     from rl.api.types import SamplingParams
     from rl.engines.vllm import plug as vllm_engine
     from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
     from rl.ranks.dist import Dist
 
     dist = Dist.from_env("cpu")
-    policy = qwen2_5_vl.build(
+    policy = qwen2_5_vl.Qwen25VL(
         qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", max_prompt_tokens=128),
-        template=tiny_qwen.TEMPLATE,
-        kind="hidden_states",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=8,
-        gradient_checkpointing=False,
-        device="cpu",
+        PolicySetup("hidden_states", template=tiny_qwen.TEMPLATE, max_completion_tokens=8),
     )
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
-    engine = vllm_engine.build(config, policy, dist)
+    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, dist.device, dist.world_size))
     params = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=8, num_completions=2)
     prompts_P = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(1 + 2 * dist.rank)]
     trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
@@ -71,6 +67,7 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
     import torch
     from tiny_engines import max_dlogp
 
+    from rl.api.engine import EngineSetup
     from rl.api.types import SamplingParams
     from rl.engines.vllm import plug as vllm_engine
     from rl.ranks.dist import Dist
@@ -78,7 +75,7 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
     dist = Dist.from_env("cpu")
     policy = tiny.build_policy(folder, lora={"r": 4, "alpha": 6})
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
-    engine = vllm_engine.build(config, policy, dist)
+    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, dist.device, dist.world_size))
     params = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=60, num_completions=6)
     prompts_P = tiny.build_prompts(policy)[: 2 + 2 * dist.rank]
     trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_weight_files import displace, num_askew
 
+from rl.api.plug import Resources
+from rl.api.policy import PolicySetup
 from rl.files.weights import align_weights
 from rl.policies.emu3 import plug as emu3
 from rl.renderers import qwen_image_edit
@@ -32,15 +34,9 @@ def qwen_policy(folder: Path) -> Modules:
 
 def emu3_policy(folder: Path) -> Modules:
     tiny_emu3.save_policy_folder(folder)
-    policy = emu3.build(
+    policy = emu3.Emu3(
         emu3.Config(type="emu3", model_path=str(displace(folder)), dtype="float32"),
-        template=None,
-        kind="image_tokens",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=64,
-        gradient_checkpointing=False,
-        device="cpu",
+        PolicySetup("image_tokens", max_completion_tokens=64),
     )
     return [policy.module]
 
@@ -48,21 +44,21 @@ def emu3_policy(folder: Path) -> Modules:
 def qwen_editor(folder: Path) -> Modules:
     tiny_editor.save_editor(tiny_editor.make_stock(), folder)
     config = qwen_image_edit.Config(**tiny_editor.TINY | {"model_path": str(displace(folder))})
-    parts = qwen_image_edit.build(config, device="cpu").parts
+    parts = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop.parts
     return [parts.transformer, parts.vae]
 
 
 def sd3_pipeline(folder: Path) -> Modules:
     tiny_sd3.save_sd3(tiny_sd3.make_parts(), folder)
     config = sd3.Config(**tiny_sd3.TINY | {"model_path": str(displace(folder))})
-    parts = sd3.build(config, device="cpu").parts
+    parts = sd3.SD3(config, Resources(None, "cpu")).loop.parts
     return [parts.transformer, parts.vae, *parts.text.encoders, parts.text.encoder_3]
 
 
 def emu3_codec(folder: Path) -> Modules:
     tiny_emu3_vq.make_vq().save_pretrained(folder)
     config = emu3_vq.Config(type="emu3_vq", model_path=str(displace(folder)), dtype="float32")
-    return [emu3_vq.build(config, device="cpu").codec.model]
+    return [emu3_vq.Emu3Vq(config, Resources(None, "cpu")).loop.codec.model]
 
 
 @pytest.mark.parametrize("load", [qwen_policy, emu3_policy, qwen_editor, sd3_pipeline, emu3_codec])

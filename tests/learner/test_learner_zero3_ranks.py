@@ -20,6 +20,9 @@ from tiny_act import act_group
 from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
 from tiny_rounding import NATS, STEPPED
 
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
+from rl.api.policy import PolicySetup
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.learner import deepspeed
@@ -80,7 +83,7 @@ def learner_of(folder: str, dist: Dist, full: bool, **optimizer: Any) -> Learner
 def train_uneven(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, Any]:
     with many_pieces():
         learner = learner_of(folder, dist, full, backend="deepspeed", zero_stage=3)
-        head, calls = learner._policy.module.vl_model.lm_head, []
+        head, calls = learner._policy.module.base_model.lm_head, []
         head.register_forward_hook(lambda _module, _args, output: calls.append(len(output)))
         mine = sequences_of(learner._policy, (LONG, SHORT)[dist.rank], dist.rank)
         for iteration in range(2):
@@ -108,15 +111,14 @@ def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, f
 
 def make_policy(folder: str) -> Any:
     """As in a run with an editor: hidden states, and a negative prompt under the base weights."""
-    policy = qwen2_5_vl.build(
+    policy = qwen2_5_vl.Qwen25VL(
         qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", lora=tiny_policy.LORA),
-        tiny_qwen.TEMPLATE,
-        kind="hidden_states",
-        negative_prompt=" ",
-        temperature=1.0,
-        max_completion_tokens=LONG,
-        gradient_checkpointing=False,
-        device="cpu",
+        PolicySetup(
+            "hidden_states",
+            template=tiny_qwen.TEMPLATE,
+            negative_prompt=" ",
+            max_completion_tokens=LONG,
+        ),
     )
     tiny_policy.wake_lora(policy)
     return policy
@@ -127,7 +129,7 @@ class TwinEngine:
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
-        self._engine = TransformersEngine(policy)
+        self._engine = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu"))
 
     def load_weights(self, weights: PolicyWeights) -> None:
         with torch.no_grad():

@@ -28,7 +28,7 @@ from rl.judge import question
 from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
 from rl.renderers.emu3_vq.codec import Emu3Codec
-from rl.renderers.emu3_vq.loop import Emu3VqRenderer
+from rl.renderers.emu3_vq.loop import Emu3VqLoop
 from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
 from rl.rewards.clip import plug as clip
 from rl.rewards.clip.model import ClipModel
@@ -97,7 +97,7 @@ def noise_picture(seed: int) -> Image.Image:
 
 
 def ask_about_group(plug: ModuleType, judge: FaultyJudge, pictures: Sequence[Image.Image]) -> None:
-    sample = Sample("a", "paint it red", source=noise_picture(98), target=noise_picture(99))
+    sample = Sample("a", "paint it red", sources=(noise_picture(98),), target=noise_picture(99))
 
     async def run() -> None:
         client = JudgeClient(quick_config(max_attempts=1), judge.api_base)
@@ -187,7 +187,7 @@ def test_sd3_does_steps_forwards_per_batch_and_encodes_each_prompt_once(
 
 def test_emu3_paints_one_frame_of_four_and_each_distinct_grid_once() -> None:
     vq = tiny_emu3_vq.make_vq()
-    renderer = Emu3VqRenderer(Emu3Codec(vq), batch_size=4)
+    renderer = Emu3VqLoop(Emu3Codec(vq), batch_size=4)
     painted = rows_of_calls(vq.decoder.conv_in)
     source, *drawn = (tiny_emu3_vq.make_codes(seed) for seed in range(4))
     samples = [Sample(str(i), "", source_codes=codes) for i, codes in enumerate((source, drawn[0]))]
@@ -280,7 +280,7 @@ def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
         renderer: Any = run.context.renderer
         parts = renderer.parts
         prepared = pictures_prepared(policy.prompts.image_processor)
-        looked_at = grids_of_calls(policy.module.vl_model.model.visual)
+        looked_at = grids_of_calls(policy.module.base_model.model.visual)
         steered_from = negative_prompts(policy)
         encoded = rows_of_calls(parts.vae.encoder)
         denoised = rows_of_calls(parts.transformer.transformer_blocks[0].attn.to_q)
@@ -301,7 +301,7 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
         renderer: Any = run.context.renderer
         run.sync_engine()
         prepared = pictures_prepared(policy.prompts.image_processor)
-        looked_at = grids_of_calls(policy.module.vl_model.model.visual)
+        looked_at = grids_of_calls(policy.module.base_model.model.visual)
         steered_from = negative_prompts(policy)
         encoded = rows_of_calls(renderer.parts.vae.encoder)
         decoded = rows_of_calls(renderer.parts.vae.decoder)
@@ -341,6 +341,6 @@ def test_an_iteration_of_the_reasoner(tmp_path: Path) -> None:
     with opened("tiny_reasoning", tmp_path) as run:
         policy: Any = run.policy
         prepared = pictures_prepared(policy.prompts.image_processor)
-        looked_at = grids_of_calls(policy.module.vl_model.model.visual)
+        looked_at = grids_of_calls(policy.module.base_model.model.visual)
         iterate(run)
         assert sum(prepared) == sum(looked_at) == 2

@@ -65,7 +65,7 @@ def least_flops(policy, members: list[tiny_policy.Graded], full: bool) -> float:
     num_tokens += (num_completed := sum(len(one.token_ids) for one in members))
     matrices = layers * (2 * width * width + 2 * width * keys + 3 * width * mlp)
     adapters = 0 if full else layers * LORA_RANK * 2 * (2 * width + width + keys)
-    vocabulary = policy.module.vl_model.config.text_config.vocab_size
+    vocabulary = policy.module.base_model.config.text_config.vocab_size
     # Policy forward, reference forward, the backward to the inputs, and that to trained matrices.
     products = 2 * matrices * (4 if full else 3) + 2 * adapters * 3
     head = 2 * width * vocabulary * (4 if full else 3)
@@ -78,7 +78,7 @@ def vision_flops(policy, members: list[tiny_policy.Graded]) -> float:
     pictures = policy.prompts.pictures(list({one.prompt for one in members}))
     with torch.no_grad(), FlopCount() as count:
         for picture in pictures:
-            policy.module.vl_model.model.visual(picture.pixel_values, grid_thw=picture.grid)
+            policy.module.base_model.model.visual(picture.pixel_values, grid_thw=picture.grid)
     return count.flops
 
 

@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 from tiny_act import act, act_group
 from tiny_rounding import NATS
 
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
+from rl.api.policy import PolicySetup
 from rl.api.types import Completion, SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.policies.emu3 import plug as emu3
@@ -29,15 +32,14 @@ def folder(tmp_path_factory) -> str:
 
 
 def make(folder: str, checkpointing=False, **config):
-    return emu3.build(
+    return emu3.Emu3(
         emu3.Config(type="emu3", model_path=folder, **{"dtype": "float32", **config}),
-        template=None,
-        kind="image_tokens",
-        negative_prompt=None,
-        temperature=TEMPERATURE,
-        max_completion_tokens=64,
-        gradient_checkpointing=checkpointing,
-        device="cpu",
+        PolicySetup(
+            "image_tokens",
+            temperature=TEMPERATURE,
+            max_completion_tokens=64,
+            gradient_checkpointing=checkpointing,
+        ),
     )
 
 
@@ -141,7 +143,7 @@ def test_forced_tokens_are_exactly_zero_and_still_attended_to(policy):
 
 def test_only_a_tokens_own_slice_is_projected(policy):
     sizes = []
-    head = policy.module.causal_lm.lm_head
+    head = policy.module.base_model.lm_head
     hook = head.register_forward_hook(lambda _module, _args, output: sizes.append(output.shape))
     forward(policy, rows_of(policy)[:1])
     hook.remove()
@@ -180,7 +182,9 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     policy = make(tiny_emu3.save_policy_folder(tmp_path, fond_of_pictures=True))
     prompt = policy.build_prompt(tiny_emu3.sample(3, height=3, width=2))
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=40, num_completions=6)
-    [group] = TransformersEngine(policy).generate([prompt], params, [0])
+    [group] = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu")).generate(
+        [prompt], params, [0]
+    )
     actions = act_group(policy, prompt, group)
     assert sum(action.failure is None for action in actions) >= 3
     outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
@@ -274,7 +278,7 @@ def test_full_weights_load_in_the_stock_model(folder, tmp_path):
     exported = policy.export_weights(trainable(policy), 3)
     assert exported.kind == "full" and exported.version == 3
     assert theirs.keys() == ours.keys() == exported.tensors.keys()
-    live = policy.module.causal_lm.state_dict()
+    live = policy.module.base_model.state_dict()
     for name, tensor in exported.tensors.items():
         assert torch.equal(theirs[name], tensor) and not tensor.requires_grad
         # No second copy of a model that fills half a GPU.
@@ -283,7 +287,7 @@ def test_full_weights_load_in_the_stock_model(folder, tmp_path):
 
 def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):
     policy = make(tiny_emu3.save_policy_folder(tmp_path / "base", tied=True))
-    model = policy.module.causal_lm
+    model = policy.module.base_model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     move(policy)
     assert not any("lm_head" in name for name in trainable(policy))
@@ -308,7 +312,7 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
         logprobs, _ = by_hand(model, policy, prompt, ids)
         assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
     exported = policy.export_weights(trainable(policy), 0)
-    assert exported.kind == "lora" and policy.lora_rank == 4
+    assert exported.kind == "lora" and policy.config.lora.r == 4
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert exported.tensors.keys() == saved.keys()
     again = make(folder, adapter_path=str(tmp_path), **LORA)
@@ -363,8 +367,9 @@ def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path)
     with pytest.raises(ValueError, match="has 608 tokens, the model 592"):
         make(folder, tokenizer_path=str(tmp_path / "more"))
     with pytest.raises(ValueError, match="emits"):
-        emu3.build(
-            emu3.Config(type="emu3", model_path=folder), None, "text", None, 1.0, 8, False, ""
+        emu3.Emu3(
+            emu3.Config(type="emu3", model_path=folder),
+            PolicySetup("text", max_completion_tokens=8, device=""),
         )
 
 

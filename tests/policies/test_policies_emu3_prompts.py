@@ -8,6 +8,7 @@ import pytest
 import tiny_emu3
 
 from rl.algorithm.image_grammar import forced_tokens
+from rl.api.policy import PolicySetup
 from rl.api.types import Sample
 from rl.policies.emu3 import loading, tokens
 from rl.policies.emu3 import plug as emu3
@@ -246,7 +247,7 @@ def test_visual_tokens_must_end_the_vocabulary_without_gaps(extra):
 
 
 def problems(tmp_path: Path, **section) -> list[str]:
-    return emu3.validate(config_of(str(tmp_path), **section))
+    return emu3.Emu3.problems(config_of(str(tmp_path), **section), None)
 
 
 def test_cross_field_mistakes(tmp_path: Path):
@@ -303,7 +304,7 @@ def test_a_picture_that_no_completion_can_hold_names_its_sample(tmp_path):
     the first: 63 of the 64 tokens there are; an eighth row is too much."""
     folder = tiny_emu3.save_policy_folder(tmp_path)
     config = emu3.Config(type="emu3", model_path=folder, dtype="float32")
-    policy = emu3.build(config, None, "image_tokens", None, 1.0, 64, False, "cpu")
+    policy = emu3.Emu3(config, PolicySetup("image_tokens", max_completion_tokens=64))
     assert policy.build_prompt(tiny_emu3.sample(0, height=7, width=7)).grid == (7, 7)
     with pytest.raises(ValueError, match=r"8 x 7 codes.* 71 tokens.*max_completion_tokens = 64"):
         policy.build_prompt(tiny_emu3.sample(0, height=8, width=7))

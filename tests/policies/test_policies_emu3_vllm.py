@@ -9,16 +9,16 @@ from test_policies_emu3 import TEMPERATURE, forward, make, move, trainable
 from tiny_act import act_group
 from tiny_rounding import NATS
 
+from rl.api.engine import EngineSetup
 from rl.api.types import SamplingParams
 from rl.engines.vllm import plug as vllm_engine
-from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow
 
 
 def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
     policy = make(tiny_emu3.save_published_folder(tmp_path, fond_of_pictures=True))
-    engine = vllm_engine.build(vllm_engine.Config(type="vllm"), policy, Dist())
+    engine = vllm_engine.VllmEngine(vllm_engine.Config(type="vllm"), EngineSetup(policy, "cpu"))
     try:
         move(policy, 0.02)
         engine.load_weights(policy.export_weights(trainable(policy), 1))

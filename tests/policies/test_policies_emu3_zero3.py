@@ -17,6 +17,7 @@ from test_learner_zero3_ranks import many_pieces
 from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
 from tiny_rounding import NATS, STEPPED
 
+from rl.api.policy import PolicySetup
 from rl.learner.learner import Learner
 from rl.policies.emu3 import plug as emu3
 from rl.ranks.dist import Dist
@@ -34,15 +35,9 @@ def learner_of(folder: str, dist: Dist, full: bool, **optimizer: Any) -> Learner
     settings = {"max_tokens_per_micro_batch": 200, "adam_eps": ADAM_EPS, **optimizer}
     config = tiny_policy.make_config({} if full else {"kl_coeff": 0.1}, **settings)
     section = {"lora": None if full else {"r": 4, "alpha": 8}, "dtype": "float32"}
-    policy = emu3.build(
+    policy = emu3.Emu3(
         emu3.Config(type="emu3", model_path=folder, **section),
-        template=None,
-        kind="image_tokens",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=32,
-        gradient_checkpointing=True,
-        device="cpu",
+        PolicySetup("image_tokens", max_completion_tokens=32, gradient_checkpointing=True),
     )
     if not full:
         tiny_policy.wake_lora(policy)
@@ -65,7 +60,7 @@ def sequences_of(policy: Any, pictures: bool, seed: int) -> list[Graded]:
 def train_apart(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, Any]:
     with many_pieces():
         learner = learner_of(folder, dist, full, backend="deepspeed", zero_stage=3)
-        head, calls = learner._policy.module.causal_lm.lm_head, []
+        head, calls = learner._policy.module.base_model.lm_head, []
         head.register_forward_hook(lambda _module, _args, output: calls.append(output.shape))
         mine = sequences_of(learner._policy, dist.rank == 0, dist.rank)
         for iteration in range(2):

@@ -56,7 +56,7 @@ def mixed_rows(policy) -> list[tuple]:
     """Texts, and a picture between them; in the chat format, which does not insist on one."""
     policy.prompts._needs_picture = False
     samples = [tiny_qwen.sample(i) for i in range(3)]
-    shown = [replace(samples[0], source=None), samples[1], replace(samples[2], source=None)]
+    shown = [replace(samples[0], sources=()), samples[1], replace(samples[2], sources=())]
     return random_rows([policy.build_prompt(sample) for sample in shown])
 
 
@@ -75,7 +75,7 @@ def painted_rows(policy) -> list[tuple]:
 
 
 def qwen_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
-    model = policy.module.vl_model
+    model = policy.module.base_model
     states = padded_reference.qwen_states(model, prompt, ids)
     head = model.lm_head.weight
     allowed = sorted(set(range(len(head))) - set(policy.banned_token_ids))
@@ -85,7 +85,7 @@ def qwen_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
 def emu3_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
     """What the picture's grid leaves of a token is written out here, from where the image token
     stands."""
-    model, picture = policy.module.causal_lm, policy.prompts.vocabulary.picture
+    model, picture = policy.module.base_model, policy.prompts.vocabulary.picture
     states = padded_reference.emu3_states(model, prompt, ids)
     height, width = prompt.grid
     begun = ids.index(picture.image) if picture.image in ids else len(ids)
@@ -162,7 +162,7 @@ def test_conditioning_is_each_rows_own_and_holds_nothing_of_the_graph(qwen_folde
         if not ids:
             assert action.payload is None
             continue
-        states = padded_reference.qwen_states(policy.module.vl_model, prompt, ids)[64:]
+        states = padded_reference.qwen_states(policy.module.base_model, prompt, ids)[64:]
         embeds = action.payload.embeds
         assert (embeds - states).norm() <= 1e-6 * states.norm()
         assert not embeds.requires_grad
@@ -240,7 +240,7 @@ def test_linear_layers_see_each_token_once(qwen_folder):
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         policy.module(batch)
-    size = policy.module.vl_model.config.text_config
+    size = policy.module.base_model.config.text_config
     width, keys = size.hidden_size, size.hidden_size // size.num_attention_heads
     per_token = 2 * width * (2 * width + 2 * keys + 3 * size.intermediate_size)
     head = 2 * width * size.vocab_size * sum(len(ids) for _, ids in rows)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny_act import act, act_group
 from tiny_rounding import NATS
 
+from rl.api.policy import PolicySetup
 from rl.api.types import HiddenStates
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.policies.shared.lora import LoraSection
@@ -30,15 +31,16 @@ def folder(tmp_path_factory) -> str:
 
 def make(folder: str, kind="hidden_states", negative=None, checkpointing=False, **config):
     config = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | config
-    return qwen2_5_vl.build(
+    return qwen2_5_vl.Qwen25VL(
         qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, **config),
-        template=tiny_qwen.TEMPLATE,
-        kind=kind,
-        negative_prompt=negative,
-        temperature=TEMPERATURE,
-        max_completion_tokens=16,
-        gradient_checkpointing=checkpointing,
-        device="cpu",
+        PolicySetup(
+            kind,
+            template=tiny_qwen.TEMPLATE,
+            negative_prompt=negative,
+            temperature=TEMPERATURE,
+            max_completion_tokens=16,
+            gradient_checkpointing=checkpointing,
+        ),
     )
 
 
@@ -104,7 +106,7 @@ def stock_embeds(policy):
         pipeline = QwenImageEditPipeline(
             FlowMatchEulerDiscreteScheduler(), None, None, tokenizer, processor, None
         )
-        pipeline.text_encoder = WithTokenTypes(policy.module.vl_model)
+        pipeline.text_encoder = WithTokenTypes(policy.module.base_model)
         with torch.no_grad():
             return pipeline._get_qwen_prompt_embeds(texts, images, "cpu", torch.float32)
 
@@ -171,7 +173,7 @@ def test_a_new_negative_comes_of_a_forward_of_its_own_and_of_no_second(folder, g
     assert len(forwards) == 4 and all(a is b for a, b in zip(again[::-1], first, strict=True))
     for prompt, states in zip(prompts, first, strict=True):
         negative = policy.prompts.prompt(prompt.sample, " ")
-        expected = padded_reference.qwen_states(policy.module.vl_model, negative, ())
+        expected = padded_reference.qwen_states(policy.module.base_model, negative, ())
         assert (states - expected[64:]).abs().max() <= 2e-6 * expected.abs().max()
 
 
@@ -180,7 +182,7 @@ def test_the_tower_runs_once_a_picture_and_the_processor_never_twice(folder, mon
     picture; then more pictures than are kept."""
     policy = make(folder, negative=" ", max_kept_pictures=3)
     encoded, processed = [], []
-    visual = policy.module.vl_model.model.visual
+    visual = policy.module.base_model.model.visual
     visual.register_forward_hook(lambda _module, _args, out: encoded.append(len(out[0])))
     processor = type(policy.prompts.image_processor)
     preprocess = processor.preprocess
@@ -210,7 +212,7 @@ def test_a_picture_s_features_do_not_depend_on_what_else_is_looked_at(folder):
     policy, alone = make(folder), make(folder)
     prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(3)]
     encoded = []
-    visual = policy.module.vl_model.model.visual
+    visual = policy.module.base_model.model.visual
     visual.register_forward_pre_hook(
         lambda _module, _args, given: encoded.append(len(given["grid_thw"])), with_kwargs=True
     )
@@ -381,7 +383,7 @@ def test_weights_may_come_from_an_editors_text_encoder(folder, tmp_path):
     tiny_qwen.make_model(tokenizer, seed=7).save_pretrained(editor / "text_encoder")
     policy = make(folder, init_text_encoder_from=str(editor))
     theirs = load_file(editor / "text_encoder" / "model.safetensors")
-    ours = policy.module.vl_model.state_dict()
+    ours = policy.module.base_model.state_dict()
     own = load_file(Path(folder) / "model.safetensors")
     head = "lm_head.weight"
     assert torch.equal(ours[head], theirs[head])

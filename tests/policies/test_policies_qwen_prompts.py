@@ -4,7 +4,7 @@ import pytest
 import tiny_qwen
 import torch
 
-from rl.api.types import PromptTemplate, Sample
+from rl.api.types import PromptTemplate, Sample, UnusableSampleError
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
 from rl.policies.shared import prompting
 
@@ -111,6 +111,12 @@ def test_long_prompts_and_missing_pictures_name_the_sample(tokenizer):
         reader(tokenizer, max_prompt_tokens=60).prompt(tiny_qwen.sample(7), "make the sky blue")
     with pytest.raises(ValueError, match="sample 'blind' has no source picture"):
         reader(tokenizer).prompt(Sample("blind", "x"), "x")
+
+
+def test_one_of_several_pictures_is_not_picked_in_silence(tokenizer):
+    two = Sample("pair", "swap them", sources=(tiny_qwen.picture(0), tiny_qwen.picture(1)))
+    with pytest.raises(UnusableSampleError, match="'pair' has 2 source pictures, of which this"):
+        reader(tokenizer).prompt(two, "swap them")
 
 
 def test_without_a_picture_the_chat_template_has_none(tokenizer):

@@ -19,6 +19,7 @@ from test_learner_zero3_ranks import many_pieces
 from tiny_policy import Graded, relative_difference, run_ranks, snapshot, update
 from tiny_rounding import NATS, STEPPED
 
+from rl.api.policy import PolicySetup
 from rl.learner.learner import Learner
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.ranks.dist import Dist
@@ -53,15 +54,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def make_learner(folder: str, dist: Dist, kind: str, **optimizer: Any) -> Learner:
     """As in a run without a renderer, where a row may have no picture."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
-    policy = qwen2_5_vl.build(
+    policy = qwen2_5_vl.Qwen25VL(
         qwen2_5_vl.Config(**section),
-        None,
-        kind="text",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=NUM_TOKENS,
-        gradient_checkpointing={"lora": True, "full": "mlp"}.get(kind, False),
-        device="cpu",
+        PolicySetup(
+            "text",
+            max_completion_tokens=NUM_TOKENS,
+            gradient_checkpointing={"lora": True, "full": "mlp"}.get(kind, False),
+        ),
     )
     tiny_policy.wake_lora(policy)
     algorithm = {} if kind == "full" else {"kl_coeff": 0.1}
@@ -76,7 +75,7 @@ def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[Gra
     sequences = []
     for number, has_picture in enumerate(pictured):
         sample = tiny_qwen.sample(10 * seed + number)
-        prompt = policy.build_prompt(sample if has_picture else replace(sample, source=None))
+        prompt = policy.build_prompt(sample if has_picture else replace(sample, sources=()))
         assert bool(prompt.images) == has_picture
         for advantage in (1.0, -1.0):
             ids = torch.randint(10, 250, (NUM_TOKENS,), generator=generator)
@@ -95,7 +94,7 @@ def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[Gra
 def train(learner: Learner, sequences: list[Graded]) -> dict[str, Any]:
     """Two updates; the weights, the log-probs, and how often the vision tower ran."""
     calls: list[int] = []
-    visual = learner._policy.module.vl_model.model.visual
+    visual = learner._policy.module.base_model.model.visual
     visual.register_forward_hook(lambda *_: calls.append(1))
     for iteration in range(2):
         update(learner, sequences, iteration)

@@ -211,7 +211,7 @@ def test_the_neighbours_of_these_mistakes_are_allowed(
 def test_a_renderer_that_does_not_take_what_the_policy_emits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiny_plugs.nothing.ACCEPTS", "image_tokens")
+    monkeypatch.setattr("tiny_plugs.nothing.Nil.accepts", "image_tokens")
     found = problems_of(
         tmp_path,
         renderer={"type": "tiny_plugs.nothing"},
@@ -244,7 +244,7 @@ def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
 def test_plugs_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
     nothing = load_config(tiny_config.write(tmp_path, tiny_config.nothing(tmp_path)))
     assert report.problems(nothing) == []
-    assert "lacks Config, EMITS" in problems_of(tmp_path, policy={"type": "os.path"})[0]
+    assert "holds no Policy" in problems_of(tmp_path, policy={"type": "os.path"})[0]
     absent = problems_of(tmp_path, policy={"type": "my.own.policy"})
     assert absent[0].startswith("policy.type: no module 'my' among the installed ones or in ")
 

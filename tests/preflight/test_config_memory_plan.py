@@ -15,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl.api.policy import PolicySetup
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
-from rl.preflight.engine_memory import Sampler
+from rl.preflight.engine_memory import InferenceEngine
 from rl.preflight.memory_plan import (
     CONTEXT_GB,
     KNOWN,
@@ -34,7 +35,7 @@ from rl.preflight.memory_plan import (
 
 MODEL = LanguageModel(layers=2, hidden=10, ffn=40, heads=5, kv_heads=1, head_dim=2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
-SAMPLER = Sampler(
+ENGINE = InferenceEngine(
     share=0.5,
     cache_gb=None,
     weights_gb=6,
@@ -58,7 +59,7 @@ SIZES = Sizes(
     completion_tokens=30,
     num_completions=3,
     checkpointing=False,
-    sampler=SAMPLER,
+    engine=ENGINE,
     reads_reference=False,
     frozen=(EDITOR,),
 )
@@ -128,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @contextmanager
 def one_layer_less(policy: Any) -> Iterator[None]:
     """What is gone with it is a layer's share, and nothing of what surrounds the layers."""
-    decoder = policy.module.vl_model.model.language_model
+    decoder = policy.module.base_model.model.language_model
     layers, depth = decoder.layers, decoder.config.num_hidden_layers
     decoder.layers, decoder.config.num_hidden_layers = layers[:-1], depth - 1
     yield
@@ -153,15 +154,14 @@ def test_what_a_real_forward_keeps(
     """A policy's own packed forward, its graph alive: the plan counts what is there."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
     section = {"type": "", "model_path": folder, "dtype": dtype, "device": "cpu", "lora": lora}
-    policy = qwen2_5_vl.build(
+    policy = qwen2_5_vl.Qwen25VL(
         qwen2_5_vl.Config.model_validate(section),
-        tiny_qwen.TEMPLATE,
-        kind="text",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=12,
-        gradient_checkpointing=checkpointing,
-        device="cpu",
+        PolicySetup(
+            "text",
+            template=tiny_qwen.TEMPLATE,
+            max_completion_tokens=12,
+            gradient_checkpointing=checkpointing,
+        ),
     )
     policy.module.train()
     prompt = policy.build_prompt(tiny_qwen.sample(0))
@@ -204,7 +204,7 @@ def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
     """Half of the GPU is the engine's; renderer and learner want about 51 GB besides."""
     others = plan(SIZES, gpu_gb=1000).total_gb("render")
     assert 50 < others < 52
-    auto = replace(SIZES, sampler=replace(SAMPLER, residency="auto"))
+    auto = replace(SIZES, engine=replace(ENGINE, residency="auto"))
     for gpu_gb, expected in ((130, "resident"), (124, "sleep")):
         planned = plan(auto, gpu_gb)
         together = others + gpu_gb / 2
@@ -218,10 +218,10 @@ def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
         assert f"{together:.1f} GB of {gpu_gb}" in residency_line(planned, gpu_gb)
         # Stated in the config, it is done, and residency still says what there is room for.
         for stated in ("resident", "sleep"):
-            as_stated = plan(replace(SIZES, sampler=replace(SAMPLER, residency=stated)), gpu_gb)
+            as_stated = plan(replace(SIZES, engine=replace(ENGINE, residency=stated)), gpu_gb)
             assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
             assert residency(as_stated, gpu_gb) == expected
-    alone = plan(replace(SIZES, sampler=None), gpu_gb=100)
+    alone = plan(replace(SIZES, engine=None), gpu_gb=100)
     assert alone.engine is None and residency(alone, 100) == "resident"
 
 
@@ -256,16 +256,16 @@ def test_models_on_other_devices_are_named_but_not_counted() -> None:
 def test_the_engine_cache() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
     # step of 8 x 100 tokens of 250 B.
-    planned = plan(replace(SIZES, sampler=replace(SAMPLER, step_bytes=250)), gpu_gb=17)
+    planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
     assert any("holds 62487500 tokens, 8 full-length" in text for text in planned.assumptions)
     small = plan(SIZES, gpu_gb=14)
     assert any("leaves no room for one completion" in text for text in small.assumptions)
-    shared = plan(replace(SIZES, sampler=None), gpu_gb=17)
+    shared = plan(replace(SIZES, engine=None), gpu_gb=17)
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
 
 
 def test_the_least_a_sampler_starts_with() -> None:
-    many = replace(SAMPLER, max_num_seqs=10**6, longest_tokens=65)
+    many = replace(ENGINE, max_num_seqs=10**6, longest_tokens=65)
     # Weights, 1.5 GB, a step of 16384 tokens of 240 B (half on a small GPU), 96 tokens in 3 blocks.
     least_gb = 6 + 1.5 + 16384 * 240e-9 + 96 * 16e-9
     assert many.least_gb(80) == pytest.approx(least_gb, rel=1e-12)

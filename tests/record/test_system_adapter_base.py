@@ -12,6 +12,7 @@ import tiny_qwen
 import torch
 from huggingface_hub.utils import validate_repo_id
 
+from rl.api.policy import PolicySetup
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen2_5_vl import loading as qwen_loading
@@ -131,15 +132,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dtype": "float32",
         "lora": {"r": 4, "alpha": 8},
     }
-    policy = qwen2_5_vl.build(
-        qwen2_5_vl.Config(**section),
-        None,
-        kind="text",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=8,
-        gradient_checkpointing=False,
-        device="cpu",
+    policy = qwen2_5_vl.Qwen25VL(
+        qwen2_5_vl.Config(**section), PolicySetup("text", max_completion_tokens=8)
     )
     tensors = {n: p.detach() + 0.1 for n, p in policy.module.named_parameters() if p.requires_grad}
     policy.save_pretrained(str(folder / "adapter"), tensors)

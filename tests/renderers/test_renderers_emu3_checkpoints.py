@@ -59,7 +59,9 @@ def test_the_original_format_loads_without_its_code(vq: Emu3VQVAE, tmp_path: Pat
         "post_quant_conv.conv.weight",
         "quantize.embedding.weight",
     } <= names
-    assert emu3_vq.validate(emu3_vq.Config(type="emu3_vq", model_path=str(place))) == []
+    assert (
+        emu3_vq.Emu3Vq.problems(emu3_vq.Config(type="emu3_vq", model_path=str(place)), None) == []
+    )
     codec = load_codec(str(place), None, "float32", "cpu")
     assert_same(codec.model, vq)
     picture = make_picture(1)
@@ -88,7 +90,9 @@ def test_a_whole_emu3_gives_its_tokenizer(vq: Emu3VQVAE, tmp_path: Path) -> None
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     language_only = [shard for shard in shards if not holds_vq(shard)]
     assert language_only and len(language_only) < len(shards)
-    count = emu3_vq.parameter_counts(emu3_vq.Config(type="emu3_vq", model_path=str(tmp_path)))
+    count = emu3_vq.Emu3Vq.parameter_counts(
+        emu3_vq.Config(type="emu3_vq", model_path=str(tmp_path))
+    )
     assert count == {"vq": sum(p.numel() for p in vq.parameters())}
     for shard in language_only:
         shard.unlink()

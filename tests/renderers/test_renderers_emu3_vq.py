@@ -16,10 +16,11 @@ from tiny_emu3_vq import NUM_CODES, make_codes, make_picture
 from tiny_rounding import PRODUCT
 from transformers import Emu3ImageProcessor, Emu3VQVAE
 
+from rl.api.plug import Resources
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.renderers.emu3_vq import plug as emu3_vq
 from rl.renderers.emu3_vq.codec import Emu3Codec, fit
-from rl.renderers.emu3_vq.loop import Emu3VqRenderer
+from rl.renderers.emu3_vq.loop import Emu3VqLoop
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,8 @@ def codec(vq: Emu3VQVAE) -> Emu3Codec:
 
 
 @pytest.fixture
-def renderer(codec: Emu3Codec) -> Emu3VqRenderer:
-    return Emu3VqRenderer(codec, batch_size=4)
+def renderer(codec: Emu3Codec) -> Emu3VqLoop:
+    return Emu3VqLoop(codec, batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def job(codes: np.ndarray) -> RenderJob:
     return RenderJob(Sample(id="s", instruction="i"), payload=codes, noise_seed=0)
 
 
-def count_decodes(renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_decodes(renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     decode = renderer.codec.decode_tensor
 
@@ -143,7 +144,7 @@ def test_the_grid_is_that_of_the_published_sets(
 
 
 def test_each_distinct_grid_is_decoded_once(
-    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+    renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, wide = make_codes(1), make_codes(2), make_codes(3, 2, 8)
     alone = {k: next(renderer.render([job(c)]))[1] for k, c in (("a", a), ("wide", wide))}
@@ -159,7 +160,7 @@ def test_each_distinct_grid_is_decoded_once(
 
 
 def test_codes_that_come_again_later_are_not_decoded_again(
-    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+    renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = count_decodes(renderer, monkeypatch)
     renderer.batch_size = 2
@@ -179,16 +180,14 @@ def test_codes_that_come_again_later_are_not_decoded_again(
     assert sizes == [2, 1]
 
 
-def test_a_reshaped_grid_is_another_picture(renderer: Emu3VqRenderer) -> None:
+def test_a_reshaped_grid_is_another_picture(renderer: Emu3VqLoop) -> None:
     codes = make_codes(1)
     pictures = dict(renderer.render([job(codes), job(codes.reshape(2, 8))]))
     assert pictures[0].size == (32, 32) and pictures[1].size == (64, 16)
 
 
 @pytest.mark.parametrize("code", [NUM_CODES, -1])
-def test_codes_outside_the_codebook_are_the_policys_fault(
-    renderer: Emu3VqRenderer, code: int
-) -> None:
+def test_codes_outside_the_codebook_are_the_policys_fault(renderer: Emu3VqLoop, code: int) -> None:
     codes = make_codes(1)
     codes[2, 1] = code
     outcomes = dict(renderer.render([job(codes), job(make_codes(1)), job(codes[:0])]))
@@ -202,7 +201,7 @@ def test_codes_outside_the_codebook_are_the_policys_fault(
 def test_nan_is_the_renderers_fault_and_its_own_pictures_alone(tmp_path: Path) -> None:
     vq = tiny_emu3_vq.make_vq()
     vq.quantize.embedding.weight.data[7] = torch.nan
-    renderer = Emu3VqRenderer(Emu3Codec(vq), batch_size=4)
+    renderer = Emu3VqLoop(Emu3Codec(vq), batch_size=4)
     healthy = make_codes(1)
     healthy[healthy == 7] = 0
     outcomes = dict(renderer.render([job(healthy), job(np.full((4, 4), 7, np.int32))]))
@@ -211,7 +210,7 @@ def test_nan_is_the_renderers_fault_and_its_own_pictures_alone(tmp_path: Path) -
 
 
 def test_a_batch_that_does_not_fit_is_halved(
-    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+    renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = renderer.codec.decode_tensor
 
@@ -229,28 +228,28 @@ def test_a_batch_that_does_not_fit_is_halved(
 def test_large_pictures_share_a_batch_with_fewer(
     codec: Emu3Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renderer = Emu3VqRenderer(codec, batch_size=4)
+    renderer = Emu3VqLoop(codec, batch_size=4)
     sizes = count_decodes(renderer, monkeypatch)
     monkeypatch.setattr("rl.renderers.emu3_vq.loop.BATCH_UNIT_PX", 32 * 32)
     list(renderer.render([job(make_codes(seed, 4, 8)) for seed in range(3)]))
     assert sizes == [2, 1]  # 32 x 64 px: two of them are four of 32 x 32
 
 
-def illustrated(renderer: Emu3VqRenderer, samples: Sequence[Sample]) -> list[Sample]:
+def illustrated(renderer: Emu3VqLoop, samples: Sequence[Sample]) -> list[Sample]:
     out = renderer.decode_sources(samples)
     assert [s.id for s in out] == [s.id for s in samples]
     return out
 
 
 def test_illustrate_draws_what_exists_as_codes_alone(
-    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
+    renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = count_decodes(renderer, monkeypatch)
     own = make_picture(0)
     a, b = make_codes(1), make_codes(2)
     samples = [
         Sample(id="1", instruction="", source_codes=a, target_codes=b),
-        Sample(id="2", instruction="", source_codes=a, source=own),
+        Sample(id="2", instruction="", source_codes=a, sources=(own,)),
         Sample(id="3", instruction=""),
         Sample(id="4", instruction="", source_codes=b, target_codes=a.copy()),
     ]
@@ -266,9 +265,7 @@ def test_illustrate_draws_what_exists_as_codes_alone(
     assert again[0].source is out[0].source
 
 
-def test_kept_pictures_are_bounded(
-    renderer: Emu3VqRenderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_pictures_are_bounded(renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.renderers.emu3_vq.loop.NUM_KEPT_PICTURES", 2)
     sizes = count_decodes(renderer, monkeypatch)
     samples = [Sample(id=str(i), instruction="", source_codes=make_codes(i)) for i in range(3)]
@@ -279,7 +276,7 @@ def test_kept_pictures_are_bounded(
     assert sizes == [3, 1]
 
 
-def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqRenderer) -> None:
+def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqLoop) -> None:
     sample = Sample(id="p-7", instruction="", target_codes=np.full((2, 2), 99, np.int32))
     with pytest.raises(ValueError, match=r"sample p-7: its target .* bad_code: 99"):
         renderer.decode_sources([sample])
@@ -290,13 +287,15 @@ def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqRenderer) -> Non
 
 def test_the_plug_builds_a_renderer(folder: Path, vq: Emu3VQVAE) -> None:
     config = emu3_vq.Config(type="emu3_vq", model_path=str(folder), batch_size=2)
-    renderer = emu3_vq.build(config, device="cpu")
-    assert renderer.batch_size == 2 and renderer.state_dim is None
-    assert emu3_vq.ACCEPTS == "image_tokens" and emu3_vq.MAKES_IMAGES
-    assert emu3_vq.prompt_template(config) is emu3_vq.negative_prompt(config) is None
-    assert emu3_vq.parameter_counts(config) == {"vq": sum(p.numel() for p in vq.parameters())}
-    assert emu3_vq.activation_counts(config) == {"vq": 12 * 32 * 2 * 256 * 256}
-    half = emu3_vq.build(config.model_copy(update={"dtype": "bfloat16"}), device="cpu")
+    renderer = emu3_vq.Emu3Vq(config, Resources(None, "cpu"))
+    assert renderer.loop.batch_size == 2 and renderer.state_dim is None
+    assert emu3_vq.Emu3Vq.accepts == "image_tokens" and emu3_vq.Emu3Vq.makes_images
+    assert emu3_vq.Emu3Vq.prompt_template(config) is emu3_vq.Emu3Vq.negative_prompt(config) is None
+    assert emu3_vq.Emu3Vq.parameter_counts(config) == {
+        "vq": sum(p.numel() for p in vq.parameters())
+    }
+    assert emu3_vq.Emu3Vq.activation_counts(config) == {"vq": 12 * 32 * 2 * 256 * 256}
+    half = emu3_vq.Emu3Vq(config.model_copy(update={"dtype": "bfloat16"}), Resources(None, "cpu"))
     (_, picture), *_ = half.render([job(make_codes(1))])
     assert picture.size == (32, 32)
 
@@ -307,14 +306,16 @@ def test_published_checkpoints_are_counted_by_name() -> None:
     with torch.device("meta"):
         full = Emu3VQVAE(Emu3VQVAE.config_class())
     count = sum(p.numel() for p in full.parameters())
-    assert emu3_vq.parameter_counts(config)["vq"] == pytest.approx(count, rel=1e-4)
+    assert emu3_vq.Emu3Vq.parameter_counts(config)["vq"] == pytest.approx(count, rel=1e-4)
     other = emu3_vq.Config(type="emu3_vq", model_path="someone/else")
-    assert emu3_vq.validate(other) == [] and emu3_vq.parameter_counts(other) == {}
+    assert (
+        emu3_vq.Emu3Vq.problems(other, None) == [] and emu3_vq.Emu3Vq.parameter_counts(other) == {}
+    )
 
 
 def test_wrong_paths_are_named(folder: Path, tmp_path: Path) -> None:
     def problems(path: str) -> list[str]:
-        return emu3_vq.validate(emu3_vq.Config(type="emu3_vq", model_path=path))
+        return emu3_vq.Emu3Vq.problems(emu3_vq.Config(type="emu3_vq", model_path=path), None)
 
     assert problems(str(folder)) == []
     assert "no folder './nowhere'" in problems("./nowhere")[0]

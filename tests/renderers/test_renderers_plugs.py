@@ -17,13 +17,14 @@ from peft import LoraConfig, get_peft_model_state_dict
 from pydantic import ValidationError
 from tiny_editor import make_job, make_picture
 
+from rl.api.plug import PlugConfig, Resources
 from rl.api.types import RenderJob
 from rl.config.messages import sections
 from rl.renderers import none, qwen_image_edit, qwen_image_edit_plus
 from rl.renderers.qwen_image import config as qwen_image
-from rl.renderers.qwen_image.loop import QwenImageRenderer
+from rl.renderers.qwen_image.loop import QwenImageLoop
 
-EDITORS = [qwen_image_edit, qwen_image_edit_plus]
+EDITORS = [qwen_image_edit.QwenImageEdit, qwen_image_edit_plus.QwenImageEditPlus]
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -47,7 +48,7 @@ def make_config(folder: Path, **changes: object) -> qwen_image_edit.Config:
     return qwen_image_edit.Config(**{**settings, **changes})
 
 
-def render_one(renderer: QwenImageRenderer, job: RenderJob) -> torch.Tensor:
+def render_one(renderer: QwenImageLoop, job: RenderJob) -> torch.Tensor:
     return renderer.render_tensor([job], renderer.bucket_of(job.sample.source))
 
 
@@ -56,20 +57,21 @@ def test_plugs_import_without_torch() -> None:
 import sys
 for heavy in ("torch", "diffusers", "transformers", "numpy", "PIL"):
     sys.modules[heavy] = None
-from rl.renderers import none, qwen_image_edit, qwen_image_edit_plus
-for plug in (qwen_image_edit, qwen_image_edit_plus):
+from rl.renderers import none
+from rl.renderers.qwen_image_edit import QwenImageEdit
+from rl.renderers.qwen_image_edit_plus import QwenImageEditPlus
+for plug in (QwenImageEdit, QwenImageEditPlus):
     config = plug.Config(type="x")
-    assert plug.validate(config) == []
+    assert plug.problems(config, None) == []
     assert 13.7e9 < sum(plug.parameter_counts(config).values()) < 13.8e9
     assert plug.prompt_template(config) and plug.negative_prompt(config) == " "
-assert none.validate(none.Config(type="none")) == []
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_edit_asks_as_the_stock_pipeline_does() -> None:
     stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), QwenImageEditPipeline)
-    template = qwen_image_edit.prompt_template(qwen_image_edit.Config(type="x"))
+    template = qwen_image_edit.QwenImageEdit.prompt_template(qwen_image_edit.Config(type="x"))
     asked = template.text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
     assert asked == stock.prompt_template_encode.format("make it blue")
     assert template.image_area_px == 1024 * 1024
@@ -77,7 +79,9 @@ def test_edit_asks_as_the_stock_pipeline_does() -> None:
 
 def test_plus_asks_as_the_stock_pipeline_does() -> None:
     stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), QwenImageEditPlusPipeline)
-    template = qwen_image_edit_plus.prompt_template(qwen_image_edit_plus.Config(type="x"))
+    template = qwen_image_edit_plus.QwenImageEditPlus.prompt_template(
+        qwen_image_edit_plus.Config(type="x")
+    )
     asked = template.text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
     # `_get_qwen_prompt_embeds` puts this label before every picture.
     assert asked == stock.prompt_template_encode.format(f"Picture 1: {PICTURE}make it blue")
@@ -93,9 +97,9 @@ def test_the_dropped_prefix_ends_where_the_user_begins(plug: object) -> None:
 
 
 def test_no_negative_prompt_without_guidance() -> None:
-    assert qwen_image_edit.negative_prompt(make_config(Path("a/b"))) is None
+    assert qwen_image_edit.QwenImageEdit.negative_prompt(make_config(Path("a/b"))) is None
     guided = make_config(Path("a/b"), true_cfg_scale=2.5, negative_prompt="blurry")
-    assert qwen_image_edit.negative_prompt(guided) == "blurry"
+    assert qwen_image_edit.QwenImageEdit.negative_prompt(guided) == "blurry"
 
 
 @pytest.mark.parametrize("area", [64 * 64, 384 * 384, 512 * 512, 1024 * 1024])
@@ -126,21 +130,24 @@ def test_a_fixed_size_wins_over_the_area() -> None:
     ],
 )
 def test_each_problem_is_named(editor_folder: Path, changes: dict[str, object], named: str) -> None:
-    (problem,) = qwen_image_edit.validate(make_config(editor_folder, **changes))
+    (problem,) = qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder, **changes), None)
     assert named in problem
 
 
 def test_sound_configs_have_no_problem(editor_folder: Path) -> None:
     unstretched = {"num_steps": 1, "scheduler_overrides": {"shift_terminal": None}}
-    assert qwen_image_edit.validate(make_config(editor_folder)) == []
-    assert qwen_image_edit.validate(make_config(editor_folder, **unstretched)) == []
-    assert qwen_image_edit.validate(make_config(Path("owner/name"))) == []
+    assert qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder), None) == []
+    assert (
+        qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder, **unstretched), None)
+        == []
+    )
+    assert qwen_image_edit.QwenImageEdit.problems(make_config(Path("owner/name")), None) == []
 
 
 def test_a_folder_that_lacks_a_part_is_named(tmp_path: Path) -> None:
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}")
-    (problem,) = qwen_image_edit.validate(make_config(tmp_path))
+    (problem,) = qwen_image_edit.QwenImageEdit.problems(make_config(tmp_path), None)
     assert "lacks transformer/config.json, scheduler/scheduler_config.json" in problem
 
 
@@ -160,7 +167,7 @@ def test_bad_values_are_refused(editor_folder: Path, typo: dict[str, object]) ->
         make_config(editor_folder, **typo)
 
 
-@pytest.mark.parametrize("plug", [*EDITORS, none])
+@pytest.mark.parametrize("plug", [*EDITORS, none.NoRenderer])
 def test_every_key_is_documented(plug: object) -> None:
     for _, section in sections(plug.Config):
         assert all(field.description for field in section.model_fields.values())
@@ -169,13 +176,13 @@ def test_every_key_is_documented(plug: object) -> None:
 def test_parameters_are_counted_from_the_folder(editor_folder: Path) -> None:
     """All that comes to the device: not the modulation, two blocks of two [192, 32] layers."""
     stock = tiny_editor.make_stock()
-    counts = qwen_image_edit.parameter_counts(make_config(editor_folder))
+    counts = qwen_image_edit.QwenImageEdit.parameter_counts(make_config(editor_folder))
     modulation = 2 * 2 * 192 * (32 + 1)
     assert counts == {
         "transformer": sum(p.numel() for p in stock.transformer.parameters()) - modulation,
         "vae": sum(p.numel() for p in stock.vae.parameters()),
     }
-    assert qwen_image_edit.parameter_counts(make_config(Path("owner/unknown"))) == {}
+    assert qwen_image_edit.QwenImageEdit.parameter_counts(make_config(Path("owner/unknown"))) == {}
 
 
 def test_half_precision_weights_run_in_float32(tmp_path: Path) -> None:
@@ -184,19 +191,19 @@ def test_half_precision_weights_run_in_float32(tmp_path: Path) -> None:
     stock.vae.half()
     tiny_editor.save_editor(stock, tmp_path)
     job = make_job(make_picture(0), 9, noise_seed=0)
-    loaded = qwen_image_edit.build(make_config(tmp_path), device="cpu")
+    loaded = qwen_image_edit.QwenImageEdit(make_config(tmp_path), Resources(None, "cpu"))
     stock.transformer.float()
     stock.vae.float()
-    direct = QwenImageRenderer(loaded.config, stock.ours())
-    assert torch.equal(render_one(loaded, job), render_one(direct, job))
-    assert not any(p.requires_grad for p in loaded.parts.transformer.parameters())
-    assert not loaded.parts.vae.training
+    direct = QwenImageLoop(loaded.config, stock.ours())
+    assert torch.equal(render_one(loaded.loop, job), render_one(direct, job))
+    assert not any(p.requires_grad for p in loaded.loop.parts.transformer.parameters())
+    assert not loaded.loop.parts.vae.training
 
 
 def test_the_device_of_the_config_wins(editor_folder: Path) -> None:
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
         config = make_config(editor_folder, device=device)
-        parts = qwen_image_edit.build(config, device="cpu").parts
+        parts = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop.parts
         assert parts.transformer.device.type == parts.vae.mean.device.type == expected
 
 
@@ -218,9 +225,11 @@ def test_an_adapter_is_fused(editor_folder: Path, tmp_path: Path) -> None:
         editor_folder, lora_path=str(tmp_path), lora_weight_name="few_steps.safetensors"
     )
     job = make_job(make_picture(0), 9, noise_seed=0)
-    fused = render_one(qwen_image_edit.build(config, device="cpu"), job)
-    unfused = render_one(QwenImageRenderer(config, parts), job)
-    plain = render_one(qwen_image_edit.build(make_config(editor_folder), device="cpu"), job)
+    fused = render_one(qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop, job)
+    unfused = render_one(QwenImageLoop(config, parts), job)
+    plain = render_one(
+        qwen_image_edit.QwenImageEdit(make_config(editor_folder), Resources(None, "cpu")).loop, job
+    )
     torch.testing.assert_close(fused, unfused, atol=tiny_rounding.PICTURE, rtol=0)
     assert (fused - plain).abs().max() > 1e-2
 
@@ -228,14 +237,14 @@ def test_an_adapter_is_fused(editor_folder: Path, tmp_path: Path) -> None:
 def test_overrides_reach_the_scheduler(editor_folder: Path) -> None:
     overrides = {"base_shift": math.log(3), "shift_terminal": None}
     config = make_config(editor_folder, scheduler_overrides=overrides)
-    scheduler = qwen_image_edit.build(config, device="cpu").parts.scheduler
+    scheduler = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop.parts.scheduler
     changed = {key: scheduler.config[key] for key in ("base_shift", "shift_terminal", "max_shift")}
     assert changed == {"base_shift": math.log(3), "shift_terminal": None, "max_shift": 0.9}
 
 
 def test_none_renders_nothing() -> None:
-    renderer = none.build(none.Config(type="none"), device="cpu")
+    renderer = none.NoRenderer(PlugConfig(), Resources(None, "cpu"))
     jobs = [make_job(None, 3, noise_seed=0)] * 3
     assert list(renderer.render(jobs)) == [(0, None), (1, None), (2, None)]
-    assert (none.ACCEPTS, none.MAKES_IMAGES) == ("text", False)
-    assert none.prompt_template(none.Config(type="none")) is None
+    assert (none.NoRenderer.accepts, none.NoRenderer.makes_images) == ("text", False)
+    assert none.NoRenderer.prompt_template(PlugConfig()) is None

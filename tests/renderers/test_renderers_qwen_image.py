@@ -27,6 +27,7 @@ from tiny_editor import (
 )
 from tiny_rounding import PICTURE
 
+from rl.api.plug import Resources
 from rl.api.types import RenderJob
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
 from rl.renderers.qwen_image import loop as loop
@@ -116,7 +117,7 @@ def test_stock_settings_are_the_defaults(stock: StockParts, parts: EditorParts) 
         height_px=32,
         width_px=64,
     )
-    ((_, picture),) = loop.QwenImageRenderer(config, parts).render([job])
+    ((_, picture),) = loop.QwenImageLoop(config, parts).render([job])
     expected = render_stock(
         stock, [job], true_cfg_scale=4.0, num_inference_steps=2, height=32, width=64
     )
@@ -131,7 +132,7 @@ def test_plus_equals_its_stock_pipeline(zero_cond_t: bool) -> None:
     parts = stock.ours()
     jobs = three_jobs(width=128)
     config = qwen_image_edit_plus.Config(**TINY | {"type": "qwen_image_edit_plus"})
-    ours = render_floats(loop.QwenImageRenderer(config, parts), jobs)
+    ours = render_floats(loop.QwenImageLoop(config, parts), jobs)
     one_by_one = [render_stock(stock, [job], QwenImageEditPlusPipeline) for job in jobs]
     assert (ours - torch.cat(one_by_one)).abs().max() <= PICTURE
 
@@ -147,7 +148,7 @@ def test_bfloat16_is_as_near_to_float32_as_stock(tmp_path: Path, stock: StockPar
     )
     tiny_editor.save_editor(half, tmp_path)
     config = qwen_image_edit.Config(**TINY | {"model_path": str(tmp_path), "dtype": "bfloat16"})
-    renderer = qwen_image_edit.build(config, device="cpu")
+    renderer = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop
     dtypes = {tensor.dtype for tensor in renderer.parts.vae.state_dict().values()}
     assert dtypes | {renderer.parts.transformer.dtype} == {torch.bfloat16}
 

@@ -17,7 +17,6 @@ from tiny_rounding import PICTURE
 from torch import nn
 
 from rl.renderers import qwen_image_edit
-from rl.renderers.qwen_image import config as qwen_image
 from rl.renderers.qwen_image.attention import FastestAttention, attention_of
 from rl.renderers.qwen_image.denoiser import Denoiser
 from rl.renderers.qwen_image.fp8 import EIGHT_BITS, Fp8Linear, round_blocks
@@ -131,7 +130,7 @@ def test_8_bits_move_a_picture_a_little(stock: StockParts, mode: str) -> None:
 
 def test_8_bits_are_half_of_16_in_the_memory_plan() -> None:
     half, whole = (
-        qwen_image_edit.parameter_counts(qwen_image_edit.Config(type="x", fp8=fp8))
+        qwen_image_edit.QwenImageEdit.parameter_counts(qwen_image_edit.Config(type="x", fp8=fp8))
         for fp8 in ("storage", "off")
     )
     assert half == whole | {"transformer": whole["transformer"] / 2}
@@ -146,7 +145,7 @@ def test_8_bits_are_half_of_16_in_the_memory_plan() -> None:
 )
 def test_options_that_do_not_fit_are_named(changes: dict[str, object], named: str) -> None:
     config = qwen_image_edit.Config(type="x", **changes)
-    (problem,) = qwen_image.validate(config)
+    (problem,) = qwen_image_edit.QwenImageEdit.problems(config, None)
     assert named in problem
 
 

@@ -14,6 +14,7 @@ from tiny_rounding import PICTURE, PRODUCT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rl.api.plug import Resources
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import modulation
 from rl.renderers.qwen_image.denoiser import Denoiser
@@ -103,11 +104,13 @@ def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
     tiny_editor.save_editor(tiny_editor.make_stock(), tmp_path)
     settings = tiny_editor.TINY | {"model_path": str(tmp_path), "device": "meta"}
     config = qwen_image_edit.Config(**settings)
-    transformer = qwen_image_edit.build(config, device="cpu").parts.transformer
+    transformer = qwen_image_edit.QwenImageEdit(
+        config, Resources(None, "cpu")
+    ).loop.parts.transformer
     on_host = {name for name, p in transformer.named_parameters() if p.device.type == "cpu"}
     assert on_host == {name for name, _ in transformer.named_parameters() if "_mod." in name}
     on_device = sum(p.numel() for p in transformer.parameters() if p.device.type == "meta")
-    assert on_device == qwen_image_edit.parameter_counts(config)["transformer"]
+    assert on_device == qwen_image_edit.QwenImageEdit.parameter_counts(config)["transformer"]
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ from PIL import Image
 from tiny_rounding import PICTURE
 from tiny_sd3 import PROMPTS, as_floats, make_job, make_jobs, make_renderer
 
-from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.api.types import RenderFailure, RenderJob
 from rl.renderers.sd3 import text as sd3_text
-from rl.renderers.sd3.loop import SD3Parts, SD3Renderer, make_noise
+from rl.renderers.sd3.loop import SD3Loop, SD3Parts, make_noise
 from rl.renderers.shared import decoding
 
 LONG_PROMPT = "a very long walk along the sea " * 4
@@ -57,7 +57,7 @@ def render_stock(
     ).images
 
 
-def render_floats(renderer: SD3Renderer, jobs: list[RenderJob]) -> torch.Tensor:
+def render_floats(renderer: SD3Loop, jobs: list[RenderJob]) -> torch.Tensor:
     return as_floats(renderer.render_tensor(jobs))
 
 
@@ -298,11 +298,6 @@ def test_rendering_leaves_no_state_behind(parts: SD3Parts) -> None:
     render_floats(make_renderer(parts, num_steps=2), jobs)
     assert torch.equal(render_floats(renderer, jobs), first)
     assert torch.equal(parts.scheduler.sigmas, untouched)
-
-
-def test_samples_are_left_as_they_are(parts: SD3Parts) -> None:
-    samples = [Sample("a", "a cat"), Sample("b", "a dog")]
-    assert make_renderer(parts).decode_sources(samples) == samples
 
 
 def test_a_picture_larger_than_the_checkpoint_makes_is_refused(parts: SD3Parts) -> None:

@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from tiny_sd3 import TINY, make_jobs
 
+from rl.api.plug import Resources
 from rl.config.messages import sections
 from rl.renderers.sd3 import plug as sd3
 
@@ -33,11 +34,11 @@ def test_the_plug_imports_without_torch() -> None:
 import sys
 for heavy in ("torch", "diffusers", "transformers", "numpy", "PIL"):
     sys.modules[heavy] = None
-from rl.renderers.sd3 import plug as sd3
-config = sd3.Config(type="sd3")
-assert sd3.validate(config) == []
-assert 7.6e9 < sum(sd3.parameter_counts(config).values()) < 7.8e9
-assert sd3.prompt_template(config) is None and sd3.negative_prompt(config) is None
+from rl.renderers.sd3.plug import SD3
+config = SD3.Config(type="sd3")
+assert SD3.problems(config, None) == []
+assert 7.6e9 < sum(SD3.parameter_counts(config).values()) < 7.8e9
+assert SD3.prompt_template(config) is None and SD3.negative_prompt(config) is None
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
@@ -46,7 +47,7 @@ def test_a_saved_pipeline_is_what_was_saved(
     sd3_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
-    loaded = sd3.build(make_config(sd3_folder), device="cpu")
+    loaded = sd3.SD3(make_config(sd3_folder), Resources(None, "cpu")).loop
     assert "Loading weights" not in capfd.readouterr().err
     direct = tiny_sd3.make_renderer(tiny_sd3.make_parts())
     jobs = make_jobs()[:1]
@@ -62,31 +63,36 @@ def test_the_third_encoder_is_not_even_looked_for(sd3_folder: Path, tmp_path: Pa
     shutil.copytree(sd3_folder, folder)
     for part in ("text_encoder_3", "tokenizer_3"):
         shutil.rmtree(folder / part)
-    (problem,) = sd3.validate(make_config(folder))
+    (problem,) = sd3.SD3.problems(make_config(folder), None)
     assert "lacks text_encoder_3/config.json, tokenizer_3/tokenizer_config.json" in problem
     config = make_config(folder, use_t5=False)
-    assert sd3.validate(config) == []
-    assert "text_encoder_3" not in sd3.parameter_counts(config)
-    ((_, picture),) = sd3.build(config, "cpu").render(make_jobs()[:1])
+    assert sd3.SD3.problems(config, None) == []
+    assert "text_encoder_3" not in sd3.SD3.parameter_counts(config)
+    ((_, picture),) = sd3.SD3(config, Resources(None, "cpu")).render(make_jobs()[:1])
     assert picture.size == (64, 64)
 
 
 def test_scheduler_keys_are_replaced(sd3_folder: Path) -> None:
     config = make_config(sd3_folder, scheduler_overrides={"shift": 1.0})
-    assert sd3.build(config, "cpu").parts.scheduler.config.shift == 1.0
-    assert sd3.build(make_config(sd3_folder), "cpu").parts.scheduler.config.shift == 3.0
+    assert sd3.SD3(config, Resources(None, "cpu")).loop.parts.scheduler.config.shift == 1.0
+    assert (
+        sd3.SD3(make_config(sd3_folder), Resources(None, "cpu")).loop.parts.scheduler.config.shift
+        == 3.0
+    )
 
 
 def test_the_device_of_the_config_wins(sd3_folder: Path) -> None:
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
-        parts = sd3.build(make_config(sd3_folder, device=device), device="cpu").parts
+        parts = sd3.SD3(make_config(sd3_folder, device=device), Resources(None, "cpu")).loop.parts
         for module in (parts.transformer, parts.vae, *parts.text.encoders, parts.text.encoder_3):
             assert module.device.type == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_precisions_render(sd3_folder: Path, dtype: str) -> None:
-    ((_, picture),) = sd3.build(make_config(sd3_folder, dtype=dtype), "cpu").render(make_jobs()[:1])
+    ((_, picture),) = sd3.SD3(make_config(sd3_folder, dtype=dtype), Resources(None, "cpu")).render(
+        make_jobs()[:1]
+    )
     assert picture.size == (64, 64)
 
 
@@ -105,8 +111,8 @@ def test_parameters_are_counted_from_the_folder(sd3_folder: Path) -> None:
     }
     # A table of positions, resident though no parameter.
     expected["transformer"] += parts.transformer.pos_embed.pos_embed.numel()
-    assert sd3.parameter_counts(make_config(sd3_folder)) == expected
-    assert sd3.parameter_counts(make_config(Path("owner/unknown"))) == {}
+    assert sd3.SD3.parameter_counts(make_config(sd3_folder)) == expected
+    assert sd3.SD3.parameter_counts(make_config(Path("owner/unknown"))) == {}
 
 
 @pytest.mark.parametrize(
@@ -119,9 +125,9 @@ def test_parameters_are_counted_from_the_folder(sd3_folder: Path) -> None:
     ],
 )
 def test_each_problem_is_named(sd3_folder: Path, changes: dict[str, object], named: str) -> None:
-    (problem,) = sd3.validate(make_config(sd3_folder, **changes))
+    (problem,) = sd3.SD3.problems(make_config(sd3_folder, **changes), None)
     assert named in problem
-    assert sd3.validate(make_config(sd3_folder)) == []
+    assert sd3.SD3.problems(make_config(sd3_folder), None) == []
 
 
 @pytest.mark.parametrize(
@@ -145,10 +151,10 @@ def test_every_key_is_documented() -> None:
 
 
 def test_activations_grow_with_what_makes_them_grow() -> None:
-    base = sd3.activation_counts(sd3.Config(type="sd3"))
-    unguided = sd3.activation_counts(sd3.Config(type="sd3", guidance_scale=1.0))
+    base = sd3.SD3.activation_counts(sd3.Config(type="sd3"))
+    unguided = sd3.SD3.activation_counts(sd3.Config(type="sd3", guidance_scale=1.0))
     assert unguided["transformer"] == base["transformer"] / 2
-    two = sd3.activation_counts(sd3.Config(type="sd3", batch_size=16))
+    two = sd3.SD3.activation_counts(sd3.Config(type="sd3", batch_size=16))
     assert two["transformer"] == 2 * base["transformer"] and two["vae"] == base["vae"]
     # 16 rows of 4096 picture and 333 text tokens
     assert base["transformer"] == 20 * 1536 * 16 * (4096 + 77 + 256)

@@ -16,7 +16,7 @@ from rl.rewards import edit_quality
 
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
-EVIDENCE = RewardInput(Sample("a", "paint the sky red", source=SOURCE), "a rewrite", EDITED)
+EVIDENCE = RewardInput(Sample("a", "paint the sky red", sources=(SOURCE,)), "a rewrite", EDITED)
 
 
 def marks(alignment: float, quality: float) -> Fault:

@@ -20,7 +20,7 @@ from rl.rewards import ground_score, viescore
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
 TARGET = Image.new("RGB", (16, 16), (0, 200, 0))
 EDITED = Image.new("RGB", (16, 16), (200, 20, 30))
-SAMPLE = Sample("a", "paint the sky red", source=SOURCE, target=TARGET)
+SAMPLE = Sample("a", "paint the sky red", sources=(SOURCE,), target=TARGET)
 EVIDENCE = RewardInput(SAMPLE, "a rewrite", EDITED)
 
 

@@ -14,6 +14,9 @@ import torch
 from tiny_act import act_group
 
 from rl import build, enhance
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
+from rl.api.policy import PolicySetup
 from rl.api.types import Sample, SamplingParams
 from rl.commands import enhance as script
 from rl.config.schema import load_config
@@ -42,21 +45,12 @@ def enhancer(model: str) -> Enhancer:
     return Enhancer(model, device="cpu")
 
 
-def trained(model: str, **section: Any) -> qwen2_5_vl.Qwen25VLPolicy:
+def trained(model: str, **section: Any) -> qwen2_5_vl.Qwen25VL:
     """A policy as a run with renderer sd3 would have trained it."""
     config = qwen2_5_vl.Config(
         **{**run_section(model), "lora": tiny_policy.LORA, "device": "cpu", **section}
     )
-    policy = qwen2_5_vl.build(
-        config,
-        None,
-        kind="text",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=NUM_TOKENS,
-        gradient_checkpointing=False,
-        device="cpu",
-    )
+    policy = qwen2_5_vl.Qwen25VL(config, PolicySetup("text", max_completion_tokens=NUM_TOKENS))
     if config.lora is not None:
         tiny_policy.wake_lora(policy)
     return policy
@@ -90,7 +84,7 @@ def write_run(folder: Path, section: dict[str, Any], renderer: dict[str, Any]) -
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def tensors_of(policy: qwen2_5_vl.Qwen25VLPolicy) -> dict[str, torch.Tensor]:
+def tensors_of(policy: qwen2_5_vl.Qwen25VL) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
 
 
@@ -112,13 +106,15 @@ def model_folder(run: Path) -> Path:
 def by_engine(policy: Any, temperature: float, seed: int = 0) -> list[str]:
     """What the sampler of training writes for each prompt alone, from the same seeds."""
     samples = [
-        Sample(f"s{number}", prompt, source=picture)
+        Sample(f"s{number}", prompt, sources=(picture,) if picture else ())
         for number, (prompt, picture) in enumerate(zip(PROMPTS, PICTURES, strict=True))
     ]
     params = SamplingParams(temperature, 1.0, -1, NUM_TOKENS, num_completions=1)
     prompts = [policy.build_prompt(sample) for sample in samples]
     seeds = [derive_seed(seed, "enhance", prompt) for prompt in PROMPTS]
-    groups = TransformersEngine(policy).generate(prompts, params, seeds)
+    groups = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu")).generate(
+        prompts, params, seeds
+    )
     return [
         act_group(policy, prompt, group)[0].text
         for prompt, group in zip(prompts, groups, strict=True)
@@ -163,7 +159,7 @@ def test_a_result_reports_itself(enhancer: Enhancer) -> None:
 def test_it_stops_where_the_policy_stops(enhancer: Enhancer) -> None:
     policy = enhancer._policy
     stop = policy.stop_token_ids[0]
-    head = policy.module.vl_model.lm_head.weight
+    head = policy.module.base_model.lm_head.weight
     before = head[stop].clone()
     with torch.no_grad():
         head[stop] = 10 * head[: stop - 1].norm() * torch.sign(torch.randn(head.shape[1]))
@@ -271,7 +267,7 @@ def test_a_whole_model_needs_no_base(model: str, tmp_path: Path) -> None:
     write_run(run, {**run_section(model), "lora": None}, {"type": "sd3"})
     policy = trained(model, lora=None)
     with torch.no_grad():
-        for parameter in policy.module.vl_model.model.language_model.layers.parameters():
+        for parameter in policy.module.base_model.model.language_model.layers.parameters():
             parameter.mul_(1.5)
     policy.save_pretrained(str(model_folder(run)), tensors_of(policy))
     tuned = Enhancer(adapter_path=model_folder(run), device="cpu")

@@ -11,6 +11,7 @@ import torch
 from tiny_ranks import run_ranks
 from tiny_run import run_config
 
+from rl.api.plug import PlugConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import (
     Action,
@@ -101,7 +102,7 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
         context = RolloutContext(
             run_config(optimizer={"max_tokens_per_micro_batch": 3}),
             policy,
-            NoRenderer(),
+            NoRenderer(PlugConfig(), Resources(None, "cpu")),
             {"fixed": Fixed()},
             True,
             loop,
@@ -129,7 +130,12 @@ def refused_run(folder: str) -> str:
     samples = [Sample(str(i), "do it") for i in range(3)]
     with BackgroundLoop() as loop:
         context = RolloutContext(
-            run_config(), policy, NoRenderer(), {"judge": Refusing()}, True, loop
+            run_config(),
+            policy,
+            NoRenderer(PlugConfig(), Resources(None, "cpu")),
+            {"judge": Refusing()},
+            True,
+            loop,
         )
         try:
             evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())

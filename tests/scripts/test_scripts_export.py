@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from rl.api.data import RowRules
+from rl.api.engine import EngineSetup
+from rl.api.plug import PlugConfig
+from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.commands import export_adapter
 from rl.engines.transformers import TransformersEngine
@@ -37,17 +40,10 @@ SECTION = {
 }
 
 
-def make_policy(section: Mapping[str, Any] = SECTION) -> qwen2_5_vl.Qwen25VLPolicy:
+def make_policy(section: Mapping[str, Any] = SECTION) -> qwen2_5_vl.Qwen25VL:
     """With an adapter far from zero, as if it had been trained."""
-    policy = qwen2_5_vl.build(
-        qwen2_5_vl.Config(**section),
-        None,
-        kind="text",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=GREEDY.max_tokens,
-        gradient_checkpointing=False,
-        device="cpu",
+    policy = qwen2_5_vl.Qwen25VL(
+        qwen2_5_vl.Config(**section), PolicySetup("text", max_completion_tokens=GREEDY.max_tokens)
     )
     move_from_zero(policy.module)
     return policy
@@ -69,9 +65,11 @@ def samples() -> list[Sample]:
     return [source[i] for i in range(8)]
 
 
-def greedy(policy: qwen2_5_vl.Qwen25VLPolicy) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+def greedy(policy: qwen2_5_vl.Qwen25VL) -> tuple[list[Prompt], list[tuple[int, ...]]]:
     prompts = [policy.build_prompt(sample) for sample in samples()]
-    groups = TransformersEngine(policy).generate(prompts, GREEDY, [0] * len(prompts))
+    groups = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu")).generate(
+        prompts, GREEDY, [0] * len(prompts)
+    )
     return prompts, [group[0].token_ids for group in groups]
 
 
@@ -201,15 +199,8 @@ def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
 
     base = tiny_emu3.save_policy_folder(tmp_path / "base")
     section = {"type": "emu3", "model_path": base, "dtype": "float32", "lora": {"r": 4, "alpha": 8}}
-    policy = emu3.build(
-        emu3.Config(**section),
-        template=None,
-        kind="image_tokens",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=64,
-        gradient_checkpointing=False,
-        device="cpu",
+    policy = emu3.Emu3(
+        emu3.Config(**section), PolicySetup("image_tokens", max_completion_tokens=64)
     )
     move_from_zero(policy.module)
     run = checkpoint(tmp_path, policy, section)
@@ -290,14 +281,13 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_vllm_answers_the_same(tmp_path: Path) -> None:
     from rl.engines.vllm import plug as vllm_engine
-    from rl.ranks.dist import Dist
 
     policy = make_policy()
     prompts, expected = greedy(policy)
     export_adapter.main([str(checkpoint(tmp_path, policy, SECTION)), str(tmp_path / "merged")])
     section = {**SECTION, "model_path": str(tmp_path / "merged"), "lora": None}
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
-    engine = vllm_engine.build(config, make_policy(section), Dist())
+    engine = vllm_engine.VllmEngine(config, EngineSetup(make_policy(section), "cpu"))
     try:
         groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
         assert [group[0].token_ids for group in groups] == expected

@@ -1,48 +1,48 @@
-"""A plug that fits every room and does nothing: `type: 'tiny_plugs.nothing'`."""
+"""A plug for every room that does nothing: `type: 'tiny_plugs.nothing'`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
 from rl.api.data import DataSource
+from rl.api.engine import Engine
 from rl.api.plug import PlugConfig
+from rl.api.policy import Policy
+from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import RewardInput, Sample
-from rl.config.schema import Section
-
-EMITS = frozenset({"text"})
-ACCEPTS = "text"
-MAKES_IMAGES = False
-NEEDS: frozenset[str] = frozenset()
+from rl.api.types import RenderJob, RewardInput, Sample
 
 
-class Config(Section):
-    """No knobs."""
-
-    type: str
-    """'tiny_plugs.nothing'."""
+def unused(*given: object) -> NoReturn:
+    raise AssertionError("it is only looked at")
 
 
-def validate(config: Config) -> list[str]:
-    return []
+class Nobody(Policy):
+    """A policy."""
+
+    emits = frozenset({"text"})
+    build_prompt = encode_completion = decode_actions = collate = unused
+    sampler_folder = decoder = reference = unused
+    export_weights = merged_weights = save_pretrained = unused
 
 
-def prompt_template(config: Config) -> None:
-    return None
+class Nowhere(Engine):
+    """An engine."""
+
+    generate = load_weights = unused
 
 
-def negative_prompt(config: Config) -> None:
-    return None
+class Nil(Renderer):
+    """A renderer."""
 
+    accepts = "text"
+    makes_images = False
+    runs_model = False
 
-def parameter_counts(config: Config) -> dict[str, float]:
-    return {}
-
-
-def activation_counts(config: Config) -> dict[str, float]:
-    return {}
-
-
-def build(*args: object) -> None:
-    return None
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, None]]:
+        for number, _ in enumerate(jobs):
+            yield number, None
 
 
 class NothingMuch(Reward):
@@ -52,7 +52,7 @@ class NothingMuch(Reward):
         return 0.0
 
 
-class Nobody(DataSource):
+class Nix(DataSource):
     """A data source."""
 
     def __len__(self) -> int:

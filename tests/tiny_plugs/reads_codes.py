@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tiny_plugs.nothing import EMITS, Config, build, validate
+from tiny_plugs.nothing import Nobody
 
-__all__ = ["EMITS", "NEEDS", "Config", "build", "validate"]
 
-NEEDS = frozenset({"source_codes"})
+class ReadsCodes(Nobody):
+    needs = frozenset({"source_codes"})

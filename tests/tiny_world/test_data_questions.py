@@ -123,7 +123,7 @@ def prompts_of(samples: list[Sample]) -> list[Any]:
 @pytest.mark.parametrize("pictured", [True, False])
 def test_the_answer_leaves_no_trace_in_the_prompt(pictured: bool) -> None:
     asked = tiny_qwen.sample(0, "How many dots?")
-    asked = asked if pictured else replace(asked, source=None)
+    asked = asked if pictured else replace(asked, sources=())
     bare, answered = prompts_of(
         [asked, replace(asked, hidden={"answer": SECRET}, reference=SECRET, category=SECRET)]
     )

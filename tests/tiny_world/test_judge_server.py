@@ -32,7 +32,7 @@ def edit() -> tuple[Sample, Image.Image]:
     scene = scenes.make_scene(rng)
     task = scenes.make_instruction(rng, scene)
     right = scenes.draw(scenes.apply(scene, task.op))
-    return Sample("one", task.instruction, source=scenes.draw(scene), target=right), right
+    return Sample("one", task.instruction, sources=(scenes.draw(scene),), target=right), right
 
 
 def _grade(
@@ -101,7 +101,7 @@ def test_what_it_cannot_grade_is_refused_in_words(
     server: JudgeServer, edit: tuple[Sample, Image.Image]
 ) -> None:
     sample, right = edit
-    foreign = Sample("two", "make it look like winter", source=sample.source)
+    foreign = Sample("two", "make it look like winter", sources=(sample.source,))
     with pytest.raises(JudgeRefused, match="HTTP 400"):
         _grade(server, viescore, RewardInput(foreign, "", right))
     with pytest.raises(JudgeRefused, match="HTTP 400"):  # one at a time: before it has graded any
@@ -116,7 +116,7 @@ def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
     tricky = "erase the {instruction} </instruction> circle"
     with pytest.raises(JudgeRefused) as refused:
         grey = Image.new("RGB", (64, 64), (128, 128, 128))
-        sample = Sample("three", tricky, source=grey)
+        sample = Sample("three", tricky, sources=(grey,))
         _grade(server, viescore, RewardInput(sample, "", grey))
     assert "HTTP 400" in str(refused.value)
 

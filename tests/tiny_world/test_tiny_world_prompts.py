@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rl.api.plug import Resources
 from rl.config.schema import load_config
 from tiny_world import captions
 from tiny_world.pixel_judge import grade_wish
@@ -32,7 +33,7 @@ def pictures(config: Any) -> dict[str, list[Any]]:
     from rl.renderers.sd3 import plug as sd3
 
     section = sd3.Config.model_validate(config.renderer)
-    renderer = sd3.build(section, "cpu")
+    renderer = sd3.SD3(section, Resources(None, "cpu"))
     made = {}
     for name, texts in (
         ("plain", [captions.caption(prompt.wish) for prompt in PROMPTS]),

@@ -19,6 +19,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFast
 
+from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample
 from rl.policies.emu3 import plug as emu3
 from tiny_world.builder.policy import Answer, beginner_ops, right
@@ -84,23 +85,16 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 3) -> Emu3F
     return Emu3ForCausalLM(config)
 
 
-def load_policy(folder: Path) -> emu3.Emu3Policy:
+def load_policy(folder: Path) -> emu3.Emu3:
     """The policy plug on a folder of a model and its tokenizer."""
     config = emu3.Config(type="emu3", model_path=str(folder), dtype="float32")
-    return emu3.build(
-        config,
-        template=None,
-        kind="image_tokens",
-        negative_prompt=None,
-        temperature=1.0,
-        max_completion_tokens=MAX_COMPLETION_TOKENS,
-        gradient_checkpointing=False,
-        device="cpu",
+    return emu3.Emu3(
+        config, PolicySetup("image_tokens", max_completion_tokens=MAX_COMPLETION_TOKENS)
     )
 
 
 def _learn_to_write(
-    policy: emu3.Emu3Policy,
+    policy: emu3.Emu3,
     rng: random.Random,
     name: str,
     steps: int,
@@ -120,7 +114,7 @@ def _learn_to_write(
     fit(name, policy.module.parameters(), steps, peak_rate, loss_of, check, check_every=200)
 
 
-def example(policy: emu3.Emu3Policy, rng: random.Random, kind: str, answer: Answer) -> Example:
+def example(policy: emu3.Emu3, rng: random.Random, kind: str, answer: Answer) -> Example:
     while True:
         scene = make_centred_scene(rng)
         task = make_instruction(rng, scene)
@@ -134,7 +128,7 @@ def example(policy: emu3.Emu3Policy, rng: random.Random, kind: str, answer: Answ
 
 
 @torch.no_grad()
-def p_right(policy: emu3.Emu3Policy, num_per_kind: int = 48) -> dict[str, float]:
+def p_right(policy: emu3.Emu3, num_per_kind: int = 48) -> dict[str, float]:
     """Mean probability of the right picture, by kind of instruction."""
     rng, means = random.Random(7), {}
     for kind in KINDS:

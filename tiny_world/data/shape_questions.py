@@ -29,7 +29,7 @@ class ShapeQuestions(MadeSource[Config]):
         return Sample(
             id=f"shape-questions-{seed}-{index}",
             instruction=question.text,
-            source=Image.fromarray(questions.draw_array(question.picture)),
+            sources=(Image.fromarray(questions.draw_array(question.picture)),),
             category=question.kind,
             reference=questions.written(question.thought, question.answer),
             hidden={"answer": question.answer},

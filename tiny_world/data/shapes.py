@@ -29,7 +29,7 @@ class Shapes(MadeSource[Config]):
         return Sample(
             id=f"shapes-{seed}-{index}",
             instruction=task.instruction,
-            source=scenes.draw(scene),
+            sources=(scenes.draw(scene),),
             target=scenes.draw(scenes.apply(scene, task.op)),
             category=task.kind,
             reference=scenes.describe(task.op, scene),

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 
 from rl.api.data import DataSource, RowRules
+from rl.api.plug import FileConfig
 from rl.api.types import Sample
-from rl.config.schema import Section
 from rl.data.emu3_tokens import files
 from rl.data.shared.rows import BadRowError, shorten
 
@@ -29,11 +29,9 @@ NUM_CHECKED = 64
 _SPLIT = re.compile(r"(train|training|validation|val|test|dev)(_|$)")
 
 
-class Config(Section):
+class Config(FileConfig):
     """One list of tokenised edits."""
 
-    type: str
-    """This plug's name."""
     path: str
     """The list; a relative path counts from the working directory. Its files are looked for under
     its `prefix` (from the working directory, then from the list's own folder), then in the folder

@@ -141,13 +141,15 @@ class Rows:
             pictures = self._each_picture(row, decode)
         except (UnusableError, KeyError) as error:
             raise BadRowError(self._sentence(index, error)) from error
+        source = pictures.get("source")
         return Sample(
             id=self._id(index, row),
             instruction=pick(row, columns.instruction).strip(),
             category=_label(pick(row, columns.category, "")) if columns.category else "",
             reference=pick(row, columns.reference) if columns.reference else None,
             hidden={name: pick(row, column) for name, column in columns.hidden.items()},
-            **pictures,
+            sources=() if source is None else (source,),
+            target=pictures.get("target"),
         )
 
     def keep_good(

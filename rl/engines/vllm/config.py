@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl.config.schema import Section
-
-if TYPE_CHECKING:
-    pass
+from rl.api.engine import Residency
+from rl.api.plug import PlugConfig
 
 GRID = "image_grid"
 """Key of a request's (h, w) in `SamplingParams.extra_args`; absent: the request is not held."""
 VOCABULARY = "image_vocabulary"
 """Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
-Residency = Literal["auto", "resident", "sleep"]
 
 
-class Config(Section):
+class Config(PlugConfig):
     """The engine section."""
 
-    type: str
-    """'vllm'."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.35
     """Share of the GPU's memory for weights and key-value cache while awake."""
     kv_cache_memory_mb: Annotated[int, Field(ge=1)] | None = None

@@ -19,22 +19,21 @@ import atexit
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
+from rl.api.policy import Policy
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 from rl.engines.vllm import start
 from rl.engines.vllm import weights as vllm_weights
-from rl.engines.vllm.config import GRID, Residency
-from rl.engines.vllm.config import Config as Config
+from rl.engines.vllm.config import GRID, Config
 from rl.meter import flop_meter
 from rl.meter.flops import LanguageModel, sampling_work
 from rl.ranks.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
     import torch
-
-    from rl.ranks.dist import Dist
 
 ENVIRONMENT = {
     # In process: weights are handed over as tensors, and a policy and its sampler share a device.
@@ -51,78 +50,45 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
 
 
-FeaturesOf = Callable[[Sequence[Prompt]], "list[torch.Tensor | None]"]
-"""Prompts -> what their pictures look like to the language model, [N_img, D] each."""
-MergedWeights = Callable[[], "Iterator[tuple[str, torch.Tensor]]"]
-"""-> the matrices that an adapter changes, with it in them."""
-
-
-def build(
-    config: Config, policy: Any, dist: Dist, *, has_room: bool = True, sharded: bool = False
-) -> VllmEngine:
-    """Start the engine on the policy's base weights; takes seconds, minutes for a large model.
-
-    `has_room`: it may stay on the device beside all others, under `residency: 'auto'`. `sharded`:
-    the policy's weights will be (ZeRO-3), so that no rank can run its vision tower alone.
-
-    `policy` brings `sampler_folder()`, `dtype`, `lora_rank`, `adapts_vision_tower`,
-    `image_pixel_bounds` (None: it reads ids only), `max_prompt_tokens`, `max_completion_tokens`,
-    `image_vocabulary`, and its stop and banned ids; where it shows pictures,
-    `freezes_vision_tower` and `picture_features(prompts)`; for `adapter: 'merged'`
-    `merged_weights()`. Raises ValueError where that is asked of a sharded policy.
-    """
-    merges = policy.lora_rank is not None and config.adapter == "merged"
-    if merges and sharded:
-        raise ValueError(
-            "engine.adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; use "
-            "'served', or optimizer.zero_stage <= 2"
-        )
-    reads_features = (
-        policy.image_pixel_bounds is not None and policy.freezes_vision_tower and not sharded
-    )
-    return VllmEngine(
-        config,
-        policy,
-        dist,
-        sleeps=sleeps_between(config.residency, has_room, dist.device),
-        features_of=policy.picture_features if reads_features else None,
-        merged_weights=policy.merged_weights if merges else None,
-    )
-
-
 def sleeps_between(residency: Residency, has_room: bool, device: str) -> bool:
     """Whether the device is freed while others use it."""
     wanted = residency == "sleep" or (residency == "auto" and not has_room)
     return wanted and device.startswith("cuda")
 
 
-class VllmEngine:
-    """See `rl.api.contracts.Engine`."""
+class VllmEngine(Engine[Config]):
+    """One engine; starting it takes seconds, minutes for a large model.
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Any,
-        dist: Dist,
-        *,
-        sleeps: bool,
-        features_of: FeaturesOf | None,
-        merged_weights: MergedWeights | None,
-    ) -> None:
-        """`sleeps`: `sleep` frees the device (CUDA only). `features_of`: the policy's vision tower,
-        in place of one of the engine's own; None: pictures are encoded here. `merged_weights`: of
-        the policy, in place of its adapter; None: an adapter is served."""
-        self._config = config
-        self._dist = dist
-        self._sleeps = sleeps
-        self._features_of = features_of
-        self._merged_weights = merged_weights
-        self._on_cuda = dist.device.startswith("cuda")
+    Raises ValueError where `adapter: 'merged'` is asked of a sharded policy.
+    """
+
+    def __init__(self, config: Config, setup: EngineSetup) -> None:
+        super().__init__(config, setup)
+        policy = setup.policy
+        merges = policy.config.lora is not None and config.adapter == "merged"
+        if merges and setup.sharded:
+            raise ValueError(
+                "engine.adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; "
+                "use 'served', or optimizer.zero_stage <= 2"
+            )
+        reads_features = (
+            policy.image_pixel_bounds is not None
+            and policy.has_frozen_tower(policy.config)
+            and not setup.sharded
+        )
+        self._setup = setup
+        self._sleeps = sleeps_between(config.residency, setup.has_room, setup.device)
+        self._features_of = policy.picture_features if reads_features else None
+        """The policy's vision tower in place of one of the engine's own; None: pictures are
+        encoded here."""
+        self._merged_weights = policy.merged_weights if merges else None
+        """In place of the policy's adapter; None: an adapter is served."""
+        self._on_cuda = setup.device.startswith("cuda")
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._vocabulary = policy.image_vocabulary
-        self._kind = "full" if policy.lora_rank is None else "lora"
-        self._serves_adapter = self._kind == "lora" and merged_weights is None
+        self._kind = "full" if policy.config.lora is None else "lora"
+        self._serves_adapter = self._kind == "lora" and not merges
         self._failed = False
         self._fingerprint: str | None = None
         self._expected: vllm_weights.Lora = {}
@@ -133,7 +99,19 @@ class VllmEngine:
         self._sizes = LanguageModel.of(model_config.hf_text_config)
         self._image_token_id = getattr(model_config.hf_config, "image_token_id", None)
 
-    def _start(self, policy: Any) -> Any:
+    @classmethod
+    def memory(cls, config: Config) -> EngineMemory:
+        """Its share of the GPU, and what it holds there."""
+        return EngineMemory(
+            share=config.gpu_memory_utilization,
+            cache_mb=config.kv_cache_memory_mb,
+            dtype=None if config.dtype == "auto" else config.dtype,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            residency=config.residency,
+        )
+
+    def _start(self, policy: Policy) -> Any:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         mend_mismatched_wheels()
@@ -143,7 +121,7 @@ class VllmEngine:
             import torch._dynamo
 
             torch._dynamo.config.disable = True
-        if self._dist.world_size > 1 and not self._on_cuda:
+        if self._setup.world_size > 1 and not self._on_cuda:
             # Registered before vLLM's own handlers, it runs after them.
             atexit.register(start.mute_teardown)
         folder = policy.sampler_folder()
@@ -162,13 +140,13 @@ class VllmEngine:
                 arguments |= start.grammar_arguments(folder, arguments, self._vocabulary)
             return LLM(folder, **arguments)
 
-    def _arguments(self, policy: Any) -> dict[str, Any]:
-        config = self._config
+    def _arguments(self, policy: Policy) -> dict[str, Any]:
+        config = self.config
         arguments: dict[str, Any] = {
-            "dtype": policy.dtype if config.dtype == "auto" else config.dtype,
+            "dtype": policy.config.dtype if config.dtype == "auto" else config.dtype,
             "seed": 0,
             "max_model_len": config.max_model_len
-            or policy.max_prompt_tokens + policy.max_completion_tokens,
+            or policy.config.max_prompt_tokens + policy.setup.max_completion_tokens,
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager or not self._on_cuda,
             "gpu_memory_utilization": config.gpu_memory_utilization,
@@ -205,13 +183,14 @@ class VllmEngine:
             arguments["block_size"] = 32
         if self._sleeps:
             arguments["enable_sleep_mode"] = True
-        if self._dist.world_size > 1:
+        if self._setup.world_size > 1:
             # Reads torchrun's LOCAL_RANK; the default executor would put every rank on device 0.
             arguments["distributed_executor_backend"] = "external_launcher"
-        if self._serves_adapter:
+        lora = policy.config.lora
+        if self._serves_adapter and lora is not None:
             arguments |= {
                 "enable_lora": True,
-                "max_lora_rank": min(r for r in LORA_RANKS if r >= policy.lora_rank),
+                "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= lora.r),
                 "enable_tower_connector_lora": policy.adapts_vision_tower,
             }
         return arguments
@@ -243,7 +222,7 @@ class VllmEngine:
         try:
             # Seeded requests draw from generators of their own, and a sampling step from the
             # global one besides, whose draw nobody uses: the trainer must not notice.
-            with torch.random.fork_rng([self._dist.device] if self._on_cuda else []):
+            with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
                 outputs_P = self._run(inputs_P, sampling_P)
         except BaseException:
             self._failed = True
@@ -355,7 +334,7 @@ class VllmEngine:
     def close(self) -> None:
         """Stop it; with several ranks it stays, or the trainer's process group would go with it."""
         core = self._llm.llm_engine.engine_core
-        if self._dist.world_size > 1:
+        if self._setup.world_size > 1:
             core._finalizer.detach()
             return
         start.shut_down(core, keeps_group=self._found_group)

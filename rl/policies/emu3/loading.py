@@ -1,8 +1,8 @@
 """Weights and tokenizer of an Emu3, from folders or hub ids, never by running their code.
 
-What: whether they are there, reading both forms in which Emu3 is published (transformers' own, and
+What: reading both forms in which Emu3 is published (transformers' own, and
 BAAI's with a custom `model_type` and a tiktoken vocabulary), and the one folder an outside sampler
-needs. What not: prompts, the forward. Called by `plug.py`.
+needs. What not: prompts, the forward.
 
 BAAI's repositories ask for `trust_remote_code`; it is never needed here. Their weights have
 transformers' names, and their tokenizer is byte-level BPE behind Qwen's split pattern.
@@ -15,12 +15,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.config.schema import missing_model
 from rl.files.progress_bars import only_download_bars
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
-from rl.policies.shared.lora import adapter_problems, add_adapter
-from rl.policies.shared.policy import attention_problems
-from rl.policies.shared.training_cycle import schedule_problems
+from rl.policies.shared.lora import add_adapter
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
 
@@ -61,22 +58,6 @@ SAME_FIELDS = (
     "eos_token_id",
 )
 """Of BAAI's config, what transformers' knows under the same name."""
-
-
-def validate(config: Config) -> list[str]:
-    """What is wrong across fields, each with its key and remedy; [] when all is well."""
-    problems = missing_model("model_path", config.model_path)
-    if config.tokenizer_path:
-        problems += missing_model("tokenizer_path", config.tokenizer_path)
-    problems += adapter_problems(config.adapter_path, config.lora)
-    problems += attention_problems(config)
-    problems += schedule_problems(config)
-    if "<|image token|>" in config.assistant_prefill:
-        problems.append(
-            "assistant_prefill: holds '<|image token|>', after which rows begin and no constraint "
-            "would know it; end the prefill before it"
-        )
-    return problems
 
 
 def base(config: Config) -> Base:

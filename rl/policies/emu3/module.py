@@ -61,7 +61,7 @@ class Emu3Module(nn.Module):
         self.sizes = sizes
 
     @property
-    def causal_lm(self) -> Any:
+    def base_model(self) -> Any:
         """The transformers model inside; LoRA layers sit in it, so it is never stale."""
         return self.model.get_base_model() if self.adapted else self.model
 
@@ -74,7 +74,7 @@ class Emu3Module(nn.Module):
 
     def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
         """transformers' own outputs of the packed row."""
-        outputs = self.causal_lm.model(
+        outputs = self.base_model.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.model_inputs["position_ids"][None],
             packing=Packing(batch.groups, self._kernel),
@@ -86,7 +86,7 @@ class Emu3Module(nn.Module):
     def _logprobs(
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = self.causal_lm.lm_head
+        head = self.base_model.lm_head
         if self.slice_bounds is not None:
             return sliced_logprobs(
                 hidden_ND, head, token_ids_N, self.temperature, self.slice_bounds

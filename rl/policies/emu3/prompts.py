@@ -83,7 +83,7 @@ class Emu3Prompts:
         header = self._ids("*".join(str(side) for side in codes.shape))
         return tokens.picture_ids(codes, header, self.vocabulary)
 
-    def text_completion(self, text: str) -> tuple[int, ...]:
+    def completion_ids(self, text: str) -> tuple[int, ...]:
         """Ids of plain words and the stop token."""
         stop = self.vocabulary.picture.end_of_sequence
         return (*prompting.plain_ids(self.tokenizer, text), stop)

@@ -1,7 +1,7 @@
 """Weights, tokenizer and image processor of a Qwen2.5-VL, from folders or hub ids.
 
-What: whether they are there, loading, LoRA wrapping, and the one folder an outside sampler needs.
-What not: prompts, the forward. Called by `plug.py`.
+What: loading, LoRA wrapping, and the one folder an outside sampler needs.
+What not: prompts, the forward.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.config.schema import missing_model
 from rl.files.progress_bars import only_download_bars
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
-from rl.policies.shared.lora import adapter_problems, add_adapter
-from rl.policies.shared.policy import attention_problems
+from rl.policies.shared.lora import add_adapter
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
 
@@ -22,16 +20,6 @@ if TYPE_CHECKING:
 
 LANGUAGE_ONLY = r".*language_model\..*\.({names})"
 """The vision tower also has layers called gate_proj, up_proj and down_proj."""
-
-
-def validate(config: Config) -> list[str]:
-    """What is wrong across fields, each with its key and remedy; [] when all is well."""
-    problems = missing_model("model_path", config.model_path)
-    if config.init_text_encoder_from:
-        problems += missing_model("init_text_encoder_from", config.init_text_encoder_from)
-    problems += adapter_problems(config.adapter_path, config.lora)
-    problems += attention_problems(config)
-    return problems
 
 
 def load_tokenizer(config: Config) -> Any:

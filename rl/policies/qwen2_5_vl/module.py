@@ -43,12 +43,12 @@ class QwenModule(nn.Module):
         self.temperature = temperature
         self.banned_token_ids = banned_token_ids
         self._kernel = kernel
-        tower_trained = any(p.requires_grad for p in self.vl_model.model.visual.parameters())
+        tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
         self._features = PictureFeatures(tower_trained, max_kept_pictures)
         self.sizes = sizes
 
     @property
-    def vl_model(self) -> Any:
+    def base_model(self) -> Any:
         """The transformers model inside; LoRA layers sit in it, so it is never stale."""
         return self.model.get_base_model() if self.adapted else self.model
 
@@ -60,10 +60,10 @@ class QwenModule(nn.Module):
     def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
         """transformers' own outputs of the packed row, [1, S, D] post-norm."""
         encoded = {}
-        features = self._features.of(batch.model_inputs["pictures"], self.vl_model)
+        features = self._features.of(batch.model_inputs["pictures"], self.base_model)
         if features is not None:
             encoded["mm_encoder_outputs"] = {"image": _as_encoded(features)}
-        outputs = self.vl_model.model(
+        outputs = self.base_model.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.model_inputs["position_ids"][:, None],
             packing=Packing(batch.groups, self._kernel),
@@ -77,13 +77,13 @@ class QwenModule(nn.Module):
     def picture_features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
         """Each picture's [N_img, D], those that the forwards read; any number of pictures. Not
         collective, hence not under ZeRO-3."""
-        return self._features.of(pictures, self.vl_model) or []
+        return self._features.of(pictures, self.base_model) or []
 
     def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
         """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on
         the CPU. Without token types transformers silently gives plain ones, 1.28 nats off."""
-        config = self.vl_model.config
-        positions, _ = self.vl_model.model.get_rope_index(
+        config = self.base_model.config
+        positions, _ = self.base_model.model.get_rope_index(
             token_ids[None],
             mm_token_type_ids=(token_ids == config.image_token_id)[None].long(),
             image_grid_thw=grid,
@@ -94,7 +94,7 @@ class QwenModule(nn.Module):
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
-        head = self.vl_model.lm_head
+        head = self.base_model.lm_head
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
 
 

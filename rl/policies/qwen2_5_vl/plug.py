@@ -2,7 +2,7 @@
 
 What: prompts under the renderer's own template, log-probs and conditioning states from one forward,
 what a completion means, and what leaves for the sampler and for disk. What not: sampling (engines),
-the update (learner), rendering. Built by `build.py`.
+the update (learner), rendering.
 
 Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
 """
@@ -10,26 +10,25 @@ Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
+from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
-    ActionKind,
     Completion,
     HiddenStates,
     Prompt,
-    PromptTemplate,
     Row,
     Sample,
     TokenBatch,
     TokenOutputs,
 )
+from rl.config.schema import RunConfig, missing_model
 from rl.meter.flops import LanguageModel
-from rl.policies.qwen2_5_vl.config import Config as Config
-from rl.policies.qwen2_5_vl.loading import validate as validate
+from rl.policies.qwen2_5_vl.config import Config
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
 from rl.policies.shared import prompting
 from rl.policies.shared.packing import completion_spans
@@ -40,85 +39,33 @@ if TYPE_CHECKING:
 
     from rl.policies.qwen2_5_vl.module import QwenModule
 
-EMITS: frozenset[ActionKind] = frozenset({"hidden_states", "text"})
-"""Description states for a diffusion transformer, or the words themselves."""
-NEEDS: frozenset[str] = frozenset()
-"""Of a sample; a picture only where the renderer's template shows one."""
 
+class Qwen25VL(TrainedPolicy[Config]):
+    """Description states for a diffusion transformer, or the words themselves."""
 
-def build(
-    config: Config,
-    template: PromptTemplate | None,
-    kind: ActionKind,
-    negative_prompt: str | None,
-    temperature: float,
-    max_completion_tokens: int,
-    gradient_checkpointing: bool | Literal["mlp"],
-    device: str,
-) -> Qwen25VLPolicy:
-    """Load the policy.
+    emits = frozenset({"hidden_states", "text"})
 
-    Args:
-        config: the policy section.
-        template: how the renderer asks its text encoder; None = Qwen's chat format.
-        kind: what the renderer takes, one of `EMITS`.
-        negative_prompt: words of the renderer's unconditional branch; None = it uses none.
-        temperature: of the sampler, > 0; the trainer divides its logits by it.
-        max_completion_tokens: longest completion, tokens.
-        gradient_checkpointing: recompute activations in the backward, 'mlp': only the MLPs'.
-        device: this rank's device.
-    """
-    if kind not in EMITS:
-        raise ValueError(f"policy qwen2_5_vl emits {sorted(EMITS)}, not {kind!r}")
-    return Qwen25VLPolicy(
-        config,
-        template or prompting.chat_template(config.system_prompt),
-        needs_picture=template is not None and "{image}" in template.text,
-        kind=kind,
-        negative_prompt=negative_prompt,
-        temperature=temperature,
-        max_completion_tokens=max_completion_tokens,
-        gradient_checkpointing=gradient_checkpointing,
-        device=device if config.device == "auto" else config.device,
-    )
-
-
-class Qwen25VLPolicy(TrainedPolicy):
-    """See `rl.api.contracts.Policy`."""
-
-    config: Config
     prompts: QwenPrompts
     module: QwenModule
 
-    def __init__(
-        self,
-        config: Config,
-        template: PromptTemplate,
-        *,
-        needs_picture: bool,
-        kind: ActionKind,
-        negative_prompt: str | None,
-        temperature: float,
-        max_completion_tokens: int,
-        gradient_checkpointing: bool | Literal["mlp"],
-        device: str,
-    ) -> None:
-        from rl.policies.qwen2_5_vl import loading as loading
+    def __init__(self, config: Config, setup: PolicySetup) -> None:
+        from rl.policies.qwen2_5_vl import loading
         from rl.policies.qwen2_5_vl.module import QwenModule
         from rl.policies.shared.trained_weights import TrainedWeights
 
-        prompts = QwenPrompts(
+        super().__init__(config, setup)
+        template = setup.template or prompting.chat_template(config.system_prompt)
+        self.prompts = QwenPrompts(
             loading.load_tokenizer(config),
             loading.load_image_processor(config),
             template,
-            needs_picture,
-            config.max_prompt_tokens,
+            needs_picture=setup.template is not None and "{image}" in template.text,
+            max_prompt_tokens=config.max_prompt_tokens,
         )
-        super().__init__(config, prompts, max_completion_tokens, device)
-        self._kind = kind
-        self._negative_prompt = negative_prompt
-        model = loading.adapt(loading.load_model(config), config)
-        model = self._on_device(model, gradient_checkpointing)
+        self.image_pixel_bounds = self.prompts.picture_bounds
+        self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
+        self.reads_states = setup.kind == "hidden_states" and config.conditioning == "policy"
+        model = self._on_device(loading.adapt(loading.load_model(config), config))
         adapted = config.lora is not None
         model_config = (model.get_base_model() if adapted else model).config
         text_config = model_config.text_config
@@ -128,11 +75,11 @@ class Qwen25VLPolicy(TrainedPolicy):
         self.module = QwenModule(
             model,
             adapted,
-            temperature,
+            setup.temperature,
             self.banned_token_ids,
             self._kernel(),
             config.max_kept_pictures,
-            LanguageModel.of(text_config, config.lora, gradient_checkpointing),
+            LanguageModel.of(text_config, config.lora, setup.gradient_checkpointing),
         )
         self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         tied = model_config.tie_word_embeddings
@@ -144,24 +91,27 @@ class Qwen25VLPolicy(TrainedPolicy):
             load_base=lambda: loading.load_model(config),
             tied_embedding="model.language_model.embed_tokens.weight" if tied else None,
         )
-        self.image_vocabulary = None
 
-    # What the sampler needs to know
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        """What is wrong across fields, each with its key and remedy; [] when all is well."""
+        found = missing_model("model_path", config.model_path)
+        if config.init_text_encoder_from:
+            found += missing_model("init_text_encoder_from", config.init_text_encoder_from)
+        return found + super().problems(config, run)
 
-    @property
-    def adapts_vision_tower(self) -> bool:
-        """Whether the adapter reaches beyond the language model."""
-        return self.config.lora is not None and not self.config.freeze_vision_tower
+    @classmethod
+    def reads_from(cls, config: Config) -> Sequence[str]:
+        """An editor's text encoder where one is named."""
+        editor = config.init_text_encoder_from
+        if not editor:
+            return [config.model_path]
+        return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
 
-    @property
-    def image_pixel_bounds(self) -> tuple[int, int]:
-        """(smallest, largest) area of a prompt's picture, px; a sampler needs no room for more."""
-        return self.prompts.picture_bounds
-
-    @property
-    def freezes_vision_tower(self) -> bool:
-        """Whether pictures mean the same throughout the run: a sampler may read their features."""
-        return self.config.freeze_vision_tower
+    @classmethod
+    def has_frozen_tower(cls, config: Config) -> bool:
+        """As the section says."""
+        return config.freeze_vision_tower
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[N_img, D] of each prompt's picture, None where it shows none: the very ones that the
@@ -176,16 +126,6 @@ class Qwen25VLPolicy(TrainedPolicy):
 
         return sampler_folder(self.config, self._overlay_folder())
 
-    def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Any:
-        """Token-by-token decoding by the trainer's own module, `num_rows` of each prompt; see
-        `Decoder`."""
-        from rl.policies.shared.decoder import Decoder
-
-        batch = self.collate([(prompt, ()) for prompt in prompts_P])
-        return Decoder(self.module, self.module.vl_model, batch, num_rows)
-
-    # Prompts and completions
-
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
         """See `QwenPrompts.collate`; on the policy's device."""
         return self.prompts.collate(rows, self.device, self.module.prompt_positions)
@@ -195,25 +135,9 @@ class Qwen25VLPolicy(TrainedPolicy):
         a picture the template shows, or is longer than `max_prompt_tokens`."""
         return self.prompts.prompt(sample, sample.instruction)
 
-    def encode_completion(self, text: str) -> Completion:
-        """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
-        ids = self.prompts.completion_ids(text)
-        return Completion(ids, (0.0,) * len(ids), "stop")
-
     def pass_through_completion(self, sample: Sample) -> Completion:
         """The instruction itself."""
         return self.encode_completion(sample.instruction)
-
-    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        """[T] every token, always."""
-        return (True,) * len(completion.token_ids)
-
-    # From completions to actions
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether the renderer is conditioned on the trained weights' own states."""
-        return self._kind == "hidden_states" and self.config.conditioning == "policy"
 
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
@@ -226,7 +150,7 @@ class Qwen25VLPolicy(TrainedPolicy):
         """
         texts = [self.prompts.text(ids) for _, ids in rows]
         failures = [None if text else "empty: the completion holds no words" for text in texts]
-        if self._kind == "text":
+        if self.setup.kind == "text":
             return [
                 Action(text, None if failure else text, failure)
                 for text, failure in zip(texts, failures, strict=True)
@@ -256,7 +180,7 @@ class Qwen25VLPolicy(TrainedPolicy):
         moves; each that is not known yet in a forward of its own, so that its bits do not depend on
         which others are. Under ZeRO-3, where no rank may skip a forward that another makes, there
         is always exactly one, of all."""
-        words = self._negative_prompt
+        words = self.setup.negative_prompt
         if words is None:
             return [None] * len(prompts_B)
         shown = {self.prompts.picture_key(prompt): prompt for prompt in prompts_B}
@@ -284,17 +208,9 @@ class Qwen25VLPolicy(TrainedPolicy):
         finally:
             self.module.train(was_training)
 
-    # Weights
-
-    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """LoRA: a PEFT adapter. Full: a transformers folder with tokenizer and image processor."""
-
-        def save_rest(path: Path) -> None:
-            self.module.vl_model.config.to_json_file(path / "config.json")
-            self.prompts.tokenizer.save_pretrained(path)
-            self.prompts.image_processor.save_pretrained(path)
-
-        self._weights.save(folder, tensors, save_rest)
+    def _save_rest(self, path: Path) -> None:
+        super()._save_rest(path)
+        self.prompts.image_processor.save_pretrained(path)
 
 
 def _states(rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor) -> list[torch.Tensor]:

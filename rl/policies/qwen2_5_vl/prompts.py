@@ -56,14 +56,15 @@ class QwenPrompts:
         """`words` about the sample's picture. Raises ValueError naming the sample when a picture is
         missing or the prompt is too long."""
         template = self._template
-        if self._needs_picture and sample.source is None:
+        source = prompting.one_source(sample)
+        if self._needs_picture and source is None:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
             )
         images: tuple[Image, ...] = ()
         inputs: dict[str, Any] = {}
-        if sample.source is not None and "{image}" in template.text:
-            images = (self._sized(sample.source),)
+        if source is not None and "{image}" in template.text:
+            images = (self._sized(source),)
             inputs = dict(self.image_processor(images=list(images), return_tensors="pt"))
         return self._written(sample, words, images, inputs)
 

@@ -1,7 +1,7 @@
 """A policy's own module, token by token with a key-value cache: the base of the slow sampler.
 
-What: `Decoder`: several prompts, several rows each. What not: sampling. Handed out by the policies;
-used by `rl/engines/transformers.py` and `rl/enhance.py`.
+What: `PackedDecoder`, an `rl.api.policy.Decoder`: several prompts, several rows each. What not:
+sampling.
 
 Axes: `_P` prompts, `_B` rows: each prompt's side by side, in the prompts' order; `_T` keys of the
 cache, `_D` width of the states.
@@ -19,17 +19,17 @@ from rl.api.types import TokenBatch
 from rl.policies.shared.cost import count_step
 
 
-class Decoder:
+class PackedDecoder:
     """The prompts are read once, packed; their keys and values are then shared out to right-padded
     rows, where padding is masked out of every later step, so that a row is decoded as it would be
     alone, but for float rounding."""
 
-    def __init__(self, module: Any, model: Any, batch: TokenBatch, num_rows: int) -> None:
-        """`module`: the policy's; `model`: the transformers model in it, with its `lm_head`;
-        `batch`: P prompts without completion, `num_rows` rows of each to be decoded."""
+    def __init__(self, module: Any, batch: TokenBatch, num_rows: int) -> None:
+        """`module`: the policy's; `batch`: P prompts without completion, `num_rows` rows of each to
+        be decoded."""
         assert all(group.completion_lens == (0,) for group in batch.groups), "prompts alone"
         self._module = module
-        self._model = model
+        self._model = module.base_model
         self._batch = batch
         self._num_rows = num_rows
         self._prompt_lens = [group.prompt_len for group in batch.groups]

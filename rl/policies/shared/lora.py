@@ -1,33 +1,16 @@
-"""The adapter section that the policies share, and wrapping a model in what it asks for.
+"""Wrapping a model in the adapter that a policy's section asks for.
 
-What: `LoraSection`, its cross-field mistakes, and the PEFT model. What not: which layers a policy
-adapts (it names them), names and files of adapters (`adapters.py`). Called by the policies.
+What: the section's cross-field mistakes, and the PEFT model. What not: which layers a policy adapts
+(it names them), names and files of adapters (`adapters.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from rl.config.schema import Section
-
-
-class LoraSection(Section):
-    """The adapter that is trained; the base stays frozen."""
-
-    r: Annotated[int, Field(ge=1)] = 32
-    """Rank."""
-    alpha: Annotated[float, Field(gt=0)] = 64
-    """The adapter's output is scaled by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Names of linear layers, in the language model only while the vision tower is frozen."""
-    init_seed: int = 0
-    """Seed of the adapter's initial A matrices (B starts at zero)."""
+from rl.api.policy import LoraSection
 
 
 def adapter_problems(adapter_path: str, lora: LoraSection | None) -> list[str]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl.api.types import PromptTemplate
+from rl.api.types import PromptTemplate, Sample, UnusableSampleError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,6 +26,16 @@ def chat_template(system_prompt: str) -> PromptTemplate:
     system = f"<|im_start|>system\n{system_prompt}<|im_end|>\n" if system_prompt else ""
     user = "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n"
     return PromptTemplate(system + user)
+
+
+def one_source(sample: Sample) -> Image | None:
+    """Its source picture, for models that read one. Raises UnusableSampleError for several."""
+    if len(sample.sources) > 1:
+        raise UnusableSampleError(
+            f"sample {sample.id!r} has {len(sample.sources)} source pictures, of which this policy "
+            "reads one; give it one, or choose a policy that reads several"
+        )
+    return sample.source
 
 
 def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:

@@ -1,15 +1,14 @@
 """The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once.
 
 What: which codes share a batch, what a failure is, the pictures of samples. What not: the decoder
-(`codec.py`). Imports torch, so the plug imports this inside `build`.
+(`codec.py`). Imports torch, so the plug imports this when it is made.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,20 +29,13 @@ Grid = tuple[int, ...]
 """Shape of a picture's codes: those of one shape share a batch."""
 
 
-class Emu3VqRenderer:
-    """See `rl.api.contracts.Renderer`. Pictures are RGB; equal codes give one and the same
-    picture."""
-
-    state_dim = None
+class Emu3VqLoop:
+    """Pictures are RGB; equal codes give one and the same picture."""
 
     def __init__(self, codec: Emu3Codec, batch_size: int) -> None:
         self.codec = codec
         self.batch_size = batch_size
         self._kept: OrderedDict[bytes, Image.Image] = OrderedDict()
-
-    def take_stats(self) -> dict[str, float]:
-        """Nothing to report."""
-        return {}
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
@@ -92,9 +84,7 @@ class Emu3VqRenderer:
                 raise RuntimeError(f"a sample's own picture cannot be decoded: {outcome.reason}")
             drawn[_key(missing[number])] = outcome
         self._keep(drawn)
-        pictures_of: list[dict[str, Any]]
-        pictures_of = [{n: drawn[_key(c)] for n, c in _missing_pictures(s)} for s in samples]
-        return [replace(s, **pictures) for s, pictures in zip(samples, pictures_of, strict=True)]
+        return [_with_pictures(s, drawn) for s in samples]
 
     def _keep(self, drawn: dict[bytes, Image.Image]) -> None:
         for key, picture in drawn.items():
@@ -126,6 +116,12 @@ class Emu3VqRenderer:
             picture if good else RenderFailure("non_finite: the decoder produced NaN or infinity")
             for picture, good in zip(pictures, finite, strict=True)
         ]
+
+
+def _with_pictures(sample: Sample, drawn: Mapping[bytes, Image.Image]) -> Sample:
+    found = {name: drawn[_key(codes)] for name, codes in _missing_pictures(sample)}
+    sources = (found["source"],) if "source" in found else sample.sources
+    return replace(sample, sources=sources, target=found.get("target", sample.target))
 
 
 def _missing_pictures(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:

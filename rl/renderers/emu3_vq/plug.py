@@ -1,80 +1,79 @@
 """Renderer plug: Emu3's picture tokenizer, which draws the codes that a policy writes.
 
-What: config, checks and counts, without torch. What not: decoding (`codec.py`) and batching
-(`loop.py`). There is no template: the policy writes pictures in its own words. Called by
-`build.py` and the config check.
+What: its keys, checks and counts, without torch. What not: decoding (`codec.py`) and batching
+(`loop.py`). There is no template: the policy writes pictures in its own words.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rl.api.types import ActionKind, PromptTemplate
-from rl.ranks.placement import PlacedSection, resolve_device
+from rl.api.plug import Dtype, FrozenModelConfig, Resources
+from rl.api.renderer import Renderer
+from rl.api.types import RenderJob, Sample
+from rl.config.schema import RunConfig
+from rl.ranks.placement import resolve_device
 from rl.renderers.emu3_vq.checkpoint import count_parameters, path_problems, tokenizer_config
 
 if TYPE_CHECKING:
-    from rl.renderers.emu3_vq.loop import Emu3VqRenderer
-
-ACCEPTS: ActionKind = "image_tokens"
-MAKES_IMAGES = True
+    from rl.renderers.shared.batches import Outcome
 
 
-class Config(PlacedSection):
+class Config(FrozenModelConfig):
     """`renderer: { type: 'emu3_vq', ... }`."""
 
-    type: str
-    """Name of the plug."""
     model_path: str = "BAAI/Emu3-VisionTokenizer"
     """Hub id or local folder (safetensors): BAAI's tokenizer, an `Emu3VQVAE`, or a whole Emu3 in
     transformers' form, of which the tokenizer alone is read."""
-    revision: str | None = None
-    """Hub branch, tag or commit; None = the newest. Ignored for a local folder."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    dtype: Dtype = "float32"
     """Of the decoder; weights stored otherwise are converted when loaded."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
     that does not fit in memory."""
 
 
-def prompt_template(config: Config) -> PromptTemplate | None:
-    """None: the policy's own prompt stands."""
-    return None
+class Emu3Vq(Renderer[Config]):
+    """Decodes grids of codes."""
 
+    accepts = "image_tokens"
 
-def negative_prompt(config: Config) -> str | None:
-    """None: nothing is guided."""
-    return None
+    def __init__(self, config: Config, resources: Resources) -> None:
+        from rl.renderers.emu3_vq.codec import load_codec
+        from rl.renderers.emu3_vq.loop import Emu3VqLoop
 
+        super().__init__(config, resources)
+        device = resolve_device(config.device, resources.device)
+        codec = load_codec(config.model_path, config.revision, config.dtype, device)
+        self.loop = Emu3VqLoop(codec, config.batch_size)
 
-def validate(config: Config) -> list[str]:
-    """What is wrong with the section, each with its key and remedy; [] when all is well."""
-    return path_problems(config.model_path)
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
+        """See `Emu3VqLoop.decode_sources`."""
+        return self.loop.decode_sources(samples)
 
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """See `Emu3VqLoop.render`."""
+        return self.loop.render(jobs)
 
-def parameter_counts(config: Config) -> dict[str, float]:
-    """Parameters for a memory plan: {'vq': ...}; {} for an unknown hub id."""
-    count = count_parameters(config.model_path)
-    return {} if count is None else {"vq": count}
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        """What is wrong with the section, each with its key and remedy; [] when all is well."""
+        return path_problems(config.model_path)
 
+    @classmethod
+    def parameter_counts(cls, config: Config) -> dict[str, float]:
+        """Parameters for a memory plan: {'vq': ...}; {} for an unknown hub id."""
+        count = count_parameters(config.model_path)
+        return {} if count is None else {"vq": count}
 
-def activation_counts(config: Config) -> dict[str, float]:
-    """Values alive at the peak of a decode: the block that narrows the full-size feature maps from
-    twice the base channels to them holds about six of the wide ones."""
-    file = Path(config.model_path) / "config.json"
-    stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
-    return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}
-
-
-def build(config: Config, device: str) -> Emu3VqRenderer:
-    """Load it onto `config.device`, or onto `device` (the rank's) when that is 'auto'."""
-    from rl.renderers.emu3_vq.codec import load_codec
-    from rl.renderers.emu3_vq.loop import Emu3VqRenderer
-
-    place = resolve_device(config.device, device)
-    codec = load_codec(config.model_path, config.revision, config.dtype, place)
-    return Emu3VqRenderer(codec, config.batch_size)
+    @classmethod
+    def activation_counts(cls, config: Config) -> dict[str, float]:
+        """Values alive at the peak of a decode: the block that narrows the full-size feature maps
+        from twice the base channels to them holds about six of the wide ones."""
+        file = Path(config.model_path) / "config.json"
+        stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
+        return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}

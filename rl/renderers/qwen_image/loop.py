@@ -3,7 +3,7 @@
 What: batches by size, sources encoded once, the denoising steps, guidance; at stock settings it
 equals `QwenImageEditPipeline` up to float rounding. What not: the pipelines' `__call__` and
 `encode_prompt` are never used: the first resizes every source to 1024^2 and squashes mixed aspects,
-the second drops M-RoPE. Imports torch, so the plugs import this inside `build`.
+the second drops M-RoPE. Imports torch, so the plugs import this when they are made.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
 as ours lies from the stock pipeline: in float32 about 2e-6 of the 0..1 range with random weights,
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
+from rl.api.types import HiddenStates, RenderFailure, RenderJob
 from rl.meter import flop_meter
 from rl.renderers.qwen_image.attention import attention_of
 from rl.renderers.qwen_image.components import EditorParts
@@ -56,8 +56,8 @@ class Bucket:
     """Of the source as the VAE sees it."""
 
 
-class QwenImageRenderer:
-    """The renderer of the Qwen-Image-Edit plugs; see `rl.api.contracts.Renderer`."""
+class QwenImageLoop:
+    """Of the Qwen-Image-Edit plugs."""
 
     def __init__(self, config: QwenImageConfig, parts: EditorParts) -> None:
         from diffusers.image_processor import VaeImageProcessor
@@ -74,14 +74,6 @@ class QwenImageRenderer:
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
         self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
         self._source_latents = OrderedDict()
-
-    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
-        """As they are: an editor's samples come with their pictures."""
-        return list(samples)
-
-    def take_stats(self) -> dict[str, float]:
-        """Nothing to report."""
-        return {}
 
     def render(
         self, jobs: Iterable[RenderJob]

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from rl.ranks.placement import PlacedSection
+from rl.api.plug import FrozenModelConfig
 from rl.renderers.shared.scheduling import SchedulerOverrides
-
-if TYPE_CHECKING:
-    pass
 
 PATCH_PX = 16
 """One transformer token is 16x16 px: the VAE shrinks 8 times, patches are 2x2."""
 
 
-class Config(PlacedSection):
+class Config(FrozenModelConfig):
     """A frozen Stable Diffusion 3. The defaults are the stock pipeline's."""
 
-    type: str
-    """'sd3'."""
     model_path: str = "stabilityai/stable-diffusion-3-medium-diffusers"
     """Hub id (Stability's are gated: accept the licence on the hub, export HF_TOKEN), or a local
     folder as the pipeline saves it (safetensors)."""
-    revision: str | None = None
-    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of every part and of the latents; weights stored otherwise are converted when loaded."""
     num_steps: Annotated[int, Field(ge=1)] = 28
     """Denoising steps, transformer forwards per picture (twice that with guidance)."""
     guidance_scale: Annotated[float, Field(ge=1)] = 7.0
@@ -41,8 +32,6 @@ class Config(PlacedSection):
     """Picture height, px, multiple of 16."""
     width_px: Annotated[int, Field(ge=PATCH_PX)] = 1024
     """Picture width, px, multiple of 16."""
-    batch_size: Annotated[int, Field(ge=1)] = 8
-    """Pictures denoised together; halved for a batch that does not fit in memory."""
     use_t5: bool = True
     """False leaves the third text encoder out (4.8 B parameters, 9.5 GB in bfloat16): prompts are
     followed less closely, and CLIP's 77 tokens are then all that is read."""

@@ -3,7 +3,7 @@
 What: loads the pipeline's parts, encodes prompts (`text.py`) and denoises in batches; at stock
 settings a picture rendered alone equals `StableDiffusion3Pipeline`'s bit for bit in float32. What
 not: the pipeline's `__call__`, which encodes a prompt once per picture, and its IP adapter and
-skip-layer guidance. Imports torch, so the plug imports this inside `build`.
+skip-layer guidance. Imports torch, so the plug imports this when it is made.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only: in
 float32 by 2e-6 to 4e-6 of the 0..1 range, by CPU. Noise is drawn in float32 on the CPU, whatever
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl.api.types import RenderJob, Sample
+from rl.api.types import RenderJob
 from rl.files.progress_bars import only_download_bars
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
@@ -114,10 +114,8 @@ def _load_text_parts(config: Config, device: str) -> TextParts:
     )
 
 
-class SD3Renderer:
-    """The renderer of the `sd3` plug; see `rl.api.contracts.Renderer`."""
-
-    state_dim = None
+class SD3Loop:
+    """Of the `sd3` plug."""
 
     def __init__(self, config: Config, parts: SD3Parts) -> None:
         from diffusers.image_processor import VaeImageProcessor
@@ -137,10 +135,6 @@ class SD3Renderer:
         )
         self._pixels = VaeImageProcessor(vae_scale_factor=LATENT_PX)
         self._cuts: list[tuple[int, int]] = []
-
-    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
-        """As they are: these samples hold no codes."""
-        return list(samples)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.

@@ -1,28 +1,26 @@
 """Renderer plug: Stable Diffusion 3 and 3.5, from a written prompt.
 
-What: config, checks and counts, without torch. What not: encoding and denoising (`text.py`,
-`loop.py`). The policy writes the prompt under its own system prompt: this renderer has no
-words of its own to ask with. Called by `build.py` and the config check.
+What: checks and counts, without torch. What not: its keys (`config.py`), encoding and denoising
+(`text.py`, `loop.py`). The policy writes the prompt under its own system prompt: this renderer has
+no words of its own to ask with, and encodes its negative prompt itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.api.types import ActionKind, PromptTemplate
+from rl.api.plug import Resources
+from rl.api.renderer import Renderer
+from rl.api.types import RenderJob
+from rl.config.schema import RunConfig
 from rl.ranks.placement import resolve_device
-from rl.renderers.sd3.config import PATCH_PX
-from rl.renderers.sd3.config import Config as Config
+from rl.renderers.sd3.config import PATCH_PX, Config
 from rl.renderers.shared.checkpoint_folder import count_parameters, path_problems
 
 if TYPE_CHECKING:
-    from rl.renderers.sd3.loop import SD3Renderer
-
-ACCEPTS: ActionKind = "text"
-MAKES_IMAGES = True
-
+    from rl.renderers.shared.batches import Outcome
 
 TEXT_TOKENS_CLIP = 77
 """CLIP's context, markers included."""
@@ -39,65 +37,70 @@ HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
 }
 
 
-def prompt_template(config: Config) -> PromptTemplate | None:
-    """None: the policy's own template stands."""
-    return None
+class SD3(Renderer[Config]):
+    """Draws what was written."""
 
+    accepts = "text"
 
-def negative_prompt(config: Config) -> str | None:
-    """None: the renderer encodes its negative prompt itself."""
-    return None
+    def __init__(self, config: Config, resources: Resources) -> None:
+        from rl.renderers.sd3.loop import SD3Loop, load_parts
+
+        super().__init__(config, resources)
+        device = resolve_device(config.device, resources.device)
+        self.loop = SD3Loop(config, load_parts(config, device))
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """See `SD3Loop.render`."""
+        return self.loop.render(jobs)
+
+    def take_stats(self) -> dict[str, float]:
+        """See `SD3Loop.take_stats`."""
+        return self.loop.take_stats()
+
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        """What is wrong across fields, each with its key and remedy; [] when all is well."""
+        problems = []
+        for key in ("height_px", "width_px"):
+            side = getattr(config, key)
+            if side % PATCH_PX:
+                near = round(side / PATCH_PX) * PATCH_PX
+                problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
+        files = [f"{part}/config.json" for part in _parts(config)]
+        files += [f"tokenizer{n}/tokenizer_config.json" for n in ("", "_2")]
+        files += ["tokenizer_3/tokenizer_config.json"] if config.use_t5 else []
+        return problems + path_problems(
+            config.model_path, [*files, "scheduler/scheduler_config.json"]
+        )
+
+    @classmethod
+    def parameter_counts(cls, config: Config) -> dict[str, float]:
+        """Parameters per resident part, for a memory plan.
+
+        Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+        """
+        parts = _parts(config)
+        if Path(config.model_path).is_dir():
+            return count_parameters(config.model_path, parts)
+        known = HUB_PARAMETERS.get(config.model_path)
+        return {part: known[part] for part in parts} if known else {}
+
+    @classmethod
+    def activation_counts(cls, config: Config) -> dict[str, float]:
+        """Values alive at the peak of a forward, per part, for a memory plan.
+
+        About 20 tensors of [tokens, 1536] in the transformer, 8 feature maps of 128 channels in the
+        VAE, one 1024^2 picture (or as many smaller ones) at once.
+        """
+        rows = config.batch_size * (
+            2 if config.guidance_scale > 1 and config.cfg_in_one_forward else 1
+        )
+        area_px = config.height_px * config.width_px
+        num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
+        decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
+        return {"transformer": 20 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
 
 
 def _parts(config: Config) -> list[str]:
     encoders = ["text_encoder", "text_encoder_2", *(["text_encoder_3"] if config.use_t5 else [])]
     return ["transformer", *encoders, "vae"]
-
-
-def validate(config: Config) -> list[str]:
-    """What is wrong across fields, each with its key and remedy; [] when all is well."""
-    problems = []
-    for key in ("height_px", "width_px"):
-        side = getattr(config, key)
-        if side % PATCH_PX:
-            near = round(side / PATCH_PX) * PATCH_PX
-            problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
-    files = [f"{part}/config.json" for part in _parts(config)]
-    files += [f"tokenizer{n}/tokenizer_config.json" for n in ("", "_2")]
-    files += ["tokenizer_3/tokenizer_config.json"] if config.use_t5 else []
-    return problems + path_problems(config.model_path, [*files, "scheduler/scheduler_config.json"])
-
-
-def parameter_counts(config: Config) -> dict[str, float]:
-    """Parameters per resident part, for a memory plan.
-
-    Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
-    """
-    parts = _parts(config)
-    if Path(config.model_path).is_dir():
-        return count_parameters(config.model_path, parts)
-    known = HUB_PARAMETERS.get(config.model_path)
-    return {part: known[part] for part in parts} if known else {}
-
-
-def activation_counts(config: Config) -> dict[str, float]:
-    """Values alive at the peak of a forward, per part, for a memory plan.
-
-    About 20 tensors of [tokens, 1536] in the transformer, 8 feature maps of 128 channels in the
-    VAE, one 1024^2 picture (or as many smaller ones) at once.
-    """
-    rows = config.batch_size * (2 if config.guidance_scale > 1 and config.cfg_in_one_forward else 1)
-    area_px = config.height_px * config.width_px
-    num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
-    decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
-    return {"transformer": 20 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
-
-
-def build(config: Config, device: str) -> SD3Renderer:
-    """Load the pipeline's parts onto `config.device`, or onto `device` (the rank's) when 'auto'.
-
-    Raises ValueError when the checkpoint cannot make pictures of the configured size.
-    """
-    from rl.renderers.sd3.loop import SD3Renderer, load_parts
-
-    return SD3Renderer(config, load_parts(config, resolve_device(config.device, device)))

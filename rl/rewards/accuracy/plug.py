@@ -22,7 +22,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rl.api.reward import Resources, Reward
+from rl.api.plug import Resources
+from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import Section
 from rl.rewards.accuracy import answers

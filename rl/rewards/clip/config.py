@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from rl.api.plug import Dtype, FrozenModelConfig
 from rl.config.schema import missing_model
-from rl.ranks.placement import PlacedSection
-
-if TYPE_CHECKING:
-    pass
 
 
-class Config(PlacedSection):
+class Config(FrozenModelConfig):
     """Which CLIP, and where it runs."""
 
-    type: str = "clip"
-    """This plug."""
     model_path: str = "openai/clip-vit-base-patch32"
     """Hub id of a CLIP of transformers, or a local folder."""
-    revision: str | None = None
-    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    dtype: Dtype = "float32"
     """Of weights and activations; cosines are taken in float32."""
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is

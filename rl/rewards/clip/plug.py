@@ -17,11 +17,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rl.api.reward import Resources, Reward
+from rl.api.plug import Resources
+from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
-from rl.rewards.clip.config import Config as Config
+from rl.rewards.clip.config import Config
 from rl.rewards.shared.batching import BatchWorker
 
 HUB_PARAMETERS: Mapping[str, float] = {
@@ -41,33 +42,6 @@ MAX_WAIT_S = 0.005
 """A renderer hands over a batch of pictures within that time."""
 
 
-def parameter_counts(config: Config) -> dict[str, float]:
-    """For a memory plan: known hub ids by table, a local folder by its safetensors headers; {} for
-    an unknown hub id."""
-    if Path(config.model_path).is_dir():
-        return {"model": num_parameters(config.model_path)}
-    known = HUB_PARAMETERS.get(config.model_path)
-    return {} if known is None else {"model": known}
-
-
-def activation_counts(config: Config) -> dict[str, float]:
-    """Values alive at the peak of a forward, for a memory plan, rough; {} for an unknown hub id.
-
-    Per picture of the batch its pixels and, in the vision tower, about 12 tensors of [patches + 1,
-    width]: a layer's MLP is 4 wide, before and after its non-linearity. Prompts come one by one.
-    """
-    shape = HUB_VISION.get(config.model_path)
-    file = Path(config.model_path) / "config.json"
-    if file.is_file():
-        stated = json.loads(file.read_text(encoding="utf-8"))["vision_config"]
-        shape = (stated["image_size"], stated["patch_size"], stated["hidden_size"])
-    if shape is None:
-        return {}
-    side_px, patch_px, width = shape
-    num_tokens = (side_px // patch_px) ** 2 + 1
-    return {"model": config.batch_size * (12.0 * width * num_tokens + 3 * side_px**2)}
-
-
 class Clip(Reward[Config]):
     """Grades pictures in batches, in a thread of its own."""
 
@@ -83,14 +57,33 @@ class Clip(Reward[Config]):
         self._worker = BatchWorker(model.compare, config.batch_size, MAX_WAIT_S, "clip")
 
     @classmethod
-    def parameter_counts(cls, config: Config) -> Mapping[str, float]:
-        """See the function of that name."""
-        return parameter_counts(config)
+    def parameter_counts(cls, config: Config) -> dict[str, float]:
+        """For a memory plan: known hub ids by table, a local folder by its safetensors headers; {}
+        for an unknown hub id."""
+        if Path(config.model_path).is_dir():
+            return {"model": num_parameters(config.model_path)}
+        known = HUB_PARAMETERS.get(config.model_path)
+        return {} if known is None else {"model": known}
 
     @classmethod
-    def activation_counts(cls, config: Config) -> Mapping[str, float]:
-        """See the function of that name."""
-        return activation_counts(config)
+    def activation_counts(cls, config: Config) -> dict[str, float]:
+        """Values alive at the peak of a forward, for a memory plan, rough; {} for an unknown hub
+        id.
+
+        Per picture of the batch its pixels and, in the vision tower, about 12 tensors of [patches +
+        1, width]: a layer's MLP is 4 wide, before and after its non-linearity. Prompts come one by
+        one.
+        """
+        shape = HUB_VISION.get(config.model_path)
+        file = Path(config.model_path) / "config.json"
+        if file.is_file():
+            stated = json.loads(file.read_text(encoding="utf-8"))["vision_config"]
+            shape = (stated["image_size"], stated["patch_size"], stated["hidden_size"])
+        if shape is None:
+            return {}
+        side_px, patch_px, width = shape
+        num_tokens = (side_px // patch_px) ** 2 + 1
+        return {"model": config.batch_size * (12.0 * width * num_tokens + 3 * side_px**2)}
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's

@@ -13,7 +13,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, model_validator
 
 from rl.api.judge import Answer
-from rl.api.reward import Resources, Reward
+from rl.api.plug import Resources
+from rl.api.reward import Reward
 from rl.api.types import RewardOutput
 from rl.config.schema import RunConfig, Section
 from rl.judge.question import repeat_temperature

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from pydantic import model_validator
 
 from rl.api.judge import Question
-from rl.api.reward import Resources
+from rl.api.plug import Resources
 from rl.api.types import RewardOutput
 from rl.judge.question import fill_prompt, read_prompt
 from rl.judge.reply import read_scores, scores_schema

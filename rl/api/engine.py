@@ -1,0 +1,94 @@
+"""What an inference engine is: a class derived from `Engine`, with a copy of the policy's weights.
+
+What: everything that any caller may ask of one, with its default. What not: finding one
+(`find.py`), when it is asked (`rl/train.py`). Nothing heavy is imported here.
+
+Axes in names: `_P` prompts on this rank, `_G` completions in a group.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from rl.api.plug import ConfigT, Dtype, RunPlug
+from rl.api.policy import Policy
+from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
+
+Residency = Literal["auto", "resident", "sleep"]
+"""Whether an engine keeps its memory while others use the device; auto: where the plan has room."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine's section says of the GPU memory it takes while awake."""
+
+    share: float
+    """Of the GPU's memory, for weights and key-value cache, 0..1."""
+    cache_mb: int | None = None
+    """A key-value cache, MiB, that is stated instead of that share."""
+    dtype: Dtype | None = None
+    """Of its weights; None: the policy's."""
+    max_model_len: int | None = None
+    """Longest prompt + completion, tokens; None: what policy and sampling allow."""
+    max_num_seqs: int = 1
+    """Completions decoded at the same time."""
+    residency: Residency = "resident"
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What a run tells its engine when it is made."""
+
+    policy: Policy[Any]
+    device: str
+    """The rank's own, 'cpu' or 'cuda:<index>'."""
+    world_size: int = 1
+    """Ranks of the run, each with an engine of its own, over one process group."""
+    has_room: bool = True
+    """Whether the device holds the engine beside all others."""
+    sharded: bool = False
+    """Whether the policy's weights will be (ZeRO-3), so that no rank can run parts of it alone."""
+
+
+class Engine(RunPlug[ConfigT]):
+    """A plug of `rl/engines`: samples completions."""
+
+    samples_with_trainer: ClassVar[bool] = False
+    """It reads the trainer's weights where they lie: refused where these are sharded."""
+
+    def __init__(self, config: ConfigT, setup: EngineSetup) -> None:
+        """Once per rank, on the policy's base weights, after the process group."""
+        self.config = config
+
+    @classmethod
+    def memory(cls, config: ConfigT) -> EngineMemory | None:
+        """For the memory plan; None where it takes none of its own, or nobody knows."""
+        return None
+
+    @abstractmethod
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        """completions_PG; member g of prompt p is drawn from seed `seeds_P[p] + g`, whatever the
+        batch order. The policy's `stop_token_ids` end a completion, `banned_token_ids` never come,
+        and under an `image_vocabulary` pictures are held to `Prompt.grid`."""
+
+    @abstractmethod
+    def load_weights(self, weights: PolicyWeights) -> None:
+        """Take what was trained, and forget everything computed from the weights before."""
+
+    def sleep(self) -> None:
+        """Give the device to the others, where the engine does not stay on it."""
+        return None
+
+    def wake(self) -> None:
+        """Undo `sleep`; the weights are those from before it."""
+        return None
+
+    def held_fingerprint(self) -> str | None:
+        """The loaded weights' fingerprint if the tensors the engine really holds are theirs, else
+        in words what is wrong; None if they cannot be read back on this engine."""
+        return None

@@ -1,0 +1,212 @@
+"""What a policy is: a class derived from `Policy`, a trainable model that writes completions.
+
+What: everything that any caller (learner, rollout, inference engine, `--check`) may ask of one,
+with its default where there is one. What not: finding one (`find.py`), what the shipped ones share
+(`rl/policies/shared/`). Nothing heavy is imported here.
+
+Axes in names: `_P` prompts, `_B` rows of a micro-batch, `_T` tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
+
+from pydantic import Field
+from typing_extensions import TypeVar
+
+from rl.api.plug import PlacedConfig, RunPlug
+from rl.api.types import (
+    Action,
+    ActionKind,
+    Completion,
+    ImageVocabulary,
+    PolicyWeights,
+    Prompt,
+    PromptTemplate,
+    Row,
+    Sample,
+    StateKind,
+    TokenBatch,
+    TokenOutputs,
+)
+from rl.config.schema import Section
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LoraSection(Section):
+    """The adapter that is trained; the base stays frozen."""
+
+    r: Annotated[int, Field(ge=1)] = 32
+    """Rank."""
+    alpha: Annotated[float, Field(gt=0)] = 64
+    """The adapter's output is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of linear layers, in the language model only while the vision tower is frozen."""
+    init_seed: int = 0
+    """Seed of the adapter's initial A matrices (B starts at zero)."""
+
+
+class PolicyConfig(PlacedConfig):
+    """Base of a policy's keys: those that others read."""
+
+    lora: LoraSection | None = LoraSection()
+    """null = full fine-tuning."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
+    """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
+
+
+PolicyConfigT = TypeVar("PolicyConfigT", bound=PolicyConfig, default=PolicyConfig)
+
+
+@dataclass(frozen=True)
+class PolicySetup:
+    """What a run tells its policy when it is made."""
+
+    kind: ActionKind
+    """What the renderer takes, one of the policy's `emits`."""
+    template: PromptTemplate | None = None
+    """How the renderer asks its text encoder; None: the policy's own words."""
+    negative_prompt: str | None = None
+    """Words of the renderer's unconditional branch; None: it uses none."""
+    temperature: float = 1.0
+    """At which completions are sampled, > 0; the trainer divides its logits by it."""
+    max_completion_tokens: int = 256
+    gradient_checkpointing: bool | Literal["mlp"] = False
+    """Recompute activations in the backward, 'mlp': only the MLPs'."""
+    device: str = "cpu"
+    """The rank's own, 'cpu' or 'cuda:<index>'."""
+
+
+class Decoder(Protocol):
+    """Token-by-token decoding by the trainer's own module."""
+
+    def step(self, tokens_B: Sequence[int] | None) -> torch.Tensor:
+        """[B, V] logits of the next token, after each row's last (None: after its prompt)."""
+        ...
+
+
+class Policy(RunPlug[PolicyConfigT]):
+    """A plug of `rl/policies`: reads prompts, writes completions, is trained."""
+
+    Config: ClassVar[type[Section]] = PolicyConfig
+
+    emits: ClassVar[Set[ActionKind]]
+    """What it can hand to a renderer."""
+    state_kinds: ClassVar[Set[StateKind]] = frozenset({"post_norm"})
+    """Where it can take hidden states from."""
+    needs: ClassVar[Set[str]] = frozenset()
+    """What each sample must bring, in the words of `DataSource.provides`; a picture only where the
+    renderer's template shows one."""
+
+    module: torch.nn.Module
+    """`module(batch: TokenBatch) -> TokenOutputs`; what the learner trains. Everything a forward
+    needs happens inside this one call, so that sharded training (ZeRO-3) can wrap it."""
+    stop_token_ids: tuple[int, ...]
+    banned_token_ids: tuple[int, ...] = ()
+    """Never sampled, and left out of the softmax in engine and trainer alike."""
+    state_dim: int
+    """Width of its hidden states."""
+    image_vocabulary: ImageVocabulary | None = None
+    """With which an engine holds completions to `Prompt.grid`; None: it is never constrained."""
+    image_pixel_bounds: tuple[int, int] | None = None
+    """(smallest, largest) area of a prompt's picture, px: an engine needs no room for more. None:
+    an engine is never given pictures."""
+    adapts_vision_tower: bool = False
+    """Whether its adapter reaches beyond the language model."""
+    reads_states: bool = False
+    """Whether `decode_actions` needs what the module's forward gives."""
+
+    def __init__(self, config: PolicyConfigT, setup: PolicySetup) -> None:
+        """Once per rank: load the weights. ValueError says what the user can mend."""
+        if setup.kind not in self.emits:
+            name = type(self).__name__
+            raise ValueError(f"policy {name} emits {sorted(self.emits)}, not {setup.kind!r}")
+        self.config = config
+        self.setup = setup
+        self.device = setup.device if config.device == "auto" else config.device
+
+    # --- before anything is loaded ------------------------------------------------------------
+
+    @classmethod
+    def reads_from(cls, config: PolicyConfigT) -> Sequence[str]:
+        """Hub ids and folders of its weights; the first that is known tells their shape."""
+        return super().reads_from(config)
+
+    @classmethod
+    def has_frozen_tower(cls, config: PolicyConfigT) -> bool:
+        """Whether pictures mean the same throughout the run, so that an engine may read their
+        features (`picture_features`) and needs no vision tower of its own."""
+        return False
+
+    # --- prompts and completions --------------------------------------------------------------
+
+    @abstractmethod
+    def build_prompt(self, sample: Sample) -> Prompt:
+        """Raises ValueError naming a sample that cannot be one."""
+
+    @abstractmethod
+    def encode_completion(self, text: str) -> Completion:
+        """`text` as if the policy had written it and stopped (for reference descriptions); its
+        sampler log-probs are zeros."""
+
+    def pass_through_completion(self, sample: Sample) -> Completion | None:
+        """What a policy that adds nothing hands on, the user's own words: the bare arm. None
+        where there is no such thing."""
+        return None
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] which tokens are trained in this iteration; forced ones are left out besides."""
+        return (True,) * len(completion.token_ids)
+
+    @abstractmethod
+    def decode_actions(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[Action]:
+        """Understand the rows of one micro-batch. `outputs`: of `module(batch)`, where `batch` is
+        `collate(rows)`, if it `reads_states`; nothing of its graph is kept."""
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Row]) -> TokenBatch:
+        """Neighbouring rows that share their `Prompt` object are a group, its prompt there once."""
+
+    # --- what an inference engine asks --------------------------------------------------------
+
+    @abstractmethod
+    def sampler_folder(self) -> str:
+        """Folder or hub id from which an outside engine loads these base weights, this tokenizer
+        and this image processor; lives as long as the policy."""
+
+    @abstractmethod
+    def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
+        """Decoding by the trainer's own module, `num_rows` of each prompt."""
+
+    def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
+        """[N_img, D] of each prompt's picture, None where it shows none: the very ones that the
+        forwards of these prompts read. Asked only where it `has_frozen_tower`."""
+        return [None] * len(prompts_P)
+
+    # --- weights ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, the module is the policy as it was before training."""
+
+    @abstractmethod
+    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """`tensors`: the trainable parameters, whole, keyed as in `module.named_parameters()`."""
+
+    @abstractmethod
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices that an adapter changes, with it in them, under transformers' names."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """PEFT adapter (LoRA) or transformers folder (full) from the same tensors."""

@@ -1,0 +1,80 @@
+"""What a renderer is: a class derived from `Renderer`, a frozen generator of pictures.
+
+    class Poster(Renderer[MyConfig]):
+        accepts = "text"
+
+        def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image]]:
+            for number, job in enumerate(jobs):
+                yield number, draw(job.payload)
+
+What: everything that any caller may ask of one, with its default. What not: finding one
+(`find.py`), when it is asked (`rl/rollout/`). Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from rl.api.plug import ConfigT, ModelRunner, Resources
+from rl.api.types import (
+    ActionKind,
+    PromptTemplate,
+    RenderFailure,
+    RenderJob,
+    Sample,
+    StateKind,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Renderer(ModelRunner[ConfigT]):
+    """A plug of `rl/renderers`: draws what the policy hands on."""
+
+    accepts: ClassVar[ActionKind]
+    """What it takes: 'hidden_states', 'text' or 'image_tokens'."""
+    state_kind: ClassVar[StateKind] = "post_norm"
+    """Where those hidden states are taken from, where it takes such."""
+    makes_images: ClassVar[bool] = True
+    """False: rewards read the completion alone."""
+    runs_model: ClassVar[bool] = True
+    """False: making one loads nothing, so that it is tried on made-up jobs before a run starts."""
+    needs_source: ClassVar[bool] = False
+    """Whether it edits: a run whose data brings no source pictures is refused."""
+
+    state_dim: int | None = None
+    """Width of the hidden states it reads; None when it reads none."""
+
+    def __init__(self, config: ConfigT, resources: Resources) -> None:
+        """Once per rank, before the first iteration. ValueError says what the user can mend."""
+        self.config = config
+
+    @classmethod
+    def prompt_template(cls, config: ConfigT) -> PromptTemplate | None:
+        """The words under which its text encoder was trained, and the policy samples; None: the
+        policy's own stand."""
+        return None
+
+    @classmethod
+    def negative_prompt(cls, config: ConfigT) -> str | None:
+        """What the policy must encode for guidance to steer away from; None: nothing."""
+        return None
+
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples, with the pictures that exist only as codes drawn for rewards and records."""
+        return list(samples)
+
+    @abstractmethod
+    def render(
+        self, jobs: Iterable[RenderJob]
+    ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
+        """Yield `(number of the job, RGB picture)` as each is ready: judging can start at once.
+        Jobs are taken as they are needed, since taking one may mean conditioning its group first.
+        A picture depends on its job alone. None where nothing is drawn."""
+
+    def take_stats(self) -> dict[str, float]:
+        """What there is to report since the last call, means over pictures; {} if nothing."""
+        return {}

@@ -1,0 +1,178 @@
+"""What the Qwen-Image-Edit plugs share: template, checks, counts, and opening one.
+
+What: everything about these renderers that needs no torch. What not: their keys and sizes
+(`config.py`), pictures (`loop.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import TypeVar
+
+from rl.api.plug import Resources, Saving
+from rl.api.renderer import Renderer
+from rl.api.types import PromptTemplate, RenderJob
+from rl.config.schema import RunConfig
+from rl.files.weights import num_parameters
+from rl.ranks.placement import resolve_device
+from rl.renderers.qwen_image.config import (
+    MODULATIONS,
+    PATCH_PX,
+    SIZE_MULTIPLE_PX,
+    QwenImageConfig,
+)
+from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
+from rl.renderers.shared.checkpoint_folder import path_problems
+
+if TYPE_CHECKING:
+    from rl.renderers.shared.batches import Outcome
+
+SYSTEM_PROMPT = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. "
+    "Generate a new image that meets the user's requirements while maintaining consistency with "
+    "the original input where appropriate."
+)
+"""The words the released editors were trained under."""
+
+DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
+"""Its tokens (64 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
+
+CHECKPOINT_FILES = (
+    "transformer/config.json",
+    "vae/config.json",
+    "scheduler/scheduler_config.json",
+)
+"""What a local checkpoint must hold, beside the weights."""
+
+HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
+    hub_id: {"transformer": 13.63e9, "vae": 0.127e9}
+    for hub_id in (
+        "Qwen/Qwen-Image-Edit",
+        "Qwen/Qwen-Image-Edit-2509",
+        "Qwen/Qwen-Image-Edit-2511",
+    )
+}
+
+ConfigT = TypeVar("ConfigT", bound=QwenImageConfig, default=QwenImageConfig)
+
+
+class QwenImageEditor(Renderer[ConfigT]):
+    """A plug brings the template; see `edit_template`."""
+
+    accepts = "hidden_states"
+    needs_source = True
+
+    def __init__(self, config: ConfigT, resources: Resources) -> None:
+        from rl.renderers.qwen_image.components import load_parts
+        from rl.renderers.qwen_image.loop import QwenImageLoop
+
+        super().__init__(config, resources)
+        device = resolve_device(config.device, resources.device)
+        self.loop = QwenImageLoop(config, load_parts(config, device))
+        self.state_dim = self.loop.state_dim
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """See `QwenImageLoop.render`."""
+        return self.loop.render(jobs)
+
+    @classmethod
+    def edit_template(cls, config: ConfigT, picture_label: str) -> PromptTemplate:
+        """The question the editor's text encoder was trained under; the policy samples under it.
+
+        `{image}` stands for the picture's placeholder together with its vision markers.
+        """
+        return PromptTemplate(
+            text=DROPPED_PREFIX
+            + picture_label
+            + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+            drop_prefix=DROPPED_PREFIX,
+            image_area_px=config.policy_image_area_px,
+            image_multiple_px=SIZE_MULTIPLE_PX,
+        )
+
+    @classmethod
+    def negative_prompt(cls, config: ConfigT) -> str | None:
+        """What the policy must encode to steer away from; None when guidance is off."""
+        return config.negative_prompt if config.true_cfg_scale > 1 else None
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
+        """What is wrong across fields, each with its key and remedy; [] when all is well."""
+        problems = []
+        if (config.height_px is None) != (config.width_px is None):
+            problems.append(
+                "height_px, width_px: set both for a fixed size, or neither for output_area_px"
+            )
+        for key in ("height_px", "width_px"):
+            side = getattr(config, key)
+            if side is not None and side % PATCH_PX:
+                near = round(side / PATCH_PX) * PATCH_PX
+                problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
+        overrides = config.scheduler_overrides
+        stretched = overrides.shift_terminal or "shift_terminal" not in overrides.model_fields_set
+        if config.num_steps == 1 and stretched:
+            problems.append(
+                "num_steps: one step cannot be stretched to a terminal sigma (0/0); use 2 or more, "
+                "or scheduler_overrides: { shift_terminal: null }"
+            )
+        if config.fp8 == "compute" and config.dtype != "bfloat16":
+            problems.append(
+                "fp8: 'compute' multiplies into bfloat16 only; set dtype: 'bfloat16', or fp8: "
+                "'storage'"
+            )
+        if config.step_cache_interval > 1 and config.num_steps <= NUM_FIRST_STEPS:
+            problems.append(
+                f"step_cache_interval: the first {NUM_FIRST_STEPS} steps are always computed, of "
+                f"{config.num_steps} in all; set 1, or more num_steps"
+            )
+        if config.lora_weight_name and not config.lora_path:
+            problems.append("lora_weight_name: names a file of lora_path, which is not set")
+        return problems + path_problems(config.model_path, CHECKPOINT_FILES)
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, for a memory plan: {'transformer': ..., 'vae': ...}.
+
+        The transformer without its modulation (6.80 of 20.43 B); the VAE as the checkpoint has it,
+        of which a third stays. Known hub ids by table, a local folder by its safetensors headers;
+        {} for an unknown hub id. A weight of 8 bits counts as half of one of the dtype's 16.
+        """
+        folder = Path(config.model_path)
+        counts = dict(HUB_PARAMETERS.get(config.model_path, {}))
+        if folder.is_dir():
+            counts = {
+                part: num_parameters(
+                    folder / part, lambda name: not MODULATIONS & set(name.split("."))
+                )
+                for part in ("transformer", "vae")
+            }
+        if config.fp8 != "off" and counts:
+            counts["transformer"] /= 4 if config.dtype == "float32" else 2
+        return counts
+
+    @classmethod
+    def activation_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Values alive at the peak of a forward, per part, for a memory plan.
+
+        About 20 tensors of [tokens, 3072] in the transformer, 8 feature maps of 96 channels in the
+        VAE.
+        """
+        rows = config.batch_size * (
+            2 if config.true_cfg_scale > 1 and config.cfg_in_one_forward else 1
+        )
+        fixed = (config.height_px or 0) * (config.width_px or 0)
+        area_px = (fixed or config.output_area_px) + config.condition_area_px
+        return {
+            "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
+            "vae": 8 * 96 * max(fixed or config.output_area_px, config.condition_area_px),
+        }
+
+    @classmethod
+    def savings(cls, config: ConfigT) -> Sequence[Saving]:
+        """Fewer pictures at once, then smaller weights."""
+        smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
+        return [*super().savings(config), *smaller]
