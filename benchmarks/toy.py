@@ -100,13 +100,10 @@ class Config(MadeConfig):
 class ToySamples(MadeSource[Config]):
     """Row i depends on the shape and i alone."""
 
+    carries = frozenset({"source"})
+
     def make(self, index: int) -> Sample:
         return make_sample(index, Shape(**self.config.shape))
-
-    @classmethod
-    def provides(cls, config: Config) -> frozenset[str]:
-        """What samples carry, in the words of a reward's `needs`."""
-        return frozenset({"source"})
 
 
 def make_completions(instruction: str, shape: Shape) -> list[str]:

@@ -7,10 +7,11 @@ import pytest
 from rl.api.data import RowRules
 from tiny_world import scenes
 from tiny_world.data import shapes
+from tiny_world.data.synthetic import MadeConfig
 
 
 def source(**more) -> shapes.Shapes:
-    config = shapes.Config.model_validate({"type": "shapes", "num_samples": 50, **more})
+    config = MadeConfig.model_validate({"type": "shapes", "num_samples": 50, **more})
     assert shapes.Shapes.problems(config, RowRules("error", 8192)) == []
     assert shapes.Shapes.count(config) == config.num_samples
     return shapes.Shapes(config, RowRules("error", 8192))

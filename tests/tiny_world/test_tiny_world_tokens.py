@@ -12,6 +12,7 @@ import pytest
 from rl.api.data import RowRules
 from tiny_world import scenes, token_scenes
 from tiny_world.data import shape_tokens
+from tiny_world.data.synthetic import MadeConfig
 from tiny_world.pixel_judge import grade_perception, grade_semantics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def test_an_edit_changes_the_four_codes_of_its_shape() -> None:
 
 
 def source(**more) -> shape_tokens.ShapeTokens:
-    config = shape_tokens.Config.model_validate({"type": "shape_tokens", "num_samples": 9, **more})
+    config = MadeConfig.model_validate({"type": "shape_tokens", "num_samples": 9, **more})
     assert shape_tokens.ShapeTokens.problems(config, RowRules("error", 8192)) == []
     assert shape_tokens.ShapeTokens.count(config) == 9
     return shape_tokens.ShapeTokens(config, RowRules("error", 8192))
