@@ -166,7 +166,7 @@ class Bench:
 
     def floor_ms(self, what: Work) -> float:
         """At those ceilings."""
-        return 1e3 * self.ceilings.floor_s(what)
+        return 1e3 * self.ceilings.roofline_s(what)
 
     def tell(
         self,

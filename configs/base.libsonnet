@@ -96,7 +96,7 @@
     kl_estimator: 'k3',
     // loss: added to the loss; reward: subtracted from the advantage, token by token.
     kl_placement: 'loss',
-    // Truncated importance weight pi_trainer / pi_sampler against sampler mismatch.
+    // Truncated importance weight pi_trainer / pi_sampler against training-inference mismatch.
     importance_correction: 'token',
     // Upper bound of that weight.
     importance_cap: 2.0,
@@ -140,7 +140,7 @@
     // (exact; used where it is: first update, no dropout, not ZeRO-3, max_staleness 0). null = all
     // of the iteration's, 0 = none; less memory.
     max_kept_tokens: null,
-    // Optimiser steps per batch of rollouts; the batch is split into that many parts by group.
+    // Optimiser steps per batch of rollouts; the batch is split by group into that many minibatches.
     updates_per_iteration: 1,
     // Recompute activations in the backward. true: whole layers, about a third more compute for the
     // least memory; 'mlp': only the MLPs' insides, a quarter of the memory of false for a sixth more

@@ -24,7 +24,7 @@ from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Sampled
-from rl.run.episode_metrics import rollout_metrics, size_of
+from rl.run.episode_metrics import size_of
 from rl.run.run import PendingStep, Run
 from rl.run.set_up import RunFinishedError, open_run
 
@@ -112,7 +112,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
         for group in run.graded_groups(pending):
             train_step.accumulate(group.p, group.sequences)
             groups_P.append(group)
-        metrics = rollout_metrics(pending.rollout.finished(), run.dist)
+        metrics = run.rollout_metrics(pending.rollout.finished())
         metrics.update(train_step.step())
     run.engine.wake()
     with timer.phase("sync"):

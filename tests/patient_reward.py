@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from rl.api.metric import Metric
 from rl.api.plug import PlugConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
@@ -23,11 +24,17 @@ class Config(PlugConfig):
 class Patient(Reward[Config]):
     needs = frozenset({"image"})
     runs_model = True  # it waits for somebody
+    metrics = {"waited_s": Metric("s", "longest wait for a file since the last report")}
 
     def __init__(self, config: Config, resources: Resources) -> None:
         super().__init__(config, resources)
         self._wait_for = Path(config.wait_for)
         self._brightness = Brightness(PlugConfig(), resources)
+        self._longest_s = 0.0
+
+    def take_metrics(self) -> dict[str, float]:
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return {"waited_s": longest_s}
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         waited_s = 0.0
@@ -36,4 +43,5 @@ class Patient(Reward[Config]):
                 return RewardOutput(None, failure="timeout: nobody went on")
             await asyncio.sleep(0.02)
             waited_s += 0.02
+            self._longest_s = max(self._longest_s, waited_s)
         return await self._brightness.grade(reward_input)

@@ -15,17 +15,19 @@ from tiny_typing import typing_errors
 
 from rl import build
 from rl.api.plug import Resources
-from rl.api.types import RewardInput, Sample
+from rl.api.types import RenderJob, RewardInput, Sample
 from rl.config.schema import load_config
 from rl.preflight import report
-from rl.run.metric_table import markdown_table
+from rl.run.metric_table import page, shipped_rows
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_metric_table_is_the_one_in_the_code() -> None:
-    assert markdown_table() in README, "paste rl.run.metric_table.markdown_table() there"
+def test_the_page_of_metrics_is_the_one_in_the_code() -> None:
+    held = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert held == page(shipped_rows()), "python -m rl.run.metric_table > docs/metrics.md"
+    assert "(docs/metrics.md)" in README
 
 
 def test_every_file_it_names_exists() -> None:
@@ -50,18 +52,15 @@ def test_the_plugs_of_write_a_plug_work_as_printed(
     (tmp_path / "my_plugs").mkdir()
     for code in plugs:
         (tmp_path / code.split("\n")[0].removeprefix("# ")).write_text(code)
-    assert len(plugs) == 4
+    assert len(plugs) == 5
     assert typing_errors(sorted((tmp_path / "my_plugs").glob("*.py")), tmp_path) == []
     (tmp_path / "wishes.txt").write_text("a red cat\n\na blue dog\n")
     monkeypatch.syspath_prepend(tmp_path)
     values = json.loads(_jsonnet.evaluate_snippet("README", f"{{ {section} }}"))
     values["data"]["train"][0]["path"] = str(tmp_path / "wishes.txt")
-    sd3 = {
-        "policy": {"type": "qwen2_5_vl", "model_path": "Qwen/Qwen2.5-VL-7B-Instruct"},
-        "renderer": {"type": "sd3"},
-    }
+    qwen = {"type": "qwen2_5_vl", "model_path": "Qwen/Qwen2.5-VL-7B-Instruct"}
     config = load_config(
-        tiny_config.write(tmp_path, tiny_config.real(tmp_path, **sd3, **values)),
+        tiny_config.write(tmp_path, tiny_config.real(tmp_path, policy=qwen, **values)),
     )
     assert report.problems(config) == []
 
@@ -70,11 +69,15 @@ def test_the_plugs_of_write_a_plug_work_as_printed(
     assert (len(source), source.num_skipped) == (2, 2)
     assert source[1].instruction == "a blue dog"
     bright, colours = (
-        plug.reward(plug.config, Resources(None, "cpu")) for plug in resolved.rewards.values()
+        plug.cls(plug.config, Resources(None, "cpu")) for plug in resolved.rewards.values()
     )
     grey = Image.new("RGB", (4, 4), (51, 51, 51))
     gradient = Image.linear_gradient("L")
     inputs = [RewardInput(Sample("a", "b"), "c", image) for image in (grey, gradient)]
     assert bright.grade(inputs[0]) == pytest.approx(0.2)
     plain, rich = colours.score_group(inputs)
+    job = RenderJob(source[0], "a poster", noise_seed=0)
+    poster = resolved.renderer.cls(resolved.renderer.config, Resources(None, "cpu"))
+    [(_, drawn)] = poster.render([job])
+    assert drawn.size == (512, 512) and len(set(drawn.tobytes())) > 1
     assert rich.value == 1.0 and plain.value == pytest.approx(plain.parts["share"] ** 0.5)

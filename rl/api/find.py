@@ -14,13 +14,14 @@ import importlib
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard, TypeVar, get_args
 
 from rl.api.data import DataSource
+from rl.api.metric import Metric
 from rl.api.plug import PlugBase, shown
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward, RewardFunction
 from rl.api.types import ActionKind
@@ -119,6 +120,7 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
         cls, wrong = _class_in(found, base)
         if cls is not None:
             wrong = [*_config(cls, base), *_missing(cls, base), *_signatures(cls, base)]
+            wrong += _metrics(cls)
     if cls is not None:
         wrong += _declared(cls, base)
     return (None if wrong else cls), wrong
@@ -225,6 +227,35 @@ def loss_problems(found: Any) -> list[str]:
     if inspect.iscoroutinefunction(found):
         return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
     return _call_problem(found, name, 1, "(x: LossInputs) -> LossTerms")
+
+
+def _metrics(cls: type[PlugBase[Any]]) -> list[str]:
+    """Whether what it declares to report can be a row, and is ever reported."""
+    member, declared = f"{cls.__name__}.metrics", cls.metrics
+    example = "{'name': Metric('0..1', 'what it is')}"
+    if not isinstance(declared, Mapping):
+        return [f"{member} is {shown(declared)}; expected a mapping, {example}"]
+    wrong = [
+        f"{member}: {name!r} is {UNUSABLE_NAME}"
+        for name in declared
+        if not isinstance(name, str) or not PART_NAME.fullmatch(name)
+    ]
+    wrong += [
+        f"{member}: {name!r} is {shown(metric)}; expected {example}"
+        for name, metric in declared.items()
+        if not isinstance(metric, Metric)
+    ]
+    reports = cls.take_metrics is not PlugBase.take_metrics
+    if declared and not reports:
+        wrong.append(
+            f"{cls.__name__} declares metrics and reports none; expected "
+            "`def take_metrics(self) -> Mapping[str, float]`"
+        )
+    if reports and not declared:
+        wrong.append(
+            f"{cls.__name__} has take_metrics and declares none; expected metrics = {example}"
+        )
+    return wrong
 
 
 def _call_problem(

@@ -1,4 +1,5 @@
-"""What plugs of every room have in common: a section of the config, read as their `Config`.
+"""What plugs of every room have in common: a section of the config, read as their `Config`, and
+metrics of their own.
 
 What: `PlugBase`, `ModelRunner`, the sections that their `Config`s derive from, `Resources`. What
 not: the rooms (`policy.py`, `engine.py`, `renderer.py`, `reward.py`, `data.py`, `loss.py`), finding
@@ -16,6 +17,7 @@ from pydantic import Field
 from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
+from rl.api.metric import Metric
 from rl.config.schema import RunConfig, Section
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -68,6 +70,10 @@ class PlugBase(ABC, Generic[ConfigT]):
 
     Config: ClassVar[type[Section]] = PlugConfig
     """Of its section: what stands in those brackets."""
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    """What `take_metrics` may report, by name. In a run's lines, wandb and the metrics table a name
+    stands behind the plug's place: `reward/metric/<reward>/<name>`, `data/metric/train.<i>/<name>`,
+    `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -85,6 +91,21 @@ class PlugBase(ABC, Generic[ConfigT]):
         if isinstance(config, FrozenModelConfig):
             return [config.model_path]
         return [config.path] if isinstance(config, FileConfig) and config.path else []
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """What there is to report since the last call: means over what this rank saw, by declared
+        names; those with nothing to say are left out.
+
+        Asked once an iteration, when its last verdict is in (a renderer when its last picture is);
+        what a held-out run left is taken too, and dropped. The line holds the mean over the ranks
+        that report a name, each rank counting once. Under `max_staleness` 1 the next iteration is
+        under way already, and part of it may be counted. What belongs to one picture is a part of
+        its `RewardOutput` instead.
+
+        A run's first iteration refuses an undeclared name and an exception. Later on, and for a
+        value that is not finite at any time, they are left out and said once.
+        """
+        return {}
 
     def close(self) -> None:
         """The run ends."""

@@ -74,7 +74,3 @@ class Renderer(ModelRunner[ConfigT]):
         """Yield `(number of the job, RGB picture)` as each is ready: judging can start at once.
         Jobs are taken as they are needed, since taking one may mean conditioning its group first.
         A picture depends on its job alone. None where nothing is drawn."""
-
-    def take_stats(self) -> dict[str, float]:
-        """What there is to report since the last call, means over pictures; {} if nothing."""
-        return {}

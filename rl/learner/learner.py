@@ -1,7 +1,7 @@
 """The learner: what one batch of rollouts does to the weights.
 
 What: `Learner`: opens an iteration's `TrainStep`, and gives the weights and state for others to
-read. What not: the update itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
+read. What not: the step itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
 optimiser's state (`backends.py`, `deepspeed.py`), rewards and advantages. Called by `train.py`,
 `weight_sync.py` and the checkpoints.
 
@@ -147,12 +147,12 @@ class Learner:
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
         """The trained weights, whole, float32, keyed as `policy.module.named_parameters()`.
 
-        Detached, but they may alias the live weights: copy what must outlive the next update.
+        Detached, but they may alias the live weights: copy what must outlive the next step.
         """
         return self._backend.masters()
 
     def export_weights(self) -> PolicyWeights:
-        """What the sampler must hold now: the weights of the trainer's own forward.
+        """What the engine must hold now: the weights of the trainer's own forward.
 
         Float32 masters of a fully trained model, whole, are twice its size, and an engine is awake
         beside them: they are gathered only where ZeRO-3 leaves nothing whole.

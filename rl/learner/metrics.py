@@ -3,7 +3,7 @@
 What: `LearnerMetrics`, which adds up over micro-batches, and what of it becomes a metric. What not:
 the numbers themselves (`algorithm/`) or when they are taken (`train_step.py`).
 
-Metrics (each over all ranks; the README says what they mean):
+Metrics (each over all ranks; `docs/metrics.md` says what they mean):
 `loss/total`, `loss/policy`, `loss/kl`, `kl/reference_k1`, `kl/reference_k3`, `policy/entropy`,
 `policy/clip_fraction`, `policy/ratio_mean`, `policy/ratio_max`, `mismatch/k1`, `mismatch/k3`,
 `mismatch/max_abs_dlogp`, `mismatch/ess`, `mismatch/weight_mean`, `mismatch/weight_capped`,

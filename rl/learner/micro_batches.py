@@ -88,9 +88,9 @@ def pack_groups(
     return micro_batches
 
 
-def split_evenly(num_groups: int, num_parts: int) -> list[range]:
-    """`num_parts` ranges of group numbers, as even as they come, in order; some may be empty."""
-    bounds = [num_groups * part // num_parts for part in range(num_parts + 1)]
+def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
+    """As many ranges of group numbers, as even as they come, in order; some may be empty."""
+    bounds = [num_groups * i // num_minibatches for i in range(num_minibatches + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
 
 
@@ -125,7 +125,7 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
 
 
 class Forwards(Protocol):
-    """Packs of a batch's rows, and the forward over each."""
+    """The micro-batches of a batch's rows, and the forward over each."""
 
     collective: bool
     """Whether a forward needs every rank in it (ZeRO-3 gathers weights): then all of them come

@@ -9,7 +9,7 @@ micro-batch as soon as its groups are graded; the optimiser steps. What not: the
 Three rules. The gradient does not depend on how the batch is split: a loss is divided by what was
 PLANNED before the judge spoke, which counts all ranks, and the step corrects by one factor for what
 was really graded. Backwards run in the order of the micro-batches and over the same rows, however
-soon verdicts come in: floats do not commute. And where ranks work together (`backend.in_step`),
+soon verdicts come in: floats do not commute. And where ranks go in step (`backend.in_step`),
 each does as many forwards and backwards as the others, empty ones included.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
@@ -51,7 +51,7 @@ class Minibatch:
     planned: Denominators
     """Of all its completions, over all ranks, as if every one were graded."""
     num_done: int = 0
-    """Packs whose backward is over."""
+    """Those whose backward is over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,11 +231,11 @@ class TrainStep:
         )
 
     def _is_stale(self, minibatch: Minibatch) -> bool:
-        """Whether weights will have moved between the rollout and this part's backward."""
+        """Whether weights will have moved between the rollout and its backward."""
         return self.config.max_staleness > 0 or minibatch is not self.minibatches[0]
 
     def _needed(self) -> set[MicroBatch]:
-        """Packs that a backward must run for: on this rank, or on any where ranks are in step."""
+        """Those that a backward must run for: on this rank, or on any where ranks are in step."""
         micro_batches = self.micro_batches
         live = [float(bool(self._live(micro_batch))) for micro_batch in micro_batches]
         if self.backend.in_step:

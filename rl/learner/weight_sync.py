@@ -1,10 +1,10 @@
-"""Hand the learner's weights to the sampler, and prove that they arrived.
+"""Hand the learner's weights to the inference engine, and prove that they arrived.
 
 What: `sync` moves what is trained and nothing else (an adapter's matrices; under full fine-tuning
 every tensor that is not frozen), and not even that when no step was taken. It then checks two
 things. (1) What the engine reads back is what was sent. (2) On a fixed probe prompt the engine's
 log-probs agree with the trainer's. A sync that silently delivers nothing looks like staleness for
-weeks; here it stops the run. Called by `run/run.py` after every update.
+weeks; here it stops the run. Called by `run/run.py` after every train step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PROBE_COMPLETIONS = 4
 PROBE_TOKENS = 4
-"""Several short completions: the sampler writes them side by side, in as many steps as one has
+"""Several short completions: the engine writes them side by side, in as many steps as one has
 tokens, and the trainer reads their prompt once."""
 MAX_MEAN_DLOGP_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Mean |log-prob difference| allowed on the probe, by the engine's dtype. Float32 engines agree to
@@ -40,7 +40,7 @@ class SyncReport:
 
 
 class SyncError(RuntimeError):
-    """The sampler does not hold the trainer's weights."""
+    """The inference engine does not hold the trainer's weights."""
 
 
 def sync(
@@ -78,9 +78,9 @@ def sync(
     mean = sum(differences) / len(differences)
     if not mean <= MAX_MEAN_DLOGP_NATS[dtype]:
         raise SyncError(
-            f"after the weight sync the sampler's log-probs differ from the trainer's by "
+            "after the weight sync the inference engine's log-probs differ from the trainer's by "
             f"{mean:.3g} nats on average over {len(differences)} probe tokens (allowed for "
-            f"{dtype}: {MAX_MEAN_DLOGP_NATS[dtype]}). The sampler does not hold the policy: check "
+            f"{dtype}: {MAX_MEAN_DLOGP_NATS[dtype]}). The engine does not hold the policy: check "
             "that both sides load the same base model and adapter shape."
         )
     return SyncReport(weights.fingerprint, _num_bytes(weights), mean)
@@ -90,7 +90,7 @@ def _check_held(engine: Engine, weights: PolicyWeights, previous: str | None) ->
     held = engine.held_fingerprint()
     if held is not None and held != weights.fingerprint:
         moved = "" if previous is None or held != previous else " (the sync changed nothing)"
-        raise SyncError(f"the sampler holds {held}, the trainer {weights.fingerprint}{moved}")
+        raise SyncError(f"the engine holds {held}, the trainer {weights.fingerprint}{moved}")
 
 
 def _num_bytes(weights: PolicyWeights) -> int:

@@ -2,7 +2,7 @@
 
 What: `FlopCount`, a mode under which every matrix product, convolution and attention call adds what
 it computes. What not: a language model's passes, whose shapes never repeat (`flops.py`). Called by
-`work.counted`, tests and benchmarks.
+`flop_meter.counted`, tests and benchmarks.
 
 Torch's own counter (`torch.utils.flop_counter`) gives the formulas. It does not know the CPU's
 attention kernel, which would count as nothing, and takes causal attention for the full square,

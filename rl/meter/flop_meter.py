@@ -1,7 +1,8 @@
 """What was computed, and what this device could at best have done in the time.
 
 What: a counter of operations and bytes that only grows, read like a clock (`done`); `counted`, for
-the forwards of frozen models; the device's measured ceilings, hence floors; peak memory. What not:
+the forwards of frozen models; the device's measured ceilings, hence its roofline; peak
+memory. What not:
 which phase it belongs to (`console.PhaseTimer` reads the counter where it reads the clock),
 formulas (`flops.py`). Called by whatever runs a model.
 
@@ -34,7 +35,7 @@ _COPIED_BYTES = {"cuda": 2**29, "cpu": 2**26}
 
 @dataclass(frozen=True)
 class Work:
-    """An amount of computation."""
+    """What a computation costs."""
 
     flops: float = 0.0
     """Operations of matrix products and convolutions; a multiply-add is two."""
@@ -55,9 +56,10 @@ class Ceilings:
     flops_per_s: float
     bytes_per_s: float
 
-    def floor_s(self, work: Work) -> float:
-        """Seconds below which this device cannot do it, computing and moving at the same time."""
-        return max(work.flops / self.flops_per_s, work.bytes_moved / self.bytes_per_s)
+    def roofline_s(self, cost: Work) -> float:
+        """Seconds below which this device cannot do it, computing and moving at the same time
+        (Williams et al. 2009)."""
+        return max(cost.flops / self.flops_per_s, cost.bytes_moved / self.bytes_per_s)
 
 
 _done = Work()
@@ -67,11 +69,11 @@ _counted: WeakKeyDictionary[torch.nn.Module, dict[tuple[Hashable, ...], Work]]
 _counted = WeakKeyDictionary()
 
 
-def add(work: Work) -> None:
+def add(cost: Work) -> None:
     """Count what was just started, on any thread."""
     global _done
     with _lock:
-        _done += work
+        _done += cost
 
 
 def done() -> Work:

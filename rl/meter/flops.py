@@ -1,8 +1,9 @@
 """What a language model's passes cost, from its sizes alone.
 
 What: `LanguageModel` (Qwen2.5, Emu3: gated MLPs, grouped keys and values), the operations of its
-forward, backward and head, and the work of sampling from it. What not: counting what really ran
-(`flop_count.py`), frozen generators and vision towers, which are counted by size (`work.counted`).
+forward, backward and head, and the cost of sampling from it. What not: counting what really ran
+(`flop_count.py`), frozen generators and vision towers, which are counted by size
+(`flop_meter.counted`).
 Called by the policies' modules and the engines.
 
 A multiply-add is two operations. A pair is one query that attends to one key. Norms, activations
@@ -167,16 +168,16 @@ def sampling_work(
     """
     weights = model.num_weights * bytes_per_value
     cached = model.num_cached * bytes_per_value
-    work = Work(bytes_moved=weights)
+    cost = Work(bytes_moved=weights)
     for prompt_len in prompt_lens_P:
         pairs = prefix_tree_pairs(prompt_len, ())
-        work += Work(model.forward_flops(prompt_len, pairs) + model.head_flops(1))
+        cost += Work(model.forward_flops(prompt_len, pairs) + model.head_flops(1))
     num_steps = max((max(lens_G, default=0) for lens_G in completion_lens_PG), default=0) - 1
-    work += Work(bytes_moved=weights * max(0, num_steps))
+    cost += Work(bytes_moved=weights * max(0, num_steps))
     for prompt_len, lens_G in zip(prompt_lens_P, completion_lens_PG, strict=True):
         fed_G = [max(0, length - 1) for length in lens_G]
         written = sum(fed * (fed + 1) // 2 for fed in fed_G)
         pairs = prompt_len * sum(fed_G) + written
         flops = model.forward_flops(sum(fed_G), pairs) + model.head_flops(sum(fed_G))
-        work += Work(flops, cached * (prompt_len * max(fed_G, default=0) + written))
-    return work
+        cost += Work(flops, cached * (prompt_len * max(fed_G, default=0) + written))
+    return cost

@@ -1,7 +1,7 @@
 """What one sees while a run goes: a line per phase, a summary line per iteration, where time went.
 
-What: `Console` (rank 0 prints, the others are mute), `PhaseTimer` (seconds and work per phase,
-every rank) and `warn`. What not: records and wandb, who counts the work (`meter/flop_meter.py`).
+What: `Console` (rank 0 prints, the others are mute), `PhaseTimer` (seconds and FLOPs per phase,
+every rank) and `warn`. What not: records and wandb, who counts the FLOPs (`meter/flop_meter.py`).
 With a terminal the phase under way is shown live; in a log file every line is plain text.
 """
 
@@ -85,22 +85,22 @@ class Console:
         self._rich.print("  ".join(parts), markup=False, style="bold")
 
     def where_time_went(self, timer: PhaseTimer) -> None:
-        """The closing table: every phase's time and work on this rank, the longest first."""
-        headings = ("phase", "time", "share of wall", "TFLOP", "floor", "floor/time")
+        """The closing table: every phase's time and FLOPs on this rank, the longest first."""
+        headings = ("phase", "time", "share of wall", "TFLOP", "roofline", "share of roofline")
         table = Table(*headings, title="where did the time go (rank 0)")
-        for name, seconds, share, tflop, floor_s, floor_share in timer.closing_rows():
+        for name, seconds, share, tflop, roofline_s, roofline_share in timer.closing_rows():
             table.add_row(
                 name,
                 duration(seconds),
                 f"{share:.1%}",
                 "" if tflop is None else f"{tflop:.3g}",
-                "" if floor_s is None else f"{floor_s:.3g} s",
-                "" if floor_share is None else f"{floor_share:.1%}",
+                "" if roofline_s is None else f"{roofline_s:.3g} s",
+                "" if roofline_share is None else f"{roofline_share:.1%}",
             )
         self._rich.print(table)
         if timer.ceilings is not None:
             self.say(
-                "floor: the same work at the rates that this device showed before the run, "
+                "roofline: the least time at the rates that this device showed before the run, "
                 f"{timer.ceilings.flops_per_s / 1e12:.3g} TFLOP/s and "
                 f"{timer.ceilings.bytes_per_s / 1e9:.3g} GB/s"
             )
@@ -117,12 +117,14 @@ class Spent:
 
     seconds: float = 0.0
     flops: float = 0.0
-    floor_s: float = 0.0
-    """Seconds that its work takes at best; 0 where the device's ceilings are not known."""
+    roofline_s: float = 0.0
+    """Seconds that it takes at best; 0 where the device's ceilings are not known."""
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
-            self.seconds + other.seconds, self.flops + other.flops, self.floor_s + other.floor_s
+            self.seconds + other.seconds,
+            self.flops + other.flops,
+            self.roofline_s + other.roofline_s,
         )
 
     @property
@@ -131,9 +133,9 @@ class Spent:
         return self.flops / 1e12 or None
 
     @property
-    def floor_share(self) -> float | None:
-        """Floor over time, 1 at best; None: there is no floor."""
-        return self.floor_s / self.seconds if self.floor_s else None
+    def roofline_share(self) -> float | None:
+        """Share of the roofline, 1 at best; None: it is not known."""
+        return self.roofline_s / self.seconds if self.roofline_s else None
 
 
 @dataclass
@@ -157,7 +159,7 @@ class Phase:
 
 
 class PhaseTimer:
-    """Wall seconds and work per phase, of this iteration and of the whole run, on this rank.
+    """Wall seconds and FLOPs per phase, of this iteration and of the whole run, on this rank.
 
     A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
     time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
@@ -165,8 +167,8 @@ class PhaseTimer:
     """
 
     def __init__(self, console: Console | None = None, ceilings: Ceilings | None = None) -> None:
-        """`console`: where lines go; None: nowhere. `ceilings`: of the device that does the work;
-        None: no floors are told."""
+        """`console`: where lines go; None: nowhere. `ceilings`: of the device that computes;
+        None: no roofline is told."""
         self._console = console
         self.ceilings = ceilings
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
@@ -222,8 +224,8 @@ class PhaseTimer:
         if self._under_way:
             name = self._under_way[-1].name
             piece = now_work - self._settled_work
-            floor_s = self.ceilings.floor_s(piece) if self.ceilings else 0.0
-            spent = Spent(now_s - self._settled_s, piece.flops, floor_s)
+            roofline_s = self.ceilings.roofline_s(piece) if self.ceilings else 0.0
+            spent = Spent(now_s - self._settled_s, piece.flops, roofline_s)
             for totals in (self._this_iteration, self._unprinted, self.total):
                 totals[name] = totals.get(name, Spent()) + spent
         self._settled_s, self._settled_work = now_s, now_work
@@ -242,8 +244,8 @@ class PhaseTimer:
             metrics[f"time/{name}_s"] = spent.seconds
             if spent.tflop is not None:
                 metrics[f"work/{name}_tflop"] = spent.tflop
-            if spent.floor_share is not None:
-                metrics[f"work/{name}_floor_share"] = spent.floor_share
+            if spent.roofline_share is not None:
+                metrics[f"work/{name}_floor_share"] = spent.roofline_share
         self._this_iteration, self._lap_s = {}, now_s
         return metrics
 
@@ -260,8 +262,8 @@ class PhaseTimer:
                 spent.seconds,
                 spent.seconds / wall_s,
                 spent.tflop,
-                spent.floor_s or None,
-                spent.floor_share,
+                spent.roofline_s or None,
+                spent.roofline_share,
             )
             for name, spent in rows
         ]

@@ -4,7 +4,7 @@ What: `begin`, which takes micro-batch after micro-batch through the policy's fo
 group, prompt and all completions together), hands its pictures to the renderer and each picture's
 questions to the judge the moment it exists, while later ones render; `PendingRollout`, the verdicts
 on their way. Beside each group runs the bare arm: what the user's own words alone would give, under
-the same noise. What not: sampling (engines), what a verdict is worth (`episodes.py`), the update
+the same noise. What not: sampling (engines), what a verdict is worth (`episodes.py`), the step
 (learner). Called by `run/run.py` and `run/evaluation.py`.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
@@ -105,7 +105,7 @@ class Rollout:
     """_PG, in the order of the completions."""
     bare_episodes: list[Episode | None]
     """_P, the bare arm, never trained; None where nobody asked or the policy has none."""
-    renderer_stats: Mapping[str, float] = field(default_factory=dict)
+    renderer_metrics: Mapping[str, float] | Exception = field(default_factory=dict)
     """What the renderer reported of these pictures, means over them."""
     reward_errors: Mapping[str, RewardErrors] = field(default_factory=dict)
     """By the name of the reward, those that were asked."""
@@ -152,7 +152,7 @@ def begin(
         pending.submit_groups()
         if context.makes_images:
             phase.note(f"{pending.num_pictures} pictures")
-    pending.renderer_stats = context.renderer.take_stats()
+    pending.renderer_metrics = _reported(context.renderer)
     return pending
 
 
@@ -182,7 +182,7 @@ def _jobs(
             failure = why_not_rendered(context.config, completion, action)
             num_pictures = 0 if failure else context.config.images_per_completion
             keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
-            # Without the payload: a batch's hidden states are a gigabyte beside the update.
+            # Without the payload: a batch's hidden states are a gigabyte beside the step.
             understood = replace(action, payload=None)
             arm = Arm(sampled.prompts[p], completion, understood, failure, keys)
             for key in pending.expect((p, g), arm):
@@ -199,7 +199,7 @@ class PendingRollout:
     """A batch whose pictures have been made, or are being made, and whose verdicts come in."""
 
     def __init__(self, context: RolloutContext, sampled: Sampled) -> None:
-        self.renderer_stats: Mapping[str, float] = {}
+        self.renderer_metrics: Mapping[str, float] | Exception = {}
         self._context = context
         self._sampled = sampled
         self._arms_P = sampled.arms
@@ -361,7 +361,7 @@ class PendingRollout:
                 None if bare is None else episodes[-1]
                 for bare, episodes in zip(self._sampled.bare, self._episodes_PG, strict=True)
             ],
-            self.renderer_stats,
+            self.renderer_metrics,
             {name: self._errors_of(name) for name in self._context.rewards if self._outputs},
         )
 
@@ -376,3 +376,11 @@ def _wait_for(future: Future[T], should_stop: Callable[[], bool]) -> T:
         if wait([future], timeout=0.5).done:
             return future.result()
     raise Interrupted
+
+
+def _reported(renderer: Renderer) -> Mapping[str, float] | Exception:
+    """What it has to report of these pictures, or why not: no reason to lose them."""
+    try:
+        return renderer.take_metrics()
+    except Exception as error:
+        return error

@@ -1,7 +1,7 @@
 """What an iteration's episodes show, as metrics.
 
 What: `rollout_metrics` and the failure-rate guard. What not: advantages
-(`rollout/graded_groups.py`), the learner's metrics. Called by `train.py` and `run.py`.
+(`rollout/graded_groups.py`), the learner's metrics.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
 
 
 def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
-    """Of this rank's groups: rewards, how episodes ended, lengths, latencies, the bare arm, what
-    the renderer reports. Collective."""
+    """Of this rank's groups: rewards, how episodes ended, lengths, latencies, the bare arm.
+    Collective."""
     metrics = Metrics()
     for episodes_G, bare in zip(rollout.episodes, rollout.bare_episodes, strict=True):
         _add_group(metrics, episodes_G)
         add_bare_arm(metrics, "", episodes_G, bare)
-    for name, value in rollout.renderer_stats.items():
-        metrics.add(f"renderer/{name}", value)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
     batch = RewardMoments(*dist.sum_floats([local.total, local.total_of_squares, local.count]))
     metrics.maximum("reward/std", batch.std)

@@ -1,10 +1,9 @@
 """The held-out run of the same rollout: one completion each, fixed noise, the run's own judge.
 
-What: rewards on the first `evaluation.num_samples` validation samples, on the bare arm (the
-user's own words), and on their reference
-completions where the data has them (a renderer that reads drifted states falls there, a policy that
-writes worse words does not). What not: training. Called by `train.py`; records and pictures land in
-`<run>/evaluation/it_000000/`.
+What: rewards on the first `evaluation.num_samples` validation samples, on the bare arm (the user's
+own words), and on their reference completions where the data has them (a renderer that reads
+drifted states falls there, a policy that writes worse words does not). What not: training. Records
+and pictures land in `<run>/evaluation/it_000000/`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def evaluate(
     """Metrics of `eval/*` over all ranks' samples; every rank passes the same list."""
     config = context.config
     mine = list(samples)[dist.rank :: dist.world_size]
-    baseline = config.bare_arm != "never" and context.makes_images
+    with_bare = config.bare_arm != "never" and context.makes_images
     params = SamplingParams(
         temperature=config.evaluation.temperature,
         top_p=1.0,
@@ -55,7 +54,7 @@ def evaluate(
         seeds_P = [derive_seed("evaluation", config.seed, "sampling", s.id) for s in mine]
         completions_P1 = engine.generate(prompts_P, params, seeds_P) if mine else []
         engine.sleep()
-        bare_P = [context.policy.pass_through_completion(s) if baseline else None for s in mine]
+        bare_P = [context.policy.pass_through_completion(s) if with_bare else None for s in mine]
         episodes, bare_episodes = _score(context, prompts_P, completions_P1, bare_P, timer, dist)
         _measure(metrics, "eval", episodes)
         for episode, bare in zip(episodes, bare_episodes, strict=True):
@@ -125,13 +124,13 @@ def _write_records(
         write_atomically(folder / "records.jsonl", "".join(map(json_line, gathered)))
 
 
-def _record(folder: Path, episode: Episode, baseline: Episode | None) -> Mapping[str, Any]:
+def _record(folder: Path, episode: Episode, bare: Episode | None) -> Mapping[str, Any]:
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
     pictures = {
         "source_file": sample.source,
         "image_file": episode.image,
-        "bare_file": None if baseline is None else baseline.image,
+        "bare_file": None if bare is None else bare.image,
     }
     files: dict[str, str | None] = dict.fromkeys(pictures)
     for key, picture in pictures.items():
@@ -148,6 +147,6 @@ def _record(folder: Path, episode: Episode, baseline: Episode | None) -> Mapping
         "failure": episode.failure,
         "reward": episode.reward,
         "parts": dict(episode.parts),
-        "bare_reward": None if baseline is None else baseline.reward,
+        "bare_reward": None if bare is None else bare.reward,
         **files,
     }

@@ -1,143 +1,141 @@
-"""Every metric that may be logged: its unit and meaning. The README's table is made from this.
+"""Every metric that a run may log: its unit and meaning. `docs/metrics.md` is made from this.
 
-What: `METRICS`, `check_known` (held against every line that a run logs) and `markdown_table`. What
-not: computing any of them. `<...>` in a name stands for words that the config or the data choose,
-e.g. a reward's name.
+What: `METRICS`, what every run has; `check_known`, held against every line that a run logs; and
+`page`: `python -m rl.run.metric_table > docs/metrics.md`, or with a config behind it the same for
+that run, with what its own plugs report. What not: computing any of them, what plugs declare
+(`plug_metrics.py`). `<...>` in a name stands for words that the config or the data choose, e.g. a
+reward's name.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 
+from rl import build
+from rl.api import find
+from rl.api.metric import Metric
+from rl.api.plug import PlugBase
+from rl.config.schema import ConfigError, listed, load_config
+from rl.run.plug_metrics import prefix_of, rows_of
 
-@dataclass(frozen=True)
-class MetricDoc:
-    """One row of the table."""
-
-    unit: str
-    """'1' for pure numbers, '0..1' for shares and rewards."""
-    meaning: str
-    """One sentence, with the denominator of a mean."""
-
-
-METRICS: dict[str, MetricDoc] = {
+METRICS: dict[str, Metric] = {
     # Rewards: over the episodes of all ranks
-    "reward/mean": MetricDoc("0..1", "mean composed reward of graded and policy-failed episodes"),
-    "reward/std": MetricDoc("0..1", "standard deviation of the same rewards over the whole batch"),
-    "reward/max": MetricDoc("0..1", "largest of them"),
-    "reward/group_std": MetricDoc("0..1", "mean over groups of the standard deviation in a group"),
-    "reward/noise_variance_share": MetricDoc(
+    "reward/mean": Metric("0..1", "mean composed reward of graded and policy-failed episodes"),
+    "reward/std": Metric("0..1", "standard deviation of the same rewards over the whole batch"),
+    "reward/max": Metric("0..1", "largest of them"),
+    "reward/group_std": Metric("0..1", "mean over groups of the standard deviation in a group"),
+    "reward/noise_variance_share": Metric(
         "0..1",
         "with several pictures per completion: share of the reward's variance that the rendering "
         "noise makes, not the words",
     ),
-    "reward/part/<name>": MetricDoc(
+    "reward/part/<name>": Metric(
         "as the reward states", "mean of a reward's value or `<reward>/<part>` over graded episodes"
     ),
-    "bare_reward": MetricDoc(
+    "bare_reward": Metric(
         "0..1",
         "mean reward of the bare arm: the user's own words handed on as they are, same noise",
     ),
-    "reward_gain": MetricDoc("-1..1", "mean over episodes of reward - bare reward of its prompt"),
-    "renderer/clip_cut_share": MetricDoc(
-        "0..1", "sd3: share of prompts longer than CLIP's 77 tokens, whose end it does not read"
-    ),
-    "renderer/clip_cut_tokens": MetricDoc("tokens", "sd3: mean tokens cut so per picture"),
-    "renderer/t5_cut_share": MetricDoc("0..1", "sd3: share longer than renderer.max_t5_tokens"),
-    "status/scored": MetricDoc("0..1", "share of episodes rendered and graded"),
-    "status/policy_failed": MetricDoc("0..1", "share whose completion could not be used"),
-    "status/ungraded": MetricDoc("0..1", "share lost to the renderer or the judge"),
-    "groups/zero_spread": MetricDoc("0..1", "share of groups whose rewards are all equal"),
-    "groups/distinct_completions": MetricDoc(
+    "reward_gain": Metric("-1..1", "mean over episodes of reward - bare reward of its prompt"),
+    "status/scored": Metric("0..1", "share of episodes rendered and graded"),
+    "status/policy_failed": Metric("0..1", "share whose completion could not be used"),
+    "status/ungraded": Metric("0..1", "share lost to the renderer or the judge"),
+    "groups/zero_spread": Metric("0..1", "share of groups whose rewards are all equal"),
+    "groups/distinct_completions": Metric(
         "0..1", "mean over groups of distinct completions / completions"
     ),
     # Judge
-    "judge/verdict_mean_s": MetricDoc("s", "mean time from picture to verdict, queueing included"),
-    "judge/latency_p50_s": MetricDoc("s", "median time of one request, of the slowest rank"),
-    "judge/latency_p95_s": MetricDoc("s", "95th percentile of the same"),
-    "judge/latency_max_s": MetricDoc("s", "longest request"),
-    "judge/requests": MetricDoc("requests", "requests sent in this iteration"),
-    "judge/reused_replies": MetricDoc(
+    "judge/verdict_mean_s": Metric("s", "mean time from picture to verdict, queueing included"),
+    "judge/latency_p50_s": Metric("s", "median time of one request, of the slowest rank"),
+    "judge/latency_p95_s": Metric("s", "95th percentile of the same"),
+    "judge/latency_max_s": Metric("s", "longest request"),
+    "judge/requests": Metric("requests", "requests sent in this iteration"),
+    "judge/reused_replies": Metric(
         "replies", "taken from the journal: asked before in this iteration, or before a crash"
     ),
-    "judge/retries": MetricDoc("requests", "requests repeated after a failure or unreadable reply"),
-    "judge/breaker_openings": MetricDoc("1", "times the circuit breaker opened"),
+    "judge/retries": Metric("requests", "requests repeated after a failure or unreadable reply"),
+    "judge/breaker_openings": Metric("1", "times the circuit breaker opened"),
     # Tokens
-    "tokens/completion_mean": MetricDoc("tokens", "mean completion length, stop token included"),
-    "tokens/completion_max": MetricDoc("tokens", "longest completion"),
-    "tokens/completion_total": MetricDoc("tokens", "sum of completion lengths over all ranks"),
-    "tokens/prompt_mean": MetricDoc("tokens", "mean prompt length, image tokens included"),
-    "tokens/truncated": MetricDoc("0..1", "share of completions that hit max_completion_tokens"),
-    "tokens/trained": MetricDoc("tokens", "tokens that carry loss: the global denominator"),
+    "tokens/completion_mean": Metric("tokens", "mean completion length, stop token included"),
+    "tokens/completion_max": Metric("tokens", "longest completion"),
+    "tokens/completion_total": Metric("tokens", "sum of completion lengths over all ranks"),
+    "tokens/prompt_mean": Metric("tokens", "mean prompt length, image tokens included"),
+    "tokens/truncated": Metric("0..1", "share of completions that hit max_completion_tokens"),
+    "tokens/trained": Metric("tokens", "tokens that carry loss: the global denominator"),
     # Data
-    "data/skipped_rows": MetricDoc("rows", "bad rows left out at the start"),
-    "data/replaced_rows": MetricDoc(
+    "data/skipped_rows": Metric("rows", "bad rows left out at the start"),
+    "data/replaced_rows": Metric(
         "rows", "rows that could not be read when taken and were replaced, since the process began"
     ),
     # Held-out run
-    "eval/reward": MetricDoc("0..1", "mean reward of greedy completions on the validation samples"),
-    "eval/reward/<category>": MetricDoc("0..1", "the same over one category"),
-    "eval/part/<name>": MetricDoc("as the reward states", "mean of a reward's value or part there"),
-    "eval/bare_reward": MetricDoc("0..1", "mean reward of the bare arm there"),
-    "eval/reward_gain": MetricDoc("-1..1", "mean of reward - bare reward there"),
-    "eval/ungraded": MetricDoc("0..1", "share of validation episodes lost to renderer or judge"),
-    "eval/reference_match": MetricDoc("0..1", "share of completions equal to the reference"),
-    "eval_reference/reward": MetricDoc(
+    "eval/reward": Metric("0..1", "mean reward of greedy completions on the validation samples"),
+    "eval/reward/<category>": Metric("0..1", "the same over one category"),
+    "eval/part/<name>": Metric("as the reward states", "mean of a reward's value or part there"),
+    "eval/bare_reward": Metric("0..1", "mean reward of the bare arm there"),
+    "eval/reward_gain": Metric("-1..1", "mean of reward - bare reward there"),
+    "eval/ungraded": Metric("0..1", "share of validation episodes lost to renderer or judge"),
+    "eval/reference_match": Metric("0..1", "share of completions equal to the reference"),
+    "eval_reference/reward": Metric(
         "0..1",
         "mean reward of the RIGHT completions under the current weights: when it falls, the "
         "renderer's conditioning has drifted",
     ),
-    "eval_reference/reward/<category>": MetricDoc("0..1", "the same over one category"),
-    "eval_reference/part/<name>": MetricDoc("as the reward states", "mean of a part there"),
-    "eval_reference/ungraded": MetricDoc("0..1", "share of those lost to renderer or judge"),
+    "eval_reference/reward/<category>": Metric("0..1", "the same over one category"),
+    "eval_reference/part/<name>": Metric("as the reward states", "mean of a part there"),
+    "eval_reference/ungraded": Metric("0..1", "share of those lost to renderer or judge"),
     # Learner: per trained token unless said otherwise
-    "loss/total": MetricDoc("1", "what was minimised: loss/policy + loss/kl, per optimiser step"),
-    "loss/policy": MetricDoc("1", "policy-gradient part"),
-    "loss/kl": MetricDoc("1", "kl_coeff x KL part, under kl_placement 'loss'"),
-    "kl/reference_k1": MetricDoc("nats", "mean log pi - log pi_ref of the sampled tokens"),
-    "kl/reference_k3": MetricDoc("nats", "the same by the low-variance, non-negative k3 estimator"),
-    "policy/entropy": MetricDoc("nats", "mean entropy of the next-token distribution"),
-    "policy/clip_fraction": MetricDoc("0..1", "share of tokens whose ratio is clipped"),
-    "policy/ratio_mean": MetricDoc(
+    "loss/total": Metric("1", "what was minimised: loss/policy + loss/kl, per optimiser step"),
+    "loss/policy": Metric("1", "policy-gradient term"),
+    "loss/kl": Metric("1", "kl_coeff x KL term, under kl_placement 'loss'"),
+    "kl/reference_k1": Metric("nats", "mean log pi - log pi_ref of the sampled tokens"),
+    "kl/reference_k3": Metric("nats", "the same by the low-variance, non-negative k3 estimator"),
+    "policy/entropy": Metric("nats", "mean entropy of the next-token distribution"),
+    "policy/clip_fraction": Metric("0..1", "share of tokens whose ratio is clipped"),
+    "policy/ratio_mean": Metric(
         "1", "mean pi / pi_old; 1 with one update per iteration, on-policy"
     ),
-    "policy/ratio_max": MetricDoc("1", "largest of them"),
-    "mismatch/k1": MetricDoc("nats", "mean log pi_sampler - log pi_trainer of the sampled tokens"),
-    "mismatch/k3": MetricDoc("nats", "KL(sampler || trainer) by the k3 estimator"),
-    "mismatch/max_abs_dlogp": MetricDoc("nats", "largest |log pi_sampler - log pi_trainer|"),
-    "mismatch/ess": MetricDoc("0..1", "effective sample size of the importance weights, share"),
-    "mismatch/weight_mean": MetricDoc("1", "mean truncated importance weight as used"),
-    "mismatch/weight_capped": MetricDoc("0..1", "share of tokens whose weight hit importance_cap"),
-    "optimizer/learning_rate": MetricDoc("1", "AdamW learning rate of this iteration"),
-    "optimizer/grad_norm": MetricDoc("1", "global gradient norm before clipping, mean over steps"),
-    "optimizer/steps": MetricDoc("steps", "optimiser steps taken in this iteration"),
-    "optimizer/skipped_steps": MetricDoc("steps", "steps skipped for a non-finite gradient"),
-    "seconds/<learn_phase>": MetricDoc("s", "learn phase split into forward, backward and step"),
+    "policy/ratio_max": Metric("1", "largest of them"),
+    "mismatch/k1": Metric("nats", "mean log pi_sampler - log pi_trainer of the sampled tokens"),
+    "mismatch/k3": Metric("nats", "KL(sampler || trainer) by the k3 estimator"),
+    "mismatch/max_abs_dlogp": Metric("nats", "largest |log pi_sampler - log pi_trainer|"),
+    "mismatch/ess": Metric("0..1", "effective sample size of the importance weights, share"),
+    "mismatch/weight_mean": Metric("1", "mean truncated importance weight as used"),
+    "mismatch/weight_capped": Metric("0..1", "share of tokens whose weight hit importance_cap"),
+    "optimizer/learning_rate": Metric("1", "AdamW learning rate of this iteration"),
+    "optimizer/grad_norm": Metric("1", "global gradient norm before clipping, mean over steps"),
+    "optimizer/steps": Metric("steps", "optimiser steps taken in this iteration"),
+    "optimizer/skipped_steps": Metric("steps", "steps skipped for a non-finite gradient"),
+    "seconds/<learn_phase>": Metric("s", "learn phase split into forward, backward and step"),
     # Sync
-    "sync/mean_abs_dlogp": MetricDoc(
+    "sync/mean_abs_dlogp": Metric(
         "nats", "mean |log pi_sampler - log pi_trainer| on the probe prompt after the weight sync"
     ),
     # Time: wall time on rank 0
-    "time/<phase>_s": MetricDoc(
+    "time/<phase>_s": Metric(
         "s", "wall time of one phase of the iteration, without phases inside it, rank 0"
     ),
-    "time/iteration_s": MetricDoc("s", "wall time of the whole iteration, rank 0"),
-    # Work: what rank 0 computed in that time
-    "work/<phase>_tflop": MetricDoc(
-        "1e12 operations", "matrix products and convolutions of one phase, rank 0"
+    "time/iteration_s": Metric("s", "wall time of the whole iteration, rank 0"),
+    # Cost: what rank 0 computed in that time
+    "work/<phase>_tflop": Metric(
+        "1e12 FLOPs", "matrix products and convolutions of one phase, rank 0"
     ),
-    "work/<phase>_floor_share": MetricDoc(
-        "0..1", "least time that work takes at this device's measured rates / the phase's time"
+    "work/<phase>_floor_share": Metric(
+        "0..1",
+        "share of the roofline: least time that the phase's FLOPs and bytes take at this device's "
+        "measured rates / the phase's time",
     ),
-    "work/iteration_tflop": MetricDoc("1e12 operations", "the same of the whole iteration"),
-    "work/iteration_floor_share": MetricDoc(
-        "0..1", "sum of the phases' floors / time/iteration_s: how busy the device was kept"
+    "work/iteration_tflop": Metric("1e12 FLOPs", "the same of the whole iteration"),
+    "work/iteration_floor_share": Metric(
+        "0..1",
+        "share of the roofline of the whole iteration: sum of the phases' least times / "
+        "time/iteration_s: how busy the device was kept",
     ),
-    "memory/peak_gb": MetricDoc(
+    "memory/peak_gb": Metric(
         "GB",
         "most memory of any rank's process: on a GPU what torch held in this iteration, on a CPU "
         "what was resident since the process began",
@@ -145,21 +143,23 @@ METRICS: dict[str, MetricDoc] = {
 }
 
 
-def doc_of(name: str) -> MetricDoc | None:
+def doc_of(name: str, of_plugs: Mapping[str, Metric]) -> Metric | None:
     """The row that a logged name belongs to; an exact row wins over a pattern."""
-    if name in METRICS:
-        return METRICS[name]
+    rows = {**METRICS, **of_plugs}
+    if name in rows:
+        return rows[name]
     return next((METRICS[key] for key in METRICS if "<" in key and _regex(key).match(name)), None)
 
 
-def check_known(names: Iterable[str]) -> None:
-    """Raise ValueError naming every metric that has no row, and the nearest row that exists."""
-    unknown = [name for name in names if doc_of(name) is None]
+def check_known(names: Iterable[str], of_plugs: Mapping[str, Metric]) -> None:
+    """Raise ValueError naming every metric that has no row, and the nearest row that exists.
+    `of_plugs`: the rows that the run's plugs declare."""
+    unknown = [name for name in names if doc_of(name, of_plugs) is None]
     if not unknown:
         return
     lines = []
     for name in unknown:
-        near = get_close_matches(name, METRICS, n=1)
+        near = get_close_matches(name, [*METRICS, *of_plugs], n=1)
         lines.append(name + (f" (did you mean {near[0]}?)" if near else ""))
     raise ValueError(
         "metrics without a row in rl/run/metric_table.py: " + ", ".join(lines) + ". "
@@ -167,13 +167,83 @@ def check_known(names: Iterable[str]) -> None:
     )
 
 
-def markdown_table() -> str:
-    """The README's table of metrics."""
-    rows = [f"| `{name}` | {doc.unit} | {doc.meaning} |" for name, doc in METRICS.items()]
-    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n"
+def markdown_table(rows: Mapping[str, Metric]) -> str:
+    """As the page holds it; a bar within a cell is no border."""
+    lines = ["| metric | unit | meaning |", "|---|---|---|"]
+    for name, metric in rows.items():
+        cells = (f"`{name}`", metric.unit, metric.meaning)
+        lines.append("| " + " | ".join(_cell(text) for text in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", r"\|").split())
+
+
+_PLACES = {
+    "policies": "policy",
+    "engines": "engine",
+    "renderers": "renderer",
+    "rewards": "rewards.<name>",
+    "data": "data.train.<i>",
+}
+"""Room -> where a plug of it stands in a config."""
+
+
+def shipped_rows() -> dict[str, Metric]:
+    """What the plugs that lie in the rooms declare."""
+    rows = {}
+    for room, place in _PLACES.items():
+        for name in build.plugs_of(room):
+            module = importlib.import_module(build.module_of(room, name))
+            for cls in find.plugs_in(module, PlugBase):
+                for own, metric in cls.metrics.items():
+                    rows[prefix_of(place) + own] = Metric(metric.unit, f"{name}: {metric.meaning}")
+    return rows
+
+
+def page(of_plugs: Mapping[str, Metric]) -> str:
+    """`docs/metrics.md`, or the same for the plugs of one run."""
+    return "\n".join([_HEAD, markdown_table(METRICS), _OF_PLUGS, markdown_table(of_plugs)])
+
+
+_HEAD = """\
+# Metrics
+
+One line an iteration, over all ranks: in `metrics.jsonl` of the run folder, and under the same
+names in wandb. `<...>` stands for words that the config or the data choose. Iteration 0 is what was
+measured before training. This page is made from the code:
+`python -m rl.run.metric_table > docs/metrics.md`.
+"""
+_OF_PLUGS = """\
+## What plugs report
+
+A plug of yours reports metrics of its own as the shipped ones do: it declares `metrics` and gives
+`take_metrics` (`rl/api/plug.py`). They stand under `reward/metric/<reward>/<name>`,
+`data/metric/train.<i>/<name>`, `policy/metric/<name>`, `engine/<name>` and `renderer/<name>`: the
+mean over the ranks that report one. `python -m rl.run.metric_table my.jsonnet` prints this page
+with those of your plugs.
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the page: of what is shipped, or of the run that `config.jsonnet [key=value ...]`
+    describes."""
+    if not argv:
+        print(page(shipped_rows()), end="")
+        return
+    try:
+        rows = rows_of(build.resolve(load_config(argv[0], list(argv[1:]))))
+    except ConfigError as error:
+        sys.exit(listed(error.problems))
+    print(page(rows), end="")
 
 
 @cache
 def _regex(pattern: str) -> re.Pattern[str]:
     literal_parts = re.split(r"<[a-z_]+>", pattern)
     return re.compile(".+".join(re.escape(part) for part in literal_parts) + r"\Z")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -36,10 +36,16 @@ from rl.record.tracking import Tracker
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
-from rl.rollout.stream import PendingRollout, RolloutContext, Sampled, begin
-from rl.run.episode_metrics import TooManyFailuresError, check_failure_rate, check_rewards
+from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
+from rl.run.episode_metrics import (
+    TooManyFailuresError,
+    check_failure_rate,
+    check_rewards,
+    rollout_metrics,
+)
 from rl.run.evaluation import evaluate
 from rl.run.metric_table import check_known
+from rl.run.plug_metrics import PlugMetrics
 
 _JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
@@ -77,7 +83,8 @@ class Run:
     prompt_order: PromptOrder
     held_out: Sequence[Sample]
     probe: Prompt
-    """What the sampler and the trainer are compared on after every sync."""
+    """What the inference engine and the trainer are compared on after every sync."""
+    plug_metrics: PlugMetrics
     num_iterations: int
     sync_dtype: str
     num_skipped_rows: int
@@ -153,6 +160,12 @@ class Run:
             check_failure_rate(self.config, rollout.episodes, self.dist)
         yield from advantages.rest()
 
+    def rollout_metrics(self, rollout: Rollout) -> Metrics:
+        """What an iteration's episodes show and what its plugs report. Collective."""
+        metrics = rollout_metrics(rollout, self.dist)
+        metrics.update(self.plug_metrics.take(rollout.renderer_metrics))
+        return metrics
+
     def may_sample(self, sampled: int, done: int) -> bool:
         """Whether iteration `sampled` may be rolled out when `done` are learnt from.
 
@@ -183,9 +196,11 @@ class Run:
             return Metrics()
         self.open_journal("evaluation", done)
         with self._saved_first(done):
-            return evaluate(
+            metrics = evaluate(
                 self.context, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
             )
+        self.plug_metrics.drop()
+        return metrics
 
     def _evaluation_due(self, done: int) -> bool:
         every = self.config.evaluation.every_n_iterations
@@ -207,7 +222,7 @@ class Run:
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
         reduced = self.dist.reduce(metrics) | self.timer.lap()
-        check_known(reduced)
+        check_known(reduced, self.plug_metrics.rows)
         self.last_metrics = reduced
         with _tolerated("metrics"):
             self.record.write_metrics(done, reduced)

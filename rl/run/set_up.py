@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rl import build
 from rl.api.data import DataSource
+from rl.api.engine import Engine
 from rl.api.policy import Policy
 from rl.api.types import Sample
 from rl.config.schema import JudgeConfig, RunConfig
@@ -34,6 +35,7 @@ from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
+from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.run import Run
 
 
@@ -115,6 +117,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
+            plug_metrics=_plug_metrics(resolved, context, engine, sources, dist),
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,
@@ -177,8 +180,8 @@ def _restore(
 
 
 def _engine_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
-    """Whether the engine may keep its memory while others work, by the memory plan; said aloud
-    where the config leaves it open."""
+    """Whether the inference engine may keep its memory while others run, by the memory plan; said
+    aloud where the config leaves it open."""
     stated = resolved.engine.cls.memory(resolved.engine.config)
     open_to_us = stated is not None and stated.residency == "auto"
     if not (open_to_us and device.startswith("cuda")):
@@ -187,7 +190,9 @@ def _engine_has_room(resolved: build.Resolved, device: str, console: Console) ->
     planned = footprint.footprint(resolved, gpu_gb)
     if planned is None:
         weights = footprint.policy_weights(resolved)
-        console.say(f"the engine sleeps while others work: nobody knows the sizes of {weights}")
+        console.say(
+            f"the inference engine sleeps while others run: nobody knows the sizes of {weights}"
+        )
         return False
     console.say(memory_plan.residency_line(planned, gpu_gb))
     return memory_plan.residency(planned, gpu_gb) == "resident"
@@ -215,6 +220,25 @@ def _gather_context(
     rewards = build.build_rewards(resolved, judge, dist)
     makes_images = resolved.renderer.cls.makes_images
     return RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
+
+
+def _plug_metrics(
+    resolved: build.Resolved,
+    context: RolloutContext,
+    engine: Engine,
+    sources: Sequence[DataSource],
+    dist: Dist,
+) -> PlugMetrics:
+    """What was done to set up is none of an iteration's."""
+    made: Made = [
+        (resolved.policy, context.policy),
+        (resolved.engine, engine),
+        *((plug, context.rewards[name]) for name, plug in resolved.rewards.items()),
+        *zip(resolved.train, sources, strict=True),
+    ]
+    plug_metrics = PlugMetrics(resolved, made, dist)
+    plug_metrics.drop()
+    return plug_metrics
 
 
 def _open_judge(

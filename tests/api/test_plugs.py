@@ -18,6 +18,7 @@ from PIL import Image
 
 from rl.api.data import DataSource, RowRules
 from rl.api.engine import Engine, EngineMemory, EngineSetup
+from rl.api.metric import Metric
 from rl.api.plug import PlugConfig, Resources
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.renderer import Renderer
@@ -99,6 +100,46 @@ REWARDS: list[tuple[str, str, str]] = [
     ("f", "import no_such_package_here", "imports 'no_such_package_here', which is not installed"),
     ("f", "def f(:", "raises SyntaxError: invalid syntax ("),
     ("f", "import sys; sys.exit(3)", "raises SystemExit: 3 ("),
+    (
+        "R",
+        "class R(Reward):\n    metrics = ['hits']\n    def grade(self, x): return 0.5",
+        "R.metrics is ['hits'] (list); expected a mapping, {'name': Metric('0..1', 'what it is')}",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    metrics = {'a/b': Metric('1', 'hits')}\n"
+        "    def take_metrics(self): return {}\n    def grade(self, x): return 0.5",
+        "R.metrics: 'a/b' is no usable name of a metric; use letters, digits",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    metrics = {'hits': 'share'}\n"
+        "    def take_metrics(self): return {}\n    def grade(self, x): return 0.5",
+        "R.metrics: 'hits' is 'share' (str); expected {'name': Metric('0..1', 'what it is')}",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    metrics = {'hits': Metric('', 'hits')}",
+        "raises ValueError: a Metric's unit is ''; expected words (",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    metrics = {'hits': Metric('1', 'hits')}\n"
+        "    def grade(self, x): return 0.5",
+        "R declares metrics and reports none; expected `def take_metrics(self) -> Mapping[str, fl",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    def take_metrics(self): return {'hits': 1}\n"
+        "    def grade(self, x): return 0.5",
+        "R has take_metrics and declares none; expected metrics = {'name': Metric('0..1', 'what",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    metrics = {'hits': Metric('1', 'hits')}\n"
+        "    def take_metrics(self, done): return {}\n    def grade(self, x): return 0.5",
+        "R.take_metrics is `def take_metrics(self, done)`; expected `def take_metrics(self) -> Map",
+    ),
     # Tried on a made-up picture:
     (
         "f",
@@ -174,6 +215,11 @@ DATA: list[tuple[str, str]] = [
         "class D(DataSource):\n    def __len__(self): return 3\n    def __getitem__(self, i): ...\n"
         "    @classmethod\n    def count(cls, config): return 1 / 0",
         "D.count raises ZeroDivisionError: division by zero (",
+    ),
+    (
+        "class D(DataSource):\n    def __len__(self): return 3\n    def __getitem__(self, i): ...\n"
+        "    metrics = {'': Metric('rows', 'read')}\n    def take_metrics(self): return {}",
+        "D.metrics: '' is no usable name of a metric; use letters",
     ),
 ]
 
@@ -388,10 +434,14 @@ class MyConfig(PlugConfig):
 
 class Scaled(Reward[MyConfig]):
     needs = {"image"}
+    metrics = {"factor": Metric("1", "what a value is multiplied by")}
 
     def __init__(self, config: MyConfig, resources: Resources) -> None:
         super().__init__(config, resources)
         self.factor = config.scale
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"factor": self.factor}
 
     async def grade(self, x: RewardInput) -> RewardOutput:
         return RewardOutput(self.config.scale * self.factor)

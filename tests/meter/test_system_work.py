@@ -35,8 +35,8 @@ def test_every_thread_counts_into_one_sum():
 
 def test_a_floor_is_the_longer_of_computing_and_moving():
     ceilings = Ceilings(flops_per_s=1e12, bytes_per_s=1e9)
-    assert ceilings.floor_s(Work(2e12, 1e9)) == 2.0
-    assert ceilings.floor_s(Work(2e12, 3e9)) == 3.0
+    assert ceilings.roofline_s(Work(2e12, 1e9)) == 2.0
+    assert ceilings.roofline_s(Work(2e12, 3e9)) == 3.0
 
 
 def test_measured_ceilings_are_those_of_a_computer():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from PIL import Image, PngImagePlugin
@@ -161,7 +162,7 @@ def test_work_is_booked_like_time_and_has_a_floor(clock):
     with timer.phase("judge_wait"):
         clock[0] += 2.0
     metrics = timer.lap()
-    check_known(metrics)
+    check_known(metrics, {})
     assert metrics == {
         "time/render_s": 9.0,
         "work/render_tflop": 3.0,
@@ -208,26 +209,28 @@ def test_other_ranks_are_mute():
 
 
 def test_every_metric_of_the_summary_line_has_a_row():
-    check_known(console.SUMMARY)
+    check_known(console.SUMMARY, {})
 
 
 def test_a_name_finds_its_row_and_a_stranger_is_named_with_the_nearest():
-    assert doc_of("reward/mean") is METRICS["reward/mean"]
-    assert doc_of("reward/part/judge/edit_success") is METRICS["reward/part/<name>"]
-    assert doc_of("eval/reward/colour") is METRICS["eval/reward/<category>"]
-    assert doc_of("time/iteration_s") is METRICS["time/iteration_s"]
-    assert doc_of("time/render_s") is METRICS["time/<phase>_s"]
-    assert doc_of("time/_s") is None and doc_of("reward/part/") is None
-    check_known(["reward/mean", "time/render_s"])
+    assert doc_of("reward/mean", {}) is METRICS["reward/mean"]
+    assert doc_of("reward/part/judge/edit_success", {}) is METRICS["reward/part/<name>"]
+    assert doc_of("eval/reward/colour", {}) is METRICS["eval/reward/<category>"]
+    assert doc_of("time/iteration_s", {}) is METRICS["time/iteration_s"]
+    assert doc_of("time/render_s", {}) is METRICS["time/<phase>_s"]
+    assert doc_of("time/_s", {}) is None and doc_of("reward/part/", {}) is None
+    check_known(["reward/mean", "time/render_s"], {})
     with pytest.raises(ValueError, match=r"reward/maen \(did you mean reward/mean\?\), xyzzy\."):
-        check_known(["reward/mean", "reward/maen", "xyzzy"])
+        check_known(["reward/mean", "reward/maen", "xyzzy"], {})
 
 
 def test_the_table_has_a_row_per_metric_and_no_empty_cell():
-    lines = markdown_table().splitlines()
+    lines = markdown_table(METRICS).splitlines()
     assert lines[0] == "| metric | unit | meaning |" and len(lines) == len(METRICS) + 2
     assert all(doc.unit and doc.meaning and "|" not in doc.unit for doc in METRICS.values())
     assert lines[2].startswith("| `reward/mean` | 0..1 | ")
+    borders = [re.findall(r"(?<!\\)\|", line) for line in lines]
+    assert {len(found) for found in borders} == {4}, "a bar in a cell is no border"
 
 
 def test_pictures_are_made_smaller_never_larger_and_keep_their_shape():

@@ -92,7 +92,7 @@ class Painter:
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         return list(samples)
 
-    def take_stats(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         return {"clip_cut_share": 0.5}
 
     def render(
@@ -240,7 +240,7 @@ def test_the_bare_arm_shares_the_noise_and_trains_nothing(context: RolloutContex
     [bare] = rollout.bare_episodes
     assert [e.action.text for e in rollout.episodes[0]] == ["a", "c"]
     assert (bare.action.text, bare.reward) == ("b", 51 / 255)
-    assert rollout.renderer_stats == {"clip_cut_share": 0.5}
+    assert rollout.renderer_metrics == {"clip_cut_share": 0.5}
     assert {job.noise_seed for job in context.renderer.jobs} == {51}
     same = collect(context, sampled(word("b"), bare=word("b")))
     assert same.episodes[0][0].image is same.bare_episodes[0].image, "equal words are one picture"
@@ -290,7 +290,7 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     config = run_config(algorithm={"advantage_scale": "none"})
     episodes_PG = [graded(0.0, 1.0), graded(0.5, None)]
     bare_episodes = [graded(0.2)[0], None]
-    rollout = Rollout(episodes_PG, bare_episodes, {"clip_cut_share": 0.25})
+    rollout = Rollout(episodes_PG, bare_episodes)
     assert weigh(config, 0, episodes_PG) == [[-0.5, 0.5], [0.0, None]]
     metrics = rollout_metrics(rollout, Dist())
     seen = metrics.merge([metrics.state()])
@@ -298,7 +298,6 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     assert seen["reward/std"] == pytest.approx(math.sqrt(pvariance([0, 1, 0.5])))
     assert seen["reward/group_std"] == pytest.approx(0.5)
     assert seen["status/ungraded"] == pytest.approx(0.25)
-    assert seen["renderer/clip_cut_share"] == 0.25
     assert seen["bare_reward"] == pytest.approx(0.2)
     assert seen["reward_gain"] == pytest.approx((-0.2 + 0.8) / 2), "of the group that has one"
     assert seen["groups/zero_spread"] == pytest.approx(0.5)

@@ -63,6 +63,7 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
         "bare_arms": lambda prompts_P: [None for _ in prompts_P],
         "render": verb("render", MagicMock()),
         "graded_groups": graded_groups,
+        "rollout_metrics": lambda rollout: Metrics(),
         "sync_engine": verb("sync", Metrics()),
         "evaluate_if_due": lambda done: Metrics(),
         "log_episodes": verb("episodes"),
@@ -74,7 +75,6 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     }
     for name, stand_in in verbs.items():
         monkeypatch.setattr(run, name, stand_in, raising=False)
-    monkeypatch.setattr(train, "rollout_metrics", lambda *_: Metrics())
     return run
 
 

@@ -152,7 +152,7 @@ class SD3Loop:
     def _render_batch(self, jobs: Sequence[RenderJob]) -> list[Outcome]:
         return to_pictures(self.render_tensor(jobs), self._pixels)
 
-    def take_stats(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """What the text encoders cut off since the last call, as means over pictures; {} when none
         were rendered.
 

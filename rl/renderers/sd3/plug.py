@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from rl.api.metric import Metric
 from rl.api.plug import Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
@@ -41,6 +42,13 @@ class SD3(Renderer[Config]):
     """Draws what was written."""
 
     accepts = "text"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "clip_cut_share": Metric(
+            "0..1", "share of prompts longer than CLIP's 77 tokens, whose end it does not read"
+        ),
+        "clip_cut_tokens": Metric("tokens", "mean tokens cut so per picture"),
+        "t5_cut_share": Metric("0..1", "share longer than renderer.max_t5_tokens"),
+    }
 
     def __init__(self, config: Config, resources: Resources) -> None:
         from rl.renderers.sd3.loop import SD3Loop, load_parts
@@ -53,9 +61,9 @@ class SD3(Renderer[Config]):
         """See `SD3Loop.render`."""
         return self.loop.render(jobs)
 
-    def take_stats(self) -> dict[str, float]:
-        """See `SD3Loop.take_stats`."""
-        return self.loop.take_stats()
+    def take_metrics(self) -> dict[str, float]:
+        """See `SD3Loop.take_metrics`."""
+        return self.loop.take_metrics()
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:

@@ -102,7 +102,7 @@ class PromptEncoder:
             return encoder(ids.to(encoder.device))[0], num_cut
 
     def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
-        """Once a run; `take_stats` of the renderer goes on counting."""
+        """Once a run; `take_metrics` of the renderer goes on counting."""
         if self._warned or not (num_clip_cut or num_t5_cut):
             return
         self._warned = True

@@ -1,0 +1,145 @@
+"""What plugs report of themselves, in a run's lines: ours and an outsider's alike.
+
+What: the names that it stands under (`prefix_of`), its rows of the metrics table (`rows_of`), and
+`PlugMetrics`, which asks for it and holds it against what the plugs declare. What not: what a plug
+may declare (`api/plug.py`), the rows that every run has (`metric_table.py`), asking the renderer
+(`rollout/stream.py`, once its pictures are made).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from rl.algorithm.metrics import Metrics
+from rl.api.find import described
+from rl.api.metric import Metric
+from rl.api.plug import PlugBase, shown
+from rl.api.reward import PART_NAME, UNUSABLE_NAME
+from rl.build import Plug, Resolved
+from rl.record.console import warn
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+_PREFIXES = {
+    "rewards": "reward/metric/{place}/",
+    "data": "data/metric/{place}/",
+    "policy": "policy/metric/",
+    "engine": "engine/",
+    "renderer": "renderer/",
+}
+"""'metric' stands where the loop has numbers of its own under the same first word."""
+
+
+def prefix_of(key: str) -> str:
+    """By where the plug stands in the config: 'rewards.bright' -> 'reward/metric/bright/'."""
+    room, _, place = key.partition(".")
+    return _PREFIXES[room].format(place=place)
+
+
+def rows_of(resolved: Resolved) -> dict[str, Metric]:
+    """What the plugs of a run may report, by its name in the run's lines."""
+    rooms: list[Plug[Any]] = [resolved.policy, resolved.engine, resolved.renderer]
+    plugs = [*rooms, *resolved.rewards.values(), *resolved.train]
+    return {
+        prefix_of(plug.key) + name: Metric(metric.unit, f"{plug.name}: {metric.meaning}")
+        for plug in plugs
+        for name, metric in plug.cls.metrics.items()
+    }
+
+
+Made = Sequence[tuple[Plug[Any], PlugBase[Any]]]
+"""Plugs, each with what was made of it."""
+
+
+class PlugMetrics:
+    """Asks a run's plugs what there is to report, iteration by iteration."""
+
+    def __init__(self, resolved: Resolved, made: Made, dist: Dist) -> None:
+        """`made`: all but the renderer, which is asked when its pictures are there."""
+        self.rows = rows_of(resolved)
+        """Of the metrics table."""
+        self._renderer = resolved.renderer
+        self._made = made
+        self._dist = dist
+        self._is_first = True
+        self._said: set[str] = set()
+
+    def drop(self) -> None:
+        """Forget what there is to report: it was not for a training iteration."""
+        for _, one in self._made:
+            with suppress(Exception):
+                one.take_metrics()
+
+    def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
+        """What this rank's plugs have to report, `of_renderer` (what it gave, or raised) among it.
+
+        A plug's mistake must not end a run at night: the first call, which is collective, raises
+        ValueError on every rank for all that is not as declared; a later one leaves that out. A
+        value that is not finite may be bad luck: it is left out at any time. Either is said once.
+        """
+        metrics = Metrics()
+
+        def given() -> Mapping[str, float]:
+            if isinstance(of_renderer, Exception):
+                raise of_renderer
+            return of_renderer
+
+        wrong = self._add(metrics, self._renderer, given)
+        for plug, one in self._made:
+            wrong |= self._add(metrics, plug, one.take_metrics)
+        if self._is_first:
+            self._is_first = False
+            refused = [text for rank in self._dist.gather([*wrong.values()]) for text in rank]
+            if refused:
+                raise ValueError("\n".join(dict.fromkeys(refused)))
+        for metric, problem in wrong.items():
+            self._leave_out(metric, problem)
+        return metrics
+
+    def _add(
+        self, metrics: Metrics, plug: Plug[Any], take: Callable[[], Mapping[str, float]]
+    ) -> dict[str, str]:
+        """Into `metrics` what is as declared; returns what is not, by its name in the lines."""
+        place, prefix = f"{plug.key}: {plug.name}", prefix_of(plug.key)
+        try:
+            reported = take()
+        except Exception as error:
+            return {prefix: f"{place}: take_metrics raises {described(error)}"}
+        if not isinstance(reported, Mapping):
+            what = f"take_metrics returns {shown(reported)}; expected a mapping of names to numbers"
+            return {prefix: f"{place}: {what}"}
+        declared, wrong = plug.cls.metrics, {}
+        for name, value in reported.items():
+            metric = f"{prefix}{name}"
+            if name not in declared:
+                known = ", ".join(declared) or "none"
+                why = f"not among its metrics ({known})" if _is_usable(name) else UNUSABLE_NAME
+                wrong[metric] = f"{place} reports {name!r}: {why}"
+            elif not isinstance(value, Real):
+                wrong[metric] = f"{place}: metric {name!r} is {shown(value)}; expected a number"
+            elif not _is_finite(value):
+                self._leave_out(metric, f"{place}: metric {name!r} is {value}")
+            else:
+                metrics.add(metric, float(value))
+        return wrong
+
+    def _leave_out(self, metric: str, problem: str) -> None:
+        if metric not in self._said:
+            self._said.add(metric)
+            warn(f"rank {self._dist.rank}: {problem}; left out (said once)")
+
+
+def _is_usable(name: object) -> bool:
+    return isinstance(name, str) and PART_NAME.fullmatch(name) is not None
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond floats
+        return False
