@@ -55,9 +55,9 @@ def _tower_per_look(run: Run, folder: Path) -> None:
 
 def _source_per_picture(run: Run, folder: Path) -> None:
     """Sources are known by their objects: copies are strangers."""
-    renderer: Any = run.context.renderer
-    encode = renderer._encode_sources
-    renderer._encode_sources = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
+    loop: Any = run.context.renderer.loop
+    encode = loop._encode_sources
+    loop._encode_sources = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:
@@ -78,18 +78,18 @@ def _negative_per_completion(run: Run, folder: Path) -> None:
 def _stock_vae(run: Run, folder: Path) -> None:
     from diffusers import AutoencoderKLQwenImage
 
-    renderer: Any = run.context.renderer
+    loop: Any = run.context.renderer.loop
     vae = AutoencoderKLQwenImage.from_pretrained(folder / "editor" / "vae").eval()
-    renderer.parts = replace(renderer.parts, vae=StockVae(vae.requires_grad_(False)))
+    loop.parts = replace(loop.parts, vae=StockVae(vae.requires_grad_(False)))
 
 
 def _stock_denoiser(run: Run, folder: Path) -> None:
     from diffusers import QwenImageTransformer2DModel
 
-    renderer: Any = run.context.renderer
+    loop: Any = run.context.renderer.loop
     model = QwenImageTransformer2DModel.from_pretrained(folder / "editor" / "transformer").eval()
-    renderer._denoiser = StockDenoiser(model.requires_grad_(False))
-    renderer._modulation.of_schedule = list
+    loop._denoiser = StockDenoiser(model.requires_grad_(False))
+    loop._modulation.of_schedule = list
 
 
 SAVINGS: Mapping[str, Saving] = {

@@ -29,6 +29,7 @@ from benchmarks import toy
 from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
+from rl.api.data import RowRules
 from rl.api.plug import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
@@ -313,7 +314,7 @@ def ordered_samples(shape: Shape) -> list[Sample]:
     """The rows in the order in which the other side takes them."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     config = toy.Config(type="benchmarks.toy", num_samples=num_rows, shape=vars(shape))
-    order = PromptOrder([toy.ToySamples(config)], [1.0], 0, shape.num_groups)
+    order = PromptOrder([toy.ToySamples(config, RowRules())], [1.0], 0, shape.num_groups)
     return [row for i in range(toy.MAX_ITERATIONS) for row in order.shard(i, 0, 1, lambda row: row)]
 
 
