@@ -1,8 +1,4 @@
-"""What is measured: each experiment runs its workers and returns plain records.
-
-What: one function per experiment, JSON-able results. What not: tables, plots and goals
-(`report.py`), the workers' insides. Called by `side_by_side.py`.
-"""
+"""What is measured: each experiment runs its workers and returns plain records for JSON."""
 
 from __future__ import annotations
 
@@ -144,16 +140,9 @@ def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds:
     without = [name for name in SAVINGS if name not in active]
     changes = {k: v for name in without for k, v in SAVINGS[name].shape.items()}
     overrides = [override for name in without for override in SAVINGS[name].overrides]
+    options = {"samples": False, "without": without, "overrides": overrides}
     with judge_process() as api_base:
-        make = functools.partial(
-            ours,
-            folder,
-            replace(shape, **changes),
-            api_base,
-            samples=False,
-            without=without,
-            overrides=overrides,
-        )
+        make = functools.partial(ours, folder, replace(shape, **changes), api_base, **options)
         rounds, counted = interleave({OURS: make}, num_rounds, count_flops=True)
     return as_record(rounds[OURS], counted[OURS])
 
@@ -170,38 +159,20 @@ def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
 def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -> Record:
     runs = folder / "runs" / f"ranks{num_ranks}"
     with judge_process() as api_base, TemporaryDirectory() as meeting, ExitStack() as stack:
-        members = [
-            stack.enter_context(
-                Contestant(
-                    our_side.run,
-                    folder,
-                    shape,
-                    api_base,
-                    runs,
-                    samples=False,
-                    environment={
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(num_ranks),
-                    }
-                    | on_one_node(Path(meeting)),
-                )
-            )
-            for rank in range(num_ranks)
-        ]
+        members = []
+        for rank in range(num_ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+            environment = {name: str(n) for name, n in place.items()} | on_one_node(Path(meeting))
+            arguments = our_side.run, folder, shape, api_base, runs
+            member = Contestant(*arguments, samples=False, environment=environment)
+            members.append(stack.enter_context(member))
         for _ in range(num_iterations):
             for member in members:
                 member.order()
             reports = [member.report() for member in members]
     metrics, _ = read_rows(runs / "toy" / "metrics.jsonl")
+    kept = ("loss/", "kl/", "optimizer/", "reward/")
     return {
         "counts": [dict(one.counts) for one in reports],
-        "metrics": [
-            {
-                k: v
-                for k, v in row.items()
-                if k.split("/")[0] in ("loss", "kl", "optimizer", "reward")
-            }
-            for row in metrics
-        ],
+        "metrics": [{k: v for k, v in row.items() if k.startswith(kept)} for row in metrics],
     }

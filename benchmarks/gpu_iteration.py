@@ -90,8 +90,7 @@ def iterations(bench: Bench) -> None:
         spent_s = 0.0
         for case in cases(bench):
             if spent_s > bench.seconds:
-                note = "not measured: --seconds-per-item is over"
-                bench.tell(case.name, note=note)
+                bench.tell(case.name, note="not measured: --seconds-per-item is over")
                 continue
             if case.side_px not in policies:
                 policies.clear()

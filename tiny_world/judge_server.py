@@ -1,10 +1,10 @@
 """The tiny world's judge behind the same HTTP that real judges speak.
 
-What: an OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the
-shipped prompts of `viescore`, `edit_quality`, `ground_score` and `viescore_t2i` from pixels
-(`pixel_judge.py`). So the reward path of tiny runs is the real one: PNG, HTTP, JSON, parser. What
-not: a model, nor a server for anyone else: it binds to 127.0.0.1. A config starts it by
-`judge.start_command`, as `python -m tiny_world.judge_server <file for its URL> <model>`.
+An OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the shipped
+prompts of `viescore`, `edit_quality`, `ground_score` and `viescore_t2i` from pixels
+(`pixel_judge.py`). So the reward path of tiny runs is the real one: PNG, HTTP, JSON, parser. A
+config starts it by `judge.start_command`, as `python -m tiny_world.judge_server <file for its URL>
+<model>`.
 """
 
 from __future__ import annotations
