@@ -190,19 +190,6 @@ def thought_of(sample: Sample) -> str:
     return str(sample.reference).split("<think>")[1].split("</think>")[0]
 
 
-def test_a_set_is_its_seed() -> None:
-    def sets(seed: int) -> list[tuple[str, str, bytes]]:
-        config = MadeConfig(type="shape_questions", num_samples=20, seed=seed)
-        source = shape_questions.ShapeQuestions(config, RowRules("error", 64))
-        with pytest.raises(IndexError):
-            source[20]
-        samples = [source[i] for i in range(20)]
-        return [(s.id, s.instruction, s.source.tobytes()) for s in samples if s.source]
-
-    assert sets(1) == sets(1)
-    assert not {pixels for *_, pixels in sets(1)} & {pixels for *_, pixels in sets(2)}
-
-
 def test_the_tiny_config_asks_in_the_words_the_policy_was_taught_under() -> None:
     config = load_config(ROOT / "configs" / "tiny_reasoning.jsonnet")
     assert config.policy["system_prompt"] == questions.SYSTEM_PROMPT
