@@ -26,6 +26,7 @@ from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.record.checkpoint import _seal, model_folder
 from tiny_world.data import shape_questions
+from tiny_world.data.synthetic import MadeConfig
 from tiny_world.questions import SYSTEM_PROMPT
 
 BASE = str(Path(__file__).parents[2] / "tiny_world" / "weights" / "reasoner")
@@ -59,7 +60,7 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 def samples() -> list[Sample]:
     source = shape_questions.ShapeQuestions(
-        shape_questions.Config(type="shape_questions", num_samples=8, seed=3),
+        MadeConfig(type="shape_questions", num_samples=8, seed=3),
         RowRules(),
     )
     return [source[i] for i in range(8)]
