@@ -36,6 +36,9 @@ class Patient(Reward[Config]):
         longest_s, self._longest_s = self._longest_s, 0.0
         return {"waited_s": longest_s}
 
+    def close(self) -> None:
+        self._wait_for.with_name("reward_is_closed").touch()
+
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         waited_s = 0.0
         while not self._wait_for.exists():

@@ -62,10 +62,9 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         done = 0 if newest is None else _check_config(newest, record, dist)
         seed_everything(config.seed + dist.rank)
         sources = build.build_data(resolved, resolved.train)
-        prompt_order, held_out = _open_data(resolved, sources)
-        prompt_order.shard(
-            0, 0, config.prompts_per_iteration, lambda sample: sample
-        )  # is it readable?
+        prompt_order, held_out = _open_data(resolved, sources, stack)
+        # Is it readable?
+        prompt_order.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
@@ -79,6 +78,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)
+        stack.callback(policy.close)
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
@@ -86,8 +86,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         engine = build.build_engine(resolved, policy, dist, has_room)
         stack.callback(engine.close)
         context = _gather_context(resolved, dist, policy, judge, loop)
-        for reward in context.rewards.values():
-            stack.callback(reward.close)
+        for plug in (context.renderer, *context.rewards.values()):
+            stack.callback(plug.close)
         learner = Learner(policy, config, dist, num_iterations)
         start = _restore(checkpoints, newest, learner, console)
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
@@ -145,9 +145,9 @@ def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
 
 
 def _open_data(
-    resolved: build.Resolved, sources: Sequence[DataSource]
+    resolved: build.Resolved, sources: Sequence[DataSource], stack: ExitStack
 ) -> tuple[PromptOrder, list[Sample]]:
-    """The training order and the held-out samples."""
+    """The training order and the held-out samples. `stack` closes their sources in the end."""
     config = resolved.config
     on_bad_row = config.data.on_bad_row
     prompt_order = PromptOrder(
@@ -158,6 +158,8 @@ def _open_data(
         on_bad_row,
     )
     validation = build.build_data(resolved, resolved.validation)
+    for source in (*sources, *validation):
+        stack.callback(source.close)
     weights = [1.0] * len(validation)
     num_samples = config.evaluation.num_samples
     held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []

@@ -42,6 +42,7 @@ def test_nobody_waits_for_a_judge_that_is_slower_than_a_rollout(
     tiny_loop.run_forked(path)
     _, first, late = metrics_of(tmp_path / "tiny")
     assert first["status/scored"] == late["status/scored"] == 1
+    assert second.with_name("reward_is_closed").exists()
     assert first["reward/metric/patient/waited_s"] > 0, "an outsider's metric is in the line"
     # Both were sampled by the first weights; the second one's ratio corrects for the step between.
     assert first["policy/ratio_max"] == 1
