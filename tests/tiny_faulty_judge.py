@@ -141,8 +141,9 @@ def said(*blocks: bytes) -> Fault:
 
 
 def page(body: bytes, *headers: str, status: str = "200 OK", length: int | None = None) -> Fault:
-    """A page as any server may send it. `length`: what Content-Length claims."""
-    lines = [f"HTTP/1.1 {status}", *headers]
+    """A page as any server may send it, and ends the connection with, which it says: or the next
+    question might be asked on it just then. `length`: what Content-Length claims."""
+    lines = [f"HTTP/1.1 {status}", *headers, "Connection: close"]
     lines.append(f"Content-Length: {len(body) if length is None else length}")
     return said("\r\n".join([*lines, "", ""]).encode("latin-1"), body)
 

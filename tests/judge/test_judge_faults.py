@@ -28,7 +28,7 @@ class Case:
     failure: str | None = None
     """First word of the answer's failure; None: the answer has a value."""
     at_least_s: float = 0.0
-    at_most_s: float = 5.0
+    at_most_s: float = 15.0
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,10 +55,10 @@ CASES = {
     "connection reset": Case([Fault(reset=True)] * 2, 3, "transport"),
     "reply cut in the middle": Case([Fault(cut=True)], 2, "transport"),
     "stall beyond the time-out": Case(
-        [Fault(stall_s=1.0)], 2, "timeout", at_least_s=0.5, config={"timeout_s": 0.5}
+        [Fault(stall_s=4.0)], 2, "timeout", at_least_s=1.5, config={"timeout_s": 1.5}
     ),
     "reply that trickles past the time-out": Case(
-        [Fault(trickle_s=0.05)], 2, "timeout", at_least_s=0.5, config={"timeout_s": 0.5}
+        [Fault(trickle_s=0.05)], 2, "timeout", at_least_s=1.5, config={"timeout_s": 1.5}
     ),
     "200 with an HTML page": Case([Fault(body="<html>proxy</html>")], 2, "unreadable"),
     "200 with truncated envelope": Case([Fault(body='{"choices": [{')], 2, "unreadable"),
@@ -110,7 +110,7 @@ def test_a_wrong_set_up_stops_at_the_first_request(status: int) -> None:
     started = time.monotonic()
     with FaultyJudge(after=fault) as judge, pytest.raises(JudgeRefused) as refused:
         ask(judge, Case([], 1))
-    assert len(judge.requests) == 1 and time.monotonic() - started < 4
+    assert len(judge.requests) == 1 and time.monotonic() - started < 15
     message = str(refused.value)
     print(f"\n| {status} | 1 | {time.monotonic() - started:.2f} | {message!r} |", end="")
     assert f"{judge.api_base}/chat/completions" in message and f"HTTP {status}" in message

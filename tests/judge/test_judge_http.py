@@ -30,7 +30,8 @@ from tiny_faulty_judge import (
 from rl.judge import http as judge_http
 from rl.judge.client import Answer, JudgeClient, JudgeError, JudgeRefused, JudgeStats
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 2.0
+"""Long enough for an honest answer of a machine that is busy with something else."""
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 WHOLE_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(envelope()), envelope())
 DEEP = b"[" * 200_000
@@ -146,7 +147,7 @@ COSTS_ONE_TRY = {
         "hints for ever": _dripping(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"),
         "one-byte chunks": _flood(b"1\r\n \r\n" * 10_000, CHUNKED),
         "chunk extensions": _flood(b"1;" + b"e" * FLOOD + b"\r\n \r\n", CHUNKED),
-        "silence": Fault(stall_s=1.5),
+        "silence": Fault(stall_s=4.0),
     },
     "http_429": {
         f"Retry-After: {value[:12]}": page(b"", f"Retry-After: {value}", status="429 Slow")
@@ -172,7 +173,7 @@ def test_one_try_is_all_it_costs(cause: str, name: str) -> None:
         answer, stats = ask(judge)
     assert answer.value == (8.0, 6.5) and stats.requests == 2
     assert stats.retries == {cause: 1}
-    assert answer.seconds < TIMEOUT_S + 1.5, "the deadline is that of the whole request"
+    assert answer.seconds < TIMEOUT_S + 8, "the deadline is that of the whole request"
 
 
 def test_a_judge_that_says_nothing_else_ends_as_a_failed_question_in_printable_words() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rl.api.plug import PlacedConfig, PlugConfig
 from rl.ranks import placement
 from rl.ranks.placement import Claim, Machine, problems, resolve_device
 
@@ -130,9 +130,8 @@ def test_a_limit_that_cannot_be_kept_is_refused() -> None:
 
 
 def test_claims_come_from_the_sections_that_place_a_model() -> None:
-    placed = SimpleNamespace(device="cuda:1", max_memory_gb=3.0)
-    without_limit = SimpleNamespace(device="auto")
-    sections = [("policy", without_limit), ("renderer", placed), ("rewards.x", SimpleNamespace())]
+    placed = PlacedConfig(device="cuda:1", max_memory_gb=3.0)
+    sections = [("policy", PlacedConfig()), ("renderer", placed), ("rewards.x", PlugConfig())]
     assert placement.claims_of(sections) == [
         Claim("policy", "auto"),
         Claim("renderer", "cuda:1", 3.0),
