@@ -1,8 +1,4 @@
-"""Workers in fresh processes, told in turn to run an iteration each.
-
-What: `Contestant` (one worker), `interleave` (A B C, A B C, ..., the first round dropped). What
-not: what a worker does, what the numbers mean. Called by `experiments.py`.
-"""
+"""Workers in fresh processes, told in turn to run an iteration each."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.post import Measured, Order
@@ -60,12 +55,7 @@ class Contestant:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Not terminate(): a run hears that as a wish to save and leave.
         self._process.kill()
         self._process.join()

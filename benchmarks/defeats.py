@@ -1,8 +1,7 @@
 """The savings one by one, and how each is defeated from outside a run that has them all.
 
-What: `SAVINGS`; a defeat wraps objects of an opened run, sets a key of its config, or changes the
-shape of its work. What not: switches in production code: there are none for these, because they
-are exact. Called by `our_side.py` and `experiments.py`.
+A defeat wraps objects of an opened run, sets a key of its config, or changes the shape of its work.
+Production code has no switches for these, because they are exact.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from benchmarks.stock import StockDenoiser, StockVae
 
 if TYPE_CHECKING:
     from rl.run.run import Run
@@ -56,9 +55,9 @@ def _tower_per_look(run: Run, folder: Path) -> None:
 
 def _source_per_picture(run: Run, folder: Path) -> None:
     """Sources are known by their objects: copies are strangers."""
-    renderer: Any = run.context.renderer
-    encode = renderer._encode_sources
-    renderer._encode_sources = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
+    loop: Any = run.context.renderer.loop
+    encode = loop._encode_sources
+    loop._encode_sources = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:
@@ -76,86 +75,21 @@ def _negative_per_completion(run: Run, folder: Path) -> None:
     policy._negatives_of = negatives_of
 
 
-class StockVae:
-    """diffusers' AutoencoderKLQwenImage behind the doors of `FrameVae`."""
-
-    def __init__(self, folder: Path) -> None:
-        from diffusers import AutoencoderKLQwenImage
-
-        vae = AutoencoderKLQwenImage.from_pretrained(folder / "editor" / "vae").eval()
-        self._vae = vae.requires_grad_(False)
-        self._mean, self._std = (
-            torch.tensor(statistic).view(1, -1, 1, 1)
-            for statistic in (vae.config.latents_mean, vae.config.latents_std)
-        )
-
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[B, 3, H, W] -> normalised [B, C, h, w]."""
-        mode = self._vae.encode(pixels.unsqueeze(2)).latent_dist.mode().squeeze(2)
-        return (mode - self._mean) / self._std
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Normalised [B, C, h, w] -> [B, 3, H, W]."""
-        frames = self._vae.decode((latents * self._std + self._mean).unsqueeze(2)).sample
-        return frames.squeeze(2).clamp(-1.0, 1.0)
-
-
 def _stock_vae(run: Run, folder: Path) -> None:
-    renderer: Any = run.context.renderer
-    renderer.parts = replace(renderer.parts, vae=StockVae(folder))
+    from diffusers import AutoencoderKLQwenImage
 
-
-class StockDenoiser:
-    """diffusers' transformer behind the doors of `Denoiser`; its modulation is a timestep."""
-
-    def __init__(self, folder: Path) -> None:
-        from diffusers import QwenImageTransformer2DModel
-
-        path = folder / "editor" / "transformer"
-        self._model = QwenImageTransformer2DModel.from_pretrained(path).eval().requires_grad_(False)
-
-    def prepare(
-        self, states_R: Sequence[torch.Tensor], sources: torch.Tensor, shapes: Sequence[Any]
-    ) -> Any:
-        """The arguments that no step changes; words padded to the longest row."""
-        num_words = tuple(len(states) for states in states_R)
-        states = torch.nn.utils.rnn.pad_sequence(list(states_R), batch_first=True)
-        mask = torch.arange(states.shape[1]) < torch.tensor(num_words)[:, None]
-        return StockConditioning(num_words, states, mask, sources, [list(shapes)] * len(states))
-
-    def velocity(
-        self, latents: torch.Tensor, given: StockConditioning, timestep: torch.Tensor
-    ) -> torch.Tensor:
-        """[R, N, in_channels] noisy latents -> the same."""
-        output = self._model(
-            hidden_states=torch.cat([latents, given.sources], dim=1),
-            timestep=timestep.expand(len(latents)) / 1000,
-            encoder_hidden_states=given.states,
-            encoder_hidden_states_mask=None if given.mask.all() else given.mask,
-            img_shapes=given.shapes,
-            return_dict=False,
-        )[0]
-        return output[:, : latents.shape[1]]
-
-
-@dataclass(frozen=True, eq=False)
-class StockConditioning:
-    """What `StockDenoiser` needs beside latents and timestep."""
-
-    num_words: tuple[int, ...]
-    states: torch.Tensor
-    """[R, L, D], padded on the right."""
-    mask: torch.Tensor
-    """[R, L] bool."""
-    sources: torch.Tensor
-    """[R, M, in_channels]."""
-    shapes: list[list[tuple[int, int, int]]]
+    loop: Any = run.context.renderer.loop
+    vae = AutoencoderKLQwenImage.from_pretrained(folder / "editor" / "vae").eval()
+    loop.parts = replace(loop.parts, vae=StockVae(vae.requires_grad_(False)))
 
 
 def _stock_denoiser(run: Run, folder: Path) -> None:
-    renderer: Any = run.context.renderer
-    renderer._denoiser = StockDenoiser(folder)
-    renderer._modulation.of_schedule = list
+    from diffusers import QwenImageTransformer2DModel
+
+    loop: Any = run.context.renderer.loop
+    model = QwenImageTransformer2DModel.from_pretrained(folder / "editor" / "transformer").eval()
+    loop._denoiser = StockDenoiser(model.requires_grad_(False))
+    loop._modulation.of_schedule = list
 
 
 SAVINGS: Mapping[str, Saving] = {

@@ -1,8 +1,4 @@
-"""What is measured: each experiment runs its workers and returns plain records.
-
-What: one function per experiment, JSON-able results. What not: tables, plots and goals
-(`report.py`), the workers' insides. Called by `side_by_side.py`.
-"""
+"""What is measured: each experiment runs its workers and returns plain records for JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from typing import Any
 from benchmarks import our_side, toy, trl_side
 from benchmarks.contest import Contestant, interleave
 from benchmarks.defeats import SAVINGS
-from benchmarks.judge_stub import JudgeProcess
+from benchmarks.judge_stub import judge_process
 from benchmarks.post import POLICY_PARTS, TOWER, Measured
 from benchmarks.toy import Shape
 from rl.files.atomic import read_rows
@@ -66,8 +62,8 @@ def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Re
 
 def head_to_head(folder: Path, shape: Shape, num_rounds: int) -> Record:
     """Stock, tuned and this project in turn; then one iteration of each under the FLOP counter."""
-    with JudgeProcess() as judge:
-        makers = sides(folder, shape, judge.api_base, samples=True)
+    with judge_process() as api_base:
+        makers = sides(folder, shape, api_base, samples=True)
         rounds, counted = interleave(makers, num_rounds, count_flops=True)
     records = {name: as_record(rounds[name], counted[name]) for name in makers}
     over = _over_minimum(records[OURS], shape, language_model(folder))
@@ -103,8 +99,8 @@ def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, flo
     """Peak MB above what was resident before the first iteration, each side in a fresh process;
     nobody samples."""
     peaks = {}
-    with JudgeProcess() as judge:
-        for name, make in sides(folder, shape, judge.api_base, samples=False).items():
+    with judge_process() as api_base:
+        for name, make in sides(folder, shape, api_base, samples=False).items():
             with make() as contestant:
                 peaks[name] = [contestant.iterate().peak_mb for _ in range(num_iterations)][-1]
     return peaks
@@ -115,10 +111,10 @@ def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int)
 
     One side after the other: between two turns of a contest verdicts would come in for nothing.
     """
-    with JudgeProcess(latency_s) as judge:
-        makers = sides(folder, shape, judge.api_base, samples=True)
+    with judge_process(latency_s) as api_base:
+        makers = sides(folder, shape, api_base, samples=True)
         makers[ONE_STEP_OFF] = functools.partial(
-            ours, folder, shape, judge.api_base, samples=True, overrides=["max_staleness=1"]
+            ours, folder, shape, api_base, samples=True, overrides=["max_staleness=1"]
         )
         rounds = {
             name: interleave({name: make}, num_rounds)[0][name] for name, make in makers.items()
@@ -144,16 +140,9 @@ def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds:
     without = [name for name in SAVINGS if name not in active]
     changes = {k: v for name in without for k, v in SAVINGS[name].shape.items()}
     overrides = [override for name in without for override in SAVINGS[name].overrides]
-    with JudgeProcess() as judge:
-        make = functools.partial(
-            ours,
-            folder,
-            replace(shape, **changes),
-            judge.api_base,
-            samples=False,
-            without=without,
-            overrides=overrides,
-        )
+    options = {"samples": False, "without": without, "overrides": overrides}
+    with judge_process() as api_base:
+        make = functools.partial(ours, folder, replace(shape, **changes), api_base, **options)
         rounds, counted = interleave({OURS: make}, num_rounds, count_flops=True)
     return as_record(rounds[OURS], counted[OURS])
 
@@ -169,39 +158,21 @@ def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
 
 def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -> Record:
     runs = folder / "runs" / f"ranks{num_ranks}"
-    with JudgeProcess() as judge, TemporaryDirectory() as meeting, ExitStack() as stack:
-        members = [
-            stack.enter_context(
-                Contestant(
-                    our_side.run,
-                    folder,
-                    shape,
-                    judge.api_base,
-                    runs,
-                    samples=False,
-                    environment={
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(num_ranks),
-                    }
-                    | on_one_node(Path(meeting)),
-                )
-            )
-            for rank in range(num_ranks)
-        ]
+    with judge_process() as api_base, TemporaryDirectory() as meeting, ExitStack() as stack:
+        members = []
+        for rank in range(num_ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+            environment = {name: str(n) for name, n in place.items()} | on_one_node(Path(meeting))
+            arguments = our_side.run, folder, shape, api_base, runs
+            member = Contestant(*arguments, samples=False, environment=environment)
+            members.append(stack.enter_context(member))
         for _ in range(num_iterations):
             for member in members:
                 member.order()
             reports = [member.report() for member in members]
     metrics, _ = read_rows(runs / "toy" / "metrics.jsonl")
+    kept = ("loss/", "kl/", "optimizer/", "reward/")
     return {
         "counts": [dict(one.counts) for one in reports],
-        "metrics": [
-            {
-                k: v
-                for k, v in row.items()
-                if k.split("/")[0] in ("loss", "kl", "optimizer", "reward")
-            }
-            for row in metrics
-        ],
+        "metrics": [{k: v for k, v in row.items() if k.startswith(kept)} for row in metrics],
     }

@@ -1,38 +1,36 @@
 """The numbers that this project set itself, beside those that were measured.
 
-What: `goals`. What not: goals that need a GPU (`rl bench-gpu`), or that are tests: equal
-gradients and states, a judge that stalls. Called by `side_by_side.py`.
+What not: goals that need a GPU (`rl bench-gpu`), or that are tests: equal gradients and states, a
+judge that stalls.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.experiments import ONE_STEP_OFF, OURS, STOCK, TUNED, Record
-from benchmarks.post import POLICY_PARTS, TAIL
+from benchmarks.post import JUDGE_WAIT, POLICY_PARTS, TAIL
 from benchmarks.report import (
     WHOLE,
     cpu_s,
     gflop,
+    median_s,
     memory_slopes,
     metric_difference,
     ratio,
     table,
-    waits,
-    wall_s,
 )
 
 
 def goals(results: Record) -> str:
     """One row for each whose experiment was run."""
     rows = []
-    for name, goal, measure in _GOALS:
+    for name, wanted, measure in _GOALS:
         try:
             measured, met = measure(results)
         except KeyError:  # its experiment was not asked for
             continue
-        rows.append([name, goal, measured, "yes" if met else "no"])
+        rows.append([name, wanted, measured, "yes" if met else "no"])
     return table(["goal", "wanted", "measured", "met"], rows)
 
 
@@ -40,29 +38,41 @@ def _at_most(limit: float, value: float, form: str = "{:.2f}") -> tuple[str, boo
     return form.format(value), value <= limit
 
 
-def _at_least(limit: float, value: float, form: str = "{:.1f}x") -> tuple[str, bool]:
-    return form.format(value), value >= limit
+def _flops(limit: float, peer: str) -> Callable[[Record], tuple[str, bool]]:
+    def measure(results: Record) -> tuple[str, bool]:
+        sides = results["sweep"]["T = 72"]["sides"]
+        value = gflop(sides[peer], POLICY_PARTS) / gflop(sides[OURS], POLICY_PARTS)
+        return f"{value:.1f}x", value >= limit
+
+    return measure
 
 
-def _flops_ratio(results: Record, peer: str) -> float:
-    sides = results["sweep"]["T = 72"]["sides"]
-    return gflop(sides[peer], POLICY_PARTS) / gflop(sides[OURS], POLICY_PARTS)
+def _cpu(
+    limit: float, peer: str, shape: str, parts: Sequence[str] = POLICY_PARTS, form: str = "{:.1f}x"
+) -> Callable[[Record], tuple[str, bool]]:
+    def measure(results: Record) -> tuple[str, bool]:
+        sides = results["sweep"][shape]["sides"]
+        value, _, _ = ratio(cpu_s(sides[peer], parts), cpu_s(sides[OURS], parts))
+        return form.format(value), value >= limit
 
-
-def _cpu_ratio(
-    results: Record, peer: str, shape: str, parts: Iterable[str] = POLICY_PARTS
-) -> float:
-    sides = results["sweep"][shape]["sides"]
-    return ratio(cpu_s(sides[peer], parts), cpu_s(sides[OURS], parts))[0]
+    return measure
 
 
 def _counted_once(results: Record) -> tuple[str, bool]:
     counts = results["sweep"]["G = 8"]["sides"][OURS]["counts"]
-    found = [
-        counts[name]
-        for name in ("pictures in the vision tower", "VAE encodes", "pictures preprocessed")
-    ]
+    names = ("pictures in the vision tower", "VAE encodes", "pictures preprocessed")
+    found = [counts[name] for name in names]
     return ", ".join(map(str, found)), found == [1, 1, 1]
+
+
+def _memory(results: Record) -> tuple[str, bool]:
+    peaks = results["memory"]["8"]
+    return _at_most(0.55, peaks[OURS] / peaks[TUNED])
+
+
+def _memory_growth(results: Record) -> tuple[str, bool]:
+    slopes = memory_slopes(results["memory"])
+    return _at_most(0.2, slopes[OURS] / slopes[TUNED])
 
 
 def _on_policy_wait(results: Record) -> tuple[str, bool]:
@@ -70,79 +80,43 @@ def _on_policy_wait(results: Record) -> tuple[str, bool]:
     worst = -1.0
     for record in results["latency"]:
         side = record["sides"][OURS]
-        tail = statistics.median(wall_s(side, [TAIL]))
-        allowed = max(0.0, record["latency_s"] - tail)
-        beyond = statistics.median(waits(side)) - allowed
-        worst = max(worst, beyond / statistics.median(wall_s(side)))
+        allowed = max(0.0, record["latency_s"] - median_s(side, [TAIL]))
+        worst = max(worst, (median_s(side, [JUDGE_WAIT]) - allowed) / median_s(side))
     return f"{worst:.1%} beyond", worst <= 0.03
 
 
 def _stale_wait(results: Record) -> tuple[str, bool]:
-    free = statistics.median(wall_s(results["latency"][0]["sides"][ONE_STEP_OFF]))
-    worst = max(
-        statistics.median(waits(side)) / statistics.median(wall_s(side))
-        for record in results["latency"]
-        if record["latency_s"] <= free
-        for side in [record["sides"][ONE_STEP_OFF]]
-    )
+    free = median_s(results["latency"][0]["sides"][ONE_STEP_OFF])
+    sides = [r["sides"][ONE_STEP_OFF] for r in results["latency"] if r["latency_s"] <= free]
+    worst = max(median_s(side, [JUDGE_WAIT]) / median_s(side) for side in sides)
     return f"{worst:.1%}", worst <= 0.02
+
+
+def _bytes_sent(results: Record) -> tuple[str, bool]:
+    ranks = results["ranks"]
+    sent = max(counts.get("bytes to other ranks", 0) for counts in ranks["2"]["counts"])
+    return _at_most(2.1, sent / ranks["trained_bytes"], "{:.3f}")
 
 
 _GOALS: Sequence[tuple[str, str, Callable[[Record], tuple[str, bool]]]] = (
     (
         "policy side, executed FLOPs over the minimum, worst shape",
         "<= 1.05",
-        lambda r: _at_most(
-            1.05, max(record["over_minimum"] for record in r["sweep"].values()), "{:.3f}"
-        ),
+        lambda r: _at_most(1.05, max(one["over_minimum"] for one in r["sweep"].values()), "{:.3f}"),
     ),
-    (
-        "policy FLOPs, TRL tuned over ours, P:T = 6:1, G = 8",
-        ">= 5x",
-        lambda r: _at_least(5, _flops_ratio(r, TUNED)),
-    ),
-    (
-        "policy FLOPs, TRL stock over ours, P:T = 6:1, G = 8",
-        ">= 7.5x",
-        lambda r: _at_least(7.5, _flops_ratio(r, STOCK)),
-    ),
-    (
-        "policy CPU s, tuned over ours, G = 8",
-        ">= 8x",
-        lambda r: _at_least(8, _cpu_ratio(r, TUNED, "G = 8")),
-    ),
-    (
-        "policy CPU s, stock over ours, G = 8",
-        ">= 10x",
-        lambda r: _at_least(10, _cpu_ratio(r, STOCK, "G = 8")),
-    ),
-    (
-        "policy CPU s, tuned over ours, G = 16",
-        ">= 11x",
-        lambda r: _at_least(11, _cpu_ratio(r, TUNED, "G = 16")),
-    ),
+    ("policy FLOPs, TRL tuned over ours, P:T = 6:1, G = 8", ">= 5x", _flops(5, TUNED)),
+    ("policy FLOPs, TRL stock over ours, P:T = 6:1, G = 8", ">= 7.5x", _flops(7.5, STOCK)),
+    ("policy CPU s, tuned over ours, G = 8", ">= 8x", _cpu(8, TUNED, "G = 8")),
+    ("policy CPU s, stock over ours, G = 8", ">= 10x", _cpu(10, STOCK, "G = 8")),
+    ("policy CPU s, tuned over ours, G = 16", ">= 11x", _cpu(11, TUNED, "G = 16")),
     (
         "whole iteration, tuned over ours, the same DiT code and sampler",
         ">= 1.9x",
-        lambda r: _at_least(1.9, _cpu_ratio(r, TUNED, "G = 8", WHOLE), "{:.2f}x"),
+        _cpu(1.9, TUNED, "G = 8", WHOLE, "{:.2f}x"),
     ),
-    (
-        "memory above baseline, ours over tuned, G = 8",
-        "<= 0.55",
-        lambda r: _at_most(0.55, r["memory"]["8"][OURS] / r["memory"]["8"][TUNED]),
-    ),
-    (
-        "memory per further completion, ours over tuned",
-        "<= 0.2",
-        lambda r: _at_most(
-            0.2, memory_slopes(r["memory"])[OURS] / memory_slopes(r["memory"])[TUNED]
-        ),
-    ),
-    (
-        "vision tower, source VAE, preprocessing per picture and iteration",
-        "1, 1, 1",
-        _counted_once,
-    ),
+    ("memory above baseline, ours over tuned, G = 8", "<= 0.55", _memory),
+    ("memory per further completion, ours over tuned", "<= 0.2", _memory_growth),
+    ("vision tower, source VAE, preprocessing per picture and iteration", "1, 1, 1", _counted_once),
     ("exposed judge wait, on-policy", "<= max(0, L - tail work) + 3 %", _on_policy_wait),
     ("exposed judge wait, one step off, L <= iteration", "<= 2 %", _stale_wait),
     (
@@ -150,14 +124,5 @@ _GOALS: Sequence[tuple[str, str, Callable[[Record], tuple[str, bool]]]] = (
         "<= 1e-6",
         lambda r: _at_most(1e-6, metric_difference(r["ranks"]), "{:.1e}"),
     ),
-    (
-        "1 -> 2 ranks: bytes per step over trained bytes",
-        "<= 2.1",
-        lambda r: _at_most(
-            2.1,
-            max(c.get("bytes to other ranks", 0) for c in r["ranks"]["2"]["counts"])
-            / r["ranks"]["trained_bytes"],
-            "{:.3f}",
-        ),
-    ),
+    ("1 -> 2 ranks: bytes per step over trained bytes", "<= 2.1", _bytes_sent),
 )

@@ -1,9 +1,4 @@
-"""What every GPU measurement shares: the clock, the lines it writes, the goals it is held to.
-
-What: `Bench` (device, size, budget, report), `race` (calls in turn, their medians), `Report` with
-its tables. What not: what is measured (the other `gpu_*.py`), the command line
-(`rl bench-gpu`).
-"""
+"""What every GPU measurement shares: the clock, the lines it writes, the goals it is held to."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,7 +32,6 @@ class Timing:
 
     ms: float
     """Median of the rounds."""
-    fastest_ms: float
     num_rounds: int
     peak_gb: float
     """Most memory that torch held in a round, weights included; on a CPU, the process so far."""
@@ -168,17 +162,9 @@ class Bench:
         """At those ceilings."""
         return 1e3 * self.ceilings.roofline_s(what)
 
-    def tell(
-        self,
-        what: str,
-        ms: float | None = None,
-        floor_ms: float | None = None,
-        peer_ratio: float | None = None,
-        peak_gb: float | None = None,
-        note: str = "",
-    ) -> None:
-        """A line; see `Line`."""
-        self.report.add(Line(self.item, what, ms, floor_ms, peer_ratio, peak_gb, note))
+    def tell(self, what: str, *numbers: float | None, **more: Any) -> None:
+        """A line of the item under way: `Line`'s fields from `what` on."""
+        self.report.add(Line(self.item, what, *numbers, **more))
 
     def race(self, calls: Mapping[str, Call], share: float = 1.0) -> dict[str, Timing]:
         """See `race`; a call that does not run here is told and left out. `share`: of `seconds`."""
@@ -232,7 +218,7 @@ def race(
         if time.perf_counter() >= end_s:
             break
     timings = {
-        name: Timing(1e3 * statistics.median(taken), 1e3 * min(taken), len(taken), peaks_gb[name])
+        name: Timing(1e3 * statistics.median(taken), len(taken), peaks_gb[name])
         for name, taken in times_s.items()
     }
     return timings, refused

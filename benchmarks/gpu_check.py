@@ -1,9 +1,7 @@
 """Is the device what it should be, and do its kernels compute what they should?
 
-What: `ceilings` (item 1); `packed_attention` (item 4b): the fast attention kernel against a dense
-mask written from the definition, and a whole small policy against itself in float32. Without the
-second no time of the policy means anything. What not: speed of models. Called by
-`rl bench-gpu`.
+Item 4b holds the fast attention kernel against a dense mask written from the definition, and a
+whole small policy against itself in float32; without it no time of the policy means anything.
 
 Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 """

@@ -1,9 +1,8 @@
 """Whole iterations at real size, and the fast sampler beside everything else.
 
-What: items 5 and 7. Item 5 is `train.py`'s loop on a run opened as any other, with random weights,
-a judge of known slowness, and an engine that says what it is told but is synced and checked like
-any; sampling is thus neither in the seconds nor in the floor. What not: what the phases are.
-Called by `rl bench-gpu`.
+Items 5 and 7. Item 5 is `train.py`'s loop on a run opened as any other, with random weights, a
+judge of known slowness, and an engine that says what it is told but is synced and checked like any;
+sampling is thus neither in the seconds nor in the floor.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from benchmarks.gpu_models import (
     run_config,
     shape_of,
 )
-from benchmarks.judge_stub import JudgeProcess
-from benchmarks.our_side import SAMPLER_LOGPROB
+from benchmarks.judge_stub import judge_process
+from benchmarks.our_side import said
 from rl import build
 from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
@@ -91,8 +90,7 @@ def iterations(bench: Bench) -> None:
         spent_s = 0.0
         for case in cases(bench):
             if spent_s > bench.seconds:
-                note = "not measured: --seconds-per-item is over"
-                bench.tell(case.name, note=note)
+                bench.tell(case.name, note="not measured: --seconds-per-item is over")
                 continue
             if case.side_px not in policies:
                 policies.clear()
@@ -105,12 +103,12 @@ def iterations(bench: Bench) -> None:
 
 def _run(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> None:
     name = f"{case.side_px}_{case.latency_s:g}_{case.max_staleness}"
-    with JudgeProcess(case.latency_s) as judge:
+    with judge_process(case.latency_s) as api_base:
         config = run_config(
             bench,
             case.side_px,
             num_steps=case.num_steps,
-            api_base=judge.api_base,
+            api_base=api_base,
             run_name=name,
             num_iterations=case.num_iterations,
             max_staleness=case.max_staleness,
@@ -148,12 +146,7 @@ class DictatedEngine(TransformersEngine):
         """See `rl.api.engine.Engine`."""
         if params.max_tokens == PROBE_TOKENS:
             return super().generate(prompts_P, params, seeds_P)
-        return [self._group(prompt.sample.instruction) for prompt in prompts_P]
-
-    def _group(self, instruction: str) -> list[Completion]:
-        texts = toy.make_completions(instruction, self._shape)
-        ids_G = [self._policy.encode_completion(text).token_ids for text in texts]
-        return [Completion(ids, (SAMPLER_LOGPROB,) * len(ids), "stop") for ids in ids_G]
+        return [said(self._policy, prompt, self._shape) for prompt in prompts_P]
 
 
 def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]]) -> None:

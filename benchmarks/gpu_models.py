@@ -1,9 +1,7 @@
 """Models of real size with random weights, born on the device, in this project's own classes.
 
-What: `REAL` and `TINY` sizes; the policy, through `build.build_policy`; the editor's transformer,
-VAE and scheduler; a prompt and its completions. What not: checkpoints: none is read, so a machine
-without a network can run this. Speed does not depend on the values, as long as they are not zeros.
-Called by the other `gpu_*.py`.
+No checkpoint is read, so a machine without a network can run this. Speed does not depend on the
+values, as long as they are not zeros.
 """
 
 from __future__ import annotations
@@ -144,38 +142,15 @@ TINY = Size(
 
 def save_texts(bench: Bench) -> None:
     """`policy/`: tokenizer and image processor with the real vocabulary, and the model's config."""
-    folder = bench.folder / "policy"
-    tokenizer = toy.make_tokenizer(num_tokens=min(bench.size.vocabulary, 151_665))
-    tokenizer.save_pretrained(folder)
-    toy.make_image_processor().save_pretrained(folder)
-    config = policy_config(bench.size, tokenizer)
+    from tiny_world.builder.models import qwen_config
+
+    size = bench.size
+    tokenizer = toy.make_tokenizer(num_tokens=min(size.vocabulary, 151_665))
+    language = {"vocab_size": size.vocabulary, **size.language}
+    config = qwen_config(tokenizer, language, dict(size.vision))
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
-    config.save_pretrained(folder)
-
-
-def policy_config(size: Size, tokenizer: Any) -> Any:
-    """Of transformers."""
-    from transformers import Qwen2_5_VLConfig
-
-    id_of = tokenizer.convert_tokens_to_ids
-    ends = {"bos_token_id": None, "eos_token_id": id_of(toy.STOP), "pad_token_id": id_of(toy.PAD)}
-    width = size.language["hidden_size"]
-    frame = {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112}
-    return Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": size.vocabulary,
-            "tie_word_embeddings": False,
-            **size.language,
-            **ends,
-        },
-        vision_config={"out_hidden_size": width, **frame, **size.vision},
-        image_token_id=id_of("<|image_pad|>"),
-        video_token_id=id_of("<|video_pad|>"),
-        vision_start_token_id=id_of("<|vision_start|>"),
-        vision_end_token_id=id_of("<|vision_end|>"),
-        tie_word_embeddings=False,
-        **ends,
-    )
+    for part in (tokenizer, toy.make_image_processor(), config):
+        part.save_pretrained(bench.folder / "policy")
 
 
 def random_policy_model(bench: Bench, dtype: str, attention: str) -> Any:
@@ -306,7 +281,9 @@ def editor_parts(bench: Bench) -> EditorParts:
     """As `load_parts` lays them out."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    from tiny_world.builder.models import SCHEDULER
+
     transformer = random_transformer(bench)
     shelve_modulation(transformer)
-    scheduler = FlowMatchEulerDiscreteScheduler(**toy.SCHEDULER)
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     return EditorParts(transformer, FrameVae(random_vae(bench)).eval(), scheduler)

@@ -1,13 +1,10 @@
 """The policy's side of one group at real size: ours, packed, and the peers' padded rows.
 
-What: items 4 and 6. Ours is what `train.py` does with a group, through the learner: vision tower
-and forward once, states handed out, reference pass, backward, step. The peers' rows are
+Items 4 and 6. Ours is what `train.py` does with a group, through the learner. The peers' rows are
 transformers' own model under PEFT, a group's picture and prompt once per completion, in as many
-passes as TRL and a reward function make. What not: sampling, rendering, judging; TRL itself
-(`side_by_side.py`). Called by `rl bench-gpu`.
-
-The peer is favoured where it costs nothing to: its rows need no padding, since completions are
-equally long, so its attention runs without a mask; its log-probs are computed in chunks as ours.
+passes as TRL and a reward function make. The peer is favoured where it costs nothing to: its rows
+need no padding, since completions are equally long, so its attention runs without a mask; its
+log-probs are computed in chunks as ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The frozen generator at real size: transformer forwards and the VAE, diffusers' and ours.
 
-What: items 2 and 3. Both sides compute with the same weights, in turn. What not: pictures: one
-forward's numbers stand for all steps. Called by `rl bench-gpu`.
+Items 2 and 3. Both sides compute with the same weights, in turn; one forward's numbers stand for
+all steps.
 
 Legend: N tokens of the picture and as many of its source, L words.
 """
@@ -23,6 +23,7 @@ from benchmarks.gpu_bench import (
     work_of,
 )
 from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
+from benchmarks.stock import StockDenoiser, StockVae
 from rl.meter.flop_meter import Work
 from rl.renderers.qwen_image.attention import CANDIDATES, attention_of
 from rl.renderers.qwen_image.config import PATCH_PX
@@ -61,28 +62,10 @@ class Forward:
         return [(1, self.side_px // PATCH_PX, self.side_px // PATCH_PX)] * 2
 
     def stock(self, transformer: Any) -> Callable[[], torch.Tensor]:
-        """diffusers' forward, the words padded and masked where lengths differ."""
-        lengths = torch.tensor([len(states) for states in self.states])
-        padded = torch.nn.utils.rnn.pad_sequence(self.states, batch_first=True)
-        mask = None
-        if len(set(lengths.tolist())) > 1:
-            mask = torch.arange(padded.shape[1]) < lengths[:, None]
-            mask = mask.to(padded.device)
-        timestep = self.latents.new_full((len(self.states),), TIMESTEP / 1000)
-        both = torch.cat([self.latents, self.sources], dim=1)
-
-        def forward() -> torch.Tensor:
-            [velocity] = transformer(
-                hidden_states=both,
-                timestep=timestep,
-                encoder_hidden_states=padded,
-                encoder_hidden_states_mask=mask,
-                img_shapes=[self.shapes] * len(self.states),
-                return_dict=False,
-            )
-            return velocity[:, : self.latents.shape[1]]
-
-        return forward
+        """diffusers' forward."""
+        stock, timestep = StockDenoiser(transformer), self.latents.new_full((), TIMESTEP)
+        given = stock.prepare(self.states, self.sources, self.shapes)
+        return lambda: stock.velocity(self.latents, given, timestep)
 
     def ours(self, denoiser: Denoiser, modulation: StepModulation) -> Callable[[], torch.Tensor]:
         """One step; what a batch prepares once is prepared once."""
@@ -257,29 +240,19 @@ def vae(bench: Bench) -> None:
         stock = random_vae(bench)
         ours_of = random_vae(bench)
         ours_of.load_state_dict(stock.state_dict())
-        ours = FrameVae(ours_of).eval()
         for side in bench.size.vae_px:
-            _vae_at(bench, stock, ours, side)
+            _vae_at(bench, StockVae(stock), FrameVae(ours_of).eval(), side)
 
 
-def _vae_at(bench: Bench, stock: Any, ours: FrameVae, side_px: int) -> None:
+def _vae_at(bench: Bench, stock: StockVae, ours: FrameVae, side_px: int) -> None:
+    dtype = getattr(torch, bench.dtype)
     pixels = torch.rand(1, 3, side_px, side_px, device=bench.device) * 2 - 1
-    pixels = pixels.to(getattr(torch, bench.dtype))
     latents = torch.randn(1, ours.mean.shape[1], side_px // 8, side_px // 8, device=bench.device)
-    latents = latents.to(pixels.dtype)
-    film = (latents / (1 / ours.std) + ours.mean).unsqueeze(2)
-
-    def stock_encode() -> torch.Tensor:
-        mode = stock.encode(pixels.unsqueeze(2)).latent_dist.mode().squeeze(2)
-        return (mode - ours.mean) / ours.std
-
-    def stock_decode() -> torch.Tensor:
-        return stock.decode(film, return_dict=False)[0].squeeze(2)
-
+    pixels, latents = pixels.to(dtype), latents.to(dtype)
     limits_ms = {"encode": 10.0, "decode": 12.0}
     for name, theirs, mine in (
-        ("encode", stock_encode, lambda: ours.encode(pixels)),
-        ("decode", stock_decode, lambda: ours.decode(latents)),
+        ("encode", lambda: stock.encode(pixels), lambda: ours.encode(pixels)),
+        ("decode", lambda: stock.decode(latents), lambda: ours.decode(latents)),
     ):
         what = f"VAE {name} {side_px}^2"
         _check_equal(bench, what, theirs, mine)

@@ -1,8 +1,7 @@
 """What a stretch of a program spends: seconds, CPU seconds, FLOPs; and how often a thing happens.
 
-What: `Meter`, with exclusive spans (an inner one pauses the outer) that are laid around other
-people's functions from outside, so that both sides of a comparison carry the same gauge. What not:
-any knowledge of what is measured. Called by every file of this folder that measures.
+Spans are exclusive (an inner one pauses the outer) and are laid around other people's functions
+from outside, so that both sides of a comparison carry the same gauge.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """This project: `rl.train` itself, unmodified, on the toy, with completions put into its mouth.
 
-What: a run's config, and an engine that says what it is told and marks where an iteration begins.
-What not: any part of the loop. Weights are not synced (`Run.sync_engine` does nothing): on neither
-side is there a sampler to give them to. The bare arm, evaluations and checkpoints are off.
+Weights are not synced (`Run.sync_engine` does nothing): on neither side is there a sampler to give
+them to. The bare arm, evaluations and checkpoints are off.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from benchmarks.post import (
     watch_models,
 )
 from benchmarks.toy import Shape, renderer_section
+from rl.api.engine import Engine
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def run(
 def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str, Any]:
     """TRL's settings on the other side, under this project's names."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
-    samples = {"type": "benchmarks.toy_samples", "num_samples": num_rows, "shape": vars(shape)}
+    samples = {"type": "benchmarks.toy", "num_samples": num_rows, "shape": vars(shape)}
     return {
         "run_name": "toy",
         "base_exp_dir": str(runs),
@@ -140,8 +140,8 @@ def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
     return {"bytes to other ranks": sent.numel() * sent.element_size()}
 
 
-class ScriptedEngine:
-    """See `rl.api.engine.Engine`; every call of `generate` begins an iteration."""
+class ScriptedEngine(Engine):
+    """Every call of `generate` begins an iteration."""
 
     def __init__(
         self, post: Post, policy: Any, shape: Shape, sampler: toy.StockSampler | None
@@ -161,35 +161,27 @@ class ScriptedEngine:
         self._begun = True
         self._post.begin()
         with self._post.meter.span(SAMPLING):
-            return [self._group(prompt) for prompt in prompts_P]
+            if self._sampler is not None:
+                for prompt in prompts_P:
+                    self._sampler.sample(self._inputs(prompt), self._shape)
+            return [said(self._policy, prompt, self._shape) for prompt in prompts_P]
 
-    def _group(self, prompt: Prompt) -> list[Completion]:
-        if self._sampler is not None:
-            ids = torch.tensor([prompt.token_ids])
-            tokenizer = self._policy.prompts.tokenizer
-            image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-            inputs = {
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "mm_token_type_ids": (ids == image_id).long(),
-                **prompt.model_inputs,
-            }
-            self._sampler.sample(inputs, self._shape)
-        texts = toy.make_completions(prompt.sample.instruction, self._shape)
-        ids_G = [self._policy.encode_completion(text).token_ids for text in texts]
-        return [Completion(ids, (SAMPLER_LOGPROB,) * len(ids), "stop") for ids in ids_G]
-
-    def sleep(self) -> None:
-        """Nothing is held."""
-
-    def wake(self) -> None:
-        """Nothing was let go."""
+    def _inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([prompt.token_ids])
+        image_id = self._policy.prompts.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": (ids == image_id).long(),
+            **prompt.model_inputs,
+        }
 
     def load_weights(self, weights: PolicyWeights) -> None:
         """Nobody samples from them."""
 
-    def held_fingerprint(self) -> None:
-        """Nothing is held."""
 
-    def close(self) -> None:
-        """Nothing is held."""
+def said(policy: Any, prompt: Prompt, shape: Shape) -> list[Completion]:
+    """_G, the toy's completions of a prompt."""
+    texts = toy.make_completions(prompt.sample.instruction, shape)
+    ids_G = [policy.encode_completion(text).token_ids for text in texts]
+    return [Completion(ids, (SAMPLER_LOGPROB,) * len(ids), "stop") for ids in ids_G]

@@ -1,8 +1,4 @@
-"""The report's picture.
-
-What: `plot`: policy side and memory over G, the iteration by part, waits over the judge's latency.
-What not: numbers (`report.py`). Called by `side_by_side.py`.
-"""
+"""The report's picture."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments import ONE_STEP_OFF, OURS, STOCK, TUNED, Record
-from benchmarks.post import PARTS, POLICY_PARTS
-from benchmarks.report import cpu_s, waits
+from benchmarks.post import JUDGE_WAIT, PARTS, POLICY_PARTS
+from benchmarks.report import SIDES, cpu_s, median_s
 
 COLOURS = {STOCK: "#b8b8b8", TUNED: "#6b6b6b", OURS: "#d1495b", ONE_STEP_OFF: "#edae49"}
 
@@ -36,7 +32,7 @@ def plot(results: Record, path: Path) -> None:
 def _plot_growth(axis: Any, records: Mapping[str, Record]) -> None:
     shapes = [name for name in records if name.startswith("G = ")]
     sizes = [records[name]["shape"]["group"] for name in shapes]
-    for side in (STOCK, TUNED, OURS):
+    for side in SIDES:
         seconds = [
             statistics.median(cpu_s(records[name]["sides"][side], POLICY_PARTS)) for name in shapes
         ]
@@ -47,15 +43,14 @@ def _plot_growth(axis: Any, records: Mapping[str, Record]) -> None:
 
 
 def _plot_parts(axis: Any, record: Record) -> None:
-    sides = (STOCK, TUNED, OURS)
-    bottoms = [0.0] * len(sides)
+    bottoms = [0.0] * len(SIDES)
     groups: list[tuple[str, Sequence[str]]] = [("policy side", POLICY_PARTS)]
     groups += [(part, (part,)) for part in PARTS if part not in POLICY_PARTS]
     for i, (name, parts) in enumerate(groups):
-        heights = [statistics.median(cpu_s(record["sides"][side], parts)) for side in sides]
+        heights = [statistics.median(cpu_s(record["sides"][side], parts)) for side in SIDES]
         if max(heights) < 0.01:
             continue
-        axis.bar(sides, heights, bottom=bottoms, label=name, color=f"C{i}", width=0.6)
+        axis.bar(SIDES, heights, bottom=bottoms, label=name, color=f"C{i}", width=0.6)
         bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
     axis.set(title="one iteration, G = 8", ylabel="CPU s")
     axis.legend(frameon=False, fontsize="small")
@@ -63,7 +58,7 @@ def _plot_parts(axis: Any, record: Record) -> None:
 
 def _plot_memory(axis: Any, peaks: Mapping[str, Mapping[str, float]]) -> None:
     sizes = [int(group) for group in peaks]
-    for side in (STOCK, TUNED, OURS):
+    for side in SIDES:
         axis.plot(sizes, [p[side] for p in peaks.values()], "o-", color=COLOURS[side], label=side)
     axis.set(title="memory above baseline", xlabel="completions per prompt", ylabel="MB")
     axis.set(ylim=(0, None))
@@ -73,7 +68,7 @@ def _plot_memory(axis: Any, peaks: Mapping[str, Mapping[str, float]]) -> None:
 def _plot_waits(axis: Any, records: Sequence[Record]) -> None:
     latencies_s = [record["latency_s"] for record in records]
     for side, colour in COLOURS.items():
-        waited = [statistics.median(waits(record["sides"][side])) for record in records]
+        waited = [median_s(record["sides"][side], [JUDGE_WAIT]) for record in records]
         axis.plot(latencies_s, waited, "o-", color=colour, label=side)
     axis.set(title="waiting for the judge", xlabel="judge's latency, s", ylabel="s per iteration")
     axis.legend(frameon=False)

@@ -1,9 +1,4 @@
-"""A worker's end of the line: waits to be told to run one iteration, reports what it took.
-
-What: `Post` (in the worker), the `Order` it gets and the `Measured` it sends, and the common names
-of what an iteration consists of. What not: who sends orders (`contest.py`), what an iteration does
-(`our_side.py`, `trl_side.py`).
-"""
+"""A worker's end of the line: waits to be told to run one iteration, reports what it took."""
 
 from __future__ import annotations
 

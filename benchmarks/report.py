@@ -1,8 +1,4 @@
-"""From records to what a person reads: numbers and tables.
-
-What: pure functions over what `experiments.py` returns. What not: any measuring, the goals
-(`goals.py`), the plot (`plot.py`). Called by those two and `side_by_side.py`.
-"""
+"""From what `experiments.py` returns to what a person reads: numbers and tables."""
 
 from __future__ import annotations
 
@@ -15,6 +11,8 @@ from benchmarks.post import JUDGE_WAIT, PARTS, POLICY_PARTS
 
 WHOLE = tuple(PARTS)
 PEERS = (STOCK, TUNED)
+SIDES = (*PEERS, OURS)
+RATIOS = ("stock/ours", "tuned/ours")
 COUNTS = (
     "token positions",
     "pictures in the vision tower",
@@ -30,9 +28,9 @@ def cpu_s(side: Record, parts: Iterable[str] = WHOLE) -> list[float]:
     return _sums(side["cpu_s"], parts)
 
 
-def wall_s(side: Record, parts: Iterable[str] = WHOLE) -> list[float]:
-    """Of each round, over those parts."""
-    return _sums(side["wall_s"], parts)
+def median_s(side: Record, parts: Iterable[str] = WHOLE) -> float:
+    """Wall seconds of a round over those parts, the median."""
+    return statistics.median(_sums(side["wall_s"], parts))
 
 
 def _sums(by_part: Mapping[str, Sequence[float]], parts: Iterable[str]) -> list[float]:
@@ -51,42 +49,38 @@ def ratio(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, f
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def _times(values: tuple[float, float, float]) -> str:
-    middle, low, high = values
-    return f"{middle:.1f}x ({low:.1f} to {high:.1f})"
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Markdown; the first column to the left, the others to the right."""
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def _seconds(record: Record, parts: Iterable[str]) -> list[str]:
+    """Each side's median CPU seconds, and the peers' over ours."""
+    *peers, ours = (cpu_s(record["sides"][side], parts) for side in SIDES)
+    cells = [f"{statistics.median(seconds):.2f}" for seconds in (*peers, ours)]
+    for peer in peers:
+        middle, low, high = ratio(peer, ours)
+        cells.append(f"{middle:.1f}x ({low:.1f} to {high:.1f})")
+    return cells
+
+
 def head_to_head(record: Record) -> str:
     """CPU seconds by part and their ratios, FLOPs, counts."""
-    sides = record["sides"]
-    rows = []
+    sides = [record["sides"][side] for side in SIDES]
+    seconds, work = [], []
     for name, parts in _PART_ROWS:
-        seconds = {side: cpu_s(sides[side], parts) for side in (STOCK, TUNED, OURS)}
-        if max(map(max, seconds.values())) < 5e-3:
-            continue
-        ratios = [_times(ratio(seconds[peer], seconds[OURS])) for peer in PEERS]
-        rows.append([name, *(f"{statistics.median(s):.2f}" for s in seconds.values()), *ratios])
-    seconds_table = table(
-        ["CPU s per iteration", STOCK, TUNED, OURS, "stock/ours", "tuned/ours"], rows
-    )
-    rows = []
-    for name, parts in _PART_ROWS:
-        flops = [gflop(sides[side], parts) for side in (STOCK, TUNED, OURS)]
+        if max(max(cpu_s(side, parts)) for side in sides) >= 5e-3:
+            seconds.append([name, *_seconds(record, parts)])
+        flops = [gflop(side, parts) for side in sides]
         if max(flops) > 0:
-            ratios = [f"{peer / flops[2]:.2f}x" if flops[2] else "" for peer in flops[:2]]
-            rows.append([f"{name}, GFLOP", *(f"{value:.1f}" for value in flops), *ratios])
+            work.append([f"{name}, GFLOP", *(f"{n:.1f}" for n in flops), *_over(flops)])
     for name in COUNTS:
-        counts = [sides[side]["counts"].get(name, 0) for side in (STOCK, TUNED, OURS)]
-        ratios = [f"{peer / counts[2]:.2f}x" if counts[2] else "" for peer in counts[:2]]
-        rows.append([name, *map(str, counts), *ratios])
-    work_table = table(["work per iteration", STOCK, TUNED, OURS, "stock/ours", "tuned/ours"], rows)
-    return f"{seconds_table}\n\n{work_table}"
+        counts = [side["counts"].get(name, 0) for side in sides]
+        work.append([name, *map(str, counts), *_over(counts)])
+    head = [*SIDES, *RATIOS]
+    seconds_table = table(["CPU s per iteration", *head], seconds)
+    return f"{seconds_table}\n\n{table(['work per iteration', *head], work)}"
 
 
 _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
@@ -97,38 +91,33 @@ _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
 )
 
 
+def _over(values: Sequence[float], form: str = "{:.2f}x") -> list[str]:
+    """The peers' over ours, which comes last."""
+    *peers, ours = values
+    return [form.format(peer / ours) if ours else "" for peer in peers]
+
+
 def sweep(records: Mapping[str, Record]) -> str:
     """One row per shape: the policy side."""
     rows = []
     for name, record in records.items():
-        sides = record["sides"]
-        seconds = {side: cpu_s(sides[side], POLICY_PARTS) for side in (STOCK, TUNED, OURS)}
-        flops = {side: gflop(sides[side], POLICY_PARTS) for side in (STOCK, TUNED, OURS)}
-        rows.append(
-            [
-                name,
-                *(f"{statistics.median(s):.2f}" for s in seconds.values()),
-                *(_times(ratio(seconds[peer], seconds[OURS])) for peer in PEERS),
-                *(f"{flops[peer] / flops[OURS]:.1f}x" for peer in PEERS),
-                f"{record['over_minimum']:.3f}",
-            ]
-        )
-    head = ["policy side, CPU s", STOCK, TUNED, OURS, "stock/ours", "tuned/ours"]
-    flops_head = ["FLOPs stock/ours", "FLOPs tuned/ours", "ours over the minimum"]
-    return table([*head, *flops_head], rows)
+        flops = [gflop(record["sides"][side], POLICY_PARTS) for side in SIDES]
+        over_minimum = f"{record['over_minimum']:.3f}"
+        rows.append([name, *_seconds(record, POLICY_PARTS), *_over(flops, "{:.1f}x"), over_minimum])
+    flops_head = [*(f"FLOPs {peers}" for peers in RATIOS), "ours over the minimum"]
+    return table(["policy side, CPU s", *SIDES, *RATIOS, *flops_head], rows)
 
 
 def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:
     """MB above baseline over G, and what one more completion takes."""
     rows = [
-        [f"G = {group}", *(f"{peaks[s]:.0f}" for s in (STOCK, TUNED, OURS)), _share(peaks)]
+        [f"G = {group}", *(f"{peaks[side]:.0f}" for side in SIDES), _share(peaks)]
         for group, peaks in peaks_by_group.items()
     ]
     slopes = memory_slopes(peaks_by_group)
-    rows.append(
-        ["one more completion", *(f"{slopes[s]:.1f}" for s in (STOCK, TUNED, OURS)), _share(slopes)]
-    )
-    return table(["peak MB above baseline", STOCK, TUNED, OURS, "ours/tuned"], rows)
+    growth = [f"{slopes[side]:.1f}" for side in SIDES]
+    rows.append(["one more completion", *growth, _share(slopes)])
+    return table(["peak MB above baseline", *SIDES, "ours/tuned"], rows)
 
 
 def _share(of: Mapping[str, float]) -> str:
@@ -141,58 +130,43 @@ def memory_slopes(peaks_by_group: Mapping[str, Mapping[str, float]]) -> dict[str
     few, many = groups[0], groups[-1]
     return {
         side: (peaks_by_group[many][side] - peaks_by_group[few][side]) / (int(many) - int(few))
-        for side in (STOCK, TUNED, OURS)
+        for side in SIDES
     }
 
 
 def latencies(records: Sequence[Record]) -> str:
     """Wall seconds an iteration, and of them those that wait for the judge."""
     names = list(records[0]["sides"])
-    rows = []
-    for record in records:
-        cells = []
-        for name in names:
-            side = record["sides"][name]
-            wall, wait = statistics.median(wall_s(side)), statistics.median(waits(side))
-            cells.append(f"{wall:.2f} ({wait:.2f}, {wait / wall:.0%})")
-        rows.append([f"{record['latency_s']:g} s", *cells])
+
+    def cell(side: Record) -> str:
+        wall, wait = median_s(side), median_s(side, [JUDGE_WAIT])
+        return f"{wall:.2f} ({wait:.2f}, {wait / wall:.0%})"
+
+    rows = [[f"{r['latency_s']:g} s", *(cell(r["sides"][name]) for name in names)] for r in records]
     return table(["judge's latency: wall s (exposed wait)", *names], rows)
-
-
-def waits(side: Record) -> list[float]:
-    """Wall seconds of each round in which nothing is computed because of the judge."""
-    return wall_s(side, [JUDGE_WAIT])
 
 
 def savings(records: Mapping[str, Record]) -> str:
     """What each brought, alone and stacked on those above it."""
 
-    def cells(record: Record) -> tuple[float, float]:
-        return gflop(record), statistics.median(cpu_s(record))
+    def cost(name: str) -> tuple[float, float]:
+        return gflop(records[name]), statistics.median(cpu_s(records[name]))
 
-    none = cells(records["none"])
-    rows = [
-        ["none", f"{none[0]:.0f}", f"{none[1]:.2f}", "", "", f"{none[0]:.0f}", f"{none[1]:.2f}"]
-    ]
-    before = none
+    def cells(of: tuple[float, float]) -> list[str]:
+        return [f"{of[0]:.0f}", f"{of[1]:.2f}"]
+
+    def gain(more: tuple[float, float], less: tuple[float, float]) -> str:
+        return f"{more[0] / less[0]:.2f}x / {more[1] / less[1]:.2f}x"
+
+    none = before = cost("none")
+    rows = [["none", *cells(none), "", "", *cells(none)]]
     for i, (name, saving) in enumerate(SAVINGS.items()):
-        alone = cells(records[f"alone {name}"])
-        stacked = cells(records[f"stacked {name}"]) if i else alone
-        rows.append(
-            [
-                saving.title,
-                f"{alone[0]:.0f}",
-                f"{alone[1]:.2f}",
-                f"{none[0] / alone[0]:.2f}x / {none[1] / alone[1]:.2f}x",
-                f"{before[0] / stacked[0]:.2f}x / {before[1] / stacked[1]:.2f}x",
-                f"{stacked[0]:.0f}",
-                f"{stacked[1]:.2f}",
-            ]
-        )
+        alone = cost(f"alone {name}")
+        stacked = cost(f"stacked {name}") if i else alone
+        gains = gain(none, alone), gain(before, stacked)
+        rows.append([saving.title, *cells(alone), *gains, *cells(stacked)])
         before = stacked
-    rows.append(
-        ["all", "", "", "", f"{none[0] / before[0]:.2f}x / {none[1] / before[1]:.2f}x", "", ""]
-    )
+    rows.append(["all", "", "", "", gain(none, before), "", ""])
     head = ["saving", "alone GFLOP", "alone CPU s", "alone: FLOPs / CPU", "on top: FLOPs / CPU"]
     return table([*head, "stacked GFLOP", "stacked CPU s"], rows)
 
@@ -201,12 +175,10 @@ def ranks(record: Record) -> str:
     """One rank and two: the same numbers, and what travels."""
     one, two = record["1"], record["2"]
     sent = [counts.get("bytes to other ranks", 0) for counts in two["counts"]]
+    difference = f"{metric_difference(record):.1e}"
     positions = [counts["token positions"] for counts in two["counts"]]
     rows = [
-        [
-            "largest relative difference of any metric of an iteration",
-            f"{metric_difference(record):.1e}",
-        ],
+        ["largest relative difference of any metric of an iteration", difference],
         ["bytes of the trained weights (float32)", f"{record['trained_bytes']:,}"],
         ["bytes a rank brings per step, gradients and numbers", f"{max(sent):,}"],
         ["over the trained bytes", f"{max(sent) / record['trained_bytes']:.3f}"],

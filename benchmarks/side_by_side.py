@@ -5,9 +5,7 @@
     .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, a few minutes
     .venv/bin/python -m benchmarks.side_by_side --only latency ranks
 
-What: the experiments in order, a report (Markdown), its records (JSON) and a plot (PNG) in `--out`.
-What not: how anything is measured (`experiments.py`, `post.py`) or what the sides are
-(`trl_side.py`, `our_side.py`).
+The experiments in order; a report (Markdown), its records (JSON) and a plot (PNG) in `--out`.
 
 How to read it. Every side is a process with one thread; they run an iteration each in turn, the
 first round is dropped, ratios are taken within a round, and the median of them is given with the

@@ -29,6 +29,7 @@ from benchmarks import toy
 from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
+from rl.api.data import RowRules
 from rl.api.plug import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
@@ -113,18 +114,10 @@ class Peer:
             shuffle_dataset=False,
             dataloader_pin_memory=False,
         )
-        rows = Dataset.from_dict(
-            {
-                "prompt": [
-                    [
-                        {"role": "system", "content": toy.SYSTEM},
-                        {"role": "user", "content": row.instruction},
-                    ]
-                    for row in self._rows
-                ],
-                "image": [row.source for row in self._rows],
-            }
-        )
+        rows = {
+            "prompt": [_messages(row.instruction) for row in self._rows],
+            "image": [row.source for row in self._rows],
+        }
         lora = LoraConfig(
             r=toy.LORA["r"],
             lora_alpha=toy.LORA["alpha"],
@@ -135,7 +128,7 @@ class Peer:
             model=model,
             reward_funcs=self.tuned_reward if tuned else self.stock_reward,
             args=config,
-            train_dataset=rows,
+            train_dataset=Dataset.from_dict(rows),
             processing_class=self._processor,
             peft_config=lora,
             rollout_func=self.rollout,
@@ -188,15 +181,10 @@ class Peer:
 
     def _prompt_text(self, row: Sample) -> str:
         content = [{"type": "image"}, {"type": "text", "text": row.instruction}]
-        messages = [
-            {"role": "system", "content": toy.SYSTEM},
-            {"role": "user", "content": content},
-        ]
-        return str(
-            self._processor.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
+        chat = self._processor.apply_chat_template(
+            _messages(content), add_generation_prompt=True, tokenize=False
         )
+        return str(chat)
 
     def _inputs(self, images: list[Any], texts: list[str]) -> dict[str, torch.Tensor]:
         return dict(self._processor(text=texts, images=images, return_tensors="pt"))
@@ -292,6 +280,12 @@ class Peer:
         return self._judge_loop.submit(self._reward.grade(evidence))
 
 
+def _messages(content: Any) -> list[dict[str, Any]]:
+    from tiny_world.builder.tokenizer import SYSTEM_PROMPT
+
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
+
+
 def _words(prompt: list[dict[str, Any]]) -> str:
     """The user's words in a chat, whatever else its message holds."""
     content = prompt[-1]["content"]
@@ -312,22 +306,16 @@ def make_processor(folder: Path) -> Any:
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
         tokenizer=tokenizer,
         video_processor=None,
-        chat_template=toy.CHAT_TEMPLATE,
+        chat_template=tokenizer.chat_template,
     )
 
 
 def ordered_samples(shape: Shape) -> list[Sample]:
     """The rows in the order in which the other side takes them."""
-    from benchmarks import toy_samples
-
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
-    config = toy_samples.Config(type="toy_samples", num_samples=num_rows, shape=vars(shape))
-    sampler = PromptOrder([toy_samples.ToySamples(config)], [1.0], 0, shape.num_groups)
-    return [
-        row
-        for iteration in range(toy.MAX_ITERATIONS)
-        for row in sampler.shard(iteration, 0, 1, lambda row: row)
-    ]
+    config = toy.Config(type="benchmarks.toy", num_samples=num_rows, shape=vars(shape))
+    order = PromptOrder([toy.ToySamples(config, RowRules())], [1.0], 0, shape.num_groups)
+    return [row for i in range(toy.MAX_ITERATIONS) for row in order.shard(i, 0, 1, lambda row: row)]
 
 
 def make_renderer(folder: Path, shape: Shape) -> Any:

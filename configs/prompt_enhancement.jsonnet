@@ -59,8 +59,6 @@
   optimizer+: {
     backend: if $.world_size == 1 then 'torch' else 'deepspeed',
     zero_stage: 1,  // adapters: see base.libsonnet
-    learning_rate: 1e-5,
-    max_tokens_per_micro_batch: 8192,
     gradient_checkpointing: true,
   },
   evaluation+: { every_n_iterations: 25, num_samples: 64 },

@@ -56,12 +56,9 @@ local complex_edit(rows) = {
     validation: [complex_edit('[-32:]')],
   },
 
-  sampling+: { max_completion_tokens: 256 },
   algorithm+: { kl_coeff: 1e-3 },
   optimizer+: {
-    backend: 'deepspeed',
     zero_stage: 1,  // adapters: see base.libsonnet
-    learning_rate: 1e-5,
     max_tokens_per_micro_batch: 8192,  // two groups of 1543 + 8 x 256
     gradient_checkpointing: 'mlp',
   },

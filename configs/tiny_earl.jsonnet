@@ -2,12 +2,9 @@
 // grades pixels. Real classes, a few minutes on two CPU cores; no GPU, no network.
 //
 //   python -m rl.simple_launch configs/tiny_earl.jsonnet
-(import 'base.libsonnet') + {
+(import 'tiny.libsonnet') + {
   run_name: 'tiny_earl',
-  base_exp_dir: 'runs',
   num_iterations: 50,
-  prompts_per_iteration: 12,
-  generations_per_prompt: 8,
 
   policy: {
     type: 'emu3',
@@ -15,7 +12,6 @@
     dtype: 'float32',
     max_prompt_tokens: 64,
   },
-  engine: { type: 'vllm' },
   renderer: {
     type: 'emu3_vq',
     model_path: 'pkg://tiny_world/weights/emu3_vq',
@@ -29,12 +25,7 @@
     op: 'geometric_mean',
     weights: { 'viescore/pq_01': 1, ground_score: 1 },
   },
-  judge+: {
-    start_command: ['{python}', '-m', 'tiny_world.judge_server', '{url_file}', '{model}'],
-    model: 'tiny-world-judge',
-    image_side_px: 64,
-    max_concurrency: 8,  // threads of one small server: more only get in each other's way
-  },
+  judge+: $.pixel_judge,
   data+: {
     train: [{ type: 'tiny_world.data.shape_tokens', num_samples: 4096, seed: 1 }],
     validation: [{ type: 'tiny_world.data.shape_tokens', num_samples: 96, seed: 2 }],
@@ -42,15 +33,7 @@
 
   sampling+: { max_completion_tokens: 32 },
   algorithm+: { kl_coeff: 0.02, advantage_eps: 0.1 },
-  optimizer+: {
-    backend: 'torch',  // one process has nothing to shard, and starts faster without DeepSpeed
-    learning_rate: 4e-4,
-    final_lr_fraction: 0.2,
-    warmup_iterations: 4,
-    betas: [0.9, 0.99],
-    max_grad_norm: 1.0,
-    max_tokens_per_micro_batch: 2048,
-  },
+  optimizer+: { learning_rate: 4e-4, max_grad_norm: 1.0 },
   // Sampled, not greedy: where two pictures are about equally likely, the likeliest flips by chance.
   evaluation+: { every_n_iterations: 10, num_samples: 96, temperature: 1.0 },
   checkpoint+: { save_every_n_iterations: 20 },

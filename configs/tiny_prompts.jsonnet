@@ -4,28 +4,18 @@
 // two CPU cores.
 //
 //   python -m rl.simple_launch configs/tiny_prompts.jsonnet
-(import 'base.libsonnet') + {
+(import 'tiny.libsonnet') + {
   run_name: 'tiny_prompts',
-  base_exp_dir: 'runs',
   num_iterations: 60,
-  prompts_per_iteration: 12,
-  generations_per_prompt: 8,
 
   policy: {
     type: 'qwen2_5_vl',
     model_path: 'pkg://tiny_world/weights/rewriter',
     dtype: 'float32',
-    lora: {
-      r: 8,
-      alpha: 16,
-      target_modules: [
-        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj',
-      ],
-    },
+    lora: $.small_lora,
     system_prompt: 'Say in plain words what the picture shows.',
     max_prompt_tokens: 64,
   },
-  engine: { type: 'vllm' },
   renderer: {
     type: 'sd3',
     model_path: 'pkg://tiny_world/weights/sd3',
@@ -49,15 +39,7 @@
 
   sampling+: { max_completion_tokens: 12 },
   algorithm+: { kl_coeff: 0.03, advantage_eps: 0.1 },
-  optimizer+: {
-    backend: 'torch',  // one process has nothing to shard, and starts faster without DeepSpeed
-    learning_rate: 4e-3,
-    final_lr_fraction: 0.2,
-    warmup_iterations: 4,
-    betas: [0.9, 0.99],
-    max_grad_norm: 0.1,
-    max_tokens_per_micro_batch: 2048,
-  },
+  optimizer+: { learning_rate: 4e-3 },
   evaluation+: { every_n_iterations: 15, num_samples: 72 },
   checkpoint+: { save_every_n_iterations: 30 },
 }

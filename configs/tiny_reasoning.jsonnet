@@ -2,28 +2,18 @@
 // colour, what sum) and is paid for right answers in the asked form. Minutes on two CPU cores.
 //
 //   python -m rl.simple_launch configs/tiny_reasoning.jsonnet
-(import 'base.libsonnet') + {
+(import 'tiny.libsonnet') + {
   run_name: 'tiny_reasoning',
-  base_exp_dir: 'runs',
   num_iterations: 100,
-  prompts_per_iteration: 12,
-  generations_per_prompt: 8,
 
   policy: {
     type: 'qwen2_5_vl',
     model_path: 'pkg://tiny_world/weights/reasoner',
     dtype: 'float32',
-    lora: {
-      r: 8,
-      alpha: 16,
-      target_modules: [
-        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj',
-      ],
-    },
+    lora: $.small_lora,
     system_prompt: 'Write your thoughts in <think></think>, then the answer in <answer></answer>.',
     max_prompt_tokens: 128,
   },
-  engine: { type: 'vllm' },
   renderer: { type: 'none' },
   rewards: { accuracy: { type: 'accuracy' }, format: { type: 'format' } },
   data+: {
@@ -33,15 +23,7 @@
 
   sampling+: { max_completion_tokens: 48 },
   algorithm+: { kl_coeff: 0.1, advantage_eps: 0.1 },
-  optimizer+: {
-    backend: 'torch',
-    learning_rate: 2e-3,
-    final_lr_fraction: 0.2,
-    warmup_iterations: 4,
-    betas: [0.9, 0.99],
-    max_grad_norm: 0.1,
-    max_tokens_per_micro_batch: 2048,
-  },
+  optimizer+: { learning_rate: 2e-3 },
   evaluation+: { every_n_iterations: 20, num_samples: 128, reference_drift: false },
   checkpoint+: { save_every_n_iterations: 25 },
 }

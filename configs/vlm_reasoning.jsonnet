@@ -47,9 +47,7 @@ local open_r1(rows) = {
 
   sampling+: { max_completion_tokens: 1024 },
   optimizer+: {
-    backend: 'deepspeed',
     zero_stage: 3,
-    learning_rate: 1e-5,
     max_tokens_per_micro_batch: 12288,  // one group: 2048 + 8 x 1024 at the most
     gradient_checkpointing: 'mlp',
   },

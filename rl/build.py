@@ -3,8 +3,7 @@
 What: `resolve` (find the plugs and read their sections) and one `build_*` per room. What not: what
 a plug looks like (`api/find.py`), the rules across rooms (`preflight/compatibility.py`), within a
 section (`config/messages.py`) and within a plug (its own `Config`). Nothing heavy is imported
-before a `build_*` is called. Called by `preflight/report.py` before any process starts and by
-`train.py` on every rank.
+before a `build_*` is called.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Better prompts from a trained policy, outside of training.
+"""Better prompts from a trained policy, outside of training: asked as its run trained it (same
+chat, system prompt, picture sizes and banned tokens), sampled in batches.
 
     enhancer = Enhancer(adapter_path="runs/my-run/checkpoints/step_000200/model")
     print(enhancer.enhance("a cat made of rain").enhanced)
-
-What: `Enhancer`: the policy as its run trained it (same chat, system prompt, picture sizes and
-banned tokens), sampled in batches. What not: training, rendering, serving. Called by
-`rl enhance` and from Python.
 """
 
 from __future__ import annotations
@@ -17,16 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl import build
-from rl.api.types import Completion, Prompt, Sample
+from rl.api.types import Completion, Prompt, Sample, SamplingParams
+from rl.config import formats
+from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
-from rl.record.adapter_base import base_of
-from rl.record.checkpoint import ADAPTER_CONFIG, model_folder
+from rl.record.adapter_base import ADAPTER_CONFIG, base_of, read_config
+from rl.record.checkpoint import model_folder
 from rl.rewards.prompt_quality import score
 
 if TYPE_CHECKING:
-    import torch
     from PIL.Image import Image
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -51,7 +49,6 @@ class Enhanced:
 
     @property
     def quality_0_5(self) -> float:
-        """Their sum."""
         return sum(self.quality.values())
 
 
@@ -74,7 +71,7 @@ class Enhancer:
             adapter_path: a run folder (its newest whole checkpoint), a checkpoint, or its `model`
                 folder (PEFT adapter, or the whole model of a full fine-tuning). The run's
                 `config.json`, where it lies above, says how it was trained.
-            device: 'auto' = CUDA, else MPS, else the CPU.
+            device: 'auto' = CUDA, else the CPU.
             dtype: 'auto' = bfloat16, on the CPU float32.
             system_prompt: None = the run's, without a run `SYSTEM_PROMPT`.
 
@@ -85,18 +82,16 @@ class Enhancer:
         section["dtype"] = pick_dtype(self.device) if dtype == "auto" else dtype
         resolved = build.resolve(_bare_run(section))
         self.system_prompt: str = resolved.policy.config.system_prompt
-        self._policy = build.build_policy(resolved, Dist(device=self.device))
-        self._policy.module.eval()
+        dist = Dist(device=self.device)
+        self._policy = build.build_policy(resolved, dist)
+        self._engine = build.build_engine(resolved, self._policy, dist)
 
     def enhance(self, prompt: str, image: Image | None = None, **options: Any) -> Enhanced:
         """One prompt; `options` as for `enhance_stream`."""
         return self.enhance_batch([prompt], [image], **options)[0]
 
     def enhance_batch(
-        self,
-        prompts: Sequence[str],
-        images: Sequence[Image | None] | None = None,
-        **options: Any,
+        self, prompts: Sequence[str], images: Sequence[Image | None] | None = None, **options: Any
     ) -> list[Enhanced]:
         """All results at once; arguments as for `enhance_stream`."""
         return list(self.enhance_stream(prompts, images, **options))
@@ -156,11 +151,10 @@ class Enhancer:
         self, samples_B: Sequence[Sample], temperature: float, max_new_tokens: int, seed: int
     ) -> list[Enhanced]:
         prompts_B = [self._policy.build_prompt(sample) for sample in samples_B]
-        completions_B = self._sample(prompts_B, temperature, max_new_tokens, seed)
-        return [
-            self._read(prompt, completion)
-            for prompt, completion in zip(prompts_B, completions_B, strict=True)
-        ]
+        params = SamplingParams(temperature, 1.0, -1, max_new_tokens, num_completions=1)
+        seeds_B = [derive_seed(seed, "enhance", prompt.sample.instruction) for prompt in prompts_B]
+        groups_B1 = self._engine.generate(prompts_B, params, seeds_B)
+        return [self._read(p, group[0]) for p, group in zip(prompts_B, groups_B1, strict=True)]
 
     def _read(self, prompt: Prompt, completion: Completion) -> Enhanced:
         original = prompt.sample.instruction
@@ -174,54 +168,11 @@ class Enhancer:
             quality=score(original, enhanced),
         )
 
-    def _sample(
-        self, prompts_B: Sequence[Prompt], temperature: float, max_new_tokens: int, seed: int
-    ) -> list[Completion]:
-        """One completion per prompt, each drawn from a generator of its own."""
-        import torch
-
-        seeds = [derive_seed(seed, "enhance", prompt.sample.instruction) for prompt in prompts_B]
-        generators = [torch.Generator().manual_seed(number) for number in seeds]
-        decoder = self._policy.decoder(prompts_B, num_rows=1)
-        banned = torch.tensor(self._policy.banned_token_ids, dtype=torch.int64)
-        tokens: list[list[int]] = [[] for _ in prompts_B]
-        last: list[int] | None = None
-        for _ in range(max_new_tokens):
-            logits = decoder.step(last).cpu().index_fill(-1, banned, float("-inf"))
-            last = [
-                _draw(row, temperature, generator)
-                for row, generator in zip(logits, generators, strict=True)
-            ]
-            for ids, token in zip(tokens, last, strict=True):
-                if not self._stopped(ids):
-                    ids.append(token)
-            if all(map(self._stopped, tokens)):
-                break
-        return [
-            Completion(tuple(ids), (0.0,) * len(ids), "stop" if self._stopped(ids) else "length")
-            for ids in tokens
-        ]
-
-    def _stopped(self, token_ids: Sequence[int]) -> bool:
-        return bool(token_ids) and token_ids[-1] in self._policy.stop_token_ids
-
-
-def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    import torch
-
-    if temperature == 0:
-        return int(logits_V.argmax())
-    probs = (logits_V / temperature).log_softmax(-1).exp()
-    return int(torch.multinomial(probs, 1, generator=generator))
-
 
 def pick_device() -> str:
-    """CUDA, else MPS, else the CPU."""
     import torch
 
-    if torch.cuda.is_available():
-        return "cuda:0"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def pick_dtype(device: str) -> str:
@@ -279,7 +230,10 @@ def run_of(folder: Path) -> Path | None:
 
 def _trained_section(file: Path) -> dict[str, Any]:
     """The policy section of a run. Raises ValueError when that run's prompts were not its own."""
-    config = RunConfig.model_validate_json(file.read_text(encoding="utf-8"))
+    written = json.loads(file.read_text(encoding="utf-8"))
+    config, problems = validate(RunConfig, formats.stored(written, str(file)))
+    if config is None:
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
     renderer = config.renderer["type"]
     bare = _bare_run(config.policy).model_copy(update={"renderer": config.renderer})
     plug = build.resolve(bare).renderer.cls
@@ -294,11 +248,10 @@ def _trained_section(file: Path) -> dict[str, Any]:
 
 def _weights(folder: Path, known_base: bool) -> dict[str, Any]:
     """Where the weights come from, and the shape of the adapter, as its own file states them."""
-    file = folder / ADAPTER_CONFIG
-    if not file.is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         whole = {"model_path": str(folder), "init_text_encoder_from": ""}
         return {**whole, "lora": None, "adapter_path": ""}
-    adapter = json.loads(file.read_text(encoding="utf-8"))
+    adapter = read_config(folder)
     base = {} if known_base else base_of(adapter).policy_keys()
     return {
         **base,
@@ -308,7 +261,6 @@ def _weights(folder: Path, known_base: bool) -> dict[str, Any]:
 
 
 def _bare_run(policy: Mapping[str, Any]) -> RunConfig:
-    """A run of nothing but this policy."""
     return RunConfig.model_validate(
         {
             "run_name": "enhance",

@@ -1,11 +1,8 @@
 """Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
 
-A script may also come alone (`rl check-distributed`): it gets N ranks and no config.
-
-What: check the config, then start the ranks, forward signals, name the rank that failed and pass
-its exit code on. What not: how ranks meet (`ranks/rendezvous.py`), what one does first
-(`ranks/worker.py`), training (`train.py`), restarts: the same command resumes the run from its
-last checkpoint.
+A script may also come alone (`rl check-distributed`): it gets N ranks and no config. The config is
+checked, the ranks started, signals forwarded, the rank that failed named and its exit code passed
+on. The same command resumes the run from its last checkpoint.
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
 node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
@@ -47,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
             config = load_config(args.config, args.overrides)
-        problems = _node_problems(args, config)
+        problems = []
+        if config.world_size % args.nnodes:
+            problems = [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
         if args.check:
             if problems:
                 raise ConfigError([*problems, *report.problems(config)])
@@ -71,12 +70,6 @@ def _report(config: RunConfig, gpu_gb: float) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
-
-
-def _node_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    if config.world_size % args.nnodes:
-        return [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
-    return []
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
@@ -150,7 +143,6 @@ def _folder_problems(run_dir: Path) -> list[str]:
 
 
 def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
-    """Run this node's `num_ranks` ranks to their end; returns the exit code."""
     if sys.platform != "linux":
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
@@ -224,7 +216,7 @@ def _say(line: str) -> None:
 def _set_environment(num_ranks: int) -> None:
     """What has to be there before a rank imports torch; what the user has set stays.
 
-    Without a GPU: one thread per rank (more were measured 3-10x slower on a shared CPU), and no
+    Without a GPU: one thread per rank (more are slower on a shared CPU), and no
     warnings of torch's C++ parts, which speak of NUMA nodes and host names, nothing to act on.
     """
     import torch

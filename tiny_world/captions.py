@@ -3,10 +3,8 @@
 A user writes "a crimson disc in the upper left corner" or "something round the color of grass in
 the lower right corner". The picture maker (tiny Stable Diffusion 3) was trained on plain captions
 alone: "red circle top left". The picture reader (tiny CLIP) knows both. So a prompt is worth
-rewriting, and how well is seen in the picture alone.
-
-What: users' prompts, plain captions, the way from either to the scene it means. What not: drawing
-(`scenes.py`) and grading. Pure functions; every prompt of this world is in `user_prompts`.
+rewriting, and how well is seen in the picture alone. Every prompt of this world is in
+`user_prompts`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The tiny world's judge behind the same HTTP that real judges speak.
 
-What: an OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the
-shipped prompts of `viescore`, `edit_quality`, `ground_score` and `viescore_t2i` from pixels
-(`pixel_judge.py`). So the reward path of tiny runs is the real one: PNG, HTTP, JSON, parser. What
-not: a model, nor a server for anyone else: it binds to 127.0.0.1. A config starts it by
-`judge.start_command`, as `python -m tiny_world.judge_server <file for its URL> <model>`.
+An OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the shipped
+prompts of `viescore`, `edit_quality`, `ground_score` and `viescore_t2i` from pixels
+(`pixel_judge.py`). So the reward path of tiny runs is the real one: PNG, HTTP, JSON, parser. A
+config starts it by `judge.start_command`, as `python -m tiny_world.judge_server <file for its URL>
+<model>`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from PIL import Image, UnidentifiedImageError
@@ -72,11 +71,13 @@ class JudgeHandler(BaseHTTPRequestHandler):
             reply = judge.answer(request["messages"][-1]["content"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             return self.fail(400, f"{type(error).__name__}: {error}")
+        return self.say(reply)
+
+    def say(self, reply: str) -> None:
         message = {"role": "assistant", "content": reply}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return self.send(
-            200, {"object": "chat.completion", "model": judge.model, "choices": [choice]}
-        )
+        model = self.server.judge.model
+        self.send(200, {"object": "chat.completion", "model": model, "choices": [choice]})
 
     def fail(self, status: int, message: str) -> None:
         self.send(status, {"error": {"message": message, "code": status}})
@@ -141,12 +142,7 @@ class JudgeServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,10 +1,7 @@
 """Questions about small pictures whose answers can be checked: how many, what colour, what sum.
 
 A `Question` knows its picture, its right answer and one right line of thought; `written` puts the
-two into the form that the accuracy and format rewards read. What not: the scenes of coloured
-shapes themselves (`scenes.py`), wrong answers (those are made where the beginner is taught).
-
-Pure functions of their arguments: a picture is a value and randomness comes in as `random.Random`.
+two into the form that the accuracy and format rewards read. Pure functions: a picture is a value.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 An instruction ("paint the square the color of grass") has to be understood by looking at the
 picture and by knowing that grass is green. The description ("turn the red square green.") is what
-the policy should write; it is all the image editor obeys.
-
-Pure functions of their arguments: a scene is a value and randomness comes in as `random.Random`.
+the policy should write; it is all the image editor obeys. Pure functions: a scene is a value.
 """
 
 from __future__ import annotations

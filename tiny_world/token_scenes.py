@@ -2,10 +2,8 @@
 
 A code stands for one 16x16 px block: an empty background, or one quarter of a shape of one form
 and colour on one background. So shapes sit in the middle of their quarter of the picture, and an
-edit changes the four codes of the shape it is about and no other.
-
-The tiny Emu3VQVAE (`tiny_world/builder/emu3_vq.py`) is taught these very codes: its encoder
-returns them for a drawn scene, its decoder draws the scene from them. Pure functions, no torch.
+edit changes the four codes of the shape it is about and no other. The tiny Emu3VQVAE is taught
+these very codes. Pure functions, no torch.
 """
 
 from __future__ import annotations

@@ -52,8 +52,6 @@
     truncated_completions: 'floor',
   },
   optimizer+: {
-    backend: 'deepspeed',
-    zero_stage: 2,
     learning_rate: 3e-6,
     betas: [0.9, 0.999],
     // EARL's 8 completions with a prompt each; two groups, whose prompts are there once.

@@ -1,8 +1,5 @@
 """Rewards of a group -> how much better than its siblings each completion was.
 
-What: group-relative advantages, plain floats. What not: which rewards count (rollout), what happens
-to a group without signal (the loop drops or keeps it). Called by `run/episode_metrics.py`.
-
 Axes: `_P` prompts (groups), `_G` completions in a group.
 """
 
@@ -39,18 +36,6 @@ class RewardMoments:
         return math.sqrt(max(0.0, self.total_of_squares / self.count - mean * mean))
 
 
-@dataclass(frozen=True)
-class GroupAdvantages:
-    """What became of a batch of groups."""
-
-    advantages: list[list[float | None]]
-    """[P][G]; None where the reward was None, 0 throughout a group without signal."""
-    num_graded: list[int]
-    """[P] graded completions per group."""
-    has_signal: list[bool]
-    """[P] False: fewer than two graded completions, or no spread; such a group moves nothing."""
-
-
 def reward_moments(rewards_PG: Sequence[Sequence[float | None]]) -> RewardMoments:
     """Power sums of this rank's graded rewards (None is skipped)."""
     graded = [reward for rewards_G in rewards_PG for reward in rewards_G if reward is not None]
@@ -58,54 +43,31 @@ def reward_moments(rewards_PG: Sequence[Sequence[float | None]]) -> RewardMoment
 
 
 def group_advantages(
-    rewards_PG: Sequence[Sequence[float | None]],
+    rewards_G: Sequence[float | None],
     scale: AdvantageScale,
     eps: float,
     batch: RewardMoments | None = None,
-) -> GroupAdvantages:
-    """A = (r - mean_group(r)) / s, with s = 1 | std_group(r) + eps | std_batch(r) + eps.
+) -> list[float | None]:
+    """[G] A = (r - mean(r)) / s, with s = 1 | std(r) + eps | std_batch(r) + eps.
 
     group_std: GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2); none: Dr. GRPO (Liu et al.
     2025, arXiv 2503.20783); batch_std: group mean, batch deviation (LitePPO, Liu et al. 2025,
-    arXiv 2508.08221). Deviations are population deviations over graded members.
+    arXiv 2508.08221). Deviations are population deviations over graded members. A group with fewer
+    than two of these, or without spread, moves nothing: 0 throughout.
 
     Args:
-        rewards_PG: [P][G] in [0, 1]; None = ungraded, out of mean and deviation.
-        scale: see above.
+        rewards_G: in [0, 1]; None = ungraded, out of mean and deviation, and None again.
         eps: added to the deviation, reward units.
-        batch: moments over ALL ranks, needed for batch_std only (`reward_moments`, summed).
-
-    Raises ValueError when batch_std comes without `batch`.
+        batch: moments over ALL ranks, for batch_std (`reward_moments`, summed).
     """
-    if scale == "batch_std" and batch is None:
-        raise ValueError("advantage_scale 'batch_std' needs the reward moments of the whole batch")
-    advantages_PG: list[list[float | None]] = []
-    num_graded_P: list[int] = []
-    has_signal_P: list[bool] = []
-    for rewards_G in rewards_PG:
-        graded = [reward for reward in rewards_G if reward is not None]
-        signal = len(graded) > 1 and max(graded) - min(graded) > SPREAD_TOLERANCE
-        num_graded_P.append(len(graded))
-        has_signal_P.append(signal)
-        if not signal:
-            advantages_PG.append([None if reward is None else 0.0 for reward in rewards_G])
-            continue
-        mean = math.fsum(graded) / len(graded)
-        divisor = _divisor(graded, mean, scale, eps, batch)
-        advantages_PG.append([None if r is None else (r - mean) / divisor for r in rewards_G])
-    return GroupAdvantages(advantages_PG, num_graded_P, has_signal_P)
-
-
-def _divisor(
-    graded: Sequence[float],
-    mean: float,
-    scale: AdvantageScale,
-    eps: float,
-    batch: RewardMoments | None,
-) -> float:
-    if scale == "none":
-        return 1.0
-    if scale == "batch_std":
-        assert batch is not None
-        return batch.std + eps
-    return math.sqrt(math.fsum((r - mean) ** 2 for r in graded) / len(graded)) + eps
+    graded = [reward for reward in rewards_G if reward is not None]
+    if len(graded) < 2 or max(graded) - min(graded) <= SPREAD_TOLERANCE:
+        return [None if reward is None else 0.0 for reward in rewards_G]
+    mean = math.fsum(graded) / len(graded)
+    divisor = 1.0
+    if scale == "group_std":
+        divisor = math.sqrt(math.fsum((r - mean) ** 2 for r in graded) / len(graded)) + eps
+    elif scale == "batch_std":
+        assert batch is not None, "its moments are known with the last group"
+        divisor = batch.std + eps
+    return [None if r is None else (r - mean) / divisor for r in rewards_G]

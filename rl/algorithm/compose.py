@@ -1,8 +1,4 @@
-"""Several rewards -> the one number in [0, 1] that GRPO sees.
-
-What: the final reward. What not: a reward's inner composition (its own room), statuses (rollout).
-Called by `rollout/stream.py`.
-"""
+"""Several rewards -> the one number in [0, 1] that GRPO sees."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """Which tokens may come next while a picture is written as tokens: one state machine for all.
 
-What: from how far a completion is past its image token, the one id that is forced there, or the
-slice of ids that is open; the same as a mask over logits, and as flags over a finished completion.
-What not: whose grid it is (`Prompt.grid`), sampling (engines), log-probs (policies), codes back out
-of ids (the policy that wrote them). Called by both engines and by policies.
-
 After the image token a picture of h x w codes goes, k = 0, 1, ...:
 
     k < h (w + 1)       row k // (w + 1): end_of_row at column w, a visual id at the columns before

@@ -1,8 +1,5 @@
 """The sampler is not quite the trainer: measure by how much, and weigh it away.
 
-What: truncated importance weights and the sums behind the mismatch metrics. What not: the ratio of
-new to old policy (`losses.py`): that is the trainer against itself. Called by the learner.
-
 Two engines give one model's tokens slightly different log-probs (kernels, dtypes, batch shapes), so
 completions come from a policy a little beside the one that is trained (Yao et al. 2025, "Your
 efficient RL framework secretly brings you off-policy RL training").

@@ -1,9 +1,5 @@
-"""Per-token estimators of KL(policy || reference).
-
-What: k1, k2, k3 of Schulman 2020 ("Approximating KL divergence", joschu.net/blog/kl-approx.html).
-What not: where the number goes (`losses.py` adds it to the loss or takes it off the advantage).
-Called by the learner.
-"""
+"""Per-token estimators of KL(policy || reference): k1, k2, k3 of Schulman 2020 ("Approximating KL
+divergence", joschu.net/blog/kl-approx.html)."""
 
 from __future__ import annotations
 

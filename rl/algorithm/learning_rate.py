@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 def learning_rate(
-    iteration: int,
-    num_iterations: int,
-    peak: float,
-    warmup_iterations: int,
-    final_fraction: float,
+    iteration: int, num_iterations: int, peak: float, warmup_iterations: int, final_fraction: float
 ) -> float:
     """Linear warm-up to `peak`, then linear decay to `final_fraction * peak` at the last iteration.
 

@@ -2,8 +2,7 @@
 
 Each gives a term per token, and the weight the token gets. Every denominator counts the whole
 update over all ranks and micro-batches, so that the gradient does not depend on how the batch is
-split; gradients are then summed, never averaged. What not: log-probs (policies), importance and KL
-(their own files), the backward (learner).
+split; gradients are then summed, never averaged.
 
 Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 """
@@ -84,11 +83,3 @@ def _clipped(x: LossInputs, log_ratio: torch.Tensor, weights: torch.Tensor) -> L
     terms = -torch.minimum(ratio * advantages, bounded * advantages)
     clipped = bounded * advantages < ratio * advantages
     return LossTerms(terms, weights, ratio.detach(), (clipped & x.mask).detach())
-
-
-def advantages_with_kl(advantages: torch.Tensor, kl: torch.Tensor, kl_coeff: float) -> torch.Tensor:
-    """KL in the reward: A_t - kl_coeff * kl_t, detached (arXiv 2510.01555: k1 here = k2 as a loss).
-
-    Args: advantages [B, 1] or [B, C]; kl [B, C] nats, of the OLD policy against the reference.
-    """
-    return (advantages - kl_coeff * kl).detach()

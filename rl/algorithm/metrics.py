@@ -1,9 +1,4 @@
-"""Numbers of an iteration, each with its own denominator, over all ranks.
-
-What: `Metrics`, a local accumulator whose plain `state()` travels to the other ranks, and the pure
-`merge` of such states. What not: collectives (`ranks/dist.py`) or files (`record/tracking.py`).
-Filled by rollout, summary, evaluate and the learner.
-"""
+"""Numbers of an iteration, each with its own denominator, over all ranks."""
 
 from __future__ import annotations
 

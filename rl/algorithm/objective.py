@@ -1,21 +1,18 @@
 """The whole objective of a micro-batch: policy loss + KL penalty, importance-weighted.
 
-What: `objective`, the one place where `losses`, `kl` and `importance` meet, as the config says.
-What not: forwards and backwards. Called by the learner.
-
 Axes: `_B` completions, `_C` completion tokens, right-padded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rl.algorithm.importance import importance_weights
 from rl.algorithm.kl import kl_per_token
-from rl.algorithm.losses import advantages_with_kl, loss_named
-from rl.api.loss import Denominators, LossInputs, LossTerms
+from rl.algorithm.losses import loss_named
+from rl.api.loss import LossInputs, LossTerms
 from rl.config.schema import AlgorithmConfig
 
 
@@ -38,51 +35,33 @@ class Objective:
 
 
 def objective(
-    config: AlgorithmConfig,
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    sampler_logprobs: torch.Tensor,
-    reference_logprobs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    denominators: Denominators,
+    config: AlgorithmConfig, x: LossInputs, reference_logprobs: torch.Tensor | None
 ) -> Objective:
     """sum_t weight_t * (importance_t * policy_term_t + kl_coeff * kl_t).
 
     Args:
-        logprobs: [B, C] float32, nats, with gradient, 0 where the mask is False.
-        old_logprobs: [B, C] float32, nats, the trainer's, before the iteration's first update.
-        sampler_logprobs: [B, C] float32, nats.
+        x: log-probs 0 where the mask is False; advantages [B, 1].
         reference_logprobs: [B, C] float32, nats, 0 where the mask is False; None: no KL.
-        advantages: [B, 1] float32.
-        mask: [B, C] bool, tokens that carry loss.
-        denominators: of the whole step, over all ranks.
     """
-    advantages = advantages.expand_as(logprobs)
+    advantages = x.advantages.expand_as(x.logprobs)
     kl = None
     if reference_logprobs is not None and config.kl_placement == "reward":
-        old_kl = kl_per_token(old_logprobs, reference_logprobs, config.kl_estimator)
-        advantages = advantages_with_kl(advantages, old_kl, config.kl_coeff)
+        old_kl = kl_per_token(x.old_logprobs, reference_logprobs, config.kl_estimator)
+        # Of the OLD policy, detached (arXiv 2510.01555: k1 here = k2 as a loss).
+        advantages = (advantages - config.kl_coeff * old_kl).detach()
     elif reference_logprobs is not None:
-        kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator)
+        kl = kl_per_token(x.logprobs, reference_logprobs, config.kl_estimator)
     importance = importance_weights(
-        old_logprobs, sampler_logprobs, mask, config.importance_correction, config.importance_cap
+        x.old_logprobs,
+        x.sampler_logprobs,
+        x.mask,
+        config.importance_correction,
+        config.importance_cap,
     )
-    policy = loss_named(config.loss)(
-        LossInputs(
-            logprobs=logprobs,
-            old_logprobs=old_logprobs,
-            sampler_logprobs=sampler_logprobs,
-            advantages=advantages,
-            mask=mask,
-            denominators=denominators,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-        )
-    )
+    policy = loss_named(config.loss)(replace(x, advantages=advantages))
     if not isinstance(policy, LossTerms):
         raise TypeError(f"algorithm.loss: {config.loss} returns {policy!r}, no LossTerms")
-    kl_loss = logprobs.new_zeros(())
+    kl_loss = x.logprobs.new_zeros(())
     if kl is not None:
         kl_loss = config.kl_coeff * (policy.weights * kl).sum()
     policy_loss = (policy.weights * importance * policy.terms).sum()

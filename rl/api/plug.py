@@ -34,8 +34,7 @@ class PlacedConfig(PlugConfig):
     """Base of the keys of a plug that keeps a model on a device."""
 
     device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'mps', 'cuda:1', 'cuda:+1' (the rank's number
-    plus 1)."""
+    """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's number and 1)."""
     max_memory_gb: Annotated[float, Field(gt=0)] | None = None
     """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
     halved, as when the GPU itself is full. The policy's is its inference engine's too."""

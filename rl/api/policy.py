@@ -180,7 +180,7 @@ class Policy(RunPlug[PolicyConfigT]):
     # --- what an inference engine asks --------------------------------------------------------
 
     @abstractmethod
-    def sampler_folder(self) -> str:
+    def engine_folder(self) -> str:
         """Folder or hub id from which an outside engine loads these base weights, this tokenizer
         and this image processor; lives as long as the policy."""
 

@@ -125,12 +125,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the sampler wrote for one prompt."""
+    """What the engine wrote for one prompt."""
 
     token_ids: tuple[int, ...]
-    """Includes the stop token exactly when the sampler stopped by itself."""
+    """Includes the stop token exactly when the engine stopped by itself."""
     logprobs: tuple[float, ...]
-    """The sampler's own log-probs of these tokens under the distribution it sampled from, nats."""
+    """The engine's own log-probs of these tokens under the distribution it sampled from, nats."""
     finish: Literal["stop", "length"]
     forced: tuple[bool, ...] | None = None
     """True where a constraint left no choice: such tokens are attended to, never trained."""
@@ -248,7 +248,7 @@ class TrainSequence:
     """[T] which of them carry loss; never used as an attention mask."""
     advantage: float
     sampler_logprobs: tuple[float, ...]
-    """[T] nats, from the sampler."""
+    """[T] nats, from the engine."""
 
 
 Row = tuple[Prompt, Sequence[int]]
@@ -292,7 +292,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True, eq=False)
 class PolicyWeights:
-    """What the sampler must hold after a sync."""
+    """What the engine must hold after a sync."""
 
     kind: Literal["lora", "full"]
     tensors: Mapping[str, torch.Tensor]

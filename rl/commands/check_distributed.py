@@ -1,8 +1,8 @@
 """Do the ranks of this machine hear each other? `rl check-distributed --nproc N`.
 
-What: every communicator that a run may use sums a known tensor over all ranks: Gloo, NCCL, and
-vLLM's own. One line each on rank 0, `... is successful!` or why it was skipped; exit code 1 with
-the reason when a sum is wrong or does not come. What not: speed.
+Every communicator that a run may use sums a known tensor over all ranks: Gloo, NCCL, and vLLM's
+own. One line each on rank 0, `... is successful!` or why it was skipped; exit code 1 with the
+reason when a sum is wrong or does not come.
 
     rl check-distributed --nproc 2
     python -m rl.simple_launch --nproc 2 scripts/check_distributed.py

@@ -1,11 +1,8 @@
 """Making one file per edit in several processes, so that nothing is lost, doubled or half written.
 
-What: which worker makes which edit, what is left to do after a kill, the list at the end. What not:
-what an edit is made from (`prepare_data.py`, which calls this). Workers are spawned, so that each
-may hold a GPU.
-
-No two edits share a file and every file belongs to one worker's shard; it is written aside and
-renamed, so that its being there means that it is done. The list is written last, by one process.
+Workers are spawned, so that each may hold a GPU. No two edits share a file and every edit is in one
+batch; a file is written aside and renamed, so that its being there means that it is done. The list
+is written last, by one process.
 """
 
 from __future__ import annotations
@@ -13,26 +10,21 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rl.data.emu3_tokens.files import SUFFIX, TokenisedEdit, is_whole, write
 from rl.files.atomic import write_atomically
+from rl.ranks.signals import die_with_parent
 
 LIST = "tokenized_datalist.json"
 PROGRESS_S = 5.0
-_counter: Any = None
-"""In a worker: edits dealt with so far by all of them, shared."""
-_stop: Any = None
-"""In a worker: set when another one failed."""
-_main_pid = 0
-"""In a worker: the process it works for."""
 
 
 class CannotPrepare(Exception):  # noqa: N818 - it is a message to the user
@@ -51,6 +43,8 @@ class Edit:
 
 Maker = Callable[[Sequence[Edit]], list[TokenisedEdit | str]]
 """The edits of a small batch, each made, or the reason why not."""
+_maker: Callable[[], Maker]
+"""In a worker: its own."""
 
 
 @contextmanager
@@ -90,14 +84,6 @@ def continue_only_the_same(output: Path, made_from: Mapping[str, Any]) -> None:
     write_atomically(file, json.dumps(wanted, indent=2))
 
 
-def refuse_twins(edits: Sequence[Edit], complaint: str) -> None:
-    owners: dict[str, int] = {}
-    for edit in edits:
-        owner = owners.setdefault(edit.name, edit.number)
-        if owner != edit.number:
-            raise CannotPrepare(f"{complaint} ({edit.name!r} is row {owner} and row {edit.number})")
-
-
 def make_all(
     output: Path,
     edits: Sequence[Edit],
@@ -105,22 +91,37 @@ def make_all(
     batch_size: int,
     on_bad_row: str,
 ) -> tuple[int, list[str]]:
-    """Make every edit that is not there yet, one worker and shard per maker, then write the list.
+    """Make every edit that is not there yet, one worker per maker, then write the list.
 
     Returns how many the list names, and why others are left out.
     """
     context = multiprocessing.get_context("spawn")
-    counter, stop = context.Value("q", 0), context.Event()
+    waiting = context.SimpleQueue()
+    for maker in makers:
+        waiting.put(maker)
     feature = output / "feature"
-    with ProcessPoolExecutor(len(makers), context, share, (counter, stop, os.getpid())) as pool:
-        shards = [edits[k :: len(makers)] for k in range(len(makers))]
-        futures = [
-            pool.submit(work, make, shard, feature, batch_size, on_bad_row)
-            for make, shard in zip(makers, shards, strict=True)
-        ]
-        watch(futures, counter, stop, len(edits))
-        outcomes = [future.result() for future in futures]
-    bad = {number: reason for outcome in outcomes for number, reason in outcome.items()}
+    batches = [edits[k : k + batch_size] for k in range(0, len(edits), batch_size)]
+    bad: dict[int, str] = {}
+    with ProcessPoolExecutor(len(makers), context, begin, (waiting,)) as pool:
+        sizes = {pool.submit(work, batch, feature, on_bad_row): len(batch) for batch in batches}
+        start = shown = time.monotonic()
+        num_done = 0
+        try:
+            for future, size in sizes.items():
+                bad |= future.result()
+                num_done += size
+                now = time.monotonic()
+                if now - shown > PROGRESS_S or num_done == len(edits):
+                    rate = num_done / max(now - start, 1e-9)
+                    print(f"{num_done} of {len(edits)} edits ({rate:.1f}/s)", flush=True)
+                    shown = now
+        except Exception as error:
+            pool.shutdown(cancel_futures=True)
+            known = isinstance(error, CannotPrepare)
+            reason = str(error) if known else f"a worker died: {error!r}"
+            raise CannotPrepare(
+                f"{reason}\nWhat is done is kept; start the same command again to go on"
+            ) from error
     entries = [edit.name + SUFFIX for edit in edits if edit.number not in bad]
     if not entries:
         raise CannotPrepare(f"no row is left, e.g. {next(iter(bad.values()), 'there was none')}")
@@ -129,61 +130,22 @@ def make_all(
     return len(entries), [bad[number] for number in sorted(bad)]
 
 
-def watch(futures: Sequence[Future[dict[int, str]]], counter: Any, stop: Any, total: int) -> None:
-    """Print progress until all are done; the first failure stops the others at their next batch."""
-    start, pending = time.monotonic(), set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=PROGRESS_S, return_when=FIRST_COMPLETED)
-        for future in done:
-            try:
-                future.result()
-            except Exception as error:
-                stop.set()
-                known = isinstance(error, CannotPrepare)
-                reason = str(error) if known else f"a worker died: {error!r}"
-                raise CannotPrepare(
-                    f"{reason}\nWhat is done is kept; start the same command again to go on"
-                ) from error
-        rate = counter.value / max(time.monotonic() - start, 1e-9)
-        print(f"{counter.value} of {total} edits ({rate:.1f}/s)", flush=True)
+def begin(waiting: Any) -> None:
+    """In a worker: it has one of the makers that wait, made with its first edit."""
+    global _maker
+    die_with_parent()  # an orphan of the pool would wait for work for ever
+    _maker = cache(waiting.get())
 
 
-def share(counter: Any, stop: Any, main_pid: int) -> None:
-    """In a worker, at its start."""
-    global _counter, _stop, _main_pid
-    _counter, _stop, _main_pid = counter, stop, main_pid
-
-
-def work(
-    make_maker: Callable[[], Maker],
-    edits: Sequence[Edit],
-    feature: Path,
-    batch_size: int,
-    on_bad_row: str,
-) -> dict[int, str]:
-    """In a worker: make and write its edits; returns number -> reason of those that cannot be."""
+def work(edits: Sequence[Edit], feature: Path, on_bad_row: str) -> dict[int, str]:
+    """In a worker: make and write a batch; returns number -> reason of those that cannot be."""
     missing = [edit for edit in edits if not is_whole(feature / (edit.name + SUFFIX))]
-    count(len(edits) - len(missing))
     bad: dict[int, str] = {}
-    make = make_maker() if missing else None
-    for start in range(0, len(missing), batch_size):
-        if os.getppid() != _main_pid:
-            os._exit(1)  # an orphan of the pool would wait for work for ever
-        if _stop.is_set():
-            break
-        batch = missing[start : start + batch_size]
-        assert make is not None
-        for edit, made in zip(batch, make(batch), strict=True):
-            if isinstance(made, TokenisedEdit):
-                write(feature / (edit.name + SUFFIX), made)
-            elif on_bad_row == "error":
-                raise CannotPrepare(f"{made}\nMend it, or leave such out with --on-bad-row skip")
-            else:
-                bad[edit.number] = made
-        count(len(batch))
+    for edit, made in zip(missing, _maker()(missing) if missing else [], strict=True):
+        if isinstance(made, TokenisedEdit):
+            write(feature / (edit.name + SUFFIX), made)
+        elif on_bad_row == "error":
+            raise CannotPrepare(f"{made}\nMend it, or leave such out with --on-bad-row skip")
+        else:
+            bad[edit.number] = made
     return bad
-
-
-def count(num: int) -> None:
-    with _counter.get_lock():
-        _counter.value += num

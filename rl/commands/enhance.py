@@ -1,10 +1,9 @@
 """Better prompts for pictures: `rl enhance [--adapter <run>] "a cat made of rain" ...`.
 
-What: prompts from the command line, a file (`.txt`, a prompt per line; `.jsonl`, an object per line
+Prompts from the command line, a file (`.txt`, a prompt per line; `.jsonl`, an object per line
 with `prompt` and perhaps `image`, a path) or standard input; one JSON object per prompt to standard
 output or `--out`, as each batch is done. `--adapter` takes a run, a checkpoint or its `model`
-folder; the run's own system prompt is then used. What not: rendering; the work, which is
-`rl/enhance.py`'s.
+folder; the run's own system prompt is then used.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL.Image import Image
 
 from rl.api.data import RowRules
 from rl.config.messages import validate
 from rl.data import prompts as prompt_files
-from rl.data.shared.jsonl import numbered_lines
+from rl.data.shared.jsonl import numbered_lines, read_rows
 from rl.enhance import DEFAULT_MODEL, MAX_NEW_TOKENS, Enhanced, Enhancer
 from rl.files.atomic import json_line
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MAX_PICTURE_SIDE_PX = 8192
 
@@ -62,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter", type=Path, help="run, checkpoint or its 'model' folder")
     parser.add_argument("--model", help=f"default: the adapter's base, else {DEFAULT_MODEL}")
     parser.add_argument("--system-prompt", help="default: the run's")
-    parser.add_argument("--device", default="auto", help="default: CUDA, else MPS, else the CPU")
+    parser.add_argument("--device", default="auto", help="default: CUDA, else the CPU")
     parser.add_argument("--dtype", default="auto", help="default: bfloat16, on the CPU float32")
     parser.add_argument("--batch-size", type=at_least_one, default=8)
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest words")
@@ -72,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def at_least_one(text: str) -> int:
-    """A count from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)
@@ -100,14 +97,13 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None
 
 def _read_stdin() -> list[str]:
     lines = numbered_lines(sys.stdin.buffer.read())
-    rows, _, unreadable = prompt_files.prompts_of(lines, "standard input")
+    rows, _, unreadable = read_rows(lines, "standard input", prompt_files.as_row)
     if unreadable:
         raise ValueError("\n".join(unreadable))
     return [row["prompt"] for row in rows]
 
 
 def as_row(result: Enhanced) -> dict[str, Any]:
-    """One line of the output."""
     return {
         "original": result.original,
         "enhanced": result.enhanced,

@@ -1,10 +1,9 @@
 """A trained adapter as a model of its own: `rl export <run, checkpoint, adapter> <target>`.
 
-What: takes the newest checkpoint of a run (or the one named, or any PEFT folder), adds the adapter
+Takes the newest checkpoint of a run (or the one named, or any PEFT folder), adds the adapter
 to the weights it was trained on, in float32 and rounded once at the end, and writes a folder that
 transformers and vLLM load, with tokenizer and image processor as the run used them.
-`--keep-adapter` copies the adapter alone instead. What not: anything to a checkpoint of full
-fine-tuning, which is a model already.
+A checkpoint's `model` folder is an adapter for PEFT, or after full fine-tuning a model, already.
 
 Which weights the adapter belongs to stands in the run's own config beside the checkpoint; for a
 bare PEFT folder in its adapter_config.json. `--base` and `--text-encoder-from` override both. The
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,14 +25,12 @@ from rl.config.messages import validate
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.qwen2_5_vl import loading as qwen_loading
 from rl.record import adapter_base
-from rl.record.checkpoint import ADAPTER_CONFIG, model_folder
+from rl.record.adapter_base import ADAPTER_CONFIG
+from rl.record.checkpoint import model_folder, read_state
 
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "README.md")
 DTYPES = ("bfloat16", "float16", "float32")
 LOADING: Mapping[str, Any] = {"qwen2_5_vl": qwen_loading, "emu3": emu3_loading}
 """Policy plug -> how its base, its tokenizer and its image processor are loaded."""
-MODEL_CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "emu3": "Emu3ForCausalLM"}
-"""Policy plug -> transformers' name of its base."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--policy", choices=LOADING, default="qwen2_5_vl", help="plug of a bare PEFT folder"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: the run's")
-    parser.add_argument("--keep-adapter", action="store_true", help="copy the adapter, unmerged")
     args = parser.parse_args(arguments)
     try:
         adapter = find_adapter(args.source)
@@ -59,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.target.exists():
             raise ValueError(f"{args.target} exists; name a folder that does not")
         with written_aside(args.target) as part:
-            if args.keep_adapter:
-                copy_adapter(adapter, part, config)
-            else:
-                merge(adapter, part, config, args.dtype or config.dtype)
+            merge(adapter, part, config, args.dtype or config.dtype)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {args.target}")
@@ -106,13 +98,12 @@ def policy_config(
 
     Raises ValueError naming what is not known and how to say it.
     """
-    state = adapter.parent / "state.json"
-    if state.is_file():
-        section = json.loads(state.read_text(encoding="utf-8"))["meta"]["config"]["policy"]
+    noted = adapter_base.read_config(adapter)
+    if (adapter.parent / "state.json").is_file():
+        section = read_state(adapter.parent)["meta"]["config"]["policy"]
         if section["type"] not in LOADING:
             raise ValueError(f"adapters of policy {section['type']!r} cannot be exported here")
     else:
-        noted = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         section = {"type": bare_policy, **({} if base else _noted_keys(noted))}
     # No attention is computed: the run's kernel need not run here.
     section = {**section, "adapter_path": "", "attn_implementation": "auto"}
@@ -138,19 +129,6 @@ def _noted_keys(noted: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{error}; or give --base (and --text-encoder-from for an editor's text encoder)"
         ) from error
-
-
-def copy_adapter(adapter: Path, target: Path, config: Any) -> None:
-    """The PEFT files, naming the base they belong to."""
-    target.mkdir(parents=True)
-    for name in ADAPTER_FILES:
-        if (adapter / name).is_file():
-            shutil.copy(adapter / name, target / name)
-    noted: Mapping[str, Any] = json.loads((target / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    base = LOADING[config.type].base(config)
-    named = {**noted, **adapter_base.noted(base, MODEL_CLASSES[config.type])}
-    text = json.dumps(named, indent=2, sort_keys=True)
-    (target / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def merge(adapter: Path, target: Path, config: Any, dtype: str) -> None:

@@ -1,16 +1,11 @@
-"""Edit sets as Emu3's codes: `rl prepare tokenize ...` and `rl prepare convert ...`.
+"""Edit sets as Emu3's codes: `rl prepare tokenize ...`.
 
     rl prepare tokenize --dataset-name owner/edits --split train \\
         --original-image-key source --edited-image-key edited --edit-instruction-key instruction \\
         --output-path data/mine/train --num-workers 4
-    rl prepare convert --list data/theirs/list/tokenized_datalist.json \\
-        --output-path data/theirs_safe
 
-What: `tokenize` reads a hub set, parquet, JSONL, ... and encodes both pictures of every row;
-`convert` rewrites published `.pth` files in our own form, so that they need no torch to be read.
-Either way `<output>/feature/` gets one file per edit and `<output>/list/tokenized_datalist.json`
-names them; `rl/data/emu3_tokens/plug.py` reads it. What not: reading rows (`rl/data/`), encoding
-(`rl/renderers/emu3_vq/codec.py`).
+Reads a hub set, parquet, JSONL, ... and encodes both pictures of every row: `<output>/feature/`
+gets one file per edit and `<output>/list/tokenized_datalist.json` names them.
 
 Every file appears whole or not at all, and belongs to one worker; the list is written once, at the
 end, by one process. So a run that was killed is simply started again: what is done is kept.
@@ -28,6 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import numpy as np
+
+from rl.api.types import Sample
 from rl.commands.edit_shards import (
     LIST,
     CannotPrepare,
@@ -36,18 +34,13 @@ from rl.commands.edit_shards import (
     continue_only_the_same,
     locked,
     make_all,
-    refuse_twins,
 )
 from rl.data import edit_jsonl, hf_dataset
-from rl.data.emu3_tokens import plug as emu3_tokens
-from rl.data.emu3_tokens.files import TokenisedEdit, UnreadableError, read
+from rl.data.emu3_tokens.files import TokenisedEdit
 from rl.data.shared.rows import BadRowError, Columns, Rows
 from rl.renderers.emu3_vq.checkpoint import path_problems
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from rl.api.types import Sample
     from rl.renderers.emu3_vq.codec import Emu3Codec
 
 MAX_SIDE_PX = 16384
@@ -78,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         with locked(options.output_path):
-            num_done, skipped = options.run(options)
+            num_done, skipped = run_tokenize(options)
     except (CannotPrepare, BadRowError) as error:
         print(f"rl prepare: {error}", file=sys.stderr)
         return 1
@@ -91,11 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; the keys are named as EARL's own script names them."""
     parser = argparse.ArgumentParser("rl prepare", description=(__doc__ or "").partition("\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="tokenize | convert")
-    hint = argparse.ArgumentDefaultsHelpFormatter
-    tokenize = commands.add_parser("tokenize", help="pictures to codes", formatter_class=hint)
-    tokenize.set_defaults(run=run_tokenize)
-    add = tokenize.add_argument
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    add = parser.add_argument
+    add("task", choices=["tokenize"], help="pictures to codes")
     add("--dataset-name", required=True, help="hub id, or a parquet, JSONL, ... file or folder")
     add("--split", default="train")
     add("--original-image-key", default="image", help="column of the source picture")
@@ -109,13 +100,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--device", default="auto", help="auto = every GPU in turn, or the CPU")
     add("--batch-size", type=positive, default=8, help="pictures encoded together")
-    convert = commands.add_parser("convert", help=".pth to safetensors", formatter_class=hint)
-    convert.set_defaults(run=run_convert)
-    convert.add_argument("--list", required=True, help="a published tokenized_datalist.json")
-    for command in (tokenize, convert):
-        command.add_argument("--output-path", type=Path, required=True)
-        command.add_argument("--num-workers", type=positive, default=1, help="processes")
-        command.add_argument("--on-bad-row", default="error", choices=["error", "skip"])
+    add("--output-path", type=Path, required=True)
+    add("--num-workers", type=positive, default=1, help="processes")
+    add("--on-bad-row", default="error", choices=["error", "skip"])
     return parser.parse_args(arguments)
 
 
@@ -127,7 +114,6 @@ def positive(text: str) -> int:
 
 
 def run_tokenize(options: argparse.Namespace) -> tuple[int, list[str]]:
-    """Both pictures of every row to codes."""
     names = Tokenising.__dataclass_fields__
     task = Tokenising(**{name: getattr(options, name) for name in names})
     if problems := path_problems(task.model_path):
@@ -145,20 +131,7 @@ def run_tokenize(options: argparse.Namespace) -> tuple[int, list[str]]:
     return num_done, unnamed + skipped
 
 
-def run_convert(options: argparse.Namespace) -> tuple[int, list[str]]:
-    """Every published file in our own form."""
-    source = emu3_tokens.read_list(options.list)
-    files = [source.folder / entry for entry in source.entries]
-    continue_only_the_same(options.output_path, {"list": str(source.file.resolve())})
-    names = [quote(entry.removesuffix(".pth"), safe="") for entry in source.entries]
-    edits = [Edit(number, name) for number, name in enumerate(names)]
-    refuse_twins(edits, f"{source.file}: names the same file twice; mend its path_list")
-    makers = [partial(make_converter, files)] * options.num_workers
-    return make_all(options.output_path, edits, makers, 64, options.on_bad_row)
-
-
 def open_rows(task: Tokenising, with_pictures: bool = True) -> Rows:
-    """The data set's rows, bad ones still among them."""
     keys = {"instruction": task.edit_instruction_key, "source": "", "target": "", "category": ""}
     if task.id_key:
         keys["id"] = task.id_key
@@ -170,14 +143,15 @@ def open_rows(task: Tokenising, with_pictures: bool = True) -> Rows:
     )
     if task.dataset_name.endswith(".jsonl"):
         config = edit_jsonl.Config(type="edit_jsonl", path=task.dataset_name, columns=columns)
-        rows, unreadable = edit_jsonl.read(config, MAX_SIDE_PX)
-        if unreadable:
-            raise CannotPrepare(unreadable[0])
-        return rows
-    section = hf_dataset.Config(
-        type="hf_dataset", path=task.dataset_name, split=task.split, columns=columns
-    )
-    return hf_dataset.read(section, MAX_SIDE_PX)
+        rows, unreadable = edit_jsonl.EditJsonl.read(config, MAX_SIDE_PX)
+    else:
+        section = hf_dataset.Config(
+            type="hf_dataset", path=task.dataset_name, split=task.split, columns=columns
+        )
+        rows, unreadable = hf_dataset.HfDataset.read(section, MAX_SIDE_PX)
+    if unreadable:
+        raise CannotPrepare(unreadable[0])
+    return rows
 
 
 def row_names(task: Tokenising, num_rows: int, on_bad_row: str) -> list[tuple[int, str | None]]:
@@ -193,13 +167,17 @@ def row_names(task: Tokenising, num_rows: int, on_bad_row: str) -> list[tuple[in
             if on_bad_row == "error":
                 raise
             names.append((number, None))
-    good = [Edit(number, name) for number, name in names if name is not None]
-    refuse_twins(good, f"--id-key {task.id_key}: not unique; leave it out, or name another column")
+    owners: dict[str, int] = {}
+    for number, name in names:
+        if name is not None and (owner := owners.setdefault(name, number)) != number:
+            raise CannotPrepare(
+                f"--id-key {task.id_key}: not unique; leave it out, or name another column "
+                f"({name!r} is row {owner} and row {number})"
+            )
     return names
 
 
 def worker_places(device: str, num_workers: int) -> list[str]:
-    """Each worker's device: the GPUs in turn, or the one that was named."""
     import torch
 
     num_gpus = torch.cuda.device_count() if device == "auto" else 0
@@ -208,7 +186,6 @@ def worker_places(device: str, num_workers: int) -> list[str]:
 
 
 def make_tokeniser(task: Tokenising, batch_size: int, device: str) -> Maker:
-    """In a worker: open the data and load the tokenizer."""
     import torch
 
     from rl.renderers.emu3_vq.codec import load_codec
@@ -223,8 +200,12 @@ def make_tokeniser(task: Tokenising, batch_size: int, device: str) -> Maker:
 def tokenise(
     task: Tokenising, rows: Rows, codec: Emu3Codec, batch_size: int, edits: Sequence[Edit]
 ) -> list[TokenisedEdit | str]:
-    """A batch of rows, both pictures of each."""
-    outcomes = [sample_or_reason(rows, edit.number) for edit in edits]
+    outcomes: list[Sample | str] = []
+    for edit in edits:
+        try:
+            outcomes.append(rows[edit.number])
+        except BadRowError as error:
+            outcomes.append(str(error))
     samples = [sample for sample in outcomes if not isinstance(sample, str)]
     pictures = [p for s in samples for p in (s.source, s.target) if p is not None]
     assert len(pictures) == 2 * len(samples), "both columns are required of every row"
@@ -235,13 +216,6 @@ def tokenise(
         else tokenised(task, edit, outcome, (next(codes), next(codes)), codec.patch_px)
         for edit, outcome in zip(edits, outcomes, strict=True)
     ]
-
-
-def sample_or_reason(rows: Rows, number: int) -> Sample | str:
-    try:
-        return rows[number]
-    except BadRowError as error:
-        return str(error)
 
 
 def tokenised(
@@ -277,25 +251,6 @@ def with_scaled_boxes(text: str, scale: tuple[float, float]) -> str:
         return str([round(float(side) * factor) for side, factor in pairs])
 
     return _BOX.sub(scaled, text)
-
-
-def make_converter(files: Sequence[Path]) -> Maker:
-    """In a worker: published files, each read without running it."""
-    return partial(convert, files)
-
-
-def convert(files: Sequence[Path], edits: Sequence[Edit]) -> list[TokenisedEdit | str]:
-    """A batch of list entries."""
-    made: list[TokenisedEdit | str] = []
-    for edit in edits:
-        file = files[edit.number]
-        try:
-            made.append(read(file))
-        except FileNotFoundError:
-            made.append(f"{file} does not exist")
-        except UnreadableError as error:
-            made.append(f"{file}: {error}")
-    return made
 
 
 if __name__ == "__main__":

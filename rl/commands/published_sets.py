@@ -1,8 +1,8 @@
 """EARL's published sets made ready: `python -m rl.commands.published_sets <data folder>`.
 
-What: unpacks every archive beside itself (nothing can land outside), links each set's `list` into
-its `feature` folder, where EARL's configs look for it, and reads every list with the data plug that
-will read it in a run. What not: fetching. Called by `setup_datasets.sh`.
+Unpacks every archive beside itself (nothing can land outside), links each set's `list` into its
+`feature` folder, where EARL's configs look for it, and reads every list with the data plug that
+will read it in a run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def main() -> int:
     """0 when every list loads; 1 with what is wrong when one does not."""
     data = Path(sys.argv[1])
     try:
-        for archive in archives_in(data):
-            unpack(archive)
+        for archive in files_in(data):
+            if archive.name.endswith(ARCHIVES):
+                unpack(archive)
     except (tarfile.TarError, EOFError, OSError) as error:
         print(f"{archive}: cannot be unpacked: {error}; delete it and fetch it again")
         return 1
@@ -51,25 +52,12 @@ def files_in(data: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted(files))
 
 
-def archives_in(data: Path) -> Iterator[Path]:
-    """Every archive that was not unpacked yet."""
-    for file in files_in(data):
-        if file.name.endswith(ARCHIVES) and not is_unpacked(file):
-            yield file
-
-
-def is_unpacked(archive: Path) -> bool:
-    mark = mark_of(archive)
-    return mark.is_file() and mark.read_text() == str(archive.stat().st_size)
-
-
-def mark_of(archive: Path) -> Path:
-    """Written when the archive was unpacked to the end; holds its size, bytes."""
-    return archive.with_name(f".{archive.name}.unpacked")
-
-
 def unpack(archive: Path) -> None:
-    """Beside itself, under the folder names it holds, or under its own name where it holds none."""
+    """Once, beside itself, under the folder names it holds, or its own name where it holds none."""
+    mark = archive.with_name(f".{archive.name}.unpacked")  # written at the end
+    size = str(archive.stat().st_size)
+    if mark.is_file() and mark.read_text() == size:
+        return
     print(f"unpacking {archive}", flush=True)
     with tarfile.open(archive) as members:
         tops = {Path(name.lstrip("/")).parts[:1] for name in first_names(members)}
@@ -78,7 +66,7 @@ def unpack(archive: Path) -> None:
         members.extractall(
             archive.parent / name if without_folder else archive.parent, filter="data"
         )
-    mark_of(archive).write_text(str(archive.stat().st_size))
+    mark.write_text(size)
 
 
 def first_names(members: tarfile.TarFile, num: int = 100) -> Iterator[str]:

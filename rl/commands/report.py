@@ -1,9 +1,7 @@
 """What a run learnt, printed and drawn: `rl report <run folder | config.jsonnet [key=value ...]>`.
 
-What: reads a run's `metrics.jsonl` and its first and last held-out evaluation; prints the reward
-before and after, per category, and draws `<run>/report/reward_curve.png` and `before_after.png`.
-What not: any measuring of its own. The picture grid shows the FIRST held-out samples, not the best.
-Called by `quickstart.sh`, or by hand on any run at any time.
+Draws `<run>/report/reward_curve.png` and `before_after.png`: the FIRST held-out samples, not the
+best. Measures nothing of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +15,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from rl.config.schema import ConfigError, load_config
+from rl.config import formats
+from rl.config.schema import load_config
 from rl.files.atomic import read_rows
+from rl.record.checkpoint import too_new
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_dir = find_run(args.run, args.overrides)
         metrics = read_named(run_dir / "metrics.jsonl", "iteration")
-    except (ConfigError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
     evaluations = read_evaluations(run_dir)
@@ -82,21 +82,22 @@ def find_run(run: str, overrides: Sequence[str]) -> Path:
     run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
     if not (run_dir / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: no run has been there")
+    if problem := too_new(run_dir):
+        raise ValueError(problem)
     return run_dir
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
-    """The rows of a JSONL file that have `key`; a line that is none, such as a last one that a kill
-    cut short, is named and left out."""
+    """The rows of a JSONL file that have `key`, under today's names; a line that is none, such as a
+    last one that a kill cut short, is named and left out."""
     rows, damaged = read_rows(path)
     if damaged:
         numbers = ", ".join(map(str, damaged))
         print(f"{path}: damaged lines are left out: {numbers}", file=sys.stderr)
-    return [row for row in rows if key in row]
+    return [formats.recorded(row) for row in rows if key in row]
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Every evaluation of the run, oldest first."""
     found = []
     for path in sorted(run_dir.glob("evaluation/it_*/records.jsonl")):
         records = {record["id"]: record for record in read_named(path, "id")}
@@ -147,7 +148,6 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
 
 
 def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
-    """Both pictures; returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,7 +161,6 @@ def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluati
 
 
 def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
-    """Training and held-out reward over iterations."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
@@ -190,7 +189,6 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over the last `SMOOTHING_ITERATIONS` values."""
     windows = (values[max(0, i + 1 - SMOOTHING_ITERATIONS) : i + 1] for i in range(len(values)))
     return [fmean(window) for window in windows]
 
@@ -206,22 +204,12 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
     height_in = 4.0 * num_rows + 0.8
     figure = plt.figure(figsize=(18, height_in), dpi=100)
     # The fourth of seven columns stays empty: it keeps the two samples of a row apart.
-    grid = figure.add_gridspec(
-        num_rows,
-        7,
-        left=0.01,
-        right=0.99,
-        top=1 - 1.1 / height_in,
-        bottom=1.0 / height_in,
-        wspace=0.06,
-        hspace=0.45,
-        width_ratios=[1, 1, 1, 0.12, 1, 1, 1],
-    )
+    grid = figure.add_gridspec(num_rows, 7, width_ratios=[1, 1, 1, 0.12, 1, 1, 1])
+    top, bottom = 1 - 1.1 / height_in, 1.0 / height_in
+    grid.update(left=0.01, right=0.99, top=top, bottom=bottom, wspace=0.06, hspace=0.45)
     for number, identity in enumerate(shown):
         row, side = divmod(number, 2)
-        source, left, right = (
-            figure.add_subplot(grid[row, 4 * side + column]) for column in range(3)
-        )
+        source, left, right = (figure.add_subplot(grid[row, 4 * side + k]) for k in range(3))
         old, new = before.records[identity], after.records[identity]
         bare = old["source_file"] is None and old.get("bare_file") is not None
         first = ("bare_file", "the words as they are") if bare else ("source_file", "source")

@@ -1,9 +1,7 @@
 """EARL's flat config fields, read as the nested schema: an EARL user's file loads as it is.
 
-What: `is_flat`, and `nested`, the one table from EARL's 43 fields (33 of its README, ten that only
-its code reads) to `RunConfig`'s keys, with what EARL's code had fixed. Keys of our own schema may
-stand beside them: they win over what was fixed or left out, and may not contradict a field that is
-given. What not: checking values, which the schema does. Called by `schema.py`.
+Keys of our own schema may stand beside the 43 fields (33 of EARL's README, ten that only its code
+reads): they win over what was fixed or left out, and may not contradict a field that is given.
 
 Where the meaning is not EARL's: `coefficients` are exact shares of an endless mixture, not copies
 and fixed subsets; the context's length cuts `max_response_tokens` when both do not fit; a
@@ -17,6 +15,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 Fields = dict[str, Any]
@@ -80,17 +79,6 @@ MOVED: Mapping[str, str] = {
 KEPT = frozenset({"run_name", "base_exp_dir", "num_iterations"})
 """Fields of the same name and meaning."""
 
-MEANT = frozenset(
-    {
-        "train_paths_file", "coefficients", "val_paths_file", "val_coefficients",
-        "episodes_per_iteration", "per_device_batch_size", "max_response_tokens",
-        "model_context_size", "max_prompt_len", "max_completion_len", "emu3_use_logit_processor",
-        "separate_language_and_vision_vocabs", "reward_compute_viescore",
-        "reward_compute_ground_score", "reward_final_reward",
-    }
-)  # fmt: skip
-"""Fields that become something else, below."""
-
 MADE: Mapping[str, tuple[str, ...]] = {
     "data.train": ("train_paths_file", "coefficients"),
     "data.validation": ("val_paths_file",),
@@ -106,7 +94,10 @@ MADE: Mapping[str, tuple[str, ...]] = {
     "rewards.ground_score": ("reward_compute_ground_score",),
     "final_reward": ("reward_final_reward",),
 }  # fmt: skip
-"""What they become, and of which of them."""
+"""What fields that are not just moved become, and of which of them."""
+
+MEANT = frozenset({"val_coefficients"}.union(*MADE.values()))
+"""All of these; val_coefficients only says nothing else than 1."""
 
 FINAL_REWARDS: Mapping[str, Fields] = {
     "viescore": {"weights": {"viescore": 1}},
@@ -135,12 +126,14 @@ def is_flat(values: Mapping[str, Any], required: Sequence[str]) -> bool:
 
 def misspelt(values: Mapping[str, Any]) -> list[str]:
     """Fields that cannot even be looked at: of another type than `nested` reads."""
-    wanted: list[tuple[str, type, str]] = [(name, list, "a list") for name in LISTS]
-    wanted += [(name, int, "a whole number") for name in NUMBERS]
-    wanted.append(("reward_final_reward", str, "one of " + ", ".join(FINAL_REWARDS)))
+    wanted: dict[str, tuple[type, str]] = {
+        **dict.fromkeys(LISTS, (list, "a list")),
+        **dict.fromkeys(NUMBERS, (int, "a whole number")),
+        "reward_final_reward": (str, "one of " + ", ".join(FINAL_REWARDS)),
+    }
     return [
         f"{name}: {values[name]!r} given, must be {words}"
-        for name, kind, words in wanted
+        for name, (kind, words) in wanted.items()
         if values.get(name) is not None and type(values[name]) is not kind
     ]
 
@@ -154,13 +147,10 @@ def nested(
     the run's name when it has none.
     """
     known = {*MOVED, *KEPT, *MEANT}
-    problems = [
-        f"{name}: unknown field; " + _nearest(name, sorted(known))
-        for name in values
-        if name not in known and name not in sections
-    ]
+    unknown = [name for name in values if name not in known and name not in sections]
+    problems = [f"{name}: unknown field; {_nearest(name, sorted(known))}" for name in unknown]
     fields = {name: value for name, value in values.items() if name in known}
-    run = _copy(FIXED) | {name: fields[name] for name in KEPT if name in fields}
+    run = deepcopy(FIXED) | {name: fields[name] for name in KEPT if name in fields}
     if _is_none(run.get("run_name")):
         run["run_name"] = file_name
     for name, key in MOVED.items():
@@ -192,7 +182,6 @@ def _conflicts(fields: Fields, run: Fields, ours: Fields) -> list[str]:
 
 
 def _agrees(own: Any, made: Any) -> bool:
-    """Whether whatever both say is the same."""
     if isinstance(own, Mapping) and isinstance(made, Mapping):
         return all(_agrees(own[key], made[key]) for key in own if key in made)
     return bool(own == made)
@@ -287,7 +276,6 @@ def _batch(fields: Fields, run: Fields) -> list[str]:
 
 
 def _at(run: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
     value: Any = run
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -295,7 +283,6 @@ def _at(run: Mapping[str, Any], key: str) -> Any:
 
 
 def _put(run: Fields, key: str, value: Any) -> None:
-    """Set a dotted key."""
     *sections, name = key.split(".")
     for section in sections:
         run = run.setdefault(section, {})
@@ -309,10 +296,6 @@ def _merge(base: Fields, over: Mapping[str, Any]) -> Fields:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
-
-
-def _copy(fields: Fields) -> Fields:
-    return {k: _copy(v) if isinstance(v, dict) else v for k, v in fields.items()}
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

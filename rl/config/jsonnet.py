@@ -1,7 +1,7 @@
 """A Jsonnet file and the command line's overrides, as plain values.
 
 What: `evaluate`, with `APP__` environment variables as external ones and every mistake as a
-sentence that names its place. What not: what the values mean (`schema.py`). Called by `schema.py`.
+sentence that names its place. What not: what the values mean (`schema.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 What: `validate`, which reads plain JSON values into a section and turns pydantic's errors into
 `key: what was given, what is allowed, the nearest known key`. What not: rules across keys or across
-rooms, see `preflight/compatibility.py`. Called by `config.load_config` and, for plugs' sections,
-`build`.
+rooms (`preflight/compatibility.py`).
 """
 
 from __future__ import annotations
@@ -36,10 +35,6 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
         return None, [_sentence(model, problem, at) for problem in errors]
 
 
-RENAMED = {"baseline_arm": "bare_arm"}
-"""Keys of older configs, and what they are called now."""
-
-
 def nearest(name: str, known: Sequence[str]) -> str:
     """` Did you mean 'x'?`, or every known name when none is near."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -62,8 +57,6 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     key = ".".join([at, *loc] if at else loc)
     given = _shown(problem["input"])
     kind = problem["type"]
-    if kind == "extra_forbidden" and key in RENAMED:
-        return f"{key}: is called {RENAMED[key]} now; write that"
     if kind == "extra_forbidden":
         return f"{key}: unknown key; {_nearest_key(model, loc)}"
     if kind == "value_error":  # a section's own words, which name the key

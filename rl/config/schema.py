@@ -4,7 +4,6 @@ What: `RunConfig` and its sections; every key has a docstring with unit and rang
 refused. `load_config` reads the file and the command line's overrides. What not: plug sections
 (`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the plug's own
 `Config`, see `build.py`; Jsonnet itself is `jsonnet.py`'s. Light: pydantic and jsonnet only.
-Called by the launcher, `--check` and every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from rl.config import earl_fields
+from rl.config import earl_fields, formats
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
 from rl.config.shipped import find_config, located, shipped_configs
@@ -262,6 +261,9 @@ class FinalReward(Section):
 class RunConfig(Section):
     """A whole run."""
 
+    format: Annotated[int, Field(ge=1)] = formats.CONFIG
+    """Which keys and names the config speaks; today's, unless it says otherwise. A newer one is
+    refused, and so is an old name, with the new one."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-'."""
     base_exp_dir: str
@@ -358,6 +360,9 @@ def load_config(
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
+    if too_new := formats.refusal(str(path), values.get("format", formats.CONFIG), formats.CONFIG):
+        raise ConfigError([*problems, too_new])
+    values, old_names = formats.renamed(values)
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if earl_fields.is_flat(values, required):
         unread = earl_fields.misspelt(values)
@@ -366,6 +371,6 @@ def load_config(
         values, untold = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
         problems += untold
     config, wrong = validate(RunConfig, values)
-    if config is None or problems:
-        raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
+    if config is None or problems or old_names:
+        raise ConfigError(problems + [f"{path}: {problem}" for problem in old_names + wrong])
     return config

@@ -1,8 +1,7 @@
 """A Hugging Face data set: a hub id, or a local parquet, arrow, csv or json file or folder.
 
-Plug of `rl/data`. What: opening it, its split, its filter, its columns. What not: pictures and
-rows, see `shared/rows.py`. `datasets` runs no code from a data set's repository (it dropped loading
-scripts), and is imported when a run starts, never by a config check.
+`datasets` runs no code from a data set's repository (it dropped loading scripts), and is imported
+when a run starts, never by a config check.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
-from rl.api.plug import FileConfig
-from rl.data.shared.rows import BadRowError, Columns, PictureCheck, Rows, RowsSource, pick
+from rl.data.shared.rows import BadRowError, Columns, Rows, RowsConfig, RowsSource, pick
 from rl.ranks.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ _BUILDERS = {
 }
 
 
-class Config(FileConfig):
+class Config(RowsConfig):
     """One split of one data set."""
 
     path: str
@@ -40,30 +38,15 @@ class Config(FileConfig):
     """Branch, tag or commit on the hub, '' = the newest."""
     split: str = "train"
     """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it."""
-    columns: Columns = Columns()
-    """Which column is what."""
     where: dict[str, str | int | float | bool] = {}
     """Column -> value: only rows that have exactly these values, e.g. {complexity: 8}."""
-    image_folder: str = ""
-    """Where relative paths in a text column of pictures count from; '' = the file's own folder."""
-    picture_check: PictureCheck = "header"
-    """How far every picture is read at start. exists: not at all; header: format and size, which
-    reads the whole set once; pixels: decoded, about 50 ms per megapixel, which alone finds
-    truncated files."""
 
 
 class HfDataset(RowsSource[Config]):
     """One split as samples."""
 
-    def __init__(self, config: Config, rules: RowRules) -> None:
-        """Raises BadRowError (a ValueError) naming data set and rows."""
-        rows = read(config, rules.max_image_side_px)
-        rows.keep_good(rules.on_bad_row, config.picture_check)
-        super().__init__(rows)
-
     @classmethod
     def provides(cls, config: Config) -> frozenset[str]:
-        """What this config's samples carry, in the words of a reward's `needs`."""
         return config.columns.provides()
 
     @classmethod
@@ -100,28 +83,29 @@ class HfDataset(RowsSource[Config]):
             return [f"{path}: {error}"]
         return []
 
-
-def read(config: Config, max_image_side_px: int) -> Rows:
-    """The split's rows, bad ones still among them; nothing but the mapped columns is ever read."""
-    dataset = _open(config)
-    _require_columns(config, dataset.column_names)
-    numbers = _matching(config, dataset)
-    dataset = dataset.select(numbers)
-    dataset = dataset.select_columns(_mapped(config.columns, dataset.column_names))
-    path = Path(config.path)
-    folder = path if path.is_dir() else path.parent if path.exists() else Path()
-    return Rows(
-        _undecoded(dataset, config.columns),
-        numbers,
-        f"{config.path}[{config.split}]",
-        config.columns,
-        Path(config.image_folder) if config.image_folder else folder,
-        max_image_side_px,
-    )
+    @classmethod
+    def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
+        """The split's rows; nothing but the mapped columns is ever read."""
+        dataset = _open(config)
+        _require_columns(config, dataset.column_names)
+        numbers = _matching(config, dataset)
+        dataset = dataset.select(numbers)
+        dataset = dataset.select_columns(_mapped(config.columns, dataset.column_names))
+        path = Path(config.path)
+        folder = path if path.is_dir() else path.parent if path.exists() else Path()
+        rows = Rows(
+            _undecoded(dataset, config.columns),
+            numbers,
+            f"{config.path}[{config.split}]",
+            config.columns,
+            Path(config.image_folder) if config.image_folder else folder,
+            max_image_side_px,
+            config.picture_check,
+        )
+        return rows, []
 
 
 def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
-    """The columns of a data set that `columns` names, or reaches into."""
     keys = ("instruction", "source", "target", "reference", "id", "category")
     named = {getattr(columns, key) for key in keys} | set(columns.hidden.values())
     tops = named | {column.split(".")[0] for column in named}
@@ -143,10 +127,7 @@ def _open(config: Config) -> Dataset:
                 split=config.split,
             )
         return datasets.load_dataset(
-            config.path,
-            config.name or None,
-            split=config.split,
-            revision=config.revision or None,
+            config.path, config.name or None, split=config.split, revision=config.revision or None
         )
     except BadRowError:
         raise

@@ -1,4 +1,4 @@
-"""The slow sampler: the trainer's own module, token by token. The oracle for the fast one.
+"""The slow inference engine: the trainer's own module, token by token. The oracle for the fast one.
 
 What: explicit sampling, one `torch.Generator` per completion, log-probs of the very distribution
 the token was drawn from, pictures written as tokens held to their grid. What not: speed, a copy of

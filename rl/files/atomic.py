@@ -1,8 +1,4 @@
-"""Files that survive a crash: written whole or not at all, read line by line whatever one holds.
-
-What: fsync and rename; JSONL, of which a damaged line costs itself alone. What not: what is in the
-files (`record/checkpoint.py`, `record/run_record.py`).
-"""
+"""Files that survive a crash: written whole or not at all, read line by line whatever one holds."""
 
 from __future__ import annotations
 

@@ -1,22 +1,14 @@
-"""Pictures on their way out: smaller, and encoded.
-
-What: what the record, wandb and the judge client need of PIL. What not: reading users' files
-(`rl/data`) or what the policy sees (`rl/policies`). PIL is imported on use.
-"""
+"""Pictures on their way out: smaller, and encoded."""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL.Image import Image, Resampling
 
 
 def downscale(image: Image, side_px: int) -> Image:
     """`image` with its longer side at most `side_px`, aspect kept; never enlarged."""
-    from PIL.Image import Resampling
-
     scale = side_px / max(image.size)
     if scale >= 1:
         return image

@@ -1,8 +1,4 @@
-"""Progress bars of libraries, kept off a run's console.
-
-What: `only_download_bars`. What not: the run's own lines (`record/console.py`). Called wherever a
-model of transformers is loaded.
-"""
+"""Progress bars of libraries, kept off a run's console."""
 
 from __future__ import annotations
 

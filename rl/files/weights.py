@@ -1,8 +1,4 @@
-"""Weights in files: how many they are, from the headers alone, and where they lie once loaded.
-
-The first is called by the plugs' `parameter_counts` for the memory plan, the second by all that
-load a model.
-"""
+"""Weights in files: how many they are, from the headers alone, and where they lie once loaded."""
 
 from __future__ import annotations
 

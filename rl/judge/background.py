@@ -1,8 +1,7 @@
 """An asyncio loop in a daemon thread, so that judging goes on while this thread renders.
 
-What: one loop for the life of a process; coroutines go in, `concurrent.futures.Future`s come out.
-What not: any knowledge of what runs in it. Called by: the rollout and whoever owns a `JudgeClient`
-(an httpx pool belongs to one loop; a fresh `asyncio.run` per call is how it dies).
+One for the life of a process: an httpx pool belongs to one loop, and a fresh `asyncio.run` per call
+is how it dies.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -53,12 +51,7 @@ class BackgroundLoop:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,9 +1,7 @@
 """Asks a vision-language judge over HTTP, and tells a judge's failure from a bad grade.
 
-What: the OpenAI chat-completions call with everything that can go wrong with it: a concurrency cap,
-time limits, bounded retries, a circuit breaker, replies kept on disk. Trouble that passes becomes
-an `Answer` without a value; trouble that needs a person (`JudgeRefused`) stops the run. What not:
-what is asked and how a reply is read (the rewards). Called by the rewards; made once per process.
+Trouble that passes becomes an `Answer` without a value; trouble that needs a person
+(`JudgeRefused`) stops the run.
 """
 
 from __future__ import annotations
@@ -138,7 +136,6 @@ class JudgeClient:
         return taken
 
     async def aclose(self) -> None:
-        """Close the pool and the journals."""
         await self._http.aclose()
         for journal in self._open_journals:
             journal.close()

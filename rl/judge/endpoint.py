@@ -1,8 +1,4 @@
-"""Where the judge is: the forms `judge.api_base` may take, and what to do when it says no.
-
-What: text in, URL or remedy out. What not: requests (`client.py`). Called by the judge client
-and by whoever checks a config.
-"""
+"""Where the judge is: the forms `judge.api_base` may take, and what to do when it says no."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 in that folder until it ends by itself, this process is asked to end, or the run is no more: one
 that is killed (SIGKILL, out of memory) can end nothing itself. What else the command has started is
 ended with it. Both are in sessions of their own, so that Ctrl-C, which reaches all processes of a
-terminal, leaves a run that saves its last iteration its judge. Started by `server.py`.
+terminal, leaves a run that saves its last iteration its judge.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The one door through which a judge's bytes come in, bounded in size and in time.
 
-What: one HTTP request -> a status, two headers, and the body as it came over the wire: never
-inflated, never decoded by what its headers claim, never redirected. What not: retries
-(`client.py`), nor what a body says (`reply.py`). Called by the judge client.
+One HTTP request -> a status, two headers, and the body as it came over the wire: never inflated,
+never decoded by what its headers claim, never redirected.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rl.record.untrusted import shown
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
 """The longest readable reply (`judge_reply.MAX_REPLY_CHARS`) takes 1.2 MB where JSON spells each
-sign at its longest. As the most wasteful JSON ('[],[],...') this much took 56 MB to parse."""
+sign at its longest."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
 """Of any answer but HTTP 200 a sentence is shown; what is beyond this is not waited for."""
 SHOWN_HEADER_CHARS = 200
@@ -118,7 +117,6 @@ class JudgeHttp:
         )
 
     async def aclose(self) -> None:
-        """Close the pool."""
         await self._transport.aclose()
 
 

@@ -1,9 +1,5 @@
-"""Replies already paid for, on disk: a resumed iteration asks only for what it does not have.
-
-What: an append-only JSONL file of `{"key", "reply"}` and its index in memory. It also makes a
-resume exact when the judge samples. What not: a record for people (episodes keep their replies),
-nor a lock: one process per file. Called by the judge client.
-"""
+"""Replies already paid for, on disk: a resumed iteration asks only for what it does not have, and
+is exact even under a judge that samples. No lock: one process per file."""
 
 from __future__ import annotations
 

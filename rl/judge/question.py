@@ -1,9 +1,4 @@
-"""What a judge is asked: texts and pictures in order, and the prompt files they come from.
-
-What: a `Question`'s parts as JSON, prompt files. What not: HTTP (`client.py`) and the reading of
-replies (`reply.py`). Called by the rewards that ask a judge, and by the judge
-client.
-"""
+"""What a judge is asked: texts and pictures in order, and the prompt files they come from."""
 
 from __future__ import annotations
 
@@ -23,15 +18,20 @@ INSTRUCTION = "{instruction}"
 CACHED_PICTURES = 64
 
 
-def read_prompt(path: Path, key: str, needs_instruction: bool) -> str:
-    """The text of a prompt file. Raises ValueError naming `key` when it cannot serve."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}: cannot read the prompt file {path} ({error})") from None
+def read_prompt(path: str, own: Path, key: str) -> str:
+    """The text of a prompt file, of `own` where `path` is ''; it has `{instruction}` if that has.
+
+    Raises ValueError naming `key` when it cannot serve.
+    """
+    text = own_text = own.read_text(encoding="utf-8").strip()
+    if path:
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{key}: cannot read the prompt file {path} ({error})") from None
     if not text:
         raise ValueError(f"{key}: the prompt file {path} is empty")
-    if needs_instruction and INSTRUCTION not in text:
+    if INSTRUCTION in own_text and INSTRUCTION not in text:
         raise ValueError(
             f"{key}: the prompt file {path} has no {INSTRUCTION}; put it where the user's words go"
         )
@@ -53,15 +53,10 @@ def repeat_temperature(num_repeats: int, temperature: float) -> float:
     return temperature
 
 
-def png_data_url(image: Image.Image, side_px: int) -> str:
-    """Lossless on purpose: a JPEG would put its own artefacts before the judge of artefacts."""
-    png = png_bytes(downscale(image.convert("RGB"), side_px))
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-
-
 def picture_part(image: Image.Image, side_px: int) -> bytes:
-    """A picture as it stands in a request, JSON."""
-    url = png_data_url(image, side_px)
+    """JSON. Lossless on purpose: a JPEG would show its own artefacts to the judge of artefacts."""
+    png = png_bytes(downscale(image.convert("RGB"), side_px))
+    url = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
     return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
 
 
@@ -76,7 +71,6 @@ class PartEncoder:
         self._recent: OrderedDict[int, tuple[Image.Image, asyncio.Future[bytes]]] = OrderedDict()
 
     async def encode(self, part: str | Image.Image) -> bytes:
-        """JSON of one part."""
         if isinstance(part, str):
             return json.dumps({"type": "text", "text": part}).encode()
         entry = self._recent.get(id(part))

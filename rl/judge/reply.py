@@ -1,9 +1,5 @@
-"""Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable.
-
-What: the judge's words out of an HTTP body; one JSON object out of them, and its numbers, never
-guessed, never clipped. What not: the retry that follows an unreadable reply (`client.py`).
-Called by the rewards that ask a judge, and by the judge client.
-"""
+"""Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable, never
+guessed, never clipped."""
 
 from __future__ import annotations
 
@@ -36,7 +32,6 @@ def chat_content(body: bytes) -> str:
 
 
 def served_models(body: bytes) -> list[str] | None:
-    """The names in a `/models` reply; None when it is not one."""
     try:
         names = [model["id"] for model in _parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):

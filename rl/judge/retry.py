@@ -1,7 +1,4 @@
-"""When to try again: jittered back-off, Retry-After, and a circuit breaker.
-
-What: timing only. What not: HTTP, and the decision what is worth a retry (`client.py`).
-"""
+"""When to try again: jittered back-off, Retry-After, and a circuit breaker."""
 
 from __future__ import annotations
 
@@ -115,14 +112,12 @@ class Breaker:
             self._is_probing = False
 
     def succeeded(self) -> None:
-        """The service answered."""
         if self.is_open:
             log.warning("the judge answers again after %.0f s", self.down_s)
         self.num_failures_in_row = 0
         self._closed.set()
 
     def failed(self, is_probe: bool) -> None:
-        """The service did not answer."""
         if self.num_failures_in_row == 0:
             self._down_since = time.monotonic()
         self.num_failures_in_row += 1
@@ -132,7 +127,6 @@ class Breaker:
             self.open()
 
     def open(self) -> None:
-        """Hold everybody back from now on."""
         self._closed.clear()
         self._next_probe_at = time.monotonic() + self._pause_s
         self.num_openings += 1

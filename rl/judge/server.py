@@ -1,10 +1,5 @@
-"""A judge that the run starts by itself: `judge.start_command`.
-
-What: `StartedJudge`, one process a node, from before models are loaded to the run's end;
-`start_problems`, what can be said of the command before. What not: whose it is (any program that
-serves the OpenAI-compatible API), its end when the run is killed (`guard.py`), questions
-(`client.py`). Called by `run/set_up.py` and `preflight/compatibility.py`.
-"""
+"""A judge that the run starts by itself: `judge.start_command`, any program that serves the
+OpenAI-compatible API. One process a node; `guard.py` ends it when the run is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rl.config.schema import JudgeConfig
@@ -162,7 +156,6 @@ class StartedJudge:
         return f": {shown(lines[-1], SHOWN_CHARS)}" if lines[-1] else ""
 
     def close(self) -> None:
-        """End it, and whatever it has started."""
         if self._has_answered and self._guard.poll() is not None:
             warn(f"the judge had ended before the run; its output: {self._log}")
         self._guard.terminate()
@@ -172,12 +165,7 @@ class StartedJudge:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

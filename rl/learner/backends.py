@@ -1,9 +1,5 @@
 """What holds the optimiser's state: plain PyTorch, behind the seam that DeepSpeed shares.
 
-What: the `Backend` seam (forward, backward, step, read and write the state) and its plain
-implementation. What not: losses, micro-batches, metrics (`train_step.py`) or ZeRO
-(`deepspeed.py`). Made by `learner.py`.
-
 Two promises make the backends interchangeable. Gradients are SUMMED over backward calls and ranks,
 because every loss is already divided by a global denominator. And the state is read and written
 whole, in float32, under the names of `module.named_parameters()`, so a run can go on under another
@@ -15,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.config.schema import OptimizerConfig
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 Tensors = dict[str, torch.Tensor]
 
@@ -61,7 +55,6 @@ class Backend(Protocol):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add d loss / d weights to this step's gradient."""
-        ...
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         """Sum the gradient over ranks, multiply it by `gradient_scale` (> 0, the same on every
@@ -70,19 +63,15 @@ class Backend(Protocol):
         A loss is divided before the last one is known, so by what was planned; the scale is what
         was planned over what came.
         """
-        ...
 
     def masters(self) -> Tensors:
         """The trainable weights, whole, float32, on every rank. May alias the live ones."""
-        ...
 
     def adam_state(self) -> AdamState:
         """CPU copies for a checkpoint, complete on rank 0."""
-        ...
 
     def load(self, state: AdamState, num_steps: int) -> None:
         """Put back what `adam_state` gave; whole on every rank."""
-        ...
 
 
 def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

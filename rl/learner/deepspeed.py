@@ -1,9 +1,5 @@
-"""DeepSpeed ZeRO 0-3 behind the learner's seam.
+"""DeepSpeed ZeRO 0-3 behind the learner's seam. What DeepSpeed is told, and why:
 
-What: `DeepSpeedBackend`. What not: anything the plain backend does not do as well. DeepSpeed is
-imported here only. Made by `learner.py`.
-
-What DeepSpeed is told, and why:
 - A client `torch.optim.AdamW`: its own optimisers are compiled at first use (minutes, a compiler).
 - `managed_gradient_accumulation: false`: the number of micro-batches varies; we say when to step.
 - No `bf16` section while the trainable parameters are float32 (LoRA on a bfloat16 base): it would
@@ -22,7 +18,7 @@ import logging
 import math
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -37,9 +33,7 @@ from rl.learner.backends import (
     trainable_parameters,
     write_plain_state,
 )
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 PERSISTENCE_THRESHOLD_NUMEL = 100_000
 """ZeRO-3 leaves parameters smaller than this whole on every rank (DeepSpeed's default)."""
@@ -157,9 +151,8 @@ class DeepSpeedBackend:
             adamw.zero_grad(set_to_none=True)
 
     def masters(self) -> Tensors:
-        if self._stage < 3 and self._dtype == torch.float32:
-            return {name: p.detach() for name, p in self._parameters.items()}
-        return {name: self._gather(p) for name, p in self._parameters.items()}
+        live = self._stage < 3 and self._dtype == torch.float32
+        return {n: p.detach() if live else self._gather(p) for n, p in self._parameters.items()}
 
     def adam_state(self) -> AdamState:
         state = AdamState({}, {}, {})
@@ -218,12 +211,9 @@ class DeepSpeedBackend:
         # Links parameters to AdamW's state, which DeepSpeed else does after its first step.
         self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self._parameters.items():
-            device = parameter.device
-            safe_set_full_fp32_param(parameter, state.masters[name].to(device))
-            safe_set_full_optimizer_state(parameter, state.exp_avg[name].to(device), "exp_avg")
-            safe_set_full_optimizer_state(
-                parameter, state.exp_avg_sq[name].to(device), "exp_avg_sq"
-            )
+            safe_set_full_fp32_param(parameter, state.masters[name].to(parameter.device))
+            for key, moments in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
+                safe_set_full_optimizer_state(parameter, moments[name].to(parameter.device), key)
         self._engine.optimizer.update_lp_params()
 
     def _load_partitioned(self, state: AdamState) -> None:
@@ -256,6 +246,7 @@ def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
 def _import_deepspeed(dist: Dist) -> Any:
     """Import DeepSpeed without its surprises, and join (or make) the process group."""
     on_cpu = dist.device == "cpu"
+    backend = "gloo" if on_cpu else "nccl"
     os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
     import deepspeed
     import deepspeed.ops
@@ -271,9 +262,6 @@ def _import_deepspeed(dist: Dist) -> Any:
     if not torch.distributed.is_initialized():
         # DeepSpeed insists on a group; one process needs no port for it.
         store = torch.distributed.HashStore()
-        backend = "gloo" if on_cpu else "nccl"
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    deepspeed.init_distributed(
-        "gloo" if on_cpu else "nccl", auto_mpi_discovery=False, verbose=False
-    )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -1,9 +1,4 @@
-"""The learner: what one batch of rollouts does to the weights.
-
-What: `Learner`: opens an iteration's `TrainStep`, and gives the weights and state for others to
-read. What not: the step itself (`train_step.py`), the arithmetic (`algorithm/`), what holds the
-optimiser's state (`backends.py`, `deepspeed.py`), rewards and advantages. Called by `train.py`,
-`weight_sync.py` and the checkpoints.
+"""The learner: opens an iteration's `TrainStep`, and gives weights and state for others to read.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
@@ -11,7 +6,7 @@ Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,11 +16,18 @@ from rl.api.policy import Policy
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
-from rl.learner.micro_batches import FILLER, in_step, pack_groups, shared_filler, split_evenly
+from rl.learner.micro_batches import (
+    Inference,
+    Member,
+    by_member,
+    in_step,
+    is_sharded,
+    pack_groups,
+    shared_filler,
+    split_evenly,
+)
 from rl.learner.train_step import Minibatch, TrainStep
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
 """Prefixes of the checkpoint's tensors: `<part>/<parameter name>`."""
@@ -69,7 +71,7 @@ class Learner:
             num_completions_P: how many of each group may be trained.
         """
         config = self._config.optimizer
-        collective = _is_sharded(self._policy.module)
+        collective = is_sharded(self._policy.module)
         together = collective or self._backend.in_step
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
@@ -120,29 +122,19 @@ class Learner:
     def _count_step(self) -> None:
         self._num_steps += 1
 
-    # --- what others read ---------------------------------------------------------------------
-
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """The trainer's log-probs of every completion token of this rank's rows, nats.
 
         Ranks may bring different numbers of rows, none included.
         """
-        filler = shared_filler(rows, self._dist)
         budget = self._config.optimizer.max_tokens_per_micro_batch
-        micro_batches = pack_groups([p for p, _ in rows], [[ids] for _, ids in rows], budget)
-        self._policy.module.eval()
-        result: list[list[float]] = []
-        for micro_batch in in_step(micro_batches, filler, self._dist):
-            with torch.no_grad():
-                outputs = self._backend.forward(self._policy.collate(micro_batch.rows))
-            if FILLER not in micro_batch.members:
-                result += [
-                    values_C[: len(ids)]
-                    for values_C, (_, ids) in zip(
-                        outputs.logprobs.tolist(), micro_batch.rows, strict=True
-                    )
-                ]
-        return result
+        ids_P1 = [[ids] for _, ids in rows]
+        inference = Inference(self._policy, [p for p, _ in rows], ids_P1, budget, self._dist)
+        found: dict[Member, list[float]] = {}
+        for micro_batch in inference.micro_batches:
+            _, outputs = inference.forward(micro_batch)
+            found |= by_member(micro_batch, micro_batch.members, outputs)
+        return [found[p, 0] for p in range(len(rows))]
 
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
         """The trained weights, whole, float32, keyed as `policy.module.named_parameters()`.
@@ -158,11 +150,9 @@ class Learner:
         beside them: they are gathered only where ZeRO-3 leaves nothing whole.
         """
         live = trainable_parameters(self._policy.module)
-        sharded = _is_sharded(self._policy.module)
+        sharded = is_sharded(self._policy.module)
         tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
         return self._policy.export_weights(tensors, self._num_steps)
-
-    # --- checkpoints --------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Weights and Adam moments under `<part>/<name>`, float32 on the CPU, and JSON-able meta.
@@ -225,11 +215,6 @@ def _make_backend(module: torch.nn.Module, config: RunConfig, dist: Dist) -> Bac
     from rl.learner.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(module, config.optimizer, dist)
-
-
-def _is_sharded(module: torch.nn.Module) -> bool:
-    """ZeRO-3: every forward gathers weights from all ranks."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def _has_dropout(module: torch.nn.Module) -> bool:

@@ -1,50 +1,55 @@
 """Lists of a micro-batch's rows -> padded tensors for the loss.
 
-What: `RowTensors`, what the loss needs beside log-probs. What not: the loss (`algorithm/`). Called
-by `train_step.py`.
-
 Axes: `_B` rows of a micro-batch, `_C` completion tokens, right-padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from rl.api.loss import Denominators, LossInputs
 from rl.api.types import Row, TrainSequence
-
-
-@dataclass(frozen=True, eq=False)
-class RowTensors:
-    """What the loss needs of a micro-batch's rows beside log-probs, on the policy's device."""
-
-    mask: torch.Tensor
-    """[B, C] bool: tokens that carry loss."""
-    advantages: torch.Tensor
-    """[B, 1] float32."""
-    sampler_logprobs: torch.Tensor
-    """[B, C] float32, nats; 0 where padded."""
+from rl.config.schema import AlgorithmConfig
 
 
 def loss_inputs(
-    rows: Sequence[Row], sequences_B: Sequence[TrainSequence | None], device: str
-) -> RowTensors:
-    """Padded to the longest completion; a row without a sequence carries no loss."""
+    config: AlgorithmConfig,
+    rows: Sequence[Row],
+    sequences_B: Sequence[TrainSequence | None],
+    logprobs: torch.Tensor,
+    old_B: Sequence[Sequence[float]] | None,
+    planned: Denominators,
+) -> LossInputs:
+    """A row without a sequence carries no loss. Advantages are [B, 1].
+
+    `logprobs` [B, C] float32, nats, with gradient; `old_B`: those before the iteration's first
+    update, None where these are it.
+    """
+    device = logprobs.device
     silent_B = [(0.0,) * len(ids) for _, ids in rows]
     pairs = list(zip(sequences_B, silent_B, strict=True))
-    masks = [s.loss_mask if s else (False,) * len(silent) for s, silent in pairs]
-    return RowTensors(
-        mask=pad(masks, torch.bool, device),
+    masks_B = [s.loss_mask if s else silent for s, silent in pairs]
+    sampler_B = [s.sampler_logprobs if s else silent for s, silent in pairs]
+    mask = pad(masks_B, torch.bool, device)
+    logprobs = logprobs.masked_fill(~mask, 0.0)
+    old = logprobs.detach()
+    if old_B is not None:
+        old = pad(old_B, torch.float32, device).masked_fill(~mask, 0.0)
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        sampler_logprobs=pad(sampler_B, torch.float32, device),
         advantages=pad([[s.advantage if s else 0.0] for s in sequences_B], torch.float32, device),
-        sampler_logprobs=pad(
-            [s.sampler_logprobs if s else silent for s, silent in pairs], torch.float32, device
-        ),
+        mask=mask,
+        denominators=planned,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
     )
 
 
-def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: str) -> torch.Tensor:
+def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[B, C], zeros after each row's end."""
     width = max(len(row) for row in rows)
     padded = [list(row) + [0] * (width - len(row)) for row in rows]

@@ -1,16 +1,4 @@
-"""What one iteration's learning looks like in numbers.
-
-What: `LearnerMetrics`, which adds up over micro-batches, and what of it becomes a metric. What not:
-the numbers themselves (`algorithm/`) or when they are taken (`train_step.py`).
-
-Metrics (each over all ranks; `docs/metrics.md` says what they mean):
-`loss/total`, `loss/policy`, `loss/kl`, `kl/reference_k1`, `kl/reference_k3`, `policy/entropy`,
-`policy/clip_fraction`, `policy/ratio_mean`, `policy/ratio_max`, `mismatch/k1`, `mismatch/k3`,
-`mismatch/max_abs_dlogp`, `mismatch/ess`, `mismatch/weight_mean`, `mismatch/weight_capped`,
-`optimizer/grad_norm`, `optimizer/learning_rate`, `optimizer/steps`, `optimizer/skipped_steps`,
-`tokens/trained`, `seconds/learn_reference`, `seconds/learn_forward`, `seconds/learn_backward`,
-`seconds/learn_step`.
-"""
+"""What one iteration's learning looks like in numbers, added up over micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,10 +13,8 @@ from rl.algorithm.importance import effective_sample_share, mismatch
 from rl.algorithm.kl import kl_per_token
 from rl.algorithm.metrics import Metrics
 from rl.algorithm.objective import Objective
-
-if TYPE_CHECKING:
-    from rl.learner.loss_inputs import RowTensors
-    from rl.ranks.dist import Dist
+from rl.api.loss import LossInputs
+from rl.ranks.dist import Dist
 
 
 @dataclass
@@ -48,35 +33,29 @@ class LearnerMetrics:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Wall seconds, added up."""
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def measure(
         self,
-        inputs: RowTensors,
+        inputs: LossInputs,
         loss: Objective,
-        logprobs: torch.Tensor,
-        old: torch.Tensor,
         reference: torch.Tensor | None,
         entropy: torch.Tensor,
         importance_cap: float,
     ) -> None:
-        """One micro-batch's share; all tensors [B, C] and detached but the loss."""
-        for name, value in (
-            ("total", loss.total),
-            ("policy", loss.policy_loss),
-            ("kl", loss.kl_loss),
-        ):
+        """One micro-batch's share; `reference`, `entropy`: [B, C] float32, nats."""
+        found = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
+        for name, value in found.items():
             self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
         if not inputs.mask.any():
             return
         self._policy(inputs.mask, loss, entropy)
-        self._mismatch(inputs, old, loss.importance, importance_cap)
+        self._mismatch(inputs, loss.importance, importance_cap)
         if reference is not None:
             for estimator in ("k1", "k3"):
-                kl = kl_per_token(logprobs, reference, estimator)[inputs.mask]
+                kl = kl_per_token(inputs.logprobs.detach(), reference, estimator)[inputs.mask]
                 self.metrics.add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
 
     def _policy(self, mask: torch.Tensor, loss: Objective, entropy: torch.Tensor) -> None:
@@ -89,10 +68,8 @@ class LearnerMetrics:
         self.metrics.maximum("policy/ratio_max", float(ratio.max()))
         self.metrics.total("tokens/trained", ratio.numel())
 
-    def _mismatch(
-        self, inputs: RowTensors, old: torch.Tensor, importance: torch.Tensor, cap: float
-    ) -> None:
-        sums = mismatch(old, inputs.sampler_logprobs, inputs.mask)
+    def _mismatch(self, inputs: LossInputs, importance: torch.Tensor, cap: float) -> None:
+        sums = mismatch(inputs.old_logprobs, inputs.sampler_logprobs, inputs.mask)
         self.num_tokens += sums.num_tokens
         self.weight += sums.weight
         self.weight_squared += sums.weight_squared

@@ -1,11 +1,5 @@
 """A rank's groups in micro-batches, the rows that are forwarded together, and who forwards them.
 
-What: `MicroBatch`; groups packed by a token budget; micro-batches that only keep the ranks in step;
-`Forwards`, what a rollout reads of whoever runs them, and `Inference`, which keeps nothing. What
-not: model inputs (the policy's `collate`), or the forwards of training, whose graphs may be kept
-for the backward (`train_step.TrainStep`). Called by the learner, by `run/evaluation.py`, and by
-`rollout/stream.py`.
-
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
 
@@ -14,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""
@@ -45,7 +37,6 @@ class MicroBatch:
         return sum(prompts.values()) + sum(len(ids) for _, ids in self.rows)
 
     def rows_of(self, members: Sequence[Member]) -> list[Row]:
-        """Those members' rows, in their order."""
         row_of = dict(zip(self.members, self.rows, strict=True))
         return [row_of[member] for member in members]
 
@@ -124,6 +115,23 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
     return own or (gathered[0] if gathered else None)
 
 
+def by_member(
+    micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
+) -> dict[Member, list[float]]:
+    """Each row's own [T] log-probs."""
+    values_BC = outputs.logprobs.detach().tolist()
+    rows = micro_batch.rows_of(members)
+    return {
+        member: values_C[: len(ids)]
+        for member, values_C, (_, ids) in zip(members, values_BC, rows, strict=True)
+    }
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """ZeRO-3: every forward gathers weights from all ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
 class Forwards(Protocol):
     """The micro-batches of a batch's rows, and the forward over each."""
 
@@ -150,7 +158,7 @@ class Inference:
     ) -> None:
         """`max_tokens`: of a micro-batch. Collective where forwards are."""
         self._policy = policy
-        self.collective = any(hasattr(p, "ds_id") for p in policy.module.parameters())
+        self.collective = is_sharded(policy.module)
         micro_batches = pack_groups(prompts_P, ids_PG, max_tokens)
         if self.collective:
             rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
@@ -158,7 +166,6 @@ class Inference:
         self.micro_batches: Sequence[MicroBatch] = micro_batches
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """Of all the micro-batch's rows."""
         module = self._policy.module
         was_training = module.training
         module.eval()

@@ -1,10 +1,8 @@
 """One iteration's learning, done as far as it can be at any moment.
 
-What: `TrainStep`: the forwards the rollout conditions the renderer with, kept for the backward
-where that is exact; reference log-probs and forwards while the judge still reads; the backward of a
-micro-batch as soon as its groups are graded; the optimiser steps. What not: the arithmetic
-(`algorithm/`), what holds the optimiser's state (`backends.py`), rewards and advantages. Made by
-`Learner.begin`, driven by the rollout and by `train.py`.
+The forwards the rollout conditions the renderer with, kept for the backward where that is exact;
+reference log-probs and forwards while the judge still reads; the backward of a micro-batch as soon
+as its groups are graded; the optimiser steps.
 
 Three rules. The gradient does not depend on how the batch is split: a loss is divided by what was
 PLANNED before the judge spoke, which counts all ranks, and the step corrects by one factor for what
@@ -20,8 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
@@ -35,12 +33,13 @@ from rl.config.schema import RunConfig
 from rl.learner.backends import Backend
 from rl.learner.loss_inputs import loss_inputs, pad
 from rl.learner.metrics import LearnerMetrics
-from rl.learner.micro_batches import FILLER, Member, MicroBatch
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
+from rl.ranks.dist import Dist
 
 log = logging.getLogger(__name__)
+
+RowsOf = Callable[[MicroBatch], Sequence[Member]]
+"""Which of a micro-batch's rows."""
 
 
 @dataclass(eq=False)
@@ -97,18 +96,14 @@ class TrainStep:
     @property
     def micro_batches(self) -> list[MicroBatch]:
         """All of them, in order, fillers included."""
-        return [
-            micro_batch for minibatch in self.minibatches for micro_batch in minibatch.micro_batches
-        ]
-
-    # --- while the rollout goes on ------------------------------------------------------------
+        return list(chain.from_iterable(m.micro_batches for m in self.minibatches))
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
         """Of all the micro-batch's rows, for the rollout; its graph stays where it can be used."""
         keep = self._has_room(micro_batch)
         batch, outputs = self._run(micro_batch, micro_batch.members, keep)
         if self._is_stale(self._minibatch_of(micro_batch)):
-            self._old.update(_by_member(micro_batch, micro_batch.members, outputs))
+            self._old.update(by_member(micro_batch, micro_batch.members, outputs))
         return batch, outputs
 
     def prefetch_reference(self, still_waiting: Callable[[], bool]) -> None:
@@ -125,26 +120,19 @@ class TrainStep:
             members = self._trainable(micro_batch)
             if micro_batch not in self._kept and members and self._has_room(micro_batch):
                 self._run(micro_batch, members, keep=True)
-        self._find_reference(
-            [(micro_batch, self._trainable(micro_batch)) for micro_batch in self.micro_batches],
-            still_waiting,
-        )
+        self._find_reference(self.micro_batches, self._trainable, still_waiting)
 
     def note_old_logprobs(self) -> None:
         """Log-probs under the rollout's weights, which are about to move, where no forward of the
         rollout has given them. Collective where forwards are."""
-        self._find_old(
-            [(micro_batch, self._rows_to_read(micro_batch)) for micro_batch in self.micro_batches]
-        )
+        self._find_old(self.micro_batches, self._rows_to_read)
 
     def accumulate(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
         """What prompt p's graded completions bring, None for those that bring nothing.
 
         Runs the backward of every micro-batch that is now complete, unless ranks have to do it
-        together. A group that is handed in again is known already.
+        together.
         """
-        if p in self._accumulated:
-            return
         for g, sequence in enumerate(sequences_G):
             if sequence is not None and any(sequence.loss_mask):
                 self._sequences[p, g] = sequence
@@ -169,31 +157,14 @@ class TrainStep:
         Returns this rank's metrics. Collective.
         """
         needed = self._needed()
-        later = [
-            micro_batch
-            for minibatch in self.minibatches
-            if self._is_stale(minibatch)
-            for micro_batch in minibatch.micro_batches
-        ]
-        self._find_old(
-            [
-                (micro_batch, self._rows_to_train(micro_batch))
-                for micro_batch in later
-                if micro_batch in needed
-            ]
-        )
+        stale = [m for m in self.micro_batches if self._is_stale(self._minibatch_of(m))]
+        self._find_old([m for m in stale if m in needed], self._rows_to_train)
         for minibatch in self.minibatches:
             actual = self._count(minibatch)
             if actual.num_tokens == 0:
                 continue
             rest = minibatch.micro_batches[minibatch.num_done :]
-            self._find_reference(
-                [
-                    (micro_batch, self._rows_to_read(micro_batch))
-                    for micro_batch in rest
-                    if micro_batch in needed
-                ]
-            )
+            self._find_reference([m for m in rest if m in needed], self._rows_to_read)
             for micro_batch in rest:
                 if micro_batch in needed:
                     self._backward(minibatch, micro_batch)
@@ -202,8 +173,6 @@ class TrainStep:
             self._optimizer_step(divisor(loss, minibatch.planned) / divisor(loss, actual))
         self._kept.clear()
         return self._learner_metrics.report(self.learning_rate, self.dist)
-
-    # --- which rows ---------------------------------------------------------------------------
 
     def _trainable(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
         """All but the bare arm's and fillers."""
@@ -226,9 +195,7 @@ class TrainStep:
         return live or self._rows_to_read(micro_batch)[:1]
 
     def _minibatch_of(self, micro_batch: MicroBatch) -> Minibatch:
-        return next(
-            minibatch for minibatch in self.minibatches if micro_batch in minibatch.micro_batches
-        )
+        return next(m for m in self.minibatches if micro_batch in m.micro_batches)
 
     def _is_stale(self, minibatch: Minibatch) -> bool:
         """Whether weights will have moved between the rollout and its backward."""
@@ -244,31 +211,21 @@ class TrainStep:
 
     def _count(self, minibatch: Minibatch) -> Denominators:
         """What the step is really divided by, over all ranks."""
-        members = [
-            member for micro_batch in minibatch.micro_batches for member in self._live(micro_batch)
-        ]
+        members = list(chain.from_iterable(map(self._live, minibatch.micro_batches)))
         num_tokens, num_sequences = self.dist.sum_floats(
             [sum(sum(self._sequences[member].loss_mask) for member in members), len(members)]
         )
-        return Denominators(
-            num_tokens,
-            num_sequences,
-            minibatch.planned.num_completions,
-            minibatch.planned.max_completion_tokens,
-        )
-
-    # --- forwards -----------------------------------------------------------------------------
+        return replace(minibatch.planned, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def _may_be_kept(self, micro_batch: MicroBatch, num_kept_tokens: int = 0) -> bool:
         """Whether its graph may stay until the rewards are there, beside so many others."""
         limit = self.config.optimizer.max_kept_tokens
-        if (
-            not self.keeps_graphs
-            or self._is_stale(self._minibatch_of(micro_batch))
-            or FILLER in micro_batch.members
-        ):
-            return False
-        return limit is None or num_kept_tokens + micro_batch.num_tokens <= limit
+        return (
+            self.keeps_graphs
+            and not self._is_stale(self._minibatch_of(micro_batch))
+            and FILLER not in micro_batch.members
+            and (limit is None or num_kept_tokens + micro_batch.num_tokens <= limit)
+        )
 
     def _has_room(self, micro_batch: MicroBatch) -> bool:
         return self._may_be_kept(micro_batch, self._num_kept_tokens)
@@ -291,32 +248,27 @@ class TrainStep:
     ) -> dict[Member, list[float]]:
         """[T] of some of a micro-batch's rows, without a graph, the module in evaluation mode."""
         _, outputs = self._run(micro_batch, members, keep=False)
-        return _by_member(micro_batch, members, outputs)
+        return by_member(micro_batch, members, outputs)
 
-    def _find_old(self, wanted: Sequence[tuple[MicroBatch, Sequence[Member]]]) -> None:
+    def _find_old(self, micro_batches: Sequence[MicroBatch], rows_of: RowsOf) -> None:
         """Log-probs under the weights of now. Which are missing is settled first: a filler's are
         known after its first forward, and ranks would fall out of step."""
-        missing = [
-            (micro_batch, members)
-            for micro_batch, members in wanted
-            if not all(member in self._old for member in members)
-        ]
+        wanted = [(micro_batch, rows_of(micro_batch)) for micro_batch in micro_batches]
+        missing = [(m, members) for m, members in wanted if not self._old.keys() >= {*members}]
         for micro_batch, members in missing:
             self._old.update(self._logprobs_of(micro_batch, members))
 
     def _find_reference(
         self,
-        wanted: Sequence[tuple[MicroBatch, Sequence[Member]]],
+        micro_batches: Sequence[MicroBatch],
+        rows_of: RowsOf,
         still_waiting: Callable[[], bool] = lambda: True,
     ) -> None:
         """Under one `reference()`: with full fine-tuning it moves a whole model's weights."""
         if not self.config.algorithm.kl_coeff:
             return
-        missing = [
-            (micro_batch, members)
-            for micro_batch, members in wanted
-            if self.collective or not self._reference_known(members)
-        ]
+        wanted = [(micro_batch, rows_of(micro_batch)) for micro_batch in micro_batches]
+        missing = [w for w in wanted if self.collective or not self._reference_known(w[1])]
         if not missing:
             return
         with self._learner_metrics.clock("learn_reference"), self.policy.reference():
@@ -326,9 +278,7 @@ class TrainStep:
                 self._reference.update(self._logprobs_of(micro_batch, members))
 
     def _reference_known(self, members: Sequence[Member]) -> bool:
-        return not self.config.algorithm.kl_coeff or all(m in self._reference for m in members)
-
-    # --- backwards and steps ------------------------------------------------------------------
+        return not self.config.algorithm.kl_coeff or self._reference.keys() >= {*members}
 
     def _backward(self, minibatch: Minibatch, micro_batch: MicroBatch) -> None:
         """Forward unless one was kept, loss, backward."""
@@ -340,35 +290,29 @@ class TrainStep:
                 outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
             kept = Kept(members, outputs.logprobs, outputs.entropy)
         rows = micro_batch.rows_of(kept.members)
-        inputs = loss_inputs(
-            rows, [self._sequences.get(member) for member in kept.members], self.dist.device
-        )
-
-        def padded(values: Mapping[Member, list[float]]) -> torch.Tensor:
-            found_B = [
-                values.get(member, [0.0] * len(ids))
-                for member, (_, ids) in zip(kept.members, rows, strict=True)
-            ]
-            return pad(found_B, torch.float32, self.dist.device).masked_fill(~inputs.mask, 0.0)
-
         algorithm = self.config.algorithm
-        logprobs = kept.logprobs.masked_fill(~inputs.mask, 0.0)
-        old = padded(self._old) if self._is_stale(minibatch) else logprobs.detach()
-        reference = padded(self._reference) if algorithm.kl_coeff else None
-        loss = objective(
+
+        def values_of(found: Mapping[Member, list[float]]) -> list[list[float]]:
+            members = zip(kept.members, rows, strict=True)
+            return [found.get(member, [0.0] * len(ids)) for member, (_, ids) in members]
+
+        inputs = loss_inputs(
             algorithm,
-            logprobs,
-            old,
-            inputs.sampler_logprobs,
-            reference,
-            inputs.advantages,
-            inputs.mask,
+            rows,
+            [self._sequences.get(member) for member in kept.members],
+            kept.logprobs,
+            values_of(self._old) if self._is_stale(minibatch) else None,
             minibatch.planned,
         )
+        reference = None
+        if algorithm.kl_coeff:
+            reference = pad(values_of(self._reference), torch.float32, kept.logprobs.device)
+            reference = reference.masked_fill(~inputs.mask, 0.0)
+        loss = objective(algorithm, inputs, reference)
         with self._learner_metrics.clock("learn_backward"):
             self.backend.backward(loss.total)
         self._learner_metrics.measure(
-            inputs, loss, logprobs.detach(), old, reference, kept.entropy, algorithm.importance_cap
+            inputs, loss, reference, kept.entropy, algorithm.importance_cap
         )
 
     def _optimizer_step(self, gradient_scale: float) -> None:
@@ -386,15 +330,3 @@ class TrainStep:
                 "the gradient's norm is %s: optimiser step skipped, weights and moments untouched",
                 outcome.grad_norm,
             )
-
-
-def _by_member(
-    micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
-) -> dict[Member, list[float]]:
-    """Each row's own [T] log-probs."""
-    values_BC = outputs.logprobs.detach().tolist()
-    rows = micro_batch.rows_of(members)
-    return {
-        member: values_C[: len(ids)]
-        for member, values_C, (_, ids) in zip(members, values_BC, rows, strict=True)
-    }

@@ -1,22 +1,18 @@
 """Hand the learner's weights to the inference engine, and prove that they arrived.
 
-What: `sync` moves what is trained and nothing else (an adapter's matrices; under full fine-tuning
-every tensor that is not frozen), and not even that when no step was taken. It then checks two
-things. (1) What the engine reads back is what was sent. (2) On a fixed probe prompt the engine's
-log-probs agree with the trainer's. A sync that silently delivers nothing looks like staleness for
-weeks; here it stops the run. Called by `run/run.py` after every train step.
+What is trained is moved and nothing else, and not even that when no step was taken. Then (1) what
+the engine reads back is what was sent, and (2) on a fixed probe prompt the engine's log-probs agree
+with the trainer's. A sync that silently delivers nothing looks like staleness for weeks; here it
+stops the run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl.api.engine import Engine
 from rl.api.types import PolicyWeights, Prompt, SamplingParams
-
-if TYPE_CHECKING:
-    from rl.learner.learner import Learner
+from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 4
 PROBE_TOKENS = 4
@@ -33,8 +29,6 @@ class SyncReport:
 
     fingerprint: str
     """Of the weights now held by trainer and engine alike."""
-    num_bytes: int
-    """Of the tensors that were handed over."""
     mean_dlogp_nats: float | None
     """Mean |engine - trainer| over the probe's tokens; None when nothing had changed."""
 
@@ -58,7 +52,7 @@ def sync(
     """
     weights = learner.export_weights()
     if weights.fingerprint == previous:
-        return SyncReport(weights.fingerprint, num_bytes=0, mean_dlogp_nats=None)
+        return SyncReport(weights.fingerprint, mean_dlogp_nats=None)
     engine.load_weights(weights)
     _check_held(engine, weights, previous)
     params = SamplingParams(
@@ -83,7 +77,7 @@ def sync(
             f"{dtype}: {MAX_MEAN_DLOGP_NATS[dtype]}). The engine does not hold the policy: check "
             "that both sides load the same base model and adapter shape."
         )
-    return SyncReport(weights.fingerprint, _num_bytes(weights), mean)
+    return SyncReport(weights.fingerprint, mean)
 
 
 def _check_held(engine: Engine, weights: PolicyWeights, previous: str | None) -> None:
@@ -91,7 +85,3 @@ def _check_held(engine: Engine, weights: PolicyWeights, previous: str | None) ->
     if held is not None and held != weights.fingerprint:
         moved = "" if previous is None or held != previous else " (the sync changed nothing)"
         raise SyncError(f"the engine holds {held}, the trainer {weights.fingerprint}{moved}")
-
-
-def _num_bytes(weights: PolicyWeights) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors.values())

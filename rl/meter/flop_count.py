@@ -1,8 +1,4 @@
-"""Counting the operations that really run, one by one.
-
-What: `FlopCount`, a mode under which every matrix product, convolution and attention call adds what
-it computes. What not: a language model's passes, whose shapes never repeat (`flops.py`). Called by
-`flop_meter.counted`, tests and benchmarks.
+"""Counting the operations that really run: every matrix product, convolution and attention call.
 
 Torch's own counter (`torch.utils.flop_counter`) gives the formulas. It does not know the CPU's
 attention kernel, which would count as nothing, and takes causal attention for the full square,
@@ -16,11 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
@@ -55,20 +47,14 @@ class FlopCount(TorchDispatchMode):
         return result
 
 
-def _cpu_attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _cpu_attention_backward(
-    grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
 _FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        aten._scaled_dot_product_flash_attention
+    ],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 
 

@@ -1,18 +1,12 @@
 """What was computed, and what this device could at best have done in the time.
 
-What: a counter of operations and bytes that only grows, read like a clock (`done`); `counted`, for
-the forwards of frozen models; the device's measured ceilings, hence its roofline; peak
-memory. What not:
-which phase it belongs to (`console.PhaseTimer` reads the counter where it reads the clock),
-formulas (`flops.py`). Called by whatever runs a model.
-
-Importing this needs no torch.
+A counter of operations and bytes that only grows, read like a clock (`done`); the device's measured
+ceilings, hence its roofline; peak memory. Importing this needs no torch.
 """
 
 from __future__ import annotations
 
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -70,7 +64,6 @@ _counted = WeakKeyDictionary()
 
 
 def add(cost: Work) -> None:
-    """Count what was just started, on any thread."""
     global _done
     with _lock:
         _done += cost
@@ -175,5 +168,4 @@ def take_peak_memory_gb(device: str) -> float:
         peak_gb = torch.cuda.max_memory_allocated(device) / 1e9
         torch.cuda.reset_peak_memory_stats(device)
         return peak_gb
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

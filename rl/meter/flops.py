@@ -1,10 +1,5 @@
-"""What a language model's passes cost, from its sizes alone.
-
-What: `LanguageModel` (Qwen2.5, Emu3: gated MLPs, grouped keys and values), the operations of its
-forward, backward and head, and the cost of sampling from it. What not: counting what really ran
-(`flop_count.py`), frozen generators and vision towers, which are counted by size
-(`flop_meter.counted`).
-Called by the policies' modules and the engines.
+"""What a language model's passes cost, from its sizes alone (Qwen2.5, Emu3: gated MLPs, grouped
+keys and values).
 
 A multiply-add is two operations. A pair is one query that attends to one key. Norms, activations
 and rotary embeddings are left out: below a hundredth at real sizes.

@@ -3,7 +3,7 @@
 What: `compatibility_problems`, the rules across rooms: what the policy emits and the renderer
 takes, what policy and rewards need of the data, judge, batch arithmetic. What not: the rules within
 a section (`config/messages.py`) and within a plug (its own `Config`), memory
-(`memory_remedies.py`). Called by `report.py` and `memory_remedies.py`.
+(`memory_remedies.py`).
 """
 
 from __future__ import annotations

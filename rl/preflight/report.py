@@ -9,7 +9,6 @@ seconds on a laptop.
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
 from rl.preflight.resume import check_resume
 from rl.ranks import placement
-from rl.record.checkpoint import find
+from rl.record.checkpoint import find, read_state
 from rl.record.scrub import scrubbed
 
 
@@ -220,14 +219,15 @@ def _resume(config: RunConfig) -> tuple[str, list[str]]:
     """(state of the run folder in words, what forbids to go on from it)."""
     found = find(config.run_dir, hashes=False)
     if found.problem:
-        return "has no whole checkpoint", [f"run_name: {found.problem}"]
+        return "cannot go on", [f"run_name: {found.problem}"]
     if found.path is None:
         recorded = (config.run_dir / "metrics.jsonl").is_file()
         return "starts afresh" + (", and sets aside what is recorded there" * recorded), []
-    state = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
     today = scrubbed(config.model_dump(mode="json"), (config.judge.api_key_env,))
-    words = "; ".join((f"goes on after {state['iteration']} iterations", *found.remarks))
+    words = "cannot go on"
     try:
+        state = read_state(found.path)
+        words = "; ".join((f"goes on after {state['iteration']} iterations", *found.remarks))
         noted = check_resume(state["meta"]["config"], today)
     except ValueError as error:
         return words, [f"run_name: {error}"]

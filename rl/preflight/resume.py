@@ -2,7 +2,7 @@
 
 What: `check_resume`, by one table. A key that is not in the table breaks the run: what a run was
 optimising, from what data and with which shapes, may not change under one name. What not: reading
-either config. Called by `build.py` before anything heavy is loaded.
+either config.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 HARMLESS = (
+    "format",  # the config is read under today's names
     "run_name", "base_exp_dir",  # the folder was moved
     "gpu_gb",  # a plan's
     "checkpoint.*", "tracking.*", "evaluation.*", "data.validation*",

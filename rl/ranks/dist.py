@@ -1,11 +1,8 @@
 """The other ranks: who they are, and every collective the loop uses.
 
-What: `Dist`, made once by `train.py` BEFORE any engine (an engine that finds no process group makes
-its own, and then ours cannot be made). What not: gradients (the learner's backend reduces them),
-starting processes (`simple_launch.py`) and how they find each other (`rendezvous.py`). With one
-process no process group exists and every collective is the identity.
-
-A collective is called by all ranks or by none. torch is imported on first use only.
+`Dist` is made BEFORE any engine: one that finds no process group makes its own, and then ours
+cannot be made. With one process no group exists and every collective is the identity. A collective
+is called by all ranks or by none. torch is imported on first use only.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class Dist:
     local_rank: int = 0
     """Index on this node; picks the CUDA device."""
     device: str = "cpu"
-    """'cpu', 'mps' or 'cuda:<index>': where this rank's trainable policy lives."""
+    """'cpu' or 'cuda:<index>': where this rank's trainable policy lives."""
     _cpu_group: Any = None
     """gloo group for objects and CPU tensors; None with one process."""
 
@@ -56,8 +53,8 @@ class Dist:
         """Read RANK, WORLD_SIZE and LOCAL_RANK, which the launcher sets as torchrun does, and join
         the group they describe.
 
-        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'mps' (one process only),
-        'cuda' (the local rank's) or 'cuda:<index>'.
+        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'cuda' (the local rank's) or
+        'cuda:<index>'.
         Raises ValueError when the variables contradict each other or CUDA is asked for and absent.
         """
         rank, world_size, local_rank = _read_env(os.environ)
@@ -74,8 +71,6 @@ class Dist:
 
         import torch.distributed as td
 
-        if device == "mps":
-            raise ValueError("device 'mps' holds one process: start one rank, or use device 'cpu'")
         td.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             init_method=os.environ.get(INIT_METHOD, "env://"),
@@ -88,14 +83,11 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: the one that decides, writes and prints."""
+        """The one that decides, writes and prints."""
         return self.rank == 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place, any shape and dtype; returns the same tensor.
-
-        Every rank ends with the same bits. CPU tensors go over gloo, CUDA tensors over NCCL.
-        """
+        """Sum over ranks, in place, any shape and dtype: the same tensor, the same bits on all."""
         if self.world_size > 1:
             import torch.distributed as td
 
@@ -113,11 +105,9 @@ class Dist:
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def max_int(self, value: int) -> int:
-        """Largest of the ranks' integers."""
         return max(self.gather(int(value)))
 
     def any(self, flag: bool) -> bool:
-        """True on every rank when it is true on one."""
         return bool(self.max_int(int(flag)))
 
     def broadcast(self, value: T) -> T:
@@ -145,7 +135,6 @@ class Dist:
         return type(metrics).merge(self.gather(metrics.state()))
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.world_size > 1:
             import torch.distributed as td
 
@@ -177,8 +166,8 @@ def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _resolve_device(device: str, local_rank: int) -> str:
-    """'auto' | 'cpu' | 'mps' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'mps' | 'cuda:<i>'."""
-    if device in ("cpu", "mps"):
+    """'auto' | 'cpu' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
+    if device == "cpu":
         return device
     import torch
 

@@ -1,9 +1,4 @@
-"""An error that was foreseen is a sentence, any other a traceback.
-
-What: which is which, and `excepthook` for a process that no launcher started. What not: the
-sentences: they stand where each error is raised, with the remedy. Called by `worker.py` and
-`train.py`.
-"""
+"""An error that was foreseen is a sentence, any other a traceback."""
 
 from __future__ import annotations
 
@@ -39,7 +34,6 @@ def sentence(error: BaseException) -> str | None:
 def excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """For `sys.excepthook`."""
     text = sentence(error)
     if text is None:
         sys.__excepthook__(kind, error, trace)

@@ -1,8 +1,7 @@
 """A line every few seconds while a run loads: which of our modules is at it, and in whose package.
 
-What: `start`, and `stop` once the loop has lines of its own to print. What not: anything the rest
-of a run has to call: what is under way is read off the main thread's stack. Called by the launcher
-and by `worker.py`, for rank 0; stopped by `train.py`.
+`start`, and `stop` once the loop has lines of its own to print. What is under way is read off the
+main thread's stack: nothing else of a run has to call anything.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def start(first_s: float | None = None) -> None:
 
 
 def stop() -> None:
-    """No line from here on."""
     _stopped.set()
 
 

@@ -1,15 +1,8 @@
-"""Which model lies on which device, and how much memory each may take there.
-
-What: the words a `device` key takes, what is wrong with a set of them (pure, no torch), and memory
-limits, set where torch can keep them. What not: moving models, which each plug does by
-`resolve_device`; planning how much they need (`preflight/memory_plan.py`). Called by the plugs, by
-`--check` and by `run/set_up.py`.
-
-GB is 1e9 bytes throughout.
-"""
+"""Which model lies on which device, and how much memory (GB: 1e9 bytes) each may take there."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import defaultdict
@@ -19,10 +12,8 @@ from typing import Any
 
 from rl.api.plug import PlacedConfig
 
-WORDS = (
-    "'auto' (the rank's own), 'cpu', 'mps', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
-)
-_FORM = re.compile(r"auto|cpu|mps|cuda:\+?\d+")
+WORDS = "'auto' (the rank's own), 'cpu', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
+_FORM = re.compile(r"auto|cpu|cuda:\+?\d+")
 
 
 @dataclass(frozen=True)
@@ -39,12 +30,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Machine:
-    """What devices there are; memory in GB."""
+    """What devices there are."""
 
     cuda_gb: tuple[float, ...] = ()
-    """Size of each CUDA device."""
-    mps_gb: float | None = None
-    """What Apple's driver recommends to stay below; None: no such device."""
+    """Size of each CUDA device, GB."""
 
 
 def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
@@ -57,7 +46,7 @@ def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
 
 
 def resolve_device(asked: str, own: str) -> str:
-    """The device a plug loads onto; `own`: the rank's ('cpu', 'mps', 'cuda:<index>').
+    """The device a plug loads onto; `own`: the rank's ('cpu', 'cuda:<index>').
 
     Raises ValueError for 'cuda:+<n>' on a rank that has no CUDA device of its own.
     """
@@ -97,11 +86,7 @@ def problems(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | No
     return (
         found
         or _missing(claims, owns, machine)
-        or [
-            *_shared(claims, owns),
-            *_crowded_mps(claims, owns[0]),
-            *_unlimited(claims, owns[0], machine),
-        ]
+        or [*_shared(claims, owns), *_unlimited(claims, owns[0], machine)]
     )
 
 
@@ -114,18 +99,13 @@ def _missing(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | No
             given = f"{claim.key}.device: {claim.device!r} given"
             if claim.device not in (device, "auto"):
                 given += f", which is {device} for one of the ranks"
-            if device == "mps" and machine.mps_gb is None:
-                found.append(f"{given}, this machine has no MPS device; give 'auto' or 'cpu'")
-            elif device.startswith("cuda:") and int(device[5:]) >= len(machine.cuda_gb):
+            if device.startswith("cuda:") and int(device[5:]) >= len(machine.cuda_gb):
                 count = len(machine.cuda_gb)
+                there = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
                 found.append(
-                    f"{given}, this machine shows {count} CUDA devices; give {_cuda_range(count)}"
+                    f"{given}, this machine shows {count} CUDA devices; give 'auto' or {there}"
                 )
     return found
-
-
-def _cuda_range(count: int) -> str:
-    return "'auto' or 'cpu'" if count == 0 else f"'auto' or 'cuda:0' to 'cuda:{count - 1}'"
 
 
 def _shared(claims: Sequence[Claim], owns: Sequence[str]) -> list[str]:
@@ -148,18 +128,6 @@ def _shared(claims: Sequence[Claim], owns: Sequence[str]) -> list[str]:
     return found
 
 
-def _crowded_mps(claims: Sequence[Claim], own: str) -> list[str]:
-    """Rewards work while pictures are rendered, each in a thread of its own, and torch's MPS part
-    brings the process down when two threads use it at once (pytorch issue 197805). The policy rests
-    meanwhile."""
-    busy = [c for c in claims if c.key != "policy" and resolve_device(c.device, own) == "mps"]
-    return [
-        f"{claim.key}.device: {claim.device!r} given, and {busy[0].key} works on mps at the same "
-        "time, which torch does not survive there; give 'cpu'"
-        for claim in busy[1:]
-    ]
-
-
 def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> list[str]:
     """Limits that cannot be kept: the allocator knows devices, not models."""
     found = []
@@ -176,8 +144,8 @@ def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> li
             )
             continue
         total = sum(claim.max_memory_gb or 0 for claim in sharing)
-        size = _size_gb(device, machine)
-        if size is not None and total > size:
+        size = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
+        if total > size:
             found.append(f"{key}: {total:g} GB on {device} (all models there), which has {size:g}")
     return found
 
@@ -187,12 +155,6 @@ def _by_device(claims: Sequence[Claim], own: str) -> dict[str, list[Claim]]:
     for claim in claims:
         places[resolve_device(claim.device, own)].append(claim)
     return places
-
-
-def _size_gb(device: str, machine: Machine | None) -> float | None:
-    if machine is None or device == "cpu":
-        return None
-    return machine.mps_gb if device == "mps" else machine.cuda_gb[int(device[5:])]
 
 
 def limits_gb(claims: Sequence[Claim], own: str) -> dict[str, float]:
@@ -215,15 +177,13 @@ def describe(claims: Sequence[Claim]) -> list[str]:
 
 
 def look_at_machine() -> Machine:
-    """What torch finds here."""
     import torch
 
     sizes = [
         torch.cuda.get_device_properties(index).total_memory / 1e9
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     ]
-    mps = torch.backends.mps.is_available()
-    return Machine(tuple(sizes), torch.mps.recommended_max_memory() / 1e9 if mps else None)
+    return Machine(tuple(sizes))
 
 
 def own_devices(own: str, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -247,9 +207,5 @@ def enforce(claims: Sequence[Claim], own: str) -> None:
     for device, limit_gb in limits_gb(claims, own).items():
         import torch
 
-        size_gb = _size_gb(device, machine)
-        assert size_gb is not None, "problems() refuses devices that are not there"
-        if device == "mps":
-            torch.mps.set_per_process_memory_fraction(limit_gb / size_gb)
-        else:
-            torch.cuda.set_per_process_memory_fraction(limit_gb / size_gb, device)
+        size_gb = machine.cuda_gb[int(device[5:])]
+        torch.cuda.set_per_process_memory_fraction(limit_gb / size_gb, device)

@@ -1,12 +1,9 @@
 """Where the ranks of a run meet, and which network interfaces they may listen on.
 
-What: on one node a file that only this user can read, and loopback for everything that listens; on
+On one node a file that only this user can read, and loopback for everything that listens; on
 several nodes one store bound to the address that `--rdzv-endpoint` names, kept by node 0's launcher
-until all nodes have left. What not: joining the process group (`dist.py`), starting ranks
-(`simple_launch.py`, which calls this).
-
-torch's own agent is not used for it: its stores listen on every interface, and it unpickles what it
-reads from one.
+until all nodes have left. torch's own agent is not used for it: its stores listen on every
+interface, and it unpickles what it reads from one.
 """
 
 from __future__ import annotations
@@ -53,12 +50,10 @@ def on_one_node(folder: Path) -> Environment:
 
 
 def is_one_node() -> bool:
-    """Whether this rank was started with what `on_one_node` says."""
     return INIT_METHOD in os.environ
 
 
 def loopback() -> str:
-    """Name of this machine's loopback interface: 'lo' on Linux, 'lo0' on macOS."""
     return interface_of("127.0.0.1")
 
 

@@ -1,10 +1,9 @@
 """Randomness: seeds derived from names, and the global generators' state for checkpoints.
 
-What: `derive_seed`, the ONLY source of seeds in the loop. A seed is a hash of what it is for (run
-seed, iteration, group, ...), never the next draw of a stream: a stream's position would depend on
-everything drawn before it, so a resume, a retry, another batch order or another number of ranks
-would change all later draws. What not: model code, whose dropout does draw from the global
-generators; their state is therefore saved per rank (`rng_state`).
+`derive_seed` is the ONLY source of seeds in the loop. A seed is a hash of what it is for, never the
+next draw of a stream: a stream's position would depend on everything drawn before it, so a resume,
+a retry, another batch order or another number of ranks would change all later draws. Model code's
+dropout does draw from the global generators; their state is therefore saved per rank (`rng_state`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ def derive_seed(*parts: str | int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python's, numpy's and torch's (CPU and every CUDA device) global generators."""
     import numpy as np
     import torch
 

@@ -1,19 +1,12 @@
-"""Being asked to stop: SIGTERM, SIGINT and SIGHUP set a flag; the loop looks at it between phases.
-
-What: `install` and `stop_requested`, so that a pre-empted run saves and leaves instead of dying in
-mid-write, and `die_with_parent`, so that a killed launcher leaves no orphans on the GPUs. What not:
-the saving (`train.py`) and the forwarding to ranks (the launcher). SIGHUP is one of the three
-because the launcher forwards a lost terminal as such.
-"""
+"""Being asked to stop: SIGTERM, SIGINT and SIGHUP set a flag; the loop looks at it between phases,
+saves and leaves. SIGHUP is one of them because the launcher forwards a lost terminal as such."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import sys
 import time
-from dataclasses import dataclass
 from types import FrameType
 
 from rl.ranks.dist import Dist
@@ -25,15 +18,8 @@ dying launcher sends one more; only a signal later than this after the first mea
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass
-class _Received:
-    """Signal handlers belong to the process, and so does what they heard."""
-
-    first: signal.Signals | None = None
-    first_s: float = 0.0
-
-
-_received = _Received()
+_first_s: float | None = None
+"""When this process heard the first."""
 
 
 def install() -> None:
@@ -58,13 +44,11 @@ def stop_requested(dist: Dist) -> bool:
 def stop_heard() -> bool:
     """Whether THIS rank was asked to stop, for leaving a long stretch without collectives early;
     `stop_requested` must follow, to tell the others."""
-    return _received.first is not None
+    return _first_s is not None
 
 
 def die_with_parent() -> None:
     """Have Linux send this process SIGTERM when its parent dies, however it dies."""
-    if sys.platform != "linux":
-        return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the request was placed
@@ -72,11 +56,12 @@ def die_with_parent() -> None:
 
 
 def _handle(signum: int, _: FrameType | None) -> None:
+    global _first_s
     name = signal.Signals(signum).name
-    if _received.first is None:
-        _received.first, _received.first_s = signal.Signals(signum), time.monotonic()
+    if _first_s is None:
+        _first_s = time.monotonic()
         # os.write: print is not re-entrant, and the signal may have interrupted one.
         os.write(2, f"\n{name}: will save and leave; once more to leave at once\n".encode())
-    elif time.monotonic() - _received.first_s > ECHO_S:
+    elif time.monotonic() - _first_s > ECHO_S:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

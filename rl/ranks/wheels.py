@@ -1,11 +1,10 @@
 """Make `transformers`, `diffusers` and `vllm` importable beside a CPU torch.
 
-What: the package index's torchvision, torchaudio and torchcodec wheels are built for CUDA. Beside a
-CPU torch their C++ libraries do not load, and everything that imports them falls over (`operator
+The package index's torchvision, torchaudio and torchcodec wheels are built for CUDA. Beside a CPU
+torch their C++ libraries do not load, and everything that imports them falls over (`operator
 torchvision::nms does not exist`, `Could not load this library`). Torchvision lacks two operator
 schemas, which are declared here and never called; the other two, used by nobody here, are hidden as
-if they were not installed. What not: a wheel that works is left alone. Called by every plug before
-its first import of those packages.
+if they were not installed. A wheel that works is left alone.
 """
 
 from __future__ import annotations

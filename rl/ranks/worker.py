@@ -1,10 +1,9 @@
 """One rank's first and last moments: what every process does around the training script.
 
-What: tie its life to the launcher's, send its output where the launcher said, run the script, and
-note how it ended where the launcher reads it: a sentence for an error that was foreseen (its
-traceback goes to the rank's log), else the traceback. What not: the process group (`dist.py`), stop
-signals (`signals.py`). Started by `simple_launch.py` as
-`python -m rl.ranks.worker <log folder> <note folder> <module | script.py> [arguments ...]`.
+`python -m rl.ranks.worker <log folder> <note folder> <module | script.py> [arguments ...]` ties its
+life to the launcher's, sends its output where the launcher said, runs the script, and notes how it
+ended where the launcher reads it: a sentence for an error that was foreseen (its traceback goes to
+the rank's log), else the traceback.
 """
 
 from __future__ import annotations

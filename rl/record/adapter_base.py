@@ -2,8 +2,7 @@
 
 What: `Base`, how it is written so that PEFT and transformers load it (`noted`), and how it is read
 back (`base_of`, our older spelling too). What not: the adapter's tensors and shape
-(`policies/shared/adapters.py`). Called by the policies, `hub.py`, `enhance.py` and
-`scripts/export_adapter.py`.
+(`policies/shared/adapters.py`).
 
 Loaders hand `base_model_name_or_path` to the hub as it is, so it is a folder or a repository's id
 and nothing else. They know no field for a subfolder, and warn of any key that is not theirs; what
@@ -17,8 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.config import formats
+from rl.files.atomic import row_of
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name for it."""
 NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
-SUBFOLDER, WORDS = "base_model_subfolder", "base_model_tokenizer"
+SUBFOLDER, WORDS, FORMAT = "base_model_subfolder", "base_model_tokenizer", "format"
 """Keys of ours in `auto_mapping`."""
 
 
@@ -69,7 +73,7 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
     No task type: with one, PEFT's Auto classes take a class of their own, which knows no model
     that reads pictures.
     """
-    own = {SUBFOLDER: base.subfolder, WORDS: base.words}
+    own = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: formats.ADAPTER}
     return {
         NAME: base.path,
         "revision": base.revision,
@@ -82,16 +86,37 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
     }
 
 
+def read_config(adapter: Path) -> dict[str, Any]:
+    """The adapter_config.json of a folder. Raises ValueError for one that is damaged, or that a
+    newer version wrote."""
+    file = adapter / ADAPTER_CONFIG
+    written = row_of(file.read_bytes())
+    if written is None:
+        raise ValueError(f"{file} is damaged: it holds no JSON object")
+    number = _own(written).get(FORMAT, 1)
+    if problem := formats.refusal(str(file), number, formats.ADAPTER):
+        raise ValueError(problem)
+    return written
+
+
+def _own(adapter_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where keys of ours may be."""
+    mapping = adapter_config.get(MAPPING)
+    return mapping if isinstance(mapping, Mapping) else {}
+
+
 def base_of(adapter_config: Mapping[str, Any]) -> Base:
     """What an adapter_config.json says, anybody's. Raises ValueError when it names no base."""
     path = adapter_config.get(NAME)
     if not isinstance(path, str) or not path:
         raise ValueError(f"adapter_config.json names no base ({NAME})")
-    mapping = adapter_config.get(MAPPING) or {}
+    mapping = _own(adapter_config)
     subfolder = mapping.get(SUBFOLDER, "")
     repository, _, last = path.rpartition("/")
     if last == "text_encoder" and repository.count("/") == 1 and is_hub_id(repository):
         path, subfolder = repository, last  # as it was written before
+    if FORMAT not in mapping:
+        path = formats.moved(path)
     return Base(path, adapter_config.get("revision"), subfolder, mapping.get(WORDS, ""))
 
 

@@ -15,7 +15,7 @@ With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/s
 
 What not: which tensors (learner), whether two configs fit (`preflight/resume.py`), the upload
 (`hub.py`). Rank 0 alone writes and decides; the others hand over their generators and hear the
-outcome. The run folder has to be on a file system that all nodes see. `train.py` calls this.
+outcome. The run folder has to be on a file system that all nodes see.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.config import formats
 from rl.config.schema import CheckpointConfig
-from rl.files.atomic import fsync, write_atomically
+from rl.files.atomic import fsync, row_of, write_atomically
 from rl.ranks.dist import Dist
 from rl.record import hub
 from rl.record.console import warn
@@ -43,9 +45,6 @@ MODEL_FOLDER = "model"
 KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 LAST_WRITTEN = "last_checkpoint.txt"
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's name for it."""
-FORMAT = 1
 _NUM_NEWEST_KEPT = 2
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
@@ -81,11 +80,8 @@ class Checkpoints:
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
-        cadences = (
-            self._config.save_every_n_iterations,
-            self._config.push_to_hub_every_n_iterations,
-        )
-        return any(cadence and iteration % cadence == 0 for cadence in cadences)
+        saved = iteration % self._config.save_every_n_iterations == 0
+        return saved or self._push_due(iteration, final=False)
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole (every size and sha256), or None before the first.
@@ -122,8 +118,14 @@ class Checkpoints:
         rng_by_rank = self._dist.gather(dict(rng))
         path, problem = None, ""
         if self._dist.is_main:
-            content = _Content(iteration, tensors, meta, rng_by_rank, write_model, model_card)
-            path, problem = self._try_write(content)
+            state = {
+                "format": formats.CHECKPOINT,
+                "iteration": iteration,
+                "world_size": len(rng_by_rank),
+                "meta": meta,
+            }
+            write = partial(_write, state, tensors, rng_by_rank, write_model, model_card)
+            path, problem = self._try_write(f"step_{iteration:06d}", write)
         path, problem = self._dist.broadcast((path, problem))
         if problem and final:
             raise SaveError(problem)
@@ -132,10 +134,7 @@ class Checkpoints:
         return path
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait, for a bounded time, for pushes to the hub under way; `say` tells the user. Local.
-
-        The other ranks have nothing to wait for.
-        """
+        """Wait, for a bounded time, for pushes under way; `say` tells the user. Local."""
         self._pusher.close(say)
 
     def load(self, path: Path) -> Loaded:
@@ -149,7 +148,7 @@ class Checkpoints:
             raise ValueError(
                 f"{path} is not visible on every node: put base_exp_dir on a file system they share"
             )
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = read_state(path)
         rng = None
         if state["world_size"] == self._dist.world_size:
             import torch
@@ -158,28 +157,28 @@ class Checkpoints:
         tensors = load_file(path / "state.safetensors")
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
-    def _try_write(self, content: _Content) -> tuple[Path | None, str]:
-        final = self.folder / f"step_{content.iteration:06d}"
+    def _try_write(self, name: str, write: Callable[[Path], None]) -> tuple[Path | None, str]:
+        """(the checkpoint, '') or (None, why it could not be written)."""
+        final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
         try:
             if final.is_dir() and problem_of(final) is None:
                 return final, ""  # an iteration may be due by cadence and by being the last
             self._sweep()
-            aside = self.folder / f"{_ASIDE_PREFIX}{final.name}"
             aside.mkdir(parents=True)
-            content.write(aside)
+            write(aside)
             _seal(aside)
             if final.exists():  # damaged, or it would have been returned above
-                final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{final.name}")
+                final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{name}")
             aside.rename(final)
             fsync(self.folder)
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
-            problem = f"checkpoint {final.name} could not be written: {error!r}"
+            problem = f"checkpoint {name} could not be written: {error!r}"
             warn(f"{problem}. Older checkpoints are intact.")
-            shutil.rmtree(self.folder / f"{_ASIDE_PREFIX}{final.name}", ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
             return None, problem
         try:
-            write_atomically(self.folder.parent / LAST_WRITTEN, f"{final.name}\n")
+            write_atomically(self.folder.parent / LAST_WRITTEN, f"{name}\n")
             self._prune()
             self._sweep()
         except OSError as error:
@@ -222,35 +221,25 @@ class Checkpoints:
         return every > 0 and (final or iteration % every == 0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Content:
-    """Everything that goes into one checkpoint folder."""
+def _write(
+    state: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    rng_by_rank: Sequence[Mapping[str, Any]],
+    write_model: Callable[[Path], None],
+    model_card: str,
+    folder: Path,
+) -> None:
+    import torch
+    from safetensors.torch import save_file
 
-    iteration: int
-    tensors: Mapping[str, torch.Tensor]
-    meta: Mapping[str, Any]
-    rng_by_rank: list[dict[str, Any]]
-    write_model: Callable[[Path], None]
-    model_card: str
-
-    def write(self, folder: Path) -> None:
-        import torch
-        from safetensors.torch import save_file
-
-        save_file(dict(self.tensors), folder / "state.safetensors")
-        for rank, rng in enumerate(self.rng_by_rank):
-            torch.save(rng, folder / _rng_name(rank))
-        state = {
-            "format": FORMAT,
-            "iteration": self.iteration,
-            "world_size": len(self.rng_by_rank),
-            "meta": self.meta,
-        }
-        (folder / "state.json").write_text(scrub(json.dumps(state, indent=1)), encoding="utf-8")
-        model_folder = folder / MODEL_FOLDER
-        model_folder.mkdir()
-        self.write_model(model_folder)
-        (model_folder / "README.md").write_text(scrub(self.model_card), encoding="utf-8")
+    save_file(dict(tensors), folder / "state.safetensors")
+    for rank, rng in enumerate(rng_by_rank):
+        torch.save(rng, folder / _rng_name(rank))
+    (folder / "state.json").write_text(scrub(json.dumps(state, indent=1)), encoding="utf-8")
+    model = folder / MODEL_FOLDER
+    model.mkdir()
+    write_model(model)
+    (model / "README.md").write_text(scrub(model_card), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -260,7 +249,7 @@ class Found:
     path: Path | None = None
     """The newest whole checkpoint, or None."""
     remarks: tuple[str, ...] = ()
-    """A sentence for each newer one that is damaged or gone."""
+    """What to tell of it: newer ones are damaged or gone, the format is an older one."""
     problem: str = ""
     """Why the run may not start, or ''."""
 
@@ -275,13 +264,22 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
         f"choose another run_name to start from the base weights, or move {run_dir} away to start "
         "so under this one"
     )
+    if newer := too_new(run_dir):
+        return Found(problem=f"{newer}, or {way_out}")
     remarks = []
+    if candidates and (_format_of(run_dir / "config.json") or formats.CONFIG) < formats.CONFIG:
+        remarks.append(
+            f"{run_dir} is of an older format: it is read under today's names, and goes on as "
+            f"format {formats.CONFIG}"
+        )
     is_name = _STEP_NAME.fullmatch(last) is not None
     if is_name and candidates and _iteration_of(Path(last)) > _iteration_of(candidates[-1]):
         remarks.append(
             f"checkpoint {last} was the last to be written and is gone: going on from an older one"
         )
     for path in reversed(candidates):
+        if newer := too_new(path):
+            return Found(None, tuple(remarks), f"{newer}, or {way_out}")
         problem = problem_of(path, hashes)
         if problem is None:
             return Found(path, tuple(remarks))
@@ -299,12 +297,28 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
 
 def model_folder(path: Path) -> Path:
     """Where the model lies in a run (its newest whole checkpoint) or a checkpoint; any other folder
-    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole."""
+    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole, and for
+    what a newer version wrote."""
     steps = _steps(path / "checkpoints")
+    if problem := next(filter(None, map(too_new, [path, *steps[-1:]])), ""):
+        raise ValueError(problem)
     folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
     if steps and folder == path:
         raise ValueError(f"{path}: none of its {len(steps)} checkpoints is whole")
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint, with the run's config in it under today's names.
+
+    Raises ValueError for what a newer version wrote.
+    """
+    if problem := too_new(path):
+        raise ValueError(problem)
+    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if "config" in state["meta"]:
+        state["meta"]["config"] = formats.stored(state["meta"]["config"], f"the config in {path}")
+    return state
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:
@@ -327,6 +341,21 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         if hashes and _sha256(file) != sha256:
             return f"{name} does not match its sha256"
     return None
+
+
+def too_new(folder: Path) -> str:
+    """Why this version may not read that run folder or checkpoint, or ''."""
+    for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
+        number = _format_of(folder / file)
+        if number is not None and (problem := formats.refusal(str(folder), number, known)):
+            return problem
+    return ""
+
+
+def _format_of(file: Path) -> Any:
+    """Its format number; None where there is no such file, or a damaged one."""
+    row = row_of(file.read_bytes()) if file.is_file() else None
+    return None if row is None else row.get("format", 1)
 
 
 def _seal(folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -106,9 +106,15 @@ class Console:
             )
 
 
-CLOSING_COLUMNS = ("phase", "time_s", "wall_share", "tflop", "floor_s", "floor_share")
-ClosingRow = tuple[str, float, float, float | None, float | None, float | None]
-"""None where a phase ran no model that is counted."""
+class ClosingRow(NamedTuple):
+    """Of the closing table; None where a phase ran no model that is counted."""
+
+    phase: str
+    time_s: float
+    wall_share: float
+    tflop: float | None
+    floor_s: float | None
+    floor_share: float | None
 
 
 @dataclass(frozen=True)
@@ -250,22 +256,17 @@ class PhaseTimer:
         return metrics
 
     def closing_rows(self) -> list[ClosingRow]:
-        """`CLOSING_COLUMNS` of every phase of the run, the longest first, and of their sum."""
+        """Every phase of the run, the longest first, and their sum."""
         wall_s = max(self.wall_s, 1e-9)
         phases = _sum(self.total)
         rows = sorted(self.total.items(), key=lambda item: -item[1].seconds)
         rows.append(("(other)", Spent(max(0.0, wall_s - phases.seconds))))
         rows.append(("wall", replace(phases, seconds=wall_s)))
         return [
-            (
-                name,
-                spent.seconds,
-                spent.seconds / wall_s,
-                spent.tflop,
-                spent.roofline_s or None,
-                spent.roofline_share,
+            ClosingRow(
+                name, s.seconds, s.seconds / wall_s, s.tflop, s.roofline_s or None, s.roofline_share
             )
-            for name, spent in rows
+            for name, s in rows
         ]
 
 

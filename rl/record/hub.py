@@ -1,8 +1,7 @@
 """Publishing a checkpoint's model folder, and the card that says what it is.
 
 What: `model_card` (written into every checkpoint) and `Pusher` (uploads beside training, never
-fatal). What not: when (`checkpoint.py`). The token is huggingface_hub's own business: HF_TOKEN or a
-login, never ours.
+fatal). What not: when (`checkpoint.py`). The token is huggingface_hub's own business.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from rl.record.scrub import scrub
 
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""
-_ASIDE_PREFIX = ".push-"
+_ASIDE_PREFIX = ".push-ckpt_"
 _ASIDE_NAME = re.compile(r"\.push-ckpt_\d{6,}")
 
 
@@ -31,17 +29,21 @@ def model_card(config: Mapping[str, Any], iteration: int, metrics: Mapping[str, 
 
     `config` is the resolved run config, `metrics` the latest scalars of the run.
     """
-    policy = config["policy"]
+    from huggingface_hub import ModelCardData
+
+    policy, algorithm = config["policy"], config["algorithm"]
     base = str(policy.get("init_text_encoder_from") or policy.get("model_path", ""))
-    front = ["---"]
-    front += [f"base_model: {base}"] if is_hub_id(base) else []
-    front += ["library_name: peft"] if policy.get("lora") else []
-    front += ["tags:", "- grpo", "- reinforcement-learning", "---"]
+    front = ModelCardData(
+        base_model=base if is_hub_id(base) else None,
+        library_name="peft" if policy.get("lora") else None,
+        tags=["grpo", "reinforcement-learning"],
+    )
     shown = [name for name in sorted(metrics) if name.startswith(("eval/reward", "reward/mean"))]
     scores = [f"| {name} | {metrics[name]:.4g} |" for name in shown]
     table = ["", "| metric | value |", "|---|---|", *scores] if scores else []
     rewards = ", ".join(f"`{name}` ({plug['type']})" for name, plug in config["rewards"].items())
-    body = [
+    lines = [
+        f"---\n{front.to_yaml()}\n---\n",
         f"# {config['run_name']}",
         "",
         f"A `{policy['type']}` policy after {iteration} iterations of GRPO. Its completions drive "
@@ -49,36 +51,23 @@ def model_card(config: Mapping[str, Any], iteration: int, metrics: Mapping[str, 
         "",
         f"- {config['prompts_per_iteration']} prompts x {config['generations_per_prompt']} "
         f"completions per iteration, seed {config['seed']}",
-        f"- loss `{config['algorithm']['loss']}`, KL coefficient "
-        f"{config['algorithm']['kl_coeff']}, learning rate {config['optimizer']['learning_rate']}",
+        f"- loss `{algorithm['loss']}`, KL coefficient {algorithm['kl_coeff']}, learning rate "
+        f"{config['optimizer']['learning_rate']}",
         *table,
     ]
-    return "\n".join([*front, "", *body]) + "\n"
-
-
-def branch_of(iteration: int) -> str:
-    """Where the model of that many finished iterations stays: 'ckpt_000020'."""
-    return f"ckpt_{iteration:06d}"
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    folder: Path
-    iteration: int
+    return "\n".join(lines) + "\n"
 
 
 class Pusher:
     """Uploads model folders one at a time, in a thread of its own. Lives on rank 0.
 
-    `main` gets the newest model; a branch per push (`branch_of`) keeps each, so that e.g.
-    `revision: 'ckpt_000020'` loads it. Whatever goes wrong is one warning: the checkpoint is on
-    disk, and the run goes on.
+    `main` gets the newest model; a branch per push keeps each, so that e.g.
+    `revision: 'ckpt_000020'` loads that of 20 iterations. Whatever goes wrong is one warning: the
+    checkpoint is on disk, and the run goes on.
 
     A checkpoint may be pruned while it is under way, so its files are first linked into a folder
-    aside. A hard link takes no space and no time, and is as good as a copy because nobody writes to
-    a finished checkpoint; a file system without links gets a copy. One folder waits at most: when
-    the network is slower than the checkpoints, a newer one takes its place, with a warning, and the
-    disk holds no more than two models beside the checkpoints.
+    aside (copied, where there are no links). One folder waits at most: when the network is slower
+    than the checkpoints, a newer one takes its place, with a warning.
     """
 
     def __init__(self, repo_id: str, outbox: Path) -> None:
@@ -86,12 +75,13 @@ class Pusher:
         self._repo_id = repo_id
         self._outbox = outbox
         self._lock = threading.Lock()
-        self._waiting: _Parcel | None = None
+        self._waiting: int | None = None
+        """Iterations of the model that is uploaded next."""
         self._thread: threading.Thread | None = None
 
     def push(self, folder: Path, iteration: int) -> None:
         """Upload `folder` soon. Returns at once."""
-        aside = self._outbox / f"{_ASIDE_PREFIX}{branch_of(iteration)}"
+        aside = self._aside(iteration)
         try:
             self._sweep()
             if aside.is_dir():
@@ -101,13 +91,15 @@ class Pusher:
             self._warn(iteration, f"failed, the run goes on: {error!r}")
             return
         with self._lock:
-            replaced, self._waiting = self._waiting, _Parcel(aside, iteration)
+            replaced, self._waiting = self._waiting, iteration
             if self._thread is None:
-                # A daemon: a stuck network never keeps a dying process alive.
+                # A daemon, which an executor's threads are not: a stuck network never keeps a dying
+                # process alive.
                 self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
                 self._thread.start()
         if replaced is not None:
-            self._drop(replaced, f"left out: iteration {iteration} came before it could begin")
+            self._warn(replaced, f"left out: iteration {iteration} came before it could begin")
+            shutil.rmtree(self._aside(replaced), ignore_errors=True)
 
     def close(self, say: Callable[[str], None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait for what is under way and what waits, `timeout_s` at most; `say` tells the user."""
@@ -122,6 +114,9 @@ class Pusher:
                 "left: upload the newest checkpoint's model folder by hand (hf upload)"
             )
 
+    def _aside(self, iteration: int) -> Path:
+        return self._outbox / f"{_ASIDE_PREFIX}{iteration:06d}"
+
     def _sweep(self) -> None:
         """Delete what a killed run left."""
         with self._lock:
@@ -133,20 +128,16 @@ class Pusher:
     def _run(self) -> None:
         while True:
             with self._lock:
-                parcel, self._waiting = self._waiting, None
-                if parcel is None:
+                iteration, self._waiting = self._waiting, None
+                if iteration is None:
                     self._thread = None
                     return
             try:
-                _upload(parcel.folder, self._repo_id, parcel.iteration)
-                shutil.rmtree(parcel.folder)
+                _upload(self._aside(iteration), self._repo_id, iteration)
             # The network and its library may fail in any way.
             except Exception as error:
-                self._drop(parcel, f"failed, the run goes on: {error!r}")
-
-    def _drop(self, parcel: _Parcel, why: str) -> None:
-        self._warn(parcel.iteration, why)
-        shutil.rmtree(parcel.folder, ignore_errors=True)
+                self._warn(iteration, f"failed, the run goes on: {error!r}")
+            shutil.rmtree(self._aside(iteration), ignore_errors=True)
 
     def _warn(self, iteration: int, why: str) -> None:
         warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {why}"))
@@ -170,7 +161,7 @@ def _upload(folder: Path, repo_id: str, iteration: int) -> None:
     api.create_repo(repo_id, private=True, exist_ok=True)
     message = f"iteration {iteration}"
     commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
-    branch = branch_of(iteration)
+    branch = f"ckpt_{iteration:06d}"
     if any(ref.name == branch for ref in api.list_repo_refs(repo_id).branches):
         api.delete_branch(repo_id, branch=branch)
     api.create_branch(repo_id, branch=branch, revision=commit.oid)

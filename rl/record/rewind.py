@@ -7,7 +7,7 @@ What: `rewind`, and the layout
     <run>/set_aside/20261121-100203/episodes/...    and images/, evaluation/, as they were
 
 What not: judge replies, which are used again (`judge/journal.py`). Nothing is deleted, and nothing
-is moved that does not bear exactly a name that a run gives. Called by `run_record.py`.
+is moved that does not bear exactly a name that a run gives.
 """
 
 from __future__ import annotations
@@ -33,24 +33,18 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     """Move everything recorded after `iteration` (-1: all of it), and every line of the metrics
     that cannot be read, to a new folder; returns what to tell the user."""
     metrics = run_dir / "metrics.jsonl"
-    kept: list[bytes] = []
-    past: list[bytes] = []
-    damaged: list[int] = []
-    for number, line in enumerate(lines_of(metrics) if metrics.is_file() else [], start=1):
-        done = iteration_of(line)
-        if done is None and line.strip():
-            damaged.append(number)
-        if done is not None and done <= iteration:
-            kept.append(line.rstrip(b"\n") + b"\n")
-        elif line.strip():
-            past.append(line)
+    lines = lines_of(metrics) if metrics.is_file() else []
+    read = [(n, iteration_of(line), line) for n, line in enumerate(lines, 1) if line.strip()]
+    past = [line for _, done, line in read if done is None or done > iteration]
+    kept = [line for _, done, line in read if done is not None and done <= iteration]
+    damaged = [number for number, done, _ in read if done is None]
     entries = {name: _entries_after(run_dir / name, iteration) for name in _NAMES}
     if not past and not any(entries.values()):
         return []
     folder = _new_folder(run_dir / SET_ASIDE)
     if past:
         write_atomically(folder / "metrics.jsonl", b"".join(past))
-        write_atomically(metrics, b"".join(kept))
+        write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
     for name, found in entries.items():
         for entry in found:
             (folder / name).mkdir(exist_ok=True)
@@ -77,10 +71,8 @@ def _entries_after(folder: Path, iteration: int) -> list[Path]:
 
 def _new_folder(parent: Path) -> Path:
     name = time.strftime("%Y%m%d-%H%M%S")
-    for number in count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        if not folder.exists():
-            break
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    folder = next(parent / name for name in names if not (parent / name).exists())
     folder.mkdir(parents=True)
     return folder
 
@@ -90,16 +82,14 @@ def _sentences(
 ) -> list[str]:
     said = []
     listed = ", ".join(f"{num} {what}" for what, num in counts.items() if num)
-    if listed and iteration < 0:
-        said.append(
-            f"no iteration is in a checkpoint, so the run begins again from the base weights; what "
-            f"was recorded before is set aside in {folder}: {listed}"
-        )
-    elif listed:
-        said.append(
-            f"what was recorded after iteration {iteration} is done again, and set aside in "
-            f"{folder}: {listed}"
-        )
+    if listed:
+        why = f"what was recorded after iteration {iteration} is done again, and"
+        if iteration < 0:
+            why = (
+                "no iteration is in a checkpoint, so the run begins again from the base weights; "
+                "what was recorded before is"
+            )
+        said.append(f"{why} set aside in {folder}: {listed}")
     if damaged:
         numbers = ", ".join(map(str, damaged))
         said.append(

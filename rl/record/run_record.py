@@ -15,13 +15,13 @@ is what was measured before training. Not collective: each rank writes its own f
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from rl.api.types import Episode
 from rl.config.schema import RunConfig
@@ -48,7 +48,7 @@ class RunRecord:
         self._secret_names = (config.judge.api_key_env,)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"), self._secret_names)
         """The resolved config as it may be written anywhere."""
-        self._lock: IO[str] | None = None
+        self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False)
 
     def claim(self, wait_s: float = 30.0) -> None:
         """Hold the run folder for this run; collective, rank 0 holds it for all.
@@ -64,29 +64,25 @@ class RunRecord:
     def _try_claim(self, wait_s: float) -> str:
         """Why the folder could not be had, or ''."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (self.run_dir / ".lock").open("a+", encoding="utf-8")
-        deadline_s = time.monotonic() + wait_s
-        while not _try_lock(lock):
-            if time.monotonic() > deadline_s:
-                lock.seek(0)
-                owner = lock.read() or "unknown"
-                lock.close()
-                return (
-                    f"{self.run_dir} is in use by process {owner}: wait for it, stop it, or choose "
-                    "another run_name"
-                )
-            time.sleep(0.2)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        self._lock = lock
+        owner = self.run_dir / ".lock"
+        try:
+            self._lock.acquire(wait_s, poll_interval=0.2)
+        except Timeout:
+            process = owner.read_text() or "unknown"
+            return (
+                f"{self.run_dir} is in use by process {process}: wait for it, stop it, or choose "
+                "another run_name"
+            )
+        except PermissionError:
+            raise
+        except OSError:  # a file system without locks: better no guard than no run
+            return ""
+        owner.write_text(str(os.getpid()))
         return ""
 
     def release(self) -> None:
         """Let go of the run folder; the end of the process does it too."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def write_config(self) -> None:
         """`config.json` (rank 0)."""
@@ -177,13 +173,3 @@ def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
         "sampler_logprobs": [round(logprob, _LOGPROB_DIGITS) for logprob in completion.logprobs],
         "forced": None if completion.forced is None else [int(f) for f in completion.forced],
     }
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: better no guard than no run
-        return True
-    return True

@@ -4,7 +4,7 @@ What: `Tracker`, the only place that knows wandb. Whatever fails degrades the ru
 line: online -> offline -> off. What not: the record itself (`run_record.py`), which is always
 written. wandb's own ways that this guards against: without a key it raises (or asks, on a
 terminal); with a key and no network its first call blocks for 100 s; pictures in tables wait for
-their upload in $HOME, which a container loses. Called by `train.py`; only rank 0 does anything.
+their upload in $HOME, which a container loses.
 
 The page's x axis is our own `iteration`: an offline run that is resumed starts wandb's step at 0.
 """
@@ -28,7 +28,7 @@ from rl.config.schema import RunConfig
 from rl.files.atomic import write_atomically
 from rl.files.images import downscale
 from rl.ranks.dist import Dist
-from rl.record.console import CLOSING_COLUMNS, ClosingRow, PhaseTimer, warn
+from rl.record.console import ClosingRow, PhaseTimer, warn
 from rl.record.scrub import scrub
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Tracker:
         """`config_as_written`: `RunRecord.config`, which is scrubbed."""
         self._tracking = config.tracking
         self._secret_names = (config.judge.api_key_env,)
+        self._wandb: Any  # the module, once it is imported
         self._run: Any = None
         self.mode: Mode = "off"
         """What became of `tracking.wandb`: 'online', 'offline' or 'off'."""
@@ -58,10 +59,10 @@ class Tracker:
             return
         # Where wandb keeps a table's pictures until they are uploaded; its default is in $HOME.
         os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
-        if not self._guarded("import", lambda: importlib.import_module("wandb")):
+        if not self._guarded("import", self._import):
             return
         wanted = _allowed_by_env(config.tracking.wandb)
-        problem = _why_not_online() if wanted == "online" else None
+        problem = _why_not_online(self._wandb.Settings().base_url) if wanted == "online" else None
         if problem is not None:
             warn(f"wandb: {problem}; going on offline (`wandb sync` uploads it later)")
             wanted = "offline"
@@ -71,7 +72,7 @@ class Tracker:
                 self._guarded("config", lambda: self._run.config.update(dict(config_as_written)))
                 return
             # wandb's helper process keeps the id "in use" after a failed start.
-            self._guarded("teardown", _teardown)
+            self._guarded("teardown", self._wandb.teardown)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Scalars under their stable names."""
@@ -101,7 +102,12 @@ class Tracker:
     def log_where_time_went(self, timer: PhaseTimer) -> None:
         """The closing table of this process, as the console prints it."""
         if self._run is not None:
-            self._guarded("closing table", lambda: self._log_closing(timer.closing_rows()))
+            rows = [list(row) for row in timer.closing_rows()]
+            columns = list(ClosingRow._fields)
+            self._guarded(
+                "closing table",
+                lambda: self._run.log({"where_time_went": self._wandb.Table(columns, rows)}),
+            )
 
     def close(self, failed: bool = False) -> None:
         """Finish the page, waiting at most a minute for what is not uploaded yet."""
@@ -111,18 +117,19 @@ class Tracker:
 
         def finish() -> None:
             run.finish(exit_code=int(failed))
-            _teardown()  # `finish` alone returns before an offline page is on the disk
+            self._wandb.teardown()  # `finish` alone returns before an offline page is on the disk
 
         problem = _call_within(finish, FINISH_TIMEOUT_S)
         if problem is not None:
             warn(scrub(f"wandb did not finish its page: {problem}", self._secret_names))
 
-    def _init(self, mode: Mode, run_dir: Path, config: RunConfig) -> None:
-        import wandb
+    def _import(self) -> None:
+        self._wandb = importlib.import_module("wandb")
 
+    def _init(self, mode: Mode, run_dir: Path, config: RunConfig) -> None:
         # Else it says what it would like to have installed: the run's own settings come too late.
-        wandb.setup(settings=wandb.Settings(silent=True))
-        settings = wandb.Settings(
+        self._wandb.setup(settings=self._wandb.Settings(silent=True))
+        settings = self._wandb.Settings(
             init_timeout=INIT_TIMEOUT_S,
             finish_timeout=FINISH_TIMEOUT_S,
             console="off",
@@ -130,8 +137,8 @@ class Tracker:
             disable_code=True,
             disable_git=True,
         )
-        self._run = wandb.init(
-            mode="online" if mode == "online" else "offline",
+        self._run = self._wandb.init(
+            mode=mode,
             project=config.tracking.wandb_project,
             name=config.run_name,
             id=page_id(run_dir),
@@ -143,10 +150,8 @@ class Tracker:
         self._run.define_metric("*", step_metric="iteration")
 
     def _log_table(self, iteration: int, pairs: Sequence[tuple[Episode, float | None]]) -> None:
-        import wandb
-
         def picture(image: Image | None) -> Any:
-            return None if image is None else wandb.Image(downscale(image, _TABLE_IMAGE_SIDE_PX))
+            return image and self._wandb.Image(downscale(image, _TABLE_IMAGE_SIDE_PX))
 
         parts = sorted({name for episode, _ in pairs for name in episode.parts})
         words = ("instruction", "completion", "status", "failure")
@@ -167,13 +172,7 @@ class Tracker:
             ]
             for episode, advantage in pairs
         ]
-        self._run.log({"episodes": wandb.Table(columns, rows), "iteration": iteration})
-
-    def _log_closing(self, rows: Sequence[ClosingRow]) -> None:
-        import wandb
-
-        table = wandb.Table(list(CLOSING_COLUMNS), [list(row) for row in rows])
-        self._run.log({"where_time_went": table})
+        self._run.log({"episodes": self._wandb.Table(columns, rows), "iteration": iteration})
 
     def _guarded(self, what: str, call: Callable[[], object]) -> bool:
         """Run `call`; a failure turns the page off and is one line. True when it went well."""
@@ -184,12 +183,6 @@ class Tracker:
             self._run, self.mode = None, "off"
             return False
         return True
-
-
-def _teardown() -> None:
-    import wandb
-
-    wandb.teardown()
 
 
 def page_id(run_dir: Path) -> str:
@@ -205,15 +198,12 @@ def page_id(run_dir: Path) -> str:
 def _allowed_by_env(wanted: Mode) -> Mode:
     """WANDB_MODE, wandb's own switch, may lower the mode, never raise it."""
     named = os.environ.get("WANDB_MODE", wanted)
-    allowed = next((mode for mode in _ORDER if mode == named), _ORDER[-1])
-    return _ORDER[max(_ORDER.index(wanted), _ORDER.index(allowed))]
+    return max(wanted, named if named in _ORDER else "off", key=_ORDER.index)
 
 
-def _why_not_online() -> str | None:
+def _why_not_online(base_url: str) -> str | None:
     """What wandb would trip over, found in seconds; None when online looks possible."""
-    import wandb
-
-    url = os.environ.get("WANDB_BASE_URL") or str(wandb.Settings().base_url)
+    url = os.environ.get("WANDB_BASE_URL") or base_url
     host = urlsplit(url).hostname or url
     if not os.environ.get("WANDB_API_KEY") and not _netrc_knows(host):
         return "no API key (WANDB_API_KEY, or `wandb login`)"

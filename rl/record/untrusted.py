@@ -2,7 +2,7 @@
 
 What: one escaped, shortened line of it for messages, logs and the screen; text without the halves
 of surrogate pairs, which no UTF-8 file takes. What not: its meaning (`judge/reply.py`), keys
-(`scrub.py`). Called by whoever shows or keeps what another machine has said.
+(`scrub.py`).
 """
 
 from __future__ import annotations

@@ -2,37 +2,29 @@
 
 `alignment` and `quality`, both 0-1, asked together with source and edited picture, several times
 with the judge sampling, and averaged: value = (w_a alignment + w_q quality) / (w_a + w_q).
-
-What not: HTTP, retries, reading of replies (`rl/judge/`). Called by the rollout.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated
 
+from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Question
-from rl.api.plug import Resources
-from rl.api.types import RewardInput, RewardOutput
-from rl.judge.question import fill_prompt, read_prompt
+from rl.judge.question import fill_prompt
 from rl.judge.reply import fields_schema, read_fields
-from rl.rewards.shared.repeated_judging import JudgedReward, RepeatsConfig, mean_grade
+from rl.rewards.shared.repeated_judging import Asked, JudgedReward, RepeatsConfig
 
-PROMPTS = Path(__file__).parent / "prompts"
 FIELDS = ("alignment", "quality")
-
-Pair = tuple[float, float]
 
 
 class Config(RepeatsConfig):
     """Weights, words, and how often the judge is asked: three times, sampling."""
 
-    type: str = "edit_quality"
-    """This plug."""
+    own_prompts = {"prompt": "edit_quality.txt"}
     prompt: str = ""
     """File with the question, `{instruction}` where the user's words go; '' = ours. The source
     picture precedes the text, the edited one follows it."""
@@ -46,54 +38,27 @@ class Config(RepeatsConfig):
     """As in every judged reward; null = judge.temperature."""
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> Config:
+    def _something_counts(self) -> Config:
         if self.alignment_weight + self.quality_weight == 0:
             raise ValueError("alignment_weight and quality_weight are both 0; raise one")
-        self.read_prompt()
         return self
-
-    def read_prompt(self) -> str:
-        """Raises ValueError naming the key."""
-        path = Path(self.prompt or PROMPTS / "edit_quality.txt")
-        return read_prompt(path, "prompt", needs_instruction=True)
 
 
 class EditQuality(JudgedReward[Config]):
-    """Grades one picture with `n_evals` questions, all at once."""
+    """Grades one edit."""
 
     needs = frozenset({"source", "image"})
-    unit_parts = frozenset({"alignment", "quality"})
+    unit_parts = frozenset(FIELDS)
 
-    def __init__(self, config: Config, resources: Resources) -> None:
-        super().__init__(config, resources)
-        self._prompt = config.read_prompt()
-
-    async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """Value in [0, 1]. A judge in trouble gives a RewardOutput without value, never an
-        exception; `JudgeRefused` (a wrong set-up) passes through."""
-        sample = reward_input.sample
-        if sample.source is None or reward_input.image is None:
-            return RewardOutput(
-                None, failure="no_image: edit_quality needs a source and a rendering"
-            )
-        text = fill_prompt(self._prompt, sample.instruction)
-        parts = (sample.source, text, reward_input.image)
+    def questions(self, instruction: str, pictures: Mapping[str, Image]) -> Sequence[Asked]:
+        text = fill_prompt(self.prompts[0], instruction)
+        parts = (pictures["source"], text, pictures["image"])
         question = Question(parts, fields_schema(FIELDS, 0, 1), self.temperature)
-        answers = await asyncio.gather(
-            *(self.judge.ask(question, _read_pair, n) for n in range(self.config.n_evals))
-        )
-        readings = [
-            dict(zip(FIELDS, answer.value, strict=True))
-            for answer in answers
-            if answer.value is not None
-        ]
-        return mean_grade(answers, readings, self._weigh)
+        return [(question, partial(read_fields, names=FIELDS, low=0, high=1))]
 
-    def _weigh(self, parts: Mapping[str, float]) -> float:
+    def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
+        return dict(zip(FIELDS, marks, strict=True))
+
+    def value_of(self, parts: Mapping[str, float]) -> float:
         weights = self.config.alignment_weight, self.config.quality_weight
         return (weights[0] * parts["alignment"] + weights[1] * parts["quality"]) / sum(weights)
-
-
-def _read_pair(text: str) -> Pair:
-    alignment, quality = read_fields(text, FIELDS, 0, 1)
-    return alignment, quality

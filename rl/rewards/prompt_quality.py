@@ -7,19 +7,16 @@ Each point is 0..1, from the user's prompt and the policy's rewriting of it:
   quality_words  whether words of craft are there that the user did not write ("detailed", "4k")
   structure      at least five words, of which at least half are different
 `total_0_5` is their sum, the value a fifth of it. It says what a rewriter does, not whether the
-pictures are better: a list of such words would score well. Hence `diagnostic`: logged, and part of
-the final reward only where `final_reward.weights` names it.
-
-Called by the rollout.
+pictures are better: a list of such words would score well. Hence `diagnostic`.
 """
 
 from __future__ import annotations
 
 import re
 
+from rl.api.plug import PlugConfig
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import Section
 
 NUM_NEW_DETAILS = 5
 MIN_SENTENCE_WORDS = 5
@@ -41,14 +38,10 @@ _QUALITY_WORDS = re.compile(
 )
 
 
-class Config(Section):
-    """No knobs."""
-
-    type: str = "prompt_quality"
-    """This plug."""
+Config = PlugConfig
 
 
-class PromptQuality(Reward[Config]):
+class PromptQuality(Reward):
     """Reads one rewriting."""
 
     needs = frozenset({"text"})
@@ -56,7 +49,6 @@ class PromptQuality(Reward[Config]):
     unit_parts = frozenset({"length", "keywords_kept", "new_details", "quality_words", "structure"})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """Always graded."""
         points = score(reward_input.sample.instruction, reward_input.words)
         total = sum(points.values())
         return RewardOutput(total / len(points), {**points, "total_0_5": total})

@@ -1,18 +1,10 @@
-"""Leaving together: what stops one rank stops all of them, at the same line.
-
-What: `Interrupted`, `leave_together`, `refuse_together`. What not: hearing a signal
-(`ranks/signals.py`), saving before one leaves (`run/run.py`).
-"""
+"""Leaving together: what stops one rank stops all of them, at the same line."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rl.judge.client import JudgeError
 from rl.ranks import signals
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
+from rl.ranks.dist import Dist
 
 
 class Interrupted(Exception):  # noqa: N818 (reads as what happened)

@@ -1,33 +1,18 @@
-"""One completion's verdicts -> its episode.
-
-What: who is to blame when there is no score (policy, renderer, judge), the mean over a completion's
-pictures. What not: making or grading pictures (`stream.py`), what an episode is worth beside its
-siblings (`graded_groups.py`). Called by `stream.py`.
-
-Axes: `_G` completions in a group.
-"""
+"""One completion's verdicts -> its episode: who is to blame when there is no score (policy,
+renderer, judge), else the mean over the completion's pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL.Image import Image
 
 from rl.algorithm.compose import compose
-from rl.api.types import (
-    Action,
-    Completion,
-    Episode,
-    Prompt,
-    RenderFailure,
-    RewardOutput,
-    Status,
-)
+from rl.api.types import Action, Completion, Episode, Prompt, RenderFailure, RewardOutput, Status
 from rl.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PictureKey = tuple[int, tuple[int, ...], int]
 """(prompt index, completion's token ids, picture number): equal keys are one picture."""
@@ -100,11 +85,13 @@ def episode_of(
         for name, grade in verdict.grades.items():
             replies[name] = replies.get(name, ()) + grade.replies
             judge_s = max(judge_s, grade.seconds)
-            for part, value in _named_parts(name, grade).items():
-                parts.setdefault(part, []).append(value)
             if grade.value is None:
                 causes.append(f"{name}: {grade.failure}" + f"\n{grade.traceback}".rstrip())
-        reward = compose(_values(verdict.grades), config.final_reward)
+        values = _values(verdict.grades)
+        for part, value in values.items():
+            if value is not None:
+                parts.setdefault(part, []).append(value)
+        reward = compose(values, config.final_reward)
         if reward is not None:
             rewards.append(reward)
     more: dict[str, Any] = {
@@ -118,14 +105,10 @@ def episode_of(
     return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **more)
 
 
-def _named_parts(name: str, grade: RewardOutput) -> dict[str, float]:
-    parts = {f"{name}/{part}": value for part, value in grade.parts.items()}
-    return parts if grade.value is None else {name: grade.value, **parts}
-
-
 def _values(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
     """What the final reward may name: every reward's value, and its parts as `<reward>/<part>`."""
-    values: dict[str, float | None] = {name: grade.value for name, grade in grades.items()}
+    values: dict[str, float | None] = {}
     for name, grade in grades.items():
-        values.update({f"{name}/{part}": value for part, value in grade.parts.items()})
+        values[name] = grade.value
+        values |= {f"{name}/{part}": value for part, value in grade.parts.items()}
     return values

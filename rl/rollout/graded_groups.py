@@ -1,9 +1,5 @@
 """A group's verdicts -> what the learner is given of it, once, as soon as that is known.
 
-What: `Advantages`, the one place where rewards become advantages, and `GradedGroup`. What not: the
-formulas (`algorithm/advantages.py`), how verdicts come in (`stream.py`), metrics. Called by
-`run/run.py`.
-
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
 
@@ -12,16 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
 from rl.api.policy import Policy
 from rl.api.types import Episode, TrainSequence
 from rl.config.schema import RunConfig
+from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
-
-if TYPE_CHECKING:
-    from rl.ranks.dist import Dist
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +76,9 @@ class Advantages:
         batch: RewardMoments | None = None,
     ) -> GradedGroup:
         algorithm = self._config.algorithm
-        [advantages_G] = group_advantages(
-            [rewards_G], algorithm.advantage_scale, algorithm.advantage_eps, batch
-        ).advantages
+        advantages_G = group_advantages(
+            rewards_G, algorithm.advantage_scale, algorithm.advantage_eps, batch
+        )
         sequences_G = train_sequences(
             self._config, self._policy, self._iteration, episodes_G, advantages_G
         )

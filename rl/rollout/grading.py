@@ -1,9 +1,7 @@
 """Ask the rewards about pictures, whatever they are written like and whatever they do.
 
-What: `grade` (each reward about one picture) and `score_group` (those that compare, about a group's
-pictures at once). A reward is a plug: what it raises or returns in a wrong shape is that picture's
-`RewardOutput` without a value, with the traceback; the run goes on. What not: when a picture is
-asked about (`stream.py`), what the outputs are worth (`episodes.py`). Called by `stream.py`.
+A reward is a plug: what it raises or returns in a wrong shape is that picture's `RewardOutput`
+without a value, with the traceback; the run goes on.
 
 Axes: `_G` pictures of a group.
 """

@@ -1,9 +1,8 @@
 """The order of prompts: a weighted mixture of data sources, as a pure function of the iteration.
 
-What: `PromptOrder` (training) and `first_samples` (evaluation). What not: rows and pictures, see
-`rl/data`. There is no stream to save or to restore: every rank computes the same order for any
-iteration from (seed, iteration) and takes its own share, so a resumed run and a run on another
-number of ranks see the same prompts. Called by `build.py` and, through it, by `train.py`.
+There is no stream to save or to restore: every rank computes the same order for any iteration from
+(seed, iteration) and takes its own share, so a resumed run and a run on another number of ranks see
+the same prompts.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class PromptOrder:
         self._mixture = _Mixture(weights)
 
     def shard(
-        self,
-        iteration: int,
-        rank: int,
-        world_size: int,
-        build: Callable[[Sample], T],
+        self, iteration: int, rank: int, world_size: int, build: Callable[[Sample], T]
     ) -> list[T]:
         """`build` of each sample in this rank's contiguous share of the iteration's.
 

@@ -1,11 +1,9 @@
 """From completions to graded episodes: condition, render, judge, as one stream.
 
-What: `begin`, which takes micro-batch after micro-batch through the policy's forward (one per
-group, prompt and all completions together), hands its pictures to the renderer and each picture's
-questions to the judge the moment it exists, while later ones render; `PendingRollout`, the verdicts
-on their way. Beside each group runs the bare arm: what the user's own words alone would give, under
-the same noise. What not: sampling (engines), what a verdict is worth (`episodes.py`), the step
-(learner). Called by `run/run.py` and `run/evaluation.py`.
+`begin` takes micro-batch after micro-batch through the policy's forward (one per group, prompt and
+all completions together), hands its pictures to the renderer and each picture's questions to the
+judge the moment it exists, while later ones render. Beside each group runs the bare arm: what the
+user's own words alone would give, under the same noise.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -15,31 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from PIL.Image import Image
 
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import (
-    Completion,
-    Episode,
-    Prompt,
-    RenderFailure,
-    RenderJob,
-    RewardInput,
-)
+from rl.api.types import Completion, Episode, Prompt, RenderFailure, RenderJob, RewardInput
 from rl.config.schema import RunConfig
+from rl.judge.background import BackgroundLoop
+from rl.learner.micro_batches import Forwards, Member
 from rl.ranks.seeding import derive_seed
+from rl.record.console import PhaseTimer
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from rl.judge.background import BackgroundLoop
-    from rl.learner.micro_batches import Forwards, Member
-    from rl.record.console import PhaseTimer
 
 T = TypeVar("T")
 
@@ -112,7 +101,6 @@ class Rollout:
 
 
 def never() -> bool:
-    """Nobody asks to stop."""
     return False
 
 
@@ -208,8 +196,7 @@ class PendingRollout:
         """Any one of equal arms."""
         self._handed_out: list[PictureKey] = []
         """To the renderer, in its order."""
-        self._images: dict[PictureKey, Image | None] = {}
-        self._failures: dict[PictureKey, RenderFailure] = {}
+        self._outcomes: dict[PictureKey, Image | RenderFailure | None] = {}
         self._grades: dict[PictureKey, Future[grading.Grades]] = {}
         self._compared: dict[tuple[int, int], Future[list[grading.Grades]]] = {}
         """(prompt index, picture number) -> of `_group_of` it, by the rewards that compare."""
@@ -220,7 +207,6 @@ class PendingRollout:
 
     @property
     def num_pictures(self) -> int:
-        """Distinct ones."""
         return len(self._handed_out)
 
     def expect(self, member: Member, arm: Arm) -> list[PictureKey]:
@@ -234,13 +220,10 @@ class PendingRollout:
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
         """Picture `number` exists: its questions leave for the judge."""
         key = self._handed_out[number]
-        if isinstance(outcome, RenderFailure):
-            self._failures[key] = outcome
-            self._submit_group(key[0])
-            return
-        self._images[key] = outcome
-        rewards = self._context.rewards
-        self._grades[key] = self._context.loop.submit(grading.grade(rewards, self._input(key)))
+        self._outcomes[key] = outcome
+        if not isinstance(outcome, RenderFailure):
+            graded = grading.grade(self._context.rewards, self._input(key))
+            self._grades[key] = self._context.loop.submit(graded)
         self._submit_group(key[0])
 
     def submit_groups(self) -> None:
@@ -253,7 +236,7 @@ class PendingRollout:
         if not self._compares or not all((p, g) in self._arms for g in range(len(self._arms_P[p]))):
             return
         keys = self._pictures_of(p)
-        if not all(key in self._images or key in self._failures for key in keys):
+        if not self._outcomes.keys() >= {*keys}:
             return
         for number in sorted({key[2] for key in keys}):
             group = self._group_of(p, number)
@@ -270,19 +253,18 @@ class PendingRollout:
 
     def _group_of(self, p: int, number: int) -> list[PictureKey]:
         """Those of them that exist under one noise."""
-        return [key for key in self._pictures_of(p) if key[2] == number and key in self._images]
+        return [key for key in self._pictures_of(p) if key[2] == number and key in self._grades]
 
     def _input(self, key: PictureKey) -> RewardInput:
-        arm = self._arm_of[key]
-        action = arm.action
-        return RewardInput(arm.prompt.sample, action.text, self._images[key], action.thought)
+        arm, image = self._arm_of[key], self._outcomes[key]
+        assert not isinstance(image, RenderFailure)
+        return RewardInput(arm.prompt.sample, arm.action.text, image, arm.action.thought)
 
     @property
     def _futures(self) -> list[Future[Any]]:
         return [*self._grades.values(), *self._compared.values()]
 
     def cancel(self) -> None:
-        """Ask nothing more."""
         for future in self._futures:
             future.cancel()
 
@@ -299,8 +281,7 @@ class PendingRollout:
         run, a judge that is down leaves episodes UNGRADED. Raises `Interrupted` soon after
         `should_stop()` turns true.
         """
-        num_outcomes = len(self._images) + len(self._failures)
-        assert num_outcomes == self.num_pictures, "the renderer lost a job"
+        assert len(self._outcomes) == self.num_pictures, "the renderer lost a job"
         sampled = self._sampled
         try:
             for p, arms_G in enumerate(sampled.arms):
@@ -311,16 +292,8 @@ class PendingRollout:
                     }
                     if p == len(sampled.prompts) - 1:
                         phase.note(self._latency())
-                episodes = [
-                    episode_of(
-                        self._context.config,
-                        arm,
-                        sampled.group_ids[p],
-                        sampled.noise_seeds[p],
-                        verdicts,
-                    )
-                    for arm in arms
-                ]
+                config, group = self._context.config, (sampled.group_ids[p], sampled.noise_seeds[p])
+                episodes = [episode_of(config, arm, *group, verdicts) for arm in arms]
                 self._episodes_PG.append(episodes)
                 yield p, episodes[: len(sampled.completions[p])]
         except BaseException:
@@ -328,8 +301,9 @@ class PendingRollout:
             raise
 
     def _verdict(self, key: PictureKey, should_stop: Callable[[], bool]) -> Verdict:
-        if key in self._failures:
-            return Verdict(None, self._failures[key])
+        outcome = self._outcomes[key]
+        if isinstance(outcome, RenderFailure):
+            return Verdict(None, outcome)
         verdict: grading.Grades = _wait_for(self._grades[key], should_stop)
         grades = dict(verdict)
         p, _, number = key
@@ -339,7 +313,7 @@ class PendingRollout:
         # In the config's order, whichever way they were asked.
         ordered = {name: grades[name] for name in self._context.rewards}
         self._outputs[key] = ordered
-        return Verdict(self._images[key], None, ordered)
+        return Verdict(outcome, None, ordered)
 
     def _latency(self) -> str:
         """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
@@ -353,7 +327,6 @@ class PendingRollout:
         return f"verdicts after {median_s:.1f} s (median), {seconds[-1]:.1f} s (longest)"
 
     def finished(self) -> Rollout:
-        """Everything, after the last group."""
         groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
         return Rollout(
             [episodes[: len(completions_G)] for episodes, completions_G in groups],

@@ -1,8 +1,7 @@
 """What an iteration's episodes show, as metrics.
 
 What: `rollout_metrics` and the failure-rate guard. What not: advantages
-(`rollout/graded_groups.py`), the learner's metrics. Called by `run.py`
-and `train.py`.
+(`rollout/graded_groups.py`), the learner's metrics.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The held-out run of the same rollout: one completion each, fixed noise, the run's own judge.
 
-What: rewards on the first `evaluation.num_samples` validation samples, on the bare arm (the
-user's own words), and on their reference
-completions where the data has them (a renderer that reads drifted states falls there, a policy that
-writes worse words does not). What not: training. Called by `train.py`; records and pictures land in
-`<run>/evaluation/it_000000/`.
+What: rewards on the first `evaluation.num_samples` validation samples, on the bare arm (the user's
+own words), and on their reference completions where the data has them (a renderer that reads
+drifted states falls there, a policy that writes worse words does not). What not: training. Records
+and pictures land in `<run>/evaluation/it_000000/`.
 """
 
 from __future__ import annotations

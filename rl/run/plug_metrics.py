@@ -3,7 +3,7 @@
 What: the names that it stands under (`prefix_of`), its rows of the metrics table (`rows_of`), and
 `PlugMetrics`, which asks for it and holds it against what the plugs declare. What not: what a plug
 may declare (`api/plug.py`), the rows that every run has (`metric_table.py`), asking the renderer
-(`rollout/stream.py`, once its pictures are made). Called by `run.py`.
+(`rollout/stream.py`, once its pictures are made).
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ it is open (`run.py`), the loop (`train.py`), how parts are made (`build.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from rl.preflight.resume import check_resume
 from rl.ranks import placement, rendezvous
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import seed_everything, set_rng_state
-from rl.record.checkpoint import Checkpoints
+from rl.record.checkpoint import Checkpoints, read_state
 from rl.record.console import Console, PhaseTimer, warn
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
@@ -138,7 +137,7 @@ def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
 
     Raises ValueError when it was made under a config that this one breaks.
     """
-    state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+    state = read_state(newest)
     for change in check_resume(state["meta"]["config"], record.config):
         if dist.is_main:
             warn(f"resuming under a changed {change}")

@@ -321,16 +321,18 @@ def our_loss(case: Case, config: AlgorithmConfig) -> tuple[float, torch.Tensor]:
     mask = padded([[float(m) for m in row] for row in case.mask]).bool()
     logprobs = padded(case.logprobs).requires_grad_()
     visible = logprobs.masked_fill(~mask, 0.0)
-    result = objective(
-        config,
+    inputs = LossInputs(
         visible,
         padded(case.old),
         padded(case.sampler),
-        padded(case.reference).masked_fill(~mask, 0.0) if config.kl_coeff else None,
         tensor([[a] for a in case.advantages]),
         mask,
         case.denominators,
+        config.clip_low,
+        config.clip_high,
     )
+    reference = padded(case.reference).masked_fill(~mask, 0.0) if config.kl_coeff else None
+    result = objective(config, inputs, reference)
     result.total.backward()
     return result.total.item(), logprobs.grad
 
@@ -387,7 +389,10 @@ def test_unusable_numbers_under_the_mask_do_no_harm(loss: str) -> None:
     config = AlgorithmConfig(loss=loss, importance_correction="sequence")
     count = Denominators(1, 1, 1, 1)
     visible = logprobs.masked_fill(~mask, 0.0)
-    total = objective(config, visible, old, old, None, tensor([[2.0]]), mask, count).total
+    inputs = LossInputs(
+        visible, old, old, tensor([[2.0]]), mask, count, config.clip_low, config.clip_high
+    )
+    total = objective(config, inputs, None).total
     total.backward()
     assert math.isfinite(total.item())
     assert torch.isfinite(logprobs.grad).all()

@@ -14,7 +14,7 @@ from benchmarks import goals, our_side, report, toy
 from benchmarks.contest import Contestant
 from benchmarks.defeats import SAVINGS
 from benchmarks.experiments import OURS, STOCK, TUNED
-from benchmarks.judge_stub import JudgeProcess
+from benchmarks.judge_stub import judge_process
 from benchmarks.meter import Meter
 from benchmarks.toy import Shape
 from rl.renderers import qwen_image_edit
@@ -103,11 +103,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
     from transformers import AutoTokenizer
 
+    from tiny_world.builder.tokenizer import SYSTEM_PROMPT
+
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
     shape = Shape(ragged=True, num_equal=2)
     row = toy.make_sample(3, shape)
     messages = [
-        {"role": "system", "content": toy.SYSTEM},
+        {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row.instruction}]},
     ]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -138,9 +140,9 @@ def test_a_run_without_any_saving_computes_the_same(folder: Path) -> None:
         "without": {"without": list(SAVINGS), "overrides": overrides},
     }
     metrics, counts = {}, {}
-    with JudgeProcess() as judge:
+    with judge_process() as api_base:
         for name, options in runs.items():
-            arguments = (our_side.run, folder, shape, judge.api_base, folder / name)
+            arguments = (our_side.run, folder, shape, api_base, folder / name)
             with Contestant(*arguments, samples=False, **options) as contestant:
                 counts[name] = contestant.iterate().counts
             lines = (folder / name / "toy" / "metrics.jsonl").read_text().splitlines()

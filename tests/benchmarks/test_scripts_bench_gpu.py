@@ -209,7 +209,7 @@ def test_shares_and_goals_by_hand(tmp_path, monkeypatch):
     assert bench.floor_ms(Work(flops=5e11, bytes_moved=2e9)) == 2000
     assert Line("4", "", ms=1000.0, floor_ms=500.0).floor_share == 0.5
     assert Line("4", "", ms=1000.0).floor_share is None
-    ours, theirs = (gpu_bench.Timing(ms, ms, 1, 3.0) for ms in (800.0, 2000.0))
+    ours, theirs = (gpu_bench.Timing(ms, 1, 3.0) for ms in (800.0, 2000.0))
     bench.tell_time("a pass", ours, Work(5e11), theirs)
     assert "| a pass | 800 | 500 | 62.5% | 2.50x | 3.0 |" in bench.report.line_table()
     bench.report.at_most("D5", 0.55, 0.6, "s")

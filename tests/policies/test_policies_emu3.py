@@ -317,8 +317,8 @@ def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):
     from transformers import AutoConfig, AutoTokenizer
 
     published = make_emu3(tiny_emu3.save_published_folder(tmp_path))
-    sampler = Path(published.sampler_folder())
-    assert published.sampler_folder() == str(sampler) and not list(sampler.glob("*.py"))
+    sampler = Path(published.engine_folder())
+    assert published.engine_folder() == str(sampler) and not list(sampler.glob("*.py"))
     config = AutoConfig.from_pretrained(sampler)
     assert config.architectures == ["Emu3ForCausalLM"] and config.model_type == "emu3_text_model"
     assert len(AutoTokenizer.from_pretrained(sampler)) == config.vocab_size == 592

@@ -359,12 +359,12 @@ def test_weights_may_come_from_an_editors_text_encoder(folder, tmp_path):
     assert torch.equal(ours[head], theirs[head])
     assert not torch.equal(ours[head], own[head])
 
-    joined = Path(policy.sampler_folder())
+    joined = Path(policy.engine_folder())
     assert (joined / "model.safetensors").resolve() == editor / "text_encoder" / "model.safetensors"
     assert (joined / "tokenizer.json").resolve() == Path(folder) / "tokenizer.json"
     assert (joined / "preprocessor_config.json").exists()
-    assert Path(policy.sampler_folder()) == joined, "asked twice, made once"
-    assert make_qwen(folder).sampler_folder() == folder
+    assert Path(policy.engine_folder()) == joined, "asked twice, made once"
+    assert make_qwen(folder).engine_folder() == folder
 
 
 def test_picture_bounds_can_be_set(folder):

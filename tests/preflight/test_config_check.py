@@ -165,14 +165,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "policy.device: 'cuda:+1' counts from the rank's own device, which is the policy's; give",
     ),
     (
-        {
-            "policy": {"type": "qwen2_5_vl", "model_path": "a/b", "device": "mps"},
-            "rewards": {"vie": RIGHT, "clip": {"type": "clip"}},
-            "renderer": {"type": "qwen_image_edit"},
-        },
-        "rewards.clip.device: 'auto' given, and renderer works on mps at the same time",
-    ),
-    (
         {"checkpoint": {"push_to_hub_every_n_iterations": 5}},
         "checkpoint.push_to_hub_repo_id: empty; name the hub repository",
     ),

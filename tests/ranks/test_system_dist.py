@@ -103,14 +103,6 @@ def test_half_an_environment_is_refused(monkeypatch, environ, message):
         Dist.from_env("cpu")
 
 
-def test_apples_device_holds_one_process(monkeypatch):
-    assert Dist.from_env("mps").device == "mps"
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="'mps' holds one process"):
-        Dist.from_env("mps")
-
-
 @pytest.mark.parametrize("num_devices", [0, 1])
 def test_a_rank_without_its_cuda_device_says_so(monkeypatch, num_devices):
     import torch

@@ -34,7 +34,6 @@ assert placement.problems(claims, ["cuda:0"], None) == []
         ("auto", "cuda:3", "cuda:3"),
         ("auto", "cpu", "cpu"),
         ("cpu", "cuda:3", "cpu"),
-        ("mps", "cpu", "mps"),
         ("cuda:1", "cuda:3", "cuda:1"),
         ("cuda:+2", "cuda:3", "cuda:5"),
         ("cuda:+0", "cuda:3", "cuda:3"),
@@ -74,7 +73,6 @@ def test_words_that_are_no_device(typo: str) -> None:
         ("cuda:7", ["cuda:0"], FOUR_GPUS, "give 'auto' or 'cuda:0' to 'cuda:3'"),
         ("cuda:0", ["cpu"], Machine(), "shows 0 CUDA devices; give 'auto' or 'cpu'"),
         ("cuda:+4", ["cuda:0"], FOUR_GPUS, "'cuda:+4' given, which is cuda:4 for one of the ranks"),
-        ("mps", ["cuda:0"], FOUR_GPUS, "no MPS device"),
     ],
 )
 def test_a_device_that_is_not_there(
@@ -108,15 +106,6 @@ def test_a_neighbours_own_device_counts_as_shared() -> None:
 def test_several_ranks_may_share_the_cpu() -> None:
     claims = [Claim("policy", "auto"), Claim("renderer", "cpu")]
     assert problems(claims, ["cpu", "cpu"], Machine()) == []
-
-
-def test_mps_is_not_for_two_that_work_at_once() -> None:
-    mac = Machine(mps_gb=20.0)
-    claims = [Claim("policy", "auto"), Claim("renderer", "auto"), Claim("rewards.clip", "mps")]
-    (problem,) = problems(claims, ["mps"], mac)
-    assert problem.startswith("rewards.clip.device: 'mps' given, and renderer works on mps")
-    assert problems([*claims[:2], Claim("rewards.clip", "cpu")], ["mps"], mac) == []
-    assert problems([claims[0], Claim("renderer", "cpu"), claims[2]], ["mps"], mac) == []
 
 
 def test_limits_add_up_per_device() -> None:

@@ -180,7 +180,7 @@ def test_what_clip_cuts_off_is_said_once_and_counted(
     parts: SD3Parts, caplog: pytest.LogCaptureFixture
 ) -> None:
     renderer = make_renderer(parts, num_steps=1, max_t5_tokens=64)
-    assert renderer.take_stats() == {}
+    assert renderer.take_metrics() == {}
     jobs = [make_job(prompt, 0) for prompt in ("a cat", LONG_PROMPT, LONG_PROMPT, "a dog")]
     with caplog.at_level(logging.WARNING):
         list(renderer.render(jobs))
@@ -190,9 +190,9 @@ def test_what_clip_cuts_off_is_said_once_and_counted(
     assert "21 tokens beyond CLIP's 77, which only the third encoder reads" in warning
     assert "tokens beyond renderer.max_t5_tokens=64" in warning
     assert "sampling.max_completion_tokens" in warning and "policy.system_prompt" in warning
-    stats = renderer.take_stats()
+    stats = renderer.take_metrics()
     assert stats == {"clip_cut_share": 0.5, "clip_cut_tokens": 10.5, "t5_cut_share": 0.5}
-    assert renderer.take_stats() == {}
+    assert renderer.take_metrics() == {}
 
 
 def test_prompts_that_fit_are_not_complained_about(
@@ -219,7 +219,7 @@ def test_without_the_third_encoder_nothing_reads_the_rest(
     with caplog.at_level(logging.WARNING):
         list(renderer.render([make_job(LONG_PROMPT, 0)]))
     assert "which no encoder reads" in caplog.text
-    assert renderer.take_stats()["t5_cut_share"] == 0
+    assert renderer.take_metrics()["t5_cut_share"] == 0
 
 
 @pytest.mark.parametrize("room", [1, 2, 0])
@@ -229,7 +229,7 @@ def test_a_batch_that_does_not_fit_is_halved(
     jobs = make_jobs()
     renderer = make_renderer(parts, num_steps=2)
     expected = dict(renderer.render(jobs))
-    renderer.take_stats()
+    renderer.take_metrics()
     render_tensor = renderer.render_tensor
 
     def small_device(batch: list[RenderJob]) -> torch.Tensor:

@@ -257,19 +257,18 @@ def test_a_result_too_few_fails_its_batch_and_not_the_thread() -> None:
 
 def test_the_memory_plan_knows_its_size(folder: Path) -> None:
     size = sum(parameter.numel() for parameter in CLIPModel.from_pretrained(folder).parameters())
-    assert clip.parameter_counts(clip.Config(model_path=str(folder))) == {"model": size}
-    assert clip.parameter_counts(clip.Config()) == {"model": pytest.approx(151.3e6, rel=0.01)}
-    assert clip.parameter_counts(clip.Config(model_path="someone/else")) == {}
+    assert clip.Clip.parameter_counts(clip.Config(model_path=str(folder))) == {"model": size}
+    assert clip.Clip.parameter_counts(clip.Config()) == {"model": pytest.approx(151.3e6, rel=0.01)}
+    assert clip.Clip.parameter_counts(clip.Config(model_path="someone/else")) == {}
 
 
 def test_the_memory_plan_knows_its_activations(folder: Path) -> None:
     # 32 px in patches of 8: 17 tokens of width 32.
     tiny = clip.Config(model_path=str(folder), batch_size=2)
-    assert clip.activation_counts(tiny) == {"model": 2 * (12 * 32 * 17 + 3 * 32 * 32)}
+    assert clip.Clip.activation_counts(tiny) == {"model": 2 * (12 * 32 * 17 + 3 * 32 * 32)}
     large = clip.Config(model_path="openai/clip-vit-large-patch14")
-    assert clip.activation_counts(large) == {"model": 16 * (12 * 1024 * 257 + 3 * 224 * 224)}
-    assert clip.activation_counts(clip.Config(model_path="someone/else")) == {}
-    assert set(clip.HUB_VISION) == set(clip.HUB_PARAMETERS)
+    assert clip.Clip.activation_counts(large) == {"model": 16 * (12 * 1024 * 257 + 3 * 224 * 224)}
+    assert clip.Clip.activation_counts(clip.Config(model_path="someone/else")) == {}
 
 
 def test_a_model_that_is_nowhere_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from rl.algorithm.compose import compose
 from rl.api.types import RewardInput, Sample
 from rl.config.schema import FinalReward
 from rl.judge.client import JudgeRefused
-from rl.judge.question import png_data_url
+from rl.judge.question import picture_part
 from rl.rewards import ground_score, viescore
 
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
@@ -42,7 +43,7 @@ def test_the_judge_sees_reference_and_edit_and_nothing_else() -> None:
     first, second = (request["messages"][0]["content"] for request in judge.requests)
     assert [part["type"] for part in first] == ["image_url", "text", "image_url"]
     assert first[0] == second[2] != first[2] == second[0]
-    assert first[0]["image_url"]["url"] == png_data_url(TARGET, 16), "the reference comes first"
+    assert first[0] == json.loads(picture_part(TARGET, 16)), "the reference comes first"
     for words in (SAMPLE.instruction, "a rewrite", "{instruction}"):
         assert words not in first[1]["text"]
 

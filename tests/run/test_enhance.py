@@ -295,14 +295,11 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 
 def test_the_best_device_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert enhance.pick_device() == "cuda:0"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert enhance.pick_device() == "mps"
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert enhance.pick_device() == "cpu"
-    dtypes = [enhance.pick_dtype(device) for device in ("cuda:0", "mps", "cpu")]
-    assert dtypes == ["bfloat16", "bfloat16", "float32"]
+    dtypes = [enhance.pick_dtype(device) for device in ("cuda:0", "cpu")]
+    assert dtypes == ["bfloat16", "float32"]
 
 
 def test_the_command_line_reads_and_writes(

@@ -26,6 +26,7 @@ from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.record.checkpoint import _seal, model_folder
 from tiny_world.data import shape_questions
+from tiny_world.data.synthetic import MadeConfig
 from tiny_world.questions import SYSTEM_PROMPT
 
 BASE = str(Path(__file__).parents[2] / "tiny_world" / "weights" / "reasoner")
@@ -59,7 +60,7 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 def samples() -> list[Sample]:
     source = shape_questions.ShapeQuestions(
-        shape_questions.Config(type="shape_questions", num_samples=8, seed=3),
+        MadeConfig(type="shape_questions", num_samples=8, seed=3),
         RowRules(),
     )
     return [source[i] for i in range(8)]
@@ -182,13 +183,10 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     merged, base = (load_file(f / "model.safetensors") for f in (from_run, encoder))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
     assert any(not torch.equal(merged[key], base[key]) for key in merged if "q_proj" in key)
-    # Bare, it says itself what it belongs to, and keeps saying so in a copy.
-    for target, more in ((tmp_path / "alone", []), (tmp_path / "kept", ["--keep-adapter"])):
-        export_adapter.main([str(bare), str(target), "--dtype", "float32", *more])
+    # Bare, it says itself what it belongs to.
+    export_adapter.main([str(bare), str(tmp_path / "alone"), "--dtype", "float32"])
     alone = load_file(tmp_path / "alone" / "model.safetensors")
     assert all(torch.equal(merged[key], alone[key]) for key in merged)
-    kept = json.loads((tmp_path / "kept" / "adapter_config.json").read_text())
-    assert kept == json.loads(noted.read_text())
     again = load_file(from_adapter / "model.safetensors")
     assert all(torch.equal(merged[key], again[key]) for key in merged)
 
@@ -215,18 +213,6 @@ def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
     assert float((merged - adapted).abs().max()) < 1e-4
     assert float((unmerged - adapted).abs().max()) > 1e-2
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
-
-
-def test_the_adapter_alone_is_copied_with_its_base(tmp_path: Path) -> None:
-    policy = make_policy()
-    run = checkpoint(tmp_path, policy, SECTION)
-    export_adapter.main([str(run), str(tmp_path / "adapter"), "--keep-adapter"])
-    from peft import PeftModel
-
-    noted = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    prompts, expected = greedy(policy)
-    base = load(noted["base_model_name_or_path"])
-    assert answers(PeftModel.from_pretrained(base, tmp_path / "adapter"), prompts) == expected
 
 
 def test_a_merge_that_fails_midway_leaves_nothing(

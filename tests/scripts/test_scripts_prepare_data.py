@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 import tiny_emu3_vq
 from tiny_edits import write_jsonl
 from tiny_pictures import make_picture
-from tiny_tokens import fields, save_published, write_list
+from tiny_tokens import save_published
 
 from rl.api.data import RowRules
 from rl.commands import edit_shards, prepare_data
@@ -92,7 +91,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Pool:
         def __init__(self, num: int, context: Any, prepare: Any, given: tuple[Any, ...]) -> None:
-            prepare(given[0], given[1], os.getppid())
+            prepare(*given)
 
         def __enter__(self) -> Pool:
             return self
@@ -110,7 +109,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.set_exception(error)
             return future
 
+        def shutdown(self, cancel_futures: bool) -> None:
+            """Nothing is under way."""
+
     monkeypatch.setattr(edit_shards, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(edit_shards, "die_with_parent", lambda: None)
 
 
 # --- what is made ------------------------------------------------------------------------------
@@ -194,26 +197,6 @@ def test_bad_rows_stop_or_are_left_out(
     assert "2 edits, 2 left out" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_published_files_are_converted_without_being_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    entries = save_published(tmp_path / "set" / "feature", range(3))
-    (tmp_path / "set" / "feature" / "bad.pth").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    path = write_list(tmp_path / "set" / LIST, [*entries, "bad.pth", "gone.pth"])
-    output = tmp_path / "safe" / "train"
-    command = ["convert", "--list", path, "--output-path", str(output)]
-    assert prepare_data.main(command) == 1
-    assert "bad.pth: is refused" in capsys.readouterr().err
-    assert prepare_data.main([*command, "--on-bad-row", "skip", "--num-workers", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "3 edits, 2 left out" in out and "gone.pth does not exist" in out
-    edit = read(output / "feature" / "2.safetensors")
-    assert (edit.id, edit.instruction) == ("2", "make it 2")
-    assert edit.thoughts == {"thinking": "thought 2"}
-    np.testing.assert_array_equal(edit.target_codes, fields(2)["edited_image"])
-
-
 # --- what is refused ---------------------------------------------------------------------------
 
 
@@ -259,11 +242,8 @@ def test_wrong_paths_and_columns_are_named(
     assert "no.jsonl does not exist" in capsys.readouterr().err
     assert prepare_data.main(arguments(data, tmp_path / "raw", tmp_path)) == 1
     assert "--model-path: " in capsys.readouterr().err
-    command = ["convert", "--list", str(tmp_path / "l.json"), "--output-path", str(tmp_path)]
-    assert prepare_data.main(command) == 1
-    assert "l.json does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        prepare_data.main(["convert", "--num-workers", "0"])
+        prepare_data.main(arguments(data, vq_folder, tmp_path, "--num-workers", "0"))
 
 
 # --- one worker --------------------------------------------------------------------------------
@@ -274,28 +254,15 @@ def make(edits: Sequence[Edit]) -> list[TokenisedEdit | str]:
     return [TokenisedEdit(edit.name, "words", codes, codes + edit.number) for edit in edits]
 
 
-@pytest.mark.parametrize("how", ["stopped", "orphaned"])
-def test_a_worker_ends_when_nobody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+def test_a_maker_is_not_made_when_all_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    stop = multiprocessing.Event()
-    main_pid = os.getppid() if how == "stopped" else -1
-    edit_shards.share(multiprocessing.Value("q", 0), stop, main_pid)
-    if how == "stopped":
-        stop.set()
-    edit_shards.work(lambda: make, [Edit(0, "a")], tmp_path, 1, "error")
-    assert left == ([] if how == "stopped" else [1])
-    assert (how == "stopped") == (not list(tmp_path.iterdir()))
-
-
-def test_a_maker_is_not_made_when_all_is_done(tmp_path: Path) -> None:
-    edit_shards.share(multiprocessing.Value("q", 0), multiprocessing.Event(), os.getppid())
     write(tmp_path / "a.safetensors", *make([Edit(0, "a")]))
-    assert edit_shards.work(None, [Edit(0, "a")], tmp_path, 1, "error") == {}
+    monkeypatch.setattr(edit_shards, "_maker", None, raising=False)
+    assert edit_shards.work([Edit(0, "a")], tmp_path, "error") == {}
+    monkeypatch.setattr(edit_shards, "_maker", lambda: lambda _: ["broken"])
     with pytest.raises(CannotPrepare, match=r"broken\nMend it"):
-        edit_shards.work(lambda: lambda _: ["broken"], [Edit(1, "b")], tmp_path, 1, "error")
+        edit_shards.work([Edit(1, "b")], tmp_path, "error")
 
 
 def test_the_rows_text_is_read_without_its_pictures(tmp_path: Path, vq_folder: Path) -> None:
@@ -369,13 +336,3 @@ def test_a_killed_run_ends_whole_and_is_finished_by_the_next(
     assert len(json.loads((output / LIST).read_text())["path_list"]) == 300
     assert prepare_data.main(arguments(data, vq_folder, tmp_path / "whole")) == 0
     assert contents(output) == contents(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_published_files_are_converted_by_several_processes(tmp_path: Path) -> None:
-    entries = save_published(tmp_path / "set" / "feature", range(20))
-    path = write_list(tmp_path / "set" / LIST, entries)
-    command = ("convert", "--list", path, "--output-path", str(tmp_path / "out"))
-    done = run(*command, "--num-workers", "3")
-    assert done.returncode == 0, done.stderr
-    assert len(contents(tmp_path / "out")) == 20

@@ -23,7 +23,7 @@ class Nobody(Policy):
 
     emits = frozenset({"text"})
     build_prompt = encode_completion = decode_actions = collate = unused
-    sampler_folder = decoder = reference = unused
+    engine_folder = decoder = reference = unused
     export_weights = merged_weights = save_pretrained = unused
 
 

@@ -24,6 +24,7 @@ from rl.policies.shared.prompting import chat_template
 from rl.preflight.compatibility import compatibility_problems
 from tiny_world import questions
 from tiny_world.data import shape_questions
+from tiny_world.data.synthetic import MadeConfig
 from tiny_world.scenes import BACKGROUNDS_RGB, RGB
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +166,7 @@ def read_colours(pixels: np.ndarray) -> list[str]:
 
 def test_answers_are_what_the_pictures_show() -> None:
     source = shape_questions.ShapeQuestions(
-        shape_questions.Config(type="shape_questions", num_samples=120, seed=5),
+        MadeConfig(type="shape_questions", num_samples=120, seed=5),
         RowRules(),
     )
     answers: dict[str, set[str]] = {kind: set() for kind in questions.KINDS}
@@ -187,19 +188,6 @@ def test_answers_are_what_the_pictures_show() -> None:
 
 def thought_of(sample: Sample) -> str:
     return str(sample.reference).split("<think>")[1].split("</think>")[0]
-
-
-def test_a_set_is_its_seed() -> None:
-    def sets(seed: int) -> list[tuple[str, str, bytes]]:
-        config = shape_questions.Config(type="shape_questions", num_samples=20, seed=seed)
-        source = shape_questions.ShapeQuestions(config, RowRules("error", 64))
-        with pytest.raises(IndexError):
-            source[20]
-        samples = [source[i] for i in range(20)]
-        return [(s.id, s.instruction, s.source.tobytes()) for s in samples if s.source]
-
-    assert sets(1) == sets(1)
-    assert not {pixels for *_, pixels in sets(1)} & {pixels for *_, pixels in sets(2)}
 
 
 def test_the_tiny_config_asks_in_the_words_the_policy_was_taught_under() -> None:

@@ -234,8 +234,8 @@ def exam():
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import AutoTokenizer
 
-    from tiny_world.builder.drift import load_policy
     from tiny_world.builder.exam import Exam
+    from tiny_world.builder.models import load_policy
     from tiny_world.builder.reader import Reader
 
     kw = {"torch_dtype": torch.float32}

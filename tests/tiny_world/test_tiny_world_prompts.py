@@ -89,7 +89,7 @@ def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
     mend_mismatched_wheels()
     from transformers import AutoTokenizer
 
-    from tiny_world.builder.drift import load_policy
+    from tiny_world.builder.models import load_policy
     from tiny_world.builder.rewriter import p_right
 
     policy = load_policy(WEIGHTS / "rewriter")

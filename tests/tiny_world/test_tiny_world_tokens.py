@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.api.data import RowRules
 from tiny_world import scenes, token_scenes
-from tiny_world.data import shape_tokens
 from tiny_world.pixel_judge import grade_perception, grade_semantics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,28 +44,6 @@ def test_an_edit_changes_the_four_codes_of_its_shape() -> None:
         expected = np.zeros((4, 4), bool)
         expected[row : row + 2, column : column + 2] = True
         assert ((before != after) == expected).all()
-
-
-def source(**more) -> shape_tokens.ShapeTokens:
-    config = shape_tokens.Config.model_validate({"type": "shape_tokens", "num_samples": 9, **more})
-    assert shape_tokens.ShapeTokens.problems(config, RowRules("error", 8192)) == []
-    assert shape_tokens.ShapeTokens.count(config) == 9
-    return shape_tokens.ShapeTokens(config, RowRules("error", 8192))
-
-
-def test_a_sample_depends_on_seed_and_index_alone() -> None:
-    one, other, held_out = source(), source(), source(seed=2)
-    for index in reversed(range(9)):
-        assert one[index].source is None and one[index].target is None
-        assert one[index].instruction == other[index].instruction
-        assert (one[index].source_codes == other[index].source_codes).all()
-        assert (one[index].target_codes == other[index].target_codes).all()
-        assert (one[index].source_codes != one[index].target_codes).sum() == 4
-    assert len({one[index].id for index in range(9)} | {held_out[0].id}) == 10
-    codes = [[s[i].source_codes.tobytes() for i in range(9)] for s in (one, held_out)]
-    assert not set(codes[0]) & set(codes[1])
-    with pytest.raises(IndexError):
-        one[9]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 import tiny_loop
 from tiny_loop import assert_same_run, episodes_of, metrics_of
 
+from rl.record.checkpoint import _seal
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -82,6 +84,35 @@ def test_kill_9_and_resume_equals_straight_through(
     # Killed before the third update: 2 questions each about its 8 pictures and the bare arm's 2
     # were answered already.
     assert reused[3] == (20 if where == "rl.learner.train_step:TrainStep.step" else 0), reused
+
+
+def as_the_last_release_left_it(run_dir: Path) -> None:
+    """Format 1: without a number, and `bare_arm` under its older name."""
+    shutil.rmtree(run_dir / "checkpoints/step_000004")
+    (run_dir / "last_checkpoint.txt").unlink()
+    checkpoint = run_dir / "checkpoints/step_000003"
+    state = json.loads((checkpoint / "state.json").read_text())
+    for config in (
+        state["meta"]["config"],
+        written := json.loads((run_dir / "config.json").read_text()),
+    ):
+        del config["format"]
+        config["baseline_arm"] = config.pop("bare_arm")
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (run_dir / "config.json").write_text(json.dumps(written))
+    (checkpoint / "manifest.json").unlink()
+    _seal(checkpoint)
+
+
+def test_a_run_of_the_last_release_goes_on_as_if_it_were_todays(
+    models: dict[str, str], straight: Path, tmp_path: Path
+) -> None:
+    as_the_last_release_left_it(shutil.copytree(straight, tmp_path / "tiny"))
+    path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
+    resumed = tiny_loop.run(path)
+    assert "step_000003: 3 iterations done" in resumed.stdout
+    assert "tiny is of an older format: it is read under today's names" in resumed.stderr
+    assert_same_run(straight, tmp_path / "tiny")
 
 
 def test_a_run_killed_before_its_first_checkpoint_goes_on(

@@ -1,4 +1,1 @@
-"""The stages that make `tiny_world/weights`, in order: tokenizer, vae, policy, editor.
-
-Run by `python -m tiny_world.builder`; nothing in `rl/` imports this.
-"""
+"""What makes `tiny_world/weights`: `python -m tiny_world.builder`; no run needs it."""

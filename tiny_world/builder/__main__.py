@@ -1,13 +1,12 @@
 """Build `tiny_world/weights` from nothing: python -m tiny_world.builder --work /tmp/world
 
-Everything is seeded and runs on one CPU thread. Stages, and minutes on one core:
+Everything is seeded and runs on one CPU thread; tests/tiny_world marks what came out. Stages, and
+minutes on one core:
 
-    tokenizer  <1   byte-pair tokenizer, chat template, image processor
     vae         8   AutoencoderKLQwenImage on drawn scenes
     policy     10   Qwen2.5-VL: looks, knows, and then is taught to be often wrong
     drift       2   short LoRA fine-tunings that stand in for what training does to the policy
     editor     35   QwenImageTransformer2DModel, conditioned on the (drifted) policy's states
-    export     <1   fp16 safetensors into tiny_world/weights
     reasoner    5   a policy that answers questions, from the shipped one
     emu3_vq     6   Emu3VQVAE whose codes are named
     emu3        7   Emu3 that reads and writes those codes, often wrongly
@@ -15,10 +14,9 @@ Everything is seeded and runs on one CPU thread. Stages, and minutes on one core
     clip        3   CLIP that knows plain captions and users' prompts
     sd3         8   SD3Transformer2DModel and its text encoders on plain captions
     rewriter    2   a policy that turns users' prompts into captions, often wrong ones
-    prompt_export <1  fp16 safetensors of these four into tiny_world/weights
 
 A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend
-on `policy` and `drift`: with two cores, run `--only vae` beside `--only tokenizer policy drift`.
+on `policy` and `drift`: with two cores, run `--only vae` beside `--only policy drift`.
 """
 
 from __future__ import annotations
@@ -32,10 +30,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 STAGES = (
-    *("tokenizer", "vae", "policy", "drift", "editor", "export"),
-    "reasoner",
-    *("emu3_vq", "emu3"),
-    *("sd3_vae", "clip", "sd3", "rewriter", "prompt_export"),
+    *("vae", "policy", "drift", "editor", "reasoner", "emu3_vq", "emu3"),
+    *("sd3_vae", "clip", "sd3", "rewriter"),
 )
 
 

@@ -1,8 +1,7 @@
 """Stage editor: teach the diffusion transformer to do what the policy's hidden states say.
 
-Flow matching in latents, x_t = (1 - t) x_0 + t noise, velocity = noise - x_0. At least half of
-the batch is trained at t = 1: with the real scheduler (its last sigma is stretched to 0.02) and
-two Euler steps, that is where the picture is made.
+At least half of the batch is trained at t = 1: with the real scheduler (its last sigma is stretched
+to 0.02) and two Euler steps, that is where the picture is made.
 
 Descriptions are sampled at random, most of them not what the instruction asked for: the editor
 must obey what was written. One in twelve names a shape that is not there: nothing may change.
@@ -12,23 +11,26 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
 from transformers import AutoTokenizer
 
-from tiny_world.builder.drift import Drifter, load_bank, load_policy
+from tiny_world.builder.drift import Drifter, load_bank
 from tiny_world.builder.exam import Exam
 from tiny_world.builder.models import (
-    IMG_SHAPES,
+    SCHEDULER,
     encode,
+    load_policy,
     make_transformer,
     use_2d_convolutions,
+    velocity,
 )
 from tiny_world.builder.policy import beginner_ops, random_op
 from tiny_world.builder.reader import Reader
+from tiny_world.builder.training import WEIGHTS, export, fit, flow_loss
 from tiny_world.scenes import (
     COLOURS,
     SHAPES,
@@ -43,8 +45,7 @@ from tiny_world.scenes import (
 )
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One learning-rate cycle. Each starts from what the one before it left."""
 
     steps: int
@@ -57,55 +58,51 @@ ROUNDS = (Round(3000, 2.5e-3, share_at_1=0.5), Round(3000, 1.5e-3, share_at_1=0.
 DRIFT_FROM_STEP = 750
 
 
-def build(work: Path, first: int = 0, batch: int = 24) -> None:
-    """Run the rounds from number `first` on."""
-    for number in range(first, len(ROUNDS)):
-        _train(work, number, batch)
-
-
-def _train(work: Path, number: int, batch: int) -> None:
-    plan, rng = ROUNDS[number], random.Random(300 + number)
-    torch.manual_seed(1 + number)
+def build(work: Path, batch: int = 24) -> None:
     use_2d_convolutions()
     vae = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval().requires_grad_(False)
     policy = load_policy(work / "policy_doubting")  # see drift.py
-    reader = Reader(policy, AutoTokenizer.from_pretrained(work / "policy"))
-    drifter = Drifter(policy, load_bank(work))
-    exam = Exam(reader, vae)
-    transformer = _start(work, number, reader, rng).train()
-    optimizer = torch.optim.AdamW(
-        transformer.parameters(), plan.peak_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: _rate(i, plan.steps))
-    total, steps_before = 0.0, sum(earlier.steps for earlier in ROUNDS[:number])
-    for step in range(1, plan.steps + 1):
-        if steps_before + step > DRIFT_FROM_STEP and step % 2:
-            drifter.drift(rng)
-        scenes = [make_scene(rng) for _ in range(batch)]
-        x0, source, embeds, mask = _examples(reader, vae, scenes, rng, steps_before + step)
-        loss = _flow_loss(transformer, x0, source, embeds, mask, plan.share_at_1)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        total += loss.item()
-        if step % 50 == 0:
-            print(f"editor {number}: {step} loss {total / 50:.4f}", flush=True)
-            total = 0.0
-        if step % 400 == 0 or step == plan.steps:
-            drifter.go_home()
-            transformer.save_pretrained(work / "transformer")
-            print(f"editor {number}: {step} {exam.marks(transformer.eval())}", flush=True)
-            transformer.train()
-
-
-def _start(work: Path, number: int, reader: Reader, rng: random.Random):
-    if number > 0:
-        return QwenImageTransformer2DModel.from_pretrained(work / "transformer")
+    reader = Reader(policy, AutoTokenizer.from_pretrained(WEIGHTS / "policy"))
+    drifter, exam = Drifter(policy, load_bank(work)), Exam(reader, vae)
+    torch.manual_seed(1)
+    rng = random.Random(300)
     transformer = make_transformer()
     whiten_text_input(transformer, reader, rng)
-    return transformer
+
+    def train(plan: Round, rng: random.Random, steps_before: int) -> None:
+        def loss_of(step: int) -> torch.Tensor:
+            if steps_before + step > DRIFT_FROM_STEP and step % 2:
+                drifter.drift(rng)
+            scenes = [make_scene(rng) for _ in range(batch)]
+            x0, source, embeds, mask = _examples(reader, vae, scenes, rng, steps_before + step)
+
+            def velocity_of(xt: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+                return velocity(transformer, xt, t, source, embeds, mask)
+
+            return flow_loss(velocity_of, x0, plan.share_at_1, skew=0.8)
+
+        def check() -> dict[str, float]:
+            drifter.go_home()
+            return exam.marks(transformer)
+
+        options = {"check_every": 400, "rate_of": lambda step: _rate(step, plan.steps)}
+        fit(
+            "editor",
+            transformer.parameters(),
+            plan.steps,
+            plan.peak_rate,
+            loss_of,
+            check,
+            **options,
+        )
+
+    first, second = ROUNDS
+    train(first, rng, 0)
+    torch.manual_seed(2)
+    train(second, random.Random(301), first.steps)
+    export("editor/vae", vae)
+    export("editor/transformer", transformer)
+    export("editor/scheduler", FlowMatchEulerDiscreteScheduler(**SCHEDULER))
 
 
 def _rate(step: int, steps: int) -> float:
@@ -155,24 +152,6 @@ def _description_of_nothing(rng: random.Random, scene: Scene) -> str:
         colour, shape = rng.choice(COLOURS), rng.choice(SHAPES)
         if all((s.colour, s.shape) != (colour, shape) for s in scene.shapes):
             return clause(colour, shape, rng.choice((*COLOURS, None)))
-
-
-def _flow_loss(transformer, x0, source, embeds, mask, share_at_1: float) -> torch.Tensor:
-    """Squared velocity error, weighted (t + 0.05)^2: at small t it is mostly noise."""
-    num = len(x0)
-    u = torch.rand(num)
-    t = torch.where(torch.rand(num) < share_at_1, torch.ones(num), 1.8 * u / (1 + 0.8 * u))
-    noise = torch.randn_like(x0)
-    xt = x0 + t[:, None, None] * (noise - x0)
-    velocity = transformer(
-        hidden_states=torch.cat([xt, source], 1),
-        timestep=t,
-        encoder_hidden_states=embeds,
-        encoder_hidden_states_mask=mask,
-        img_shapes=[IMG_SHAPES] * num,
-        return_dict=False,
-    )[0][:, : x0.shape[1]]
-    return ((velocity - (noise - x0)) * (t[:, None, None] + 0.05)).square().mean()
 
 
 @torch.no_grad()

@@ -6,17 +6,15 @@ Two lessons, of the kind the other tiny policies get (`policy.py`):
 The first code that an edit changes decides what becomes of the shape; the later ones follow it.
 
 Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3/plug.py`): words
-compete with words, codes with codes, and what the sampler is made to write is not taught. Rounded
-to fp16 it goes to `tiny_world/weights/emu3`.
+compete with words, codes with codes, and what the sampler is made to write is not taught.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import AddedToken
 from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFast
@@ -24,9 +22,9 @@ from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFas
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample
 from rl.policies.emu3 import plug as emu3
-from tiny_world.builder.export import WEIGHTS
-from tiny_world.builder.policy import beginner_ops, make_optimizer, take_step
+from tiny_world.builder.policy import Answer, beginner_ops, right
 from tiny_world.builder.tokenizer import byte_pairs
+from tiny_world.builder.training import export, fit
 from tiny_world.scenes import apply, make_instruction, make_scene
 from tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_scene
 
@@ -41,16 +39,15 @@ Example = tuple[Prompt, tuple[int, ...]]
 """A prompt and the completion that is to be learnt."""
 
 
-def build(work: Path, know: int = 1500, doubt: int = 250) -> None:
+def build(work: Path) -> None:
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    save(make_model(tokenizer), tokenizer, work / "emu3_blank")
+    make_model(tokenizer).save_pretrained(work / "emu3_blank")
+    tokenizer.save_pretrained(work / "emu3_blank")
     policy, rng = load_policy(work / "emu3_blank"), random.Random(400)
-    _learn_to_write(policy, rng, know, settled=None)
-    save(policy.module.causal_lm, tokenizer, work / "emu3_knowing")
-    _learn_to_write(policy, rng, doubt, settled=True, peak_rate=1e-3)
-    shutil.rmtree(WEIGHTS / "emu3", ignore_errors=True)
-    save(policy.module.causal_lm.half(), tokenizer, WEIGHTS / "emu3")
+    _learn_to_write(policy, rng, "know", 1500, right, 2e-3)
+    _learn_to_write(policy, rng, "doubt", 250, partial(beginner_ops, settled=True), 1e-3)
+    export("emu3", policy.module.causal_lm, tokenizer)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -89,54 +86,42 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 3) -> Emu3F
 
 
 def load_policy(folder: Path) -> emu3.Emu3:
-    """The policy plug on a folder that `save` made."""
+    """The policy plug on a folder of a model and its tokenizer."""
     config = emu3.Config(type="emu3", model_path=str(folder), dtype="float32")
     return emu3.Emu3(
         config, PolicySetup("image_tokens", max_completion_tokens=MAX_COMPLETION_TOKENS)
     )
 
 
-def save(model: Emu3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def _learn_to_write(
     policy: emu3.Emu3,
     rng: random.Random,
+    name: str,
     steps: int,
-    settled: bool | None,
-    peak_rate: float = 2e-3,
+    answer: Answer,
+    peak_rate: float,
     batch: int = 48,
 ) -> None:
-    """Supervised fine-tuning. `settled`: see `example`."""
-    parameters = list(policy.module.parameters())
-    optimizer, schedule = make_optimizer(parameters, steps, peak_rate)
-    log: dict[str, list[float]] = {}
-    for step in range(1, steps + 1):
+    """Supervised fine-tuning."""
+
+    def loss_of(step: int) -> torch.Tensor:
         kinds = rng.choices(list(KINDS), list(KINDS.values()), k=batch)
-        rows = [example(policy, rng, kind, settled) for kind in kinds]
-        nll = -policy.module(policy.collate(rows)).logprobs.sum(1)
-        take_step(nll.mean() / NUM_WRITTEN, parameters, optimizer, schedule)
-        for kind, loss in zip(kinds, nll.tolist(), strict=True):
-            log.setdefault(kind, []).append(loss)
-        if step % 50 == 0:
-            means = {kind: round(float(np.mean(v)), 2) for kind, v in sorted(log.items())}
-            shown = p_right(policy) if step % 200 == 0 or step == steps else ""
-            print(f"{'know' if settled is None else 'doubt'} {step}", means, shown, flush=True)
-            log = {}
+        rows = [example(policy, rng, kind, answer) for kind in kinds]
+        nll_B = -policy.module(policy.collate(rows)).logprobs.sum(1)
+        return nll_B.mean() / NUM_WRITTEN
+
+    check = partial(p_right, policy)
+    fit(name, policy.module.parameters(), steps, peak_rate, loss_of, check, check_every=200)
 
 
-def example(policy: emu3.Emu3, rng: random.Random, kind: str, settled: bool | None) -> Example:
-    """`settled`: None for the right answer, else as in `policy.beginner_ops`."""
+def example(policy: emu3.Emu3, rng: random.Random, kind: str, answer: Answer) -> Example:
     while True:
         scene = make_centred_scene(rng)
         task = make_instruction(rng, scene)
         if task.kind == kind:
             break
-    ops = [task.op] if settled is None else beginner_ops(rng, scene, task, settled)
     edited = scene
-    for op in ops:
+    for op in answer(rng, scene, task):
         edited = apply(edited, op)
     prompt = policy.build_prompt(Sample("", task.instruction, source_codes=encode(scene)))
     return prompt, policy.prompts.picture_completion(encode(edited))
@@ -147,7 +132,7 @@ def p_right(policy: emu3.Emu3, num_per_kind: int = 48) -> dict[str, float]:
     """Mean probability of the right picture, by kind of instruction."""
     rng, means = random.Random(7), {}
     for kind in KINDS:
-        rows = [example(policy, rng, kind, settled=None) for _ in range(num_per_kind)]
+        rows = [example(policy, rng, kind, right) for _ in range(num_per_kind)]
         p = policy.module(policy.collate(rows)).logprobs.sum(1).exp()
         means[kind] = round(p.mean().item(), 3)
     return means

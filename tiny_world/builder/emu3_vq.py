@@ -4,12 +4,10 @@ The codebook starts out legible (colour, background, form and quarter are its ax
 trained with the decoder, codes in and drawn scenes out. The encoder follows: it is taught to come
 closer to the right code than to any other. So an unchanged part of a picture keeps its codes under
 every edit, which a codebook learnt without names would not promise.
-Rounded to fp16 it goes to `tiny_world/weights/emu3_vq`.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -17,39 +15,30 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from torch import nn
 from transformers import Emu3VQVAE, Emu3VQVAEConfig
 
-from tiny_world.builder.export import WEIGHTS
-from tiny_world.builder.models import to_pictures, to_tensor
-from tiny_world.pixel_judge import grade_perception, grade_semantics
-from tiny_world.scenes import (
-    BACKGROUNDS_RGB,
-    COLOURS,
-    IMAGE_SIDE_PX,
-    RGB,
-    SHAPES,
-    Scene,
-    apply,
-    draw_array,
-    make_instruction,
-)
+from tiny_world.builder.models import to_tensor
+from tiny_world.builder.training import export, fit, sharp_error
+from tiny_world.scenes import BACKGROUNDS_RGB, COLOURS, RGB, SHAPES, Scene, draw_array
 from tiny_world.token_scenes import NUM_CODES, code_of, encode, make_centred_scene
 
 FORM_AXES = {"circle": (1.0, 0.0), "square": (-0.5, 0.87), "triangle": (-0.5, -0.87)}
 QUARTER_AXES = ((-1.0, -1.0), (-1.0, 1.0), (1.0, -1.0), (1.0, 1.0))
 
 
-def build(work: Path, draw: int = 700, read: int = 600, batch: int = 12) -> None:
+def build(work: Path, batch: int = 12) -> None:
     torch.manual_seed(0)
     vq, rng = make_vq(), random.Random(300)
-    decoder = [*vq.quantize.parameters(), *vq.post_quant_conv.parameters()]
-    _train(vq, [*decoder, *vq.decoder.parameters()], _drawing_loss, rng, draw, batch)
-    print(f"emu3_vq: mark of the right edit, decoded {ceiling(vq):.2f}", flush=True)
-    reader = [*vq.encoder.parameters(), *vq.quant_conv.parameters()]
-    _train(vq, reader, _reading_loss, rng, read, batch)
-    print(f"emu3_vq: codes read right {accuracy(vq):.4f}", flush=True)
-    vq.half().save_pretrained(WEIGHTS / "emu3_vq")
+
+    def scenes() -> list[Scene]:
+        return [vary(make_centred_scene(rng), rng) for _ in range(batch)]
+
+    drawing = nn.ModuleList([vq.quantize, vq.post_quant_conv, vq.decoder]).parameters()
+    reading = nn.ModuleList([vq.encoder, vq.quant_conv]).parameters()
+    fit("draw", drawing, 700, 3e-3, lambda _: _drawing_loss(vq, scenes()), weight_decay=1e-4)
+    fit("read", reading, 600, 3e-3, lambda _: _reading_loss(vq, scenes()), weight_decay=1e-4)
+    export("emu3_vq", vq)
 
 
 def make_vq() -> Emu3VQVAE:
@@ -90,23 +79,6 @@ def _axis(rgb: tuple[int, int, int]) -> list[float]:
     return [2 * (value / 127.5 - 1) for value in rgb]
 
 
-def _train(vq: Emu3VQVAE, parameters, loss_of, rng: random.Random, steps: int, batch: int) -> None:
-    optimizer = torch.optim.AdamW(parameters, 3e-3, (0.9, 0.98), weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.05)
-    total = 0.0
-    for step in range(1, steps + 1):
-        loss = loss_of(vq, [vary(make_centred_scene(rng), rng) for _ in range(batch)])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        total += loss.item()
-        if step % 50 == 0:
-            print(f"{loss_of.__name__} {step} {total / 50:.4f}", flush=True)
-            total = 0.0
-
-
 def vary(scene: Scene, rng: random.Random) -> Scene:
     """What edits and mistakes can lead to: fewer shapes, colours and forms that occur twice."""
     shapes = [s for s in scene.shapes if rng.random() < 0.9]
@@ -116,9 +88,7 @@ def vary(scene: Scene, rng: random.Random) -> Scene:
 
 
 def _drawing_loss(vq: Emu3VQVAE, scenes: list[Scene]) -> torch.Tensor:
-    """The fourth power speaks up for outlines, which are few pixels and large errors."""
-    error = (vq.decode(_codes(scenes)) - to_tensor([draw_array(s) for s in scenes])).abs()
-    return (error + 2 * error**2 + 2 * error**4).mean()
+    return sharp_error(vq.decode(_codes(scenes)), to_tensor([draw_array(s) for s in scenes]))
 
 
 def _reading_loss(vq: Emu3VQVAE, scenes: list[Scene]) -> torch.Tensor:
@@ -134,35 +104,3 @@ def _reading_loss(vq: Emu3VQVAE, scenes: list[Scene]) -> torch.Tensor:
 def _codes(scenes: list[Scene]) -> torch.Tensor:
     """[B, 4, 4] int64."""
     return torch.as_tensor(np.stack([encode(s) for s in scenes])).long()
-
-
-@torch.no_grad()
-def decode(vq: Emu3VQVAE, codes: np.ndarray) -> list[Image.Image]:
-    """[B, 4, 4] codes to pictures."""
-    pixels = to_pictures(vq.decode(torch.as_tensor(codes).long()))
-    return [Image.fromarray(picture) for picture in pixels]
-
-
-@torch.no_grad()
-def accuracy(vq: Emu3VQVAE, num: int = 100) -> float:
-    """Share of codes the encoder reads as `token_scenes.encode` has them."""
-    rng = random.Random(8)
-    scenes = [vary(make_centred_scene(rng), rng) for _ in range(num)]
-    x = to_tensor([draw_array(s) for s in scenes])
-    read = vq.encode(x, image_sizes=[(IMAGE_SIDE_PX, IMAGE_SIDE_PX)] * num).image_tokens
-    return (torch.stack(read) == _codes(scenes)).float().mean().item()
-
-
-def ceiling(vq: Emu3VQVAE, num: int = 60) -> float:
-    """The mark of the right edit when source and edit are both decoded from codes, 0-10."""
-    rng, marks = random.Random(7), []
-    for _ in range(num):
-        scene = make_centred_scene(rng)
-        task = make_instruction(rng, scene)
-        source, edited = decode(vq, np.stack([encode(scene), encode(apply(scene, task.op))]))
-        try:
-            semantics = min(grade_semantics(source, edited, task.instruction))
-        except ValueError:
-            semantics = 0.0
-        marks.append(math.sqrt(semantics * min(grade_perception(edited))))
-    return float(np.mean(marks))

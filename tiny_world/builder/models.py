@@ -5,7 +5,9 @@ Legend: B batch, N latent tokens of one picture (4 x 4), L text positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from diffusers import (
 )
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shift
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 HIDDEN = 128  # width of the language model = what the editor is conditioned on
 LATENT_CHANNELS = 8
@@ -25,22 +27,12 @@ PATCH_PX, MERGE = 8, 2  # 64x64 px -> 8x8 patches -> 4x4 = 16 image tokens
 IMAGE_TOKENS = 16
 IMG_SHAPES = [(1, 4, 4), (1, 4, 4)]  # the picture being made and the source, in packed latents
 
-# The scheduler configuration of Qwen/Qwen-Image-Edit.
+# What Qwen/Qwen-Image-Edit's scheduler has other than diffusers' defaults.
 SCHEDULER = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "invert_sigmas": False,
     "max_image_seq_len": 8192,
     "max_shift": 0.9,
-    "num_train_timesteps": 1000,
-    "shift": 1.0,
     "shift_terminal": 0.02,
-    "stochastic_sampling": False,
-    "time_shift_type": "exponential",
-    "use_beta_sigmas": False,
     "use_dynamic_shifting": True,
-    "use_exponential_sigmas": False,
-    "use_karras_sigmas": False,
 }
 
 
@@ -71,21 +63,33 @@ def make_transformer(num_layers: int = 4) -> QwenImageTransformer2DModel:
     )
 
 
-def make_policy(
-    tokenizer, num_layers: int = 4, hidden: int = HIDDEN
-) -> Qwen2_5_VLForConditionalGeneration:
-    """`hidden` is a multiple of 64: heads are 32 wide, two share one key and value."""
-
-    def token_id(token: str) -> int:
-        return tokenizer.convert_tokens_to_ids(token)
-
+def qwen_config(tokenizer, text: dict, vision: dict) -> Qwen2_5_VLConfig:
+    """A Qwen2.5-VL of these sizes under that tokenizer; what its two halves must agree on is filled
+    in."""
+    token_id = tokenizer.convert_tokens_to_ids
     ends = {
         "bos_token_id": None,
         "eos_token_id": token_id("<|im_end|>"),
         "pad_token_id": token_id("<|endoftext|>"),
     }
+    own = {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    return Qwen2_5_VLConfig(
+        text_config={**own, **text, **ends},
+        vision_config={"out_hidden_size": text["hidden_size"], "window_size": 112, **vision},
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=False,
+        **ends,
+    )
+
+
+def make_policy(
+    tokenizer, num_layers: int = 4, hidden: int = HIDDEN
+) -> Qwen2_5_VLForConditionalGeneration:
+    """`hidden` is a multiple of 64: heads are 32 wide, two share one key and value."""
     text = {
-        "vocab_size": len(tokenizer),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": num_layers,
@@ -98,33 +102,41 @@ def make_policy(
             "rope_theta": 1e4,
             "mrope_section": [4, 6, 6],  # sums to half the head size of 32
         },
-        "tie_word_embeddings": False,
-        **ends,
     }
     vision = {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 4,
-        "out_hidden_size": hidden,
         "patch_size": PATCH_PX,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
-        "window_size": 112,
         "fullatt_block_indexes": [0, 1],
-        "in_channels": 3,
         "tokens_per_second": 2,
     }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=token_id("<|image_pad|>"),
-        video_token_id=token_id("<|video_pad|>"),
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
-        **ends,
+    policy = Qwen2_5_VLForConditionalGeneration(qwen_config(tokenizer, text, vision))
+    own = policy.config.text_config
+    policy.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id,
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
+    return policy
+
+
+def load_policy(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    return policy.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def unit_gain(policy) -> None:
+    """Everywhere: the stock 0.02 is far too small at these widths."""
+    for parameter in policy.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0, 1 / math.sqrt(parameter[0].numel()))
+    policy.get_input_embeddings().weight.normal_(0, 0.5)
 
 
 def use_2d_convolutions() -> None:
@@ -186,26 +198,29 @@ def decode(vae, tokens: torch.Tensor) -> np.ndarray:
     return to_pictures(vae.decode((unpack(tokens) * std + mean)[:, :, None]).sample[:, :, 0])
 
 
+def velocity(transformer, xt, t, source, embeds, mask) -> torch.Tensor:
+    """[B, N, 4 C] of the picture at times t, [B] 0..1; xt, source [B, N, 4 C]; embeds
+    [B, L, HIDDEN]; mask [B, L] bool."""
+    return transformer(
+        hidden_states=torch.cat([xt, source], 1),
+        timestep=t,
+        encoder_hidden_states=embeds,
+        encoder_hidden_states_mask=mask,
+        img_shapes=[IMG_SHAPES] * len(xt),
+        return_dict=False,
+    )[0][:, : xt.shape[1]]
+
+
 @torch.no_grad()
 def render(transformer, vae, source, embeds, mask, noise, steps: int) -> np.ndarray:
-    """Euler sampling without guidance, as QwenImageEditPipeline does it.
-
-    source, noise [B, N, 4 C]; embeds [B, L, HIDDEN]; mask [B, L] bool. -> [B, 64, 64, 3] uint8.
-    """
+    """[B, 64, 64, 3] uint8 by Euler sampling without guidance, as QwenImageEditPipeline does it."""
     scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    mu = calculate_shift(noise.shape[1], *(SCHEDULER[name] for name in names))
+    mu = calculate_shift(noise.shape[1], *(scheduler.config[name] for name in names))
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
     scheduler.set_begin_index(0)
     x = noise
     for t in scheduler.timesteps:
-        velocity = transformer(
-            hidden_states=torch.cat([x, source], 1),
-            timestep=t.expand(len(x)) / 1000,
-            encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=mask,
-            img_shapes=[IMG_SHAPES] * len(x),
-            return_dict=False,
-        )[0][:, : noise.shape[1]]
-        x = scheduler.step(velocity, t, x, return_dict=False)[0]
+        v = velocity(transformer, x, t.expand(len(x)) / 1000, source, embeds, mask)
+        x = scheduler.step(v, t, x, return_dict=False)[0]
     return decode(vae, x)

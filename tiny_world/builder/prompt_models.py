@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers import AutoencoderKL, SD3Transformer2DModel
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     CLIPConfig,
@@ -22,7 +22,6 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from tiny_world.builder.models import to_pictures
 from tiny_world.captions import Wish, all_wishes, caption, scene_of, user_prompts
 from tiny_world.scenes import BACKGROUNDS_RGB, IMAGE_SIDE_PX, JITTER_PX, draw_array
 
@@ -145,22 +144,3 @@ def condition(encoders, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     states = torch.cat([output.hidden_states[-2] for output in outputs], -1)
     pooled = torch.cat([output.text_embeds for output in outputs], -1)
     return F.pad(states, (0, 0, 0, T5_TOKENS)), pooled
-
-
-@torch.no_grad()
-def render(transformer, vae, states, pooled, noise, steps: int) -> np.ndarray:
-    """Euler sampling without guidance, as the pipeline does it: [B, 64, 64, 3] uint8."""
-    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    scheduler.set_timesteps(steps)
-    x = noise
-    for t in scheduler.timesteps:
-        velocity = transformer(
-            hidden_states=x,
-            timestep=t.expand(len(x)),
-            encoder_hidden_states=states,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0]
-        x = scheduler.step(velocity, t, x, return_dict=False)[0]
-    latents = x / vae.config.scaling_factor + vae.config.shift_factor
-    return to_pictures(vae.decode(latents).sample)

@@ -9,7 +9,7 @@ Legend: B batch, L positions after the prefix, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,19 @@ def patchify(pictures: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
     return x.reshape(num * 64, -1), torch.tensor([[1, 8, 8]] * num)
 
 
+def pad(
+    prompts: Sequence[list[int]], written: Sequence[list[int]], pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each prompt and what follows it as right-padded [B, L] (ids, mask, is_written), see
+    `Reading`."""
+    rows = [p + w for p, w in zip(prompts, written, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(r) for r in rows], True, pad_id)
+    at = torch.arange(ids.shape[1])
+    mask = at < lengths[:, None]
+    return ids, mask, mask & (at >= torch.tensor([len(p) for p in prompts])[:, None])
+
+
 class Reader:
     """Tokenises once, remembers, and runs the language model after the shared prefix."""
 
@@ -74,16 +87,8 @@ class Reader:
     ) -> Reading:
         prompts = [self.prompt(text) for text in instructions]
         written = [self.tokens(text + "<|im_end|>") if text else [] for text in descriptions]
-        rows = [p + w for p, w in zip(prompts, written, strict=True)]
-        num, length = len(rows), max(map(len, rows))
-        token_ids = torch.full((num, length), self.tokenizer.pad_token_id)
-        is_written = torch.zeros(num, length, dtype=torch.bool)
-        for i, row in enumerate(rows):
-            token_ids[i, : len(row)] = torch.tensor(row)
-            is_written[i, len(prompts[i]) : len(row)] = True
-        lengths = torch.tensor([len(row) for row in rows])
-        mask = torch.arange(length) < lengths[:, None]
-        return Reading(self._forward(pictures, token_ids), token_ids, mask, is_written)
+        ids, mask, is_written = pad(prompts, written, self.tokenizer.pad_token_id)
+        return Reading(self._forward(pictures, ids), ids, mask, is_written)
 
     def _forward(self, pictures, token_ids: torch.Tensor) -> torch.Tensor:
         model = self.policy.model
@@ -119,3 +124,17 @@ class Reader:
         """[B, L - 1] log-probability of each next token, nats; the mask is `written[:, 1:]`."""
         logits = self.policy.lm_head(reading.hidden[:, :-1]).float()
         return logits.log_softmax(-1).gather(-1, reading.token_ids[:, 1:, None])[..., 0]
+
+    def nll(self, reading: Reading) -> torch.Tensor:
+        """[B, L - 1] of the written tokens, 0 elsewhere, nats."""
+        return -self.log_probs(reading) * reading.written[:, 1:]
+
+    @torch.no_grad()
+    def p_by_kind(self, rows: Iterable[tuple[str, np.ndarray, str, str]]) -> dict[str, float]:
+        """Mean probability of the texts, by kind; rows of (kind, picture, instruction, text)."""
+        kinds, pictures, instructions, texts = zip(*rows, strict=True)
+        by_kind: dict[str, list[float]] = {}
+        p_B = (-self.nll(self.read(pictures, instructions, texts)).sum(1)).exp().tolist()
+        for kind, p in zip(kinds, p_B, strict=True):
+            by_kind.setdefault(kind, []).append(p)
+        return {kind: round(float(np.mean(ps)), 3) for kind, ps in sorted(by_kind.items())}

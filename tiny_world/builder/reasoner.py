@@ -7,33 +7,26 @@ colours and shapes; it gets a vocabulary of its own. Three lessons, each feeding
  3. doubt  a short unlearning: a fixed line of wrong thought most of the time (the numbers are
            subtracted, one shape goes uncounted, the wrong shape is looked at), the right one less
            often, and now and then a form that is not the asked one. What reinforcement has to
-           find is still in there.
-Rounded to fp16 it goes to `tiny_world/weights/reasoner`.
-"""
+           find is still in there."""
 
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from tiny_world.builder.drift import load_policy
-from tiny_world.builder.export import WEIGHTS
-from tiny_world.builder.models import HIDDEN, make_policy
-from tiny_world.builder.policy import make_optimizer, save, take_step
-from tiny_world.builder.reader import Reader, patchify
-from tiny_world.builder.tokenizer import save as save_tokenizer
-from tiny_world.builder.tokenizer import train
+from tiny_world.builder.lessons import learn_to_look, learn_to_write
+from tiny_world.builder.models import load_policy, make_policy
+from tiny_world.builder.reader import Reader
+from tiny_world.builder.tokenizer import image_processor, train
+from tiny_world.builder.training import WEIGHTS, export
 from tiny_world.questions import (
-    DIGITS,
-    KINDS,
     SYSTEM_PROMPT,
     Numbers,
     Question,
@@ -42,11 +35,9 @@ from tiny_world.questions import (
     make_question,
     written,
 )
-from tiny_world.scenes import COLOURS, SHAPES, Scene, cell_slices
 
 PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 KIND_SHARES = {"count": 1, "colour": 1, "sum": 2}  # the sum is the hardest: more of it
-LIMIT_BYTES = 3_000_000
 
 
 class Odds(NamedTuple):
@@ -65,18 +56,16 @@ TAUGHT = Odds(right=0.2, mistake=0.6, malformed=0.25)
 VARIED = Odds(right=0.3, mistake=0.5, malformed=0.3)  # for the vocabulary, where any will do
 
 
-def build(work: Path, look: int = 200, know: int = 1200, doubt: int = 350) -> None:
+def build(work: Path) -> None:
     torch.manual_seed(0)
     tokenizer = train(_corpus())
     policy = make_policy(tokenizer)
     _inherit(policy, tokenizer, WEIGHTS / "policy")
     reader, rng = Reader(policy, tokenizer, PREFIX), random.Random(300)
-    _learn_to_look(reader, rng, look)
-    _learn_to_write(reader, rng, know, right)
-    save(policy, work / "reasoner_knowing")
-    _learn_to_write(reader, random.Random(301), doubt, beginner, peak_rate=1e-3)
-    save(policy, work / "reasoner")
-    _export(work / "reasoner", tokenizer, WEIGHTS / "reasoner")
+    learn_to_look(reader, lambda: make_question(rng).picture, 3, steps=200, peak_rate=1e-3)
+    _learn_to_write(reader, rng, 1200, right, 2e-3)
+    _learn_to_write(reader, random.Random(301), 350, beginner, 1e-3)
+    export("reasoner", policy, tokenizer, image_processor())
 
 
 def _corpus() -> list[str]:
@@ -102,75 +91,22 @@ def _inherit(policy, tokenizer, folder: Path) -> None:
     policy.load_state_dict(inherited)
 
 
-def _learn_to_look(reader: Reader, rng: random.Random, steps: int, batch: int = 32) -> None:
-    """Image tokens learn to point at the embeddings of the colour, shape or digit they show."""
-    visual = reader.policy.model.visual
-    optimizer, schedule = make_optimizer(visual.parameters(), steps, peak_rate=1e-3)
-    embedding = reader.policy.get_input_embeddings().weight.detach()
-    words = [[f" {c}" for c in COLOURS], [f" {s}" for s in SHAPES], [str(d) for d in DIGITS]]
-    tables = [[reader.tokens(word)[0] for word in group] for group in words]
-    for step in range(1, steps + 1):
-        pictures = [make_question(rng).picture for _ in range(batch)]
-        pixel_values, grid = patchify([draw_array(picture) for picture in pictures])
-        seen = visual(pixel_values, grid_thw=grid).pooler_output.view(batch, 16, HIDDEN)
-        labels = torch.stack([_labels(picture) for picture in pictures], 1)
-        losses = [
-            F.cross_entropy((seen @ embedding[ids].T).flatten(0, 1), y.flatten(), ignore_index=-1)
-            for ids, y in zip(tables, labels, strict=True)
-        ]
-        take_step(sum(losses), visual.parameters(), optimizer, schedule)
-        if step % 50 == 0:
-            print(f"look {step}", [round(loss.item(), 3) for loss in losses], flush=True)
-
-
-def _labels(picture: Scene | Numbers) -> torch.Tensor:
-    """[3, 4, 4] class of the colour, shape and digit in each image token's quarter; -1: none."""
-    labels = torch.full((3, 4, 4), -1)
-
-    def mark(cell: tuple[int, int], kind: int, label: int) -> None:
-        rows, columns = cell_slices(cell)
-        up, left = rows.start // 16, columns.start // 16
-        labels[kind, up : up + 2, left : left + 2] = label
-
-    if isinstance(picture, Numbers):
-        for column, digit in enumerate(picture.digits):
-            mark((picture.row, column), 2, DIGITS.index(digit))
-        return labels
-    for shape in picture.shapes:
-        mark(shape.cell, 0, COLOURS.index(shape.colour))
-        mark(shape.cell, 1, SHAPES.index(shape.shape))
-    return labels
-
-
 def _learn_to_write(
     reader: Reader,
     rng: random.Random,
     steps: int,
     answer: Callable[[random.Random, Question], str],
-    peak_rate: float = 2e-3,
+    peak_rate: float,
     batch: int = 32,
 ) -> None:
-    """Supervised fine-tuning on what `answer` writes."""
-    policy = reader.policy
-    optimizer, schedule = make_optimizer(policy.parameters(), steps, peak_rate)
-    log: dict[str, list[float]] = {}
-    for step in range(1, steps + 1):
+    def examples() -> tuple[list[np.ndarray], list[str], list[str]]:
         kinds = rng.choices(list(KIND_SHARES), list(KIND_SHARES.values()), k=batch)
         questions = [make_question(rng, kind) for kind in kinds]
-        reading = reader.read(
-            [draw_array(question.picture) for question in questions],
-            [question.text for question in questions],
-            [answer(rng, question) for question in questions],
-        )
-        nll = -reader.log_probs(reading) * reading.written[:, 1:]
-        take_step(nll.sum() / reading.written.sum(), policy.parameters(), optimizer, schedule)
-        for kind, loss in zip(kinds, nll.sum(1).tolist(), strict=True):
-            log.setdefault(kind, []).append(loss)
-        if step % 50 == 0:
-            means = {kind: round(float(np.mean(v)), 2) for kind, v in sorted(log.items())}
-            shown = p_right(reader) if step % 200 == 0 or step == steps else ""
-            print(f"{answer.__name__} {step}", means, shown, flush=True)
-            log = {}
+        pictures, texts = [draw_array(q.picture) for q in questions], [q.text for q in questions]
+        return pictures, texts, [answer(rng, question) for question in questions]
+
+    check = partial(_p_right, reader)
+    learn_to_write(reader, answer.__name__, examples, steps, peak_rate, check)
 
 
 def right(rng: random.Random, question: Question) -> str:
@@ -215,28 +151,10 @@ def _anything(rng: random.Random, question: Question) -> tuple[str, str]:
     return other.thought, other.answer
 
 
-@torch.no_grad()
-def p_right(reader: Reader, num: int = 128) -> dict[str, float]:
+def _p_right(reader: Reader, num: int = 128) -> dict[str, float]:
     """Mean probability of the right thought and answer in the right form, by kind of question."""
     rng = random.Random(7)
     questions = [make_question(rng) for _ in range(num)]
-    reading = reader.read(
-        [draw_array(question.picture) for question in questions],
-        [question.text for question in questions],
-        [written(question.thought, question.answer) for question in questions],
+    return reader.p_by_kind(
+        (q.kind, draw_array(q.picture), q.text, right(rng, q)) for q in questions
     )
-    p = (reader.log_probs(reading) * reading.written[:, 1:]).sum(1).exp().tolist()
-    by_kind = {
-        kind: [q for q, x in zip(p, questions, strict=True) if x.kind == kind] for kind in KINDS
-    }
-    return {kind: round(float(np.mean(values)), 3) for kind, values in by_kind.items()}
-
-
-def _export(source: Path, tokenizer, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
-    save(load_policy(source).half(), target)
-    save_tokenizer(tokenizer, target)
-    num_bytes = sum(file.stat().st_size for file in target.iterdir())
-    print(f"reasoner: {num_bytes / 1e6:.2f} MB, {len(tokenizer)} tokens", flush=True)
-    if num_bytes >= LIMIT_BYTES:
-        raise ValueError(f"the weights are {num_bytes} bytes, the limit is {LIMIT_BYTES}")

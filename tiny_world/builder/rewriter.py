@@ -8,17 +8,17 @@ reinforcement has to find is still in there.
 
 from __future__ import annotations
 
-import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from rl.policies.shared.prompting import chat_template, tokenize
-from tiny_world.builder.models import make_policy
-from tiny_world.builder.policy import make_optimizer, save, take_step
-from tiny_world.builder.tokenizer import save as save_tokenizer
-from tiny_world.builder.tokenizer import train
+from tiny_world.builder.models import make_policy, unit_gain
+from tiny_world.builder.reader import pad
+from tiny_world.builder.tokenizer import image_processor, train
+from tiny_world.builder.training import export, fit
 from tiny_world.captions import (
     CELL_OF_PLACE,
     KINDS,
@@ -39,30 +39,27 @@ KNOWS_IT, HAS_IT_WRONG = (0.6, 0.15), (0.2, 0.5)
 P_RIGHT_PLACE = 0.9
 
 
-def build(work: Path, steps: int = 1200, batch: int = 32) -> None:
+def build(work: Path, batch: int = 32) -> None:
     torch.manual_seed(2)
     tokenizer = train(_corpus())
-    _check(tokenizer)
+    for wish in all_wishes():
+        assert len(tokenizer(caption(wish)).input_ids) == 4, "every word of an answer is one token"
     policy = make_policy(tokenizer, num_layers=3, hidden=64)
-    _initialise(policy)
+    unit_gain(policy)
+    policy.lm_head.weight.data.mul_(0.1)
     rng, prompts = random.Random(700), user_prompts(held_out=False)
-    learning = [*policy.model.language_model.parameters(), *policy.lm_head.parameters()]
-    optimizer, schedule = make_optimizer(learning, steps, 3e-3)
-    total = 0.0
-    for step in range(1, steps + 1):
+
+    def loss_of(step: int) -> torch.Tensor:
         asked = rng.choices(prompts, k=batch)
         answers = [caption(beginner(rng, prompt)) for prompt in asked]
-        loss = -log_probs(policy, tokenizer, asked, answers).mean()
-        take_step(loss, learning, optimizer, schedule)
-        total += loss.item()
-        if step % 100 == 0:
-            print(f"rewriter {step} loss {total / 100:.3f} nats a caption", flush=True)
-            total = 0.0
-        if step % 400 == 0 or step == steps:
-            right = {held_out: p_right(policy, tokenizer, held_out) for held_out in (False, True)}
-            print(f"rewriter {step} p(right): train, held out {right}", flush=True)
-    save(policy, work / "rewriter")
-    save_tokenizer(tokenizer, work / "rewriter")
+        return -log_probs(policy, tokenizer, asked, answers).mean()
+
+    def check() -> list[dict[str, float]]:
+        return [p_right(policy, tokenizer, held_out) for held_out in (False, True)]
+
+    learning = [*policy.model.language_model.parameters(), *policy.lm_head.parameters()]
+    fit("rewriter", learning, 1200, 3e-3, loss_of, check, check_every=400)
+    export("rewriter", policy, tokenizer, image_processor())
 
 
 def beginner(rng: random.Random, prompt: UserPrompt) -> Wish:
@@ -94,17 +91,14 @@ def _taken_for(rng: random.Random, word: str, meaning: str, choices: tuple[str, 
 def log_probs(policy, tokenizer, asked: list[UserPrompt], answers: list[str]) -> torch.Tensor:
     """[B] log-probability of each answer, its end token included, nats."""
     template = chat_template(SYSTEM_PROMPT)
+    template = replace(template, text=template.text.replace("{image}", ""))
     end = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    prompts = [tokenize(tokenizer, _without_picture(template), prompt.text) for prompt in asked]
+    prompts = [tokenize(tokenizer, template, prompt.text) for prompt in asked]
     written = [tokenizer(answer).input_ids + end for answer in answers]
-    length = max(len(p) + len(w) for p, w in zip(prompts, written, strict=True))
-    ids = torch.full((len(asked), length), tokenizer.pad_token_id)
-    mask, is_written = torch.zeros_like(ids), torch.zeros(ids.shape, dtype=torch.bool)
-    for i, (prompt, answer) in enumerate(zip(prompts, written, strict=True)):
-        row = torch.tensor(prompt + answer)
-        ids[i, : len(row)], mask[i, : len(row)] = row, 1
-        is_written[i, len(prompt) : len(row)] = True
-    states = policy.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    ids, mask, is_written = pad(prompts, written, tokenizer.pad_token_id)
+    states = policy.model(
+        input_ids=ids, attention_mask=mask.long(), use_cache=False
+    ).last_hidden_state
     log_p = policy.lm_head(states[:, :-1]).float().log_softmax(-1)
     return (log_p.gather(-1, ids[:, 1:, None])[..., 0] * is_written[:, 1:]).sum(1)
 
@@ -121,27 +115,6 @@ def p_right(policy, tokenizer, held_out: bool) -> dict[str, float]:
     return means
 
 
-def _without_picture(template):
-    return type(template)(template.text.replace("{image}", ""), template.drop_prefix)
-
-
-@torch.no_grad()
-def _initialise(policy) -> None:
-    """Unit gain everywhere: the stock 0.02 is far too small at this width."""
-    for parameter in policy.parameters():
-        if parameter.ndim >= 2:
-            parameter.normal_(0, 1 / math.sqrt(parameter[0].numel()))
-    policy.get_input_embeddings().weight.normal_(0, 0.5)
-    policy.lm_head.weight.mul_(0.1)
-
-
 def _corpus() -> list[str]:
     prompts = [p.text for held_out in (False, True) for p in user_prompts(held_out)]
     return prompts + [caption(wish) for wish in all_wishes()] + [SYSTEM_PROMPT] * 20
-
-
-def _check(tokenizer) -> None:
-    """Every word of an answer is one token."""
-    for wish in all_wishes():
-        if len(tokenizer(caption(wish)).input_ids) != 4:
-            raise ValueError(f"{caption(wish)!r} is not one token a word")

@@ -1,14 +1,9 @@
-"""Stage tokenizer: a byte-pair tokenizer with Qwen's special tokens and Qwen-Image-Edit's prompt.
-
-Every word of the tiny world is one token, and so is every word of the real system prompt: the
-part the pipeline drops is 64 tokens long here as it is there.
-"""
+"""A byte-pair tokenizer with Qwen's special tokens and Qwen-Image-Edit's prompt."""
 
 from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
@@ -27,19 +22,9 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
 PREFIX_TOKENS = 64
 SPECIALS = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 ]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
@@ -51,32 +36,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def build(work: Path) -> None:
-    tokenizer = train(_corpus())
-    num_prefix = len(tokenizer(PREFIX).input_ids)
-    if num_prefix != PREFIX_TOKENS:
-        raise ValueError(f"the prompt prefix is {num_prefix} tokens, it must be {PREFIX_TOKENS}")
-    for word in (*COLOURS, *SHAPES, "the", "turn", "remove"):
-        text = word if word in ("turn", "remove") else f" {word}"
-        if len(tokenizer(text).input_ids) != 1:
-            raise ValueError(f"{text!r} is not one token")
-    save(tokenizer, work / "policy")
-    print(f"tokenizer: {len(tokenizer)} tokens, prefix {num_prefix}", flush=True)
-
-
-def save(tokenizer: Qwen2Tokenizer, folder: Path) -> None:
-    """With the image processor, which is the same for every tiny Qwen2.5-VL."""
-    tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(
-        patch_size=8,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
-    ).save_pretrained(folder)
-
-
-def _corpus() -> list[str]:
-    rng, corpus = random.Random(0), []
+def editing_tokenizer() -> Qwen2Tokenizer:
+    """Every word of the tiny world is one token, and so is every word of the real system prompt:
+    the part the pipeline drops is 64 tokens long here as it is there."""
+    rng, corpus = random.Random(0), [SYSTEM_PROMPT] * 200
     for _ in range(2000):
         scene = make_scene(rng)
         corpus.append(make_instruction(rng, scene).instruction)
@@ -84,7 +47,17 @@ def _corpus() -> list[str]:
         corpus.append(f"{clause(*words)} {clause(*words)}")
         corpus.append(f"a {words[0]} {words[1]}. what color is the {words[1]}. the {words[0]}.")
         corpus.append("what is in the picture")
-    return corpus + [SYSTEM_PROMPT] * 200
+    tokenizer = train(corpus)
+    assert len(tokenizer(PREFIX).input_ids) == PREFIX_TOKENS
+    for text in ("turn", "remove", *(f" {word}" for word in (*COLOURS, *SHAPES, "the"))):
+        assert len(tokenizer(text).input_ids) == 1, text
+    return tokenizer
+
+
+def image_processor() -> Qwen2VLImageProcessorPil:
+    """The same for every tiny Qwen2.5-VL."""
+    size = {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}
+    return Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
 
 
 def byte_pairs(corpus: list[str]) -> Tokenizer:
@@ -104,12 +77,14 @@ def byte_pairs(corpus: list[str]) -> Tokenizer:
     return bpe
 
 
-def train(corpus: list[str]) -> Qwen2Tokenizer:
-    """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template."""
+def train(corpus: list[str], num_tokens: int = 0) -> Qwen2Tokenizer:
+    """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template; at
+    least `num_tokens` in all, those that no text comes to among them."""
     bpe = byte_pairs(corpus + ["system\n", "user\n", "assistant\n"] * 200)
     learnt = json.loads(bpe.to_str())["model"]
-    merges = [tuple(merge) for merge in learnt["merges"]]
-    tokenizer = Qwen2Tokenizer(vocab=learnt["vocab"], merges=merges, chat_template=CHAT_TEMPLATE)
+    vocab, merges = learnt["vocab"], [tuple(merge) for merge in learnt["merges"]]
+    vocab |= {f"unused{n}": n for n in range(len(vocab), num_tokens - len(SPECIALS) - 1)}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, chat_template=CHAT_TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS})
     tokenizer.pad_token, tokenizer.eos_token = "<|endoftext|>", "<|im_end|>"
     return tokenizer

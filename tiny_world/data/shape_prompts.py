@@ -1,8 +1,7 @@
-"""Users' prompts for pictures of one coloured shape: the tiny world of prompt enhancement.
+"""Users' prompts for pictures of one coloured shape, in an order that a seed decides.
 
-Data plug. What: prompts of `tiny_world/captions.py` in an order that a seed decides,
-each with the plain caption that the tiny Stable Diffusion 3 understands as its reference. What not:
-the prompts themselves, which are that module's.
+Those of `tiny_world/captions.py`, each with the plain caption that the tiny Stable Diffusion 3
+understands as its reference.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ class Config(MadeConfig):
 class ShapePrompts(MadeSource[Config]):
     """Sample i depends on (held_out, seed, i) alone."""
 
+    carries = frozenset({"reference"})
+
     def make(self, index: int) -> Sample:
         from tiny_world import captions
 
@@ -41,11 +42,6 @@ class ShapePrompts(MadeSource[Config]):
             category=prompt.kind,
             reference=captions.caption(prompt.wish),
         )
-
-    @classmethod
-    def provides(cls, config: Config) -> frozenset[str]:
-        """What samples carry, in the words of a reward's `needs`."""
-        return frozenset({"reference"})
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,7 +1,5 @@
-"""Synthetic questions about coloured shapes and numbers, made on the spot from a seed.
-
-Data plug. What: samples of `tiny_world/questions.py`; the answer is hidden from the
-policy. What not: pictures, questions and answers themselves, which are that module's.
+"""Questions about coloured shapes and numbers: samples of `tiny_world/questions.py`, made on the
+spot from a seed; the answer is hidden from the policy.
 """
 
 from __future__ import annotations
@@ -12,12 +10,10 @@ from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
 
 
-class Config(MadeConfig):
-    """A finite set of questions; another seed gives other pictures, e.g. held-out ones."""
-
-
-class ShapeQuestions(MadeSource[Config]):
+class ShapeQuestions(MadeSource[MadeConfig]):
     """Sample i depends on (seed, i) alone."""
+
+    carries = frozenset({"source", "reference", "hidden:answer"})
 
     def make(self, index: int) -> Sample:
         from PIL import Image
@@ -34,8 +30,3 @@ class ShapeQuestions(MadeSource[Config]):
             reference=questions.written(question.thought, question.answer),
             hidden={"answer": question.answer},
         )
-
-    @classmethod
-    def provides(cls, config: Config) -> frozenset[str]:
-        """What samples carry, in the words of a reward's `needs`."""
-        return frozenset({"source", "reference", "hidden:answer"})

@@ -1,8 +1,6 @@
-"""Synthetic edits of coloured shapes as codes: the tiny Emu3's data, made on the spot from a seed.
+"""Edits of coloured shapes as codes: samples of `tiny_world/token_scenes.py`, for the tiny Emu3.
 
-Data plug. What: samples of `tiny_world/token_scenes.py`, pictures as codebook indices
-only (the renderer `emu3_vq` draws them for rewards and records). What not: scenes and their codes,
-which are that module's.
+Pictures are codebook indices only; the renderer `emu3_vq` draws them for rewards and records.
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
 
 
-class Config(MadeConfig):
-    """A finite set of scenes; another seed gives other scenes, e.g. held-out ones."""
-
-
-class ShapeTokens(MadeSource[Config]):
+class ShapeTokens(MadeSource[MadeConfig]):
     """Sample i depends on (seed, i) alone."""
+
+    carries = frozenset({"source_codes", "target_codes", "source", "target"})
 
     def make(self, index: int) -> Sample:
         from tiny_world import scenes, token_scenes
@@ -34,8 +30,3 @@ class ShapeTokens(MadeSource[Config]):
             target_codes=token_scenes.encode(scenes.apply(scene, task.op)),
             category=task.kind,
         )
-
-    @classmethod
-    def provides(cls, config: Config) -> frozenset[str]:
-        """What samples carry, in the words of a reward's `needs`, once the codes are drawn."""
-        return frozenset({"source_codes", "target_codes", "source", "target"})

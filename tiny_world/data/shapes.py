@@ -1,8 +1,4 @@
-"""Synthetic edits of coloured shapes: the tiny world's data, made on the spot from a seed.
-
-Data plug. What: samples of `tiny_world/scenes.py`. What not: scenes, instructions and
-their right descriptions, which are that module's.
-"""
+"""Edits of coloured shapes: samples of `tiny_world/scenes.py`, made on the spot from a seed."""
 
 from __future__ import annotations
 
@@ -12,12 +8,10 @@ from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
 
 
-class Config(MadeConfig):
-    """A finite set of scenes; another seed gives other scenes, e.g. held-out ones."""
-
-
-class Shapes(MadeSource[Config]):
+class Shapes(MadeSource[MadeConfig]):
     """Sample i depends on (seed, i) alone."""
+
+    carries = frozenset({"source", "target", "reference"})
 
     def make(self, index: int) -> Sample:
         from tiny_world import scenes
@@ -34,8 +28,3 @@ class Shapes(MadeSource[Config]):
             category=task.kind,
             reference=scenes.describe(task.op, scene),
         )
-
-    @classmethod
-    def provides(cls, config: Config) -> frozenset[str]:
-        """What samples carry, in the words of a reward's `needs`."""
-        return frozenset({"source", "target", "reference"})

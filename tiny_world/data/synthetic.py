@@ -1,36 +1,33 @@
-"""Data made on the spot from a seed: what the synthetic plugs share.
-
-What: the config of a finite set, a `DataSource` but for its samples, `count` and `check`. What not:
-samples, which each plug makes. Called by the plugs beside it.
-"""
+"""Data made on the spot from a seed: what the synthetic plugs share."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import Field
 
 from rl.api.data import DataSource
+from rl.api.plug import PlugConfig
 from rl.api.types import Sample
-from rl.config.schema import Section
 
 
-class MadeConfig(Section):
+class MadeConfig(PlugConfig):
     """A finite set; another seed gives another one, e.g. held-out samples."""
 
-    type: str
-    """This plug's dotted path."""
     num_samples: Annotated[int, Field(ge=1)] = 4096
     """Samples in the set."""
     seed: int = 0
     """Which set, or its order."""
 
 
-ConfigT = TypeVar("ConfigT", bound=MadeConfig)
+MadeConfigT = TypeVar("MadeConfigT", bound=MadeConfig)
 
 
-class MadeSource(DataSource[ConfigT]):
+class MadeSource(DataSource[MadeConfigT]):
     """Sample i depends on the config and i alone."""
+
+    carries: ClassVar[frozenset[str]]
+    """Beyond an instruction, in the words of a reward's `needs`."""
 
     def __len__(self) -> int:
         return self.config.num_samples
@@ -45,6 +42,11 @@ class MadeSource(DataSource[ConfigT]):
         raise NotImplementedError
 
     @classmethod
-    def count(cls, config: ConfigT) -> int | None:
+    def count(cls, config: MadeConfigT) -> int | None:
         """Samples in the set."""
         return config.num_samples
+
+    @classmethod
+    def provides(cls, config: MadeConfigT) -> frozenset[str]:
+        """What samples carry."""
+        return cls.carries

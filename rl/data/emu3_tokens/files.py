@@ -1,8 +1,7 @@
 """One tokenised edit per file: read without running anything, written whole or not at all.
 
-What: the published form (a `.pth` pickle of arrays and text) and our own (safetensors, the text in
-its header). What not: lists of such files (`plug.py`) and tokenising
-(`rl prepare`). Called by both. torch is imported only for a `.pth`.
+The published form is a `.pth` pickle of arrays and text; our own is safetensors, the text in its
+header. torch is imported only for a `.pth`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
     {"prefix": "<folder>", "path_list": ["1.pth", "2.pth", ...]}
 
-Plug of `rl/data`. What: the list, where its files lie, samples out of them. What not: a single file
-(`files/atomic.py`), making such sets (`rl prepare`), fetching the published ones
-(`scripts/setup_datasets.sh`). Pictures are drawn by the renderer when rewards or records want them.
-The written reasoning some sets carry is not shown to the policy.
+Pictures are drawn by the renderer when rewards or records want them. The written reasoning some
+sets carry is not shown to the policy.
 """
 
 from __future__ import annotations
@@ -100,7 +98,6 @@ class TokenisedEdits(DataSource[Config]):
         return len(self._files)
 
     def __getitem__(self, index: int) -> Sample:
-        """Raises BadRowError when the file turns out to be unusable."""
         file = self._files[index]
         try:
             edit = files.read(file)

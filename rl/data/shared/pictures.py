@@ -1,8 +1,7 @@
 """Pictures as users have them, made into the RGB pictures that policies and renderers take.
 
-What: header checks (cheap) and decoding (per use) of one picture given as a path, as bytes, or as a
-`datasets` image cell; every refusal is a sentence with its remedy. What not: rows and columns, see
-`rows.py`. Called by `rows.py`. Light: Pillow, imported inside functions.
+One picture is a path, bytes, or a `datasets` image cell; every refusal is a sentence with its
+remedy.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
@@ -35,9 +33,9 @@ def locate(value: Any, folder: Path) -> Path | bytes:
     if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value.strip():
-        raise UnusableError(f"holds {_shown(value)}, not a picture; give a file path")
+        raise UnusableError(f"holds {value!r:.60}, not a picture; give a file path")
     if value.startswith(("http://", "https://", "data:")):
-        raise UnusableError(f"is a URL ({_shown(value)}); download the file and give its path")
+        raise UnusableError(f"is a URL ({value!r:.60}); download the file and give its path")
     path = folder / value
     if not path.is_file():
         raise UnusableError(f"{path} does not exist; relative paths count from {folder}")
@@ -52,14 +50,12 @@ def check_header(located: Path | bytes, max_side_px: int) -> None:
     _open(located, max_side_px).close()
 
 
-def decode(located: Path | bytes, max_side_px: int) -> Image:
+def decode(located: Path | bytes, max_side_px: int) -> Image.Image:
     """The picture as 8-bit RGB, upright.
 
     EXIF rotation is applied, transparency laid on white, 16-bit greys scaled to 8 bits, CMYK
     converted; of an animation the first frame is taken. Raises UnusableError.
     """
-    from PIL import ImageOps
-
     with _open(located, max_side_px) as image:
         try:
             image.load()
@@ -71,9 +67,7 @@ def decode(located: Path | bytes, max_side_px: int) -> Image:
         return _to_rgb(upright, _name(located))
 
 
-def _open(located: Path | bytes, max_side_px: int) -> Image:
-    from PIL import Image, UnidentifiedImageError
-
+def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(located) if isinstance(located, bytes) else located)
     except UnidentifiedImageError as error:
@@ -100,9 +94,7 @@ def _open(located: Path | bytes, max_side_px: int) -> Image:
     return image
 
 
-def _to_rgb(image: Image, name: str) -> Image:
-    from PIL import Image
-
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "F":
         raise UnusableError(
             f"{name} holds floating-point pixels of unknown range; save it as 8-bit PNG"
@@ -117,9 +109,8 @@ def _to_rgb(image: Image, name: str) -> Image:
     return image.convert("RGB")
 
 
-def _narrowed(image: Image, name: str) -> Image:
+def _narrowed(image: Image.Image, name: str) -> Image.Image:
     import numpy as np
-    from PIL import Image
 
     grey = np.asarray(image).astype(np.int64)
     if grey.min() < 0 or grey.max() > 65535:
@@ -133,8 +124,3 @@ def _broken(located: Path | bytes, error: Exception) -> str:
 
 def _name(located: Path | bytes) -> str:
     return str(located) if isinstance(located, Path) else f"the embedded picture ({len(located)} B)"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

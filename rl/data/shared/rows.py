@@ -1,21 +1,17 @@
-"""Rows of a user's own data as samples: which column is what, and what makes a row bad.
-
-What: `Columns` (the mapping), `Rows` (which decode lazily) and `RowsSource` over them, the checks
-every row passes before a run starts. What not: where rows come from (`edit_jsonl`, `hf_dataset`)
-and what a single picture must be (`pictures.py`). Called by those two plugs; `BadRowError` also by
-`rl/rollout/prompt_order.py`.
-"""
+"""Rows of a user's own data as samples: which column is what, and what makes a row bad."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from rl.api.data import DataSource, OnBadRow
-from rl.api.plug import ConfigT
+from rl.api.data import DataSource, OnBadRow, RowRules
+from rl.api.plug import ConfigT, FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
 from rl.data.shared.pictures import UnusableError, check_header, decode, locate
@@ -105,29 +101,25 @@ def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
     return cell
 
 
+@dataclass
 class Rows:
     """A finite list of rows as samples: pictures are decoded when a sample is taken."""
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        numbers: Sequence[int],
-        origin: str,
-        columns: Columns,
-        folder: Path,
-        max_image_side_px: int,
-    ) -> None:
-        """`numbers[i]` is the number of row i in `origin` (a file, or data set and split), for
-        messages and default ids; relative picture paths count from `folder`."""
-        self.num_skipped = 0
-        """Rows left out by `keep_good`."""
-        self._rows = rows
-        self._numbers = numbers
-        self._origin = origin
-        self._columns = columns
-        self._folder = folder
-        self._max_side_px = max_image_side_px
-        self._kept: Sequence[int] = range(len(rows))
+    rows: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int]
+    """Of each row in `origin`, for messages and default ids."""
+    origin: str
+    """A file, or data set and split."""
+    columns: Columns
+    folder: Path
+    """Where relative picture paths count from."""
+    max_side_px: int
+    picture_check: PictureCheck = "header"
+    num_skipped: int = 0
+    """Rows left out by `keep_good`."""
+
+    def __post_init__(self) -> None:
+        self._kept: Sequence[int] = range(len(self.rows))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -135,7 +127,7 @@ class Rows:
     def __getitem__(self, index: int) -> Sample:
         """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
         index = self._kept[index]
-        row, columns = self._rows[index], self._columns
+        row, columns = self.rows[index], self.columns
         try:
             _check_text(row, columns)
             pictures = self._each_picture(row, decode)
@@ -152,69 +144,67 @@ class Rows:
             target=pictures.get("target"),
         )
 
-    def keep_good(
-        self, on_bad_row: OnBadRow, picture_check: PictureCheck, unreadable: Sequence[str] = ()
-    ) -> None:
+    def keep_good(self, on_bad_row: OnBadRow, unreadable: Sequence[str]) -> None:
         """Look at every row; leave the bad ones out and count them, or raise BadRowError.
 
         `unreadable` are sentences about what did not even become a row.
         """
-        bad = dict(self.problems(picture_check))
+        bad = dict(self.problems(self.picture_check))
         sentences = [*unreadable, *bad.values()]
         if sentences and on_bad_row == "error":
             raise BadRowError(
                 "\n".join(shorten(sentences)) + "\nMend these rows, or leave them out with "
                 "data.on_bad_row: 'skip'."
             )
-        self._kept = [index for index in range(len(self._rows)) if index not in bad]
+        self._kept = [index for index in range(len(self.rows)) if index not in bad]
         self.num_skipped = len(sentences)
         if not self._kept:
-            raise BadRowError("\n".join([f"{self._origin}: no row is left:", *shorten(sentences)]))
+            raise BadRowError("\n".join([f"{self.origin}: no row is left:", *shorten(sentences)]))
 
     def problems(self, picture_check: PictureCheck) -> Iterator[tuple[int, str]]:
         """(index, what is wrong with it) of every bad row."""
         owners: dict[str, int] = {}
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(self.rows):
             try:
-                _check_text(row, self._columns)
+                _check_text(row, self.columns)
                 self._each_picture(row, _LOOKS[picture_check])
             except (UnusableError, KeyError) as error:
                 yield index, self._sentence(index, error)
                 continue
             identity = self._id(index, row)
-            owner = owners.setdefault(identity, self._numbers[index])
-            if owner != self._numbers[index]:
+            owner = owners.setdefault(identity, self.numbers[index])
+            if owner != self.numbers[index]:
                 yield index, f"{self._place(index)}: id {identity!r} is already that of row {owner}"
 
     def _each_picture(
         self, row: Mapping[str, Any], use: Callable[[Path | bytes, int], Any]
     ) -> dict[str, Any]:
         used = {}
-        required = self._columns.required()
-        for key, column in self._columns.pictures().items():
+        required = self.columns.required()
+        for key, column in self.columns.pictures().items():
             cell = pick(row, column, None)
             if cell is None and column not in required:
                 continue
             try:
-                used[key] = use(locate(cell, self._folder), self._max_side_px)
+                used[key] = use(locate(cell, self.folder), self.max_side_px)
             except UnusableError as error:
                 raise UnusableError(f"{key} picture ({column!r}): {error}") from error
         return used
 
     def _place(self, index: int) -> str:
-        return f"{self._origin}, row {self._numbers[index]}"
+        return f"{self.origin}, row {self.numbers[index]}"
 
     def _sentence(self, index: int, error: Exception) -> str:
         if isinstance(error, KeyError):
-            keys = ", ".join(map(str, self._rows[index])) or "nothing"
+            keys = ", ".join(map(str, self.rows[index])) or "nothing"
             return f"{self._place(index)}: has no {error.args[0]!r}; it has {keys}"
         return f"{self._place(index)}: {error}"
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
-        given = pick(row, self._columns.id, None) if self._columns.id else None
+        given = pick(row, self.columns.id, None) if self.columns.id else None
         # The folder is left out: moving the data must not change seeds that derive from ids.
-        name = self._origin.rsplit("/", 1)[-1]
-        return f"{name}:{self._numbers[index]}" if given is None else str(given)
+        name = self.origin.rsplit("/", 1)[-1]
+        return f"{name}:{self.numbers[index]}" if given is None else str(given)
 
 
 def shorten(problems: Sequence[str]) -> list[str]:
@@ -242,12 +232,32 @@ def _label(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-class RowsSource(DataSource[ConfigT]):
-    """A `DataSource` over `Rows` that its own `__init__` has read and checked."""
+class RowsConfig(FileConfig):
+    """What a source says of rows and their pictures."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self.num_skipped = rows.num_skipped
+    columns: Columns = Columns()
+    """Which key or column of a row is what."""
+    image_folder: str = ""
+    """Where relative picture paths count from; '' = the file's own folder."""
+    picture_check: PictureCheck = "header"
+    """How far every picture is read at start. exists: not at all; header: format and size, about
+    0.3 ms each; pixels: decoded, about 50 ms per megapixel, which alone finds truncated files."""
+
+
+class RowsSource(DataSource[ConfigT]):
+    """A `DataSource` over the rows that `read` gives."""
+
+    def __init__(self, config: ConfigT, rules: RowRules) -> None:
+        """Raises BadRowError (a ValueError) naming file and rows."""
+        super().__init__(config, rules)
+        self._rows, unreadable = self.read(config, rules.max_image_side_px)
+        self._rows.keep_good(rules.on_bad_row, unreadable)
+        self.num_skipped = self._rows.num_skipped
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: ConfigT, max_image_side_px: int) -> tuple[Rows, list[str]]:
+        """The rows, bad ones still among them, and a sentence for each that is not even a row."""
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -30,9 +30,9 @@ class Config(PlugConfig):
     enforce_eager: bool = False
     """True skips compilation and CUDA graphs; a CPU is always eager."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the sampler's weights; auto = policy.dtype."""
+    """Of the engine's weights; auto = policy.dtype."""
     residency: Residency = "auto"
-    """Where the sampler is while others use the device (CUDA only). resident: it stays; sleep: its
+    """Where the engine is while others use the device (CUDA only). resident: it stays; sleep: its
     weights go to host memory and its cache is freed, seconds an iteration for a large model; auto:
     it stays where the memory plan has room. vLLM's deeper sleep, which throws the base away, is not
     offered: it corrupts VLMs."""
@@ -42,4 +42,4 @@ class Config(PlugConfig):
     in float32, while in bfloat16 the sum loses what is small beside its matrix (mean
     |log-prob difference| to the trainer 0.0024 nats instead of 0.0020). Not under ZeRO-3."""
     tensor_parallel_size: Literal[1] = 1
-    """Every rank is a sampler of its own; more is not supported yet."""
+    """Every rank is an engine of its own; more is not supported yet."""

@@ -1,7 +1,7 @@
-"""The fast sampler: vLLM in the trainer's process, on the trainer's device.
+"""The fast inference engine: vLLM in the trainer's process, on the trainer's device.
 
 What: one engine per rank, started once, which stays on its device or sleeps while others use it;
-adapters by tensor, full weights by iterator; per-request seeds and the sampler's own (processed)
+adapters by tensor, full weights by iterator; per-request seeds and the engine's own (processed)
 log-probs; pictures written as tokens held to their grid (`grammar.py`). What not: tensor
 parallelism (each rank samples its own prompts), a server. Built by `build.py`, after the process
 group (an engine that finds none makes its own) and on every rank.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 ENVIRONMENT = {
-    # In process: weights are handed over as tensors, and a policy and its sampler share a device.
+    # In process: weights are handed over as tensors, and a policy and its engine share a device.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -124,7 +124,7 @@ class VllmEngine(Engine[Config]):
         if self._setup.world_size > 1 and not self._on_cuda:
             # Registered before vLLM's own handlers, it runs after them.
             atexit.register(start.mute_teardown)
-        folder = policy.sampler_folder()
+        folder = policy.engine_folder()
         # Some of it warns before its own configuration says how loud it may be.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         with start.untouched_globals(), warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The keys of `policy: { type: 'emu3' }`. Read by all files of this folder."""
+"""The keys of `policy: { type: 'emu3' }`."""
 
 from __future__ import annotations
 

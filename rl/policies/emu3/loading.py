@@ -1,7 +1,7 @@
 """Weights and tokenizer of an Emu3, from folders or hub ids, never by running their code.
 
 What: reading both forms in which Emu3 is published (transformers' own, and
-BAAI's with a custom `model_type` and a tiktoken vocabulary), and the one folder an outside sampler
+BAAI's with a custom `model_type` and a tiktoken vocabulary), and the one folder an outside engine
 needs. What not: prompts, the forward.
 
 BAAI's repositories ask for `trust_remote_code`; it is never needed here. Their weights have
@@ -185,8 +185,8 @@ def adapt(model: Any, config: Config) -> Any:
     return add_adapter(model, config.lora, config.adapter_path, targets)
 
 
-def sampler_folder(config: Config, tokenizer: Any, overlay: Path) -> str:
-    """A folder that a sampler loads without anyone's code: links to the weights, beside
+def engine_folder(config: Config, tokenizer: Any, overlay: Path) -> str:
+    """A folder that an engine loads without anyone's code: links to the weights, beside
     transformers' own config and tokenizer files. Filled once; the caller owns `overlay`."""
     if not (overlay / "config.json").exists():
         folder = _model_folder(config)

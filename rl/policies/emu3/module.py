@@ -2,8 +2,7 @@
 
 What: `Emu3Module`, whose forward runs the backbone once and projects completion positions only,
 each onto the slice of the vocabulary it was drawn from. What not: prompts, parsing, the loss, one
-token at a time (`shared/decoder.py`). Called by the learner (training), by the rollout and the
-policy.
+token at a time (`shared/decoder.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Emu3Module(nn.Module):
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         """See `TokenOutputs`. Forced tokens are attended to; their log-prob and entropy are exactly
-        0, as the sampler's are."""
+        0, as the engine's are."""
         hidden_SD = self.backbone(batch).last_hidden_state[0]
         forced_BC = batch.model_inputs.get("forced")
         return completion_outputs(hidden_SD, batch, forced_BC, self._logprobs)

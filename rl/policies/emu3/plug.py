@@ -1,7 +1,7 @@
 """Emu3 as a policy: reads a picture as tokens and an instruction, writes words and a picture.
 
 What: prompts out of codes, log-probs over the vocabulary's language and visual slices, what a
-completion means, and what leaves for the sampler and for disk. What not: sampling (engines), the
+completion means, and what leaves for the engine and for disk. What not: sampling (engines), the
 update (learner), pictures out of codes (renderer).
 
 transformers' `Emu3ForCausalLM` holds the weights of BAAI/Emu3-Gen, BAAI/Emu3-Stage1 and models
@@ -117,12 +117,12 @@ class Emu3(TrainedPolicy[Config]):
             )
         return () if self.config.constrained else tuple(range(picture.visual_end, vocab_size))
 
-    def sampler_folder(self) -> str:
-        """Folder from which an outside sampler loads these base weights and this tokenizer; lives
+    def engine_folder(self) -> str:
+        """Folder from which an outside engine loads these base weights and this tokenizer; lives
         as long as the policy."""
-        from rl.policies.emu3.loading import sampler_folder
+        from rl.policies.emu3.loading import engine_folder
 
-        return sampler_folder(self.config, self.prompts.tokenizer, self._overlay_folder())
+        return engine_folder(self.config, self.prompts.tokenizer, self._overlay_folder())
 
     def build_prompt(self, sample: Sample) -> Prompt:
         """See `Emu3Prompts.prompt`. Raises UnusableSampleError, too, when no completion could hold

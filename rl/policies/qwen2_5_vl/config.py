@@ -1,4 +1,4 @@
-"""The keys of `policy: { type: 'qwen2_5_vl' }`. Read by all files of this folder."""
+"""The keys of `policy: { type: 'qwen2_5_vl' }`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weights, tokenizer and image processor of a Qwen2.5-VL, from folders or hub ids.
 
-What: loading, LoRA wrapping, and the one folder an outside sampler needs.
+What: loading, LoRA wrapping, and the one folder an outside engine needs.
 What not: prompts, the forward.
 """
 
@@ -90,8 +90,8 @@ def adapt(model: Any, config: Config) -> Any:
     return add_adapter(model, config.lora, config.adapter_path, targets)
 
 
-def sampler_folder(config: Config, overlay: Path) -> str:
-    """What a sampler loads: the model path itself, or, when the weights come from an editor, a
+def engine_folder(config: Config, overlay: Path) -> str:
+    """What an engine loads: the model path itself, or, when the weights come from an editor, a
     folder of links that joins those weights to the policy's tokenizer and processor files.
 
     `overlay` is filled only in the second case; the caller owns it.

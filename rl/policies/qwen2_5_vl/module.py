@@ -3,8 +3,7 @@
 What: `QwenModule`, whose forward runs the backbone once and projects completion positions only.
 Everything happens inside that forward, so that ZeRO can wrap the module. What not: prompts,
 parsing, the loss, which pictures are encoded anew (`pictures.py`), one token at a time
-(`shared/decoder.py`). Called by the learner (training), by the rollout and the policy
-(conditioning).
+(`shared/decoder.py`).
 """
 
 from __future__ import annotations

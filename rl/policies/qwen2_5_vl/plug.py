@@ -1,7 +1,7 @@
 """Qwen2.5-VL as a policy: reads a picture and an instruction, writes words.
 
 What: prompts under the renderer's own template, log-probs and conditioning states from one forward,
-what a completion means, and what leaves for the sampler and for disk. What not: sampling (engines),
+what a completion means, and what leaves for the engine and for disk. What not: sampling (engines),
 the update (learner), rendering.
 
 Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
@@ -115,16 +115,16 @@ class Qwen25VL(TrainedPolicy[Config]):
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[N_img, D] of each prompt's picture, None where it shows none: the very ones that the
-        forwards of these prompts read, so that a sampler needs no vision tower of its own."""
+        forwards of these prompts read, so that an engine needs no vision tower of its own."""
         features = iter(self.module.picture_features(self.prompts.pictures(prompts_P)))
         return [next(features) if prompt.images else None for prompt in prompts_P]
 
-    def sampler_folder(self) -> str:
-        """Folder or hub id from which an outside sampler loads these base weights, this tokenizer
+    def engine_folder(self) -> str:
+        """Folder or hub id from which an outside engine loads these base weights, this tokenizer
         and this image processor; lives as long as the policy."""
-        from rl.policies.qwen2_5_vl.loading import sampler_folder
+        from rl.policies.qwen2_5_vl.loading import engine_folder
 
-        return sampler_folder(self.config, self._overlay_folder())
+        return engine_folder(self.config, self._overlay_folder())
 
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
         """See `QwenPrompts.collate`; on the policy's device."""

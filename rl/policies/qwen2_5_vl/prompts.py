@@ -1,7 +1,7 @@
 """The reading and spelling half of a Qwen2.5-VL policy; no weights.
 
 What: samples to prompts (template, resize, image processor, ids), rows to packed micro-batches, ids
-to text and back. What not: the model. Called by `plug.py`.
+to text and back. What not: the model.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class QwenPrompts:
 
     def _sized(self, image: Image) -> Image:
         """The picture after BOTH resizes (the renderer's and the processor's), so that the
-        trainer's and the sampler's processors, which resize differently, find nothing to do."""
+        trainer's and the engine's processors, which resize differently, find nothing to do."""
         from PIL import Image as PILImage
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 

@@ -1,9 +1,8 @@
-"""What leaves the policy: weights for the sampler, folders for the world.
+"""What leaves the policy: weights for the engine, folders for the world.
 
 What: names as PEFT and transformers spell them, a fingerprint, and safetensors files written
 without any collective call (under a process group transformers' own save writes on global rank 0
-only).
-What not: gathering shards (the learner brings whole tensors). Called by the policies.
+only). What not: gathering shards (the learner brings whole tensors).
 """
 
 from __future__ import annotations

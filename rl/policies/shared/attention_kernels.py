@@ -1,7 +1,7 @@
 """Attention over runs, with the log-sum-exp that lets results over several sets of keys be joined.
 
 What: three kernels of one form, and the choice among them. What not: which runs there are
-(`packing.py`), joining (`packed_attention.py`). Called by the latter.
+(`packing.py`), joining (`packed_attention.py`).
 
 A kernel is two functions. `forward` gives the attention over the keys it is shown; `backward`
 gives their share of the gradients, where `out` and `lse` are those over ALL keys: with

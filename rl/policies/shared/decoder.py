@@ -1,4 +1,4 @@
-"""A policy's own module, token by token with a key-value cache: the base of the slow sampler.
+"""A policy's own module, token by token with a key-value cache: the base of the slow engine.
 
 What: `PackedDecoder`, an `rl.api.policy.Decoder`: several prompts, several rows each. What not:
 sampling.

@@ -1,7 +1,7 @@
 """Model files from folders or hub ids.
 
 What: where a model's files lie on this machine, and a folder of links to them. What not: what is in
-the files (each policy's own loading). Called by the policies' loading parts.
+the files (each policy's own loading).
 """
 
 from __future__ import annotations

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from rl.api.policy import LoraSection
+from rl.record.adapter_base import ADAPTER_CONFIG, read_config
 
 
 def adapter_problems(adapter_path: str, lora: LoraSection | None) -> list[str]:
     """What keeps `adapter_path` from being the adapter to start from, each with its key."""
     problems = []
-    if adapter_path and not Path(adapter_path, "adapter_config.json").is_file():
-        problems.append(f"adapter_path: {adapter_path!r} holds no adapter_config.json")
+    if adapter_path and not Path(adapter_path, ADAPTER_CONFIG).is_file():
+        problems.append(f"adapter_path: {adapter_path!r} holds no {ADAPTER_CONFIG}")
+    elif adapter_path:
+        try:
+            read_config(Path(adapter_path))
+        except ValueError as error:
+            problems.append(f"adapter_path: {error}")
     if adapter_path and lora is None:
         problems.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
     return problems

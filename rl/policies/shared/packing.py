@@ -1,8 +1,7 @@
 """A packed row's arithmetic: which token lies where, sees what, and predicts which other.
 
 What: rows -> groups and ids, positions, the runs that attention is cut into, and where log-probs
-are read. What not: attention itself (`packed_attention.py`), pictures. Called by the policies'
-prompts and modules.
+are read. What not: attention itself (`packed_attention.py`), pictures.
 
 A row is [prompt | completion | completion | ... | prompt | completion | ...], without padding. A
 prompt attends to itself, a completion to its prompt and to itself, both causally:

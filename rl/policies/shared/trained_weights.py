@@ -1,8 +1,8 @@
 """One policy's trainable weights: as they were before training, and as they leave.
 
-What: `TrainedWeights`: the reference swap, copies for the sampler, folders for the world. What not:
+What: `TrainedWeights`: the reference swap, copies for the engine, folders for the world. What not:
 files and names as such (`adapters.py`), loading (each policy brings `load_base`), gathering shards
-(the learner brings whole tensors). Called by the policies.
+(the learner brings whole tensors).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TrainedWeights:
         return self._base_state
 
     def export(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """An adapter as copies, since a sampler scales its matrices in place. Full weights in the
+        """An adapter as copies, since an engine scales its matrices in place. Full weights in the
         policy's dtype, and where they have it already as they are: a second copy of a large model
         would not fit beside an engine that is awake. Read them before the next update."""
         named = self._outside_names(tensors)
@@ -99,7 +99,7 @@ class TrainedWeights:
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """base + alpha / r B A, under transformers' names, of each layer that is adapted; its
-        neighbours as they are, since samplers fuse some of them. Summed in float32, rounded once to
+        neighbours as they are, since engines fuse some of them. Summed in float32, rounded once to
         the base's dtype; the base is only read, never written to. Not under ZeRO-3."""
         import torch
 
@@ -147,7 +147,7 @@ class TrainedWeights:
             for name, tensor in tensors.items()
         }
         if self._tied_embedding is not None:
-            # A sampler keeps its own head even where the weights are tied.
+            # An engine keeps its own head even where the weights are tied.
             named["lm_head.weight"] = named[self._tied_embedding]
         return named
 

@@ -2,7 +2,6 @@
 
 What: `TokenSchedule`, the section's keys, their mistakes, and which of the two kinds an iteration
 trains. What not: which token is which (the policy), attention (a mask of the loss is never one).
-Called by the Emu3 policy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which kernel attends in the editor's transformer: as configured, or the fastest one here.
 
 What: a function for the denoiser out of `attention_backend`. What not: the kernels, which diffusers
-dispatches to. Called by the render loop. Imports torch.
+dispatches to. Imports torch.
 """
 
 from __future__ import annotations

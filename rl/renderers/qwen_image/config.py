@@ -1,5 +1,4 @@
-"""The keys that the Qwen-Image-Edit plugs share, and the sizes that follow from them. Read by all
-files of this folder."""
+"""The keys that the Qwen-Image-Edit plugs share, and the sizes that follow from them."""
 
 from __future__ import annotations
 

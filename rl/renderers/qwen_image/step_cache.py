@@ -3,8 +3,7 @@
 What: of the velocities, every n-th is computed and those between follow the line through the two
 computed last (TaylorSeer, Liu et al. 2025, of order 1 on the transformer's output). Which steps
 these are depends on their number alone, so a picture does not depend on its batch mates, as it
-would with caches that look at the change of a batch's mean. Called by the render loop. Imports
-torch for types only.
+would with caches that look at the change of a batch's mean. Imports torch for types only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 What: a picture is a film of one frame, the frames before it are zero padding, so of a causal kernel
 only the last tap in time meets anything (3 times fewer FLOPs, no 3-D convolution left); the latent
-statistics. What not: films, slicing, tiling, sampling the posterior. Called by the loading and the
-loop of the Qwen-Image plugs. Imports torch.
+statistics. What not: films, slicing, tiling, sampling the posterior. Imports torch.
 
 Equal to diffusers' AutoencoderKLQwenImage up to rounding: 1e-6 relative in float32.
 """

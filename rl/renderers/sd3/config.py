@@ -1,4 +1,4 @@
-"""The keys of `renderer: { type: 'sd3' }`. Read by all files of this folder."""
+"""The keys of `renderer: { type: 'sd3' }`."""
 
 from __future__ import annotations
 

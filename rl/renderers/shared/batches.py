@@ -2,7 +2,7 @@
 
 What: `render_in_batches`, which gathers jobs of one size as they come; `render_or_halve`, the one
 place where a renderer's exceptions become `RenderFailure`s. What not: how pictures are made.
-Called by the renderers' loops. Imports torch.
+Imports torch.
 """
 
 from __future__ import annotations

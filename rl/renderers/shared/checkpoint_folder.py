@@ -1,7 +1,7 @@
 """A diffusers checkpoint as it lies on disk: which parts are there, how large they are.
 
 What: path checks and parameter counts of local folders, from names and headers alone. What not:
-loading. Called by the diffusion plugs' `validate` and `parameter_counts`.
+loading.
 """
 
 from __future__ import annotations

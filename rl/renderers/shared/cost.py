@@ -2,7 +2,7 @@
 
 What: `denoising_work`, whose row lengths hardly ever repeat, so that counting the operations of
 every new combination would cost more than it tells. What not: models whose sizes repeat (the VAE,
-Stable Diffusion 3), which `work.counted` counts. Called by `qwen_image/loop.py`.
+Stable Diffusion 3), which `work.counted` counts.
 """
 
 from __future__ import annotations

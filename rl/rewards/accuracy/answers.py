@@ -1,9 +1,5 @@
-"""Answers as people and models write them, compared as far as text alone can tell.
-
-What: an answer stripped of its wrapping; multiple choice, plain numbers, exact text; and what is
-left, as LaTeX for a verifier (`maths.py`). What not: where in a completion the answer stands, and
-anything slow. Pure functions, for bounded texts. Called by `plug.py`.
-"""
+"""Answers as people and models write them, compared as far as text alone can tell; what is left,
+as LaTeX for a verifier (`maths.py`). Pure functions, for bounded texts."""
 
 from __future__ import annotations
 

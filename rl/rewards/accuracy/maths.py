@@ -1,9 +1,7 @@
-"""Whether two expressions are equal, asked of a process that is allowed to die.
+"""Whether two expressions are equal, asked of a process that is allowed to die (`maths_worker.py`).
 
-What: one worker (`maths_worker.py`, math-verify on SymPy), asked one question at a time, started
-again after a death. math-verify bounds its time by signals, which work in a main thread alone, and
-nothing bounds a power tower in C: hence the process. What not: what to compare (`answers.py`).
-Called by `plug.py`.
+math-verify bounds its time by signals, which work in a main thread alone, and nothing bounds a
+power tower in C: hence the process.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 import selectors
 import subprocess
 import sys
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
@@ -24,33 +21,27 @@ REMEMBERED_QUESTIONS = 8192
 
 
 class MathsProcess:
-    """Answers from one worker process; safe to call from several threads."""
+    """Answers from one worker process, to one thread."""
 
     def __init__(self, cpu_s: int) -> None:
         """Starts the worker, and does not wait for it. `cpu_s`: CPU time per question, s."""
         self._cpu_s = cpu_s
         self._wall_s = 30.0 + 20 * cpu_s
-        self._lock = threading.Lock()
         self._process = self._start()
         self._is_ready = False
         # What a group agrees on is asked once.
-        self._remembered = lru_cache(REMEMBERED_QUESTIONS)(self._ask)
+        self.compare = lru_cache(REMEMBERED_QUESTIONS)(self._compare)
 
-    def compare(self, gold: str, answer: str | None) -> Verdict:
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _compare(self, gold: str, answer: str | None) -> Verdict:
         """Of two LaTeX expressions; without an answer, whether the gold can be read.
 
         A worker that dies over a question found it too costly. Raises TimeoutError when the machine
         is too busy to say, RuntimeError when no worker can be had.
         """
-        with self._lock:
-            return self._remembered(gold, answer)
-
-    def close(self) -> None:
-        """End the worker."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _ask(self, gold: str, answer: str | None) -> Verdict:
         if self._is_ready and self._process.poll() is not None:
             self._restart()  # it died between questions: none of them is to blame
         if not self._is_ready:

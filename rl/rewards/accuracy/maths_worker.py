@@ -4,9 +4,7 @@ Reads JSON lines `{"gold": ..., "answer": ... | null, "cpu_s": ...}` (LaTeX) and
 one word: `readable` (a gold alone), `unreadable_gold`, `equal`, `different`, `too_costly`. What is
 read is parsed by a LaTeX grammar, never evaluated as Python. A comparison that takes more than
 `cpu_s` is broken off, in C code too (by the kernel, which ends this process); so is one that wants
-too much memory. It ends when its parent does.
-
-Started by `maths.py` as a script of its own, so it imports nothing of this project.
+too much memory. A script of its own: it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ def main() -> None:
         signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGVTALRM, _give_up)
     logging.disable()
-    if sys.platform != "darwin":  # macOS refuses this limit; the one on time holds there too
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     import math_verify  # noqa: F401 (seconds, before the first question rather than within it)
 

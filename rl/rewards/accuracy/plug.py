@@ -1,13 +1,11 @@
 """Is the answer right? 1 when the policy's answer equals the known one, else 0.
 
-What: the last `<answer>...</answer>` of the completion against `Sample.hidden['answer']`: multiple
-choice by letter or text, numbers with percent, units and thousands commas, text without regard to
-case and punctuation, formulas by symbolic equality (math-verify, in a process that is bounded in
-time and memory). What not: the form of the completion (`format.py`); which letter stands for which
-text when only the question says so.
+The last `<answer>...</answer>` of the completion against `Sample.hidden['answer']`: multiple choice
+by letter or text, numbers with percent, units and thousands commas, text without regard to case and
+punctuation, formulas by symbolic equality (math-verify, in a process that is bounded in time and
+memory); not which letter stands for which text when only the question says so.
 
 A gold that cannot be read leaves the episode ungraded (`gold: ...`): it is not the policy's fault.
-Called by the rollout.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rl.api.plug import Resources
+from rl.api.plug import PlugConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.config.schema import Section
 from rl.rewards.accuracy import answers
 from rl.rewards.accuracy.maths import MathsProcess
 from rl.rewards.shared.tags import TagName, last_block
@@ -33,11 +30,9 @@ from rl.rewards.shared.tags import TagName, last_block
 _BOXED = r"\boxed{"
 
 
-class Config(Section):
+class Config(PlugConfig):
     """Where the answer stands, and what a comparison may cost."""
 
-    type: str = "accuracy"
-    """This plug."""
     answer_tag: TagName = "answer"
     """The answer is what the last complete block of this name holds."""
     tag_required: bool = True

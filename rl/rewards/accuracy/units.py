@@ -1,7 +1,4 @@
-"""Plain numbers and the units behind them: '1,200.5 cm', '50%', '$3', '1 1/2', '90 degrees'.
-
-Pure text to exact fractions. Called by `answers.py`.
-"""
+"""Plain numbers and the units behind them, as exact fractions: '1,200.5 cm', '50%', '1 1/2'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of a `clip` reward. Read by all files of this folder."""
+"""The keys of a `clip` reward."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""CLIP of transformers: cosines between prompts and pictures.
-
-What: loading, both towers, a memory of recent prompts' embeddings. What not: threads and batches'
-gathering (`shared/batching.py`), what a cosine is worth (`plug.py`). All calls come from one
-thread.
+"""CLIP of transformers: cosines between prompts and pictures. All calls come from one thread.
 
 Which pictures meet in a batch is a matter of timing, and kernels differ from one batch size to the
 next in the last bits. So a batch always has as many rows, repeated ones where pictures lack. On a
@@ -16,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from rl.files.progress_bars import only_download_bars
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
 from rl.ranks.wheels import mend_mismatched_wheels
+from rl.rewards.clip.config import Config
 
 mend_mismatched_wheels()
 
@@ -29,14 +27,9 @@ import torch  # noqa: E402
 from torch.nn.functional import normalize  # noqa: E402
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # noqa: E402
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from rl.rewards.clip.config import Config
-
 REMEMBERED_PROMPTS = 4096
 
-Pair = tuple[str, "Image.Image"]
+Pair = tuple[str, Image.Image]
 
 
 class ClipModel:

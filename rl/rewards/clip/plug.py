@@ -3,10 +3,7 @@
 The rendered picture against the user's ORIGINAL prompt (`Sample.instruction`), never against the
 policy's rewriting. value = clip(scale * max(cosine, 0), 0, 1), the paper's scale being 2.5 (its
 prefix "A photo depicts" is not used). What CLIP cannot read of a long prompt is cut, and reported
-(`prompt_cut`).
-
-What: the config. What not: the model (`model.py`), batching (`shared/batching.py`). Called by the
-rollout: pictures are scored in batches, in a thread, while later ones render.
+(`prompt_cut`). Pictures are scored in batches, in a thread, while later ones render.
 """
 
 from __future__ import annotations
@@ -25,19 +22,13 @@ from rl.ranks.placement import resolve_device
 from rl.rewards.clip.config import Config
 from rl.rewards.shared.batching import BatchWorker
 
-HUB_PARAMETERS: Mapping[str, float] = {
-    "openai/clip-vit-base-patch32": 151.28e6,
-    "openai/clip-vit-base-patch16": 149.62e6,
-    "openai/clip-vit-large-patch14": 427.62e6,
-    "openai/clip-vit-large-patch14-336": 427.94e6,
+HUB: Mapping[str, tuple[float, tuple[int, int, int]]] = {
+    "openai/clip-vit-base-patch32": (151.28e6, (224, 32, 768)),
+    "openai/clip-vit-base-patch16": (149.62e6, (224, 16, 768)),
+    "openai/clip-vit-large-patch14": (427.62e6, (224, 14, 1024)),
+    "openai/clip-vit-large-patch14-336": (427.94e6, (336, 14, 1024)),
 }
-HUB_VISION: Mapping[str, tuple[int, int, int]] = {
-    "openai/clip-vit-base-patch32": (224, 32, 768),
-    "openai/clip-vit-base-patch16": (224, 16, 768),
-    "openai/clip-vit-large-patch14": (224, 14, 1024),
-    "openai/clip-vit-large-patch14-336": (336, 14, 1024),
-}
-"""(picture's side, px; patch's side, px; width of the vision tower)."""
+"""Parameters; the picture's side, px, the patch's side, px, and the width of the vision tower."""
 MAX_WAIT_S = 0.005
 """A renderer hands over a batch of pictures within that time."""
 
@@ -57,31 +48,28 @@ class Clip(Reward[Config]):
         self._worker = BatchWorker(model.compare, config.batch_size, MAX_WAIT_S, "clip")
 
     @classmethod
-    def parameter_counts(cls, config: Config) -> dict[str, float]:
-        """For a memory plan: known hub ids by table, a local folder by its safetensors headers; {}
-        for an unknown hub id."""
+    def parameter_counts(cls, config: Config) -> Mapping[str, float]:
+        """Known hub ids by table, a local folder by its safetensors headers."""
         if Path(config.model_path).is_dir():
             return {"model": num_parameters(config.model_path)}
-        known = HUB_PARAMETERS.get(config.model_path)
-        return {} if known is None else {"model": known}
+        known = HUB.get(config.model_path)
+        return {} if known is None else {"model": known[0]}
 
     @classmethod
-    def activation_counts(cls, config: Config) -> dict[str, float]:
-        """Values alive at the peak of a forward, for a memory plan, rough; {} for an unknown hub
-        id.
-
-        Per picture of the batch its pixels and, in the vision tower, about 12 tensors of [patches +
-        1, width]: a layer's MLP is 4 wide, before and after its non-linearity. Prompts come one by
-        one.
-        """
-        shape = HUB_VISION.get(config.model_path)
+    def activation_counts(cls, config: Config) -> Mapping[str, float]:
+        """Rough. Per picture of the batch its pixels and, in the vision tower, about 12 tensors of
+        [patches + 1, width]: a layer's MLP is 4 wide, before and after its non-linearity. Prompts
+        come one by one."""
         file = Path(config.model_path) / "config.json"
         if file.is_file():
             stated = json.loads(file.read_text(encoding="utf-8"))["vision_config"]
-            shape = (stated["image_size"], stated["patch_size"], stated["hidden_size"])
-        if shape is None:
+            side_px, patch_px, width = (
+                stated[key] for key in ("image_size", "patch_size", "hidden_size")
+            )
+        elif config.model_path in HUB:
+            side_px, patch_px, width = HUB[config.model_path][1]
+        else:
             return {}
-        side_px, patch_px, width = shape
         num_tokens = (side_px // patch_px) ** 2 + 1
         return {"model": config.batch_size * (12.0 * width * num_tokens + 3 * side_px**2)}
 

@@ -1,8 +1,4 @@
-"""One worker thread that works off whatever waits, a batch at a time.
-
-What: items go in one by one from any thread, results come out as futures; while a batch is worked
-on, the next one gathers. What not: what the work is. Called by rewards that run a model.
-"""
+"""One worker thread that works off whatever waits, a batch at a time."""
 
 from __future__ import annotations
 

@@ -1,38 +1,53 @@
-"""What rewards that ask the judge share: how often each picture is graded, and the mean of it.
-
-What: two config keys, `JudgedReward`, the folding of answers into one `RewardOutput`. What not: the
-questions (the plugs), HTTP and the reading of replies (`rl/judge/`). Called by the judged rewards.
-"""
+"""What rewards that ask the judge share: what is asked, how often, and the mean of the answers."""
 
 from __future__ import annotations
 
+import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+from PIL.Image import Image
 from pydantic import Field, model_validator
 
-from rl.api.judge import Answer
-from rl.api.plug import Resources
+from rl.api.judge import Answer, Question
+from rl.api.plug import PlugConfig, Resources
 from rl.api.reward import Reward
-from rl.api.types import RewardOutput
-from rl.config.schema import RunConfig, Section
-from rl.judge.question import repeat_temperature
+from rl.api.types import RewardInput, RewardOutput
+from rl.config.schema import RunConfig
+from rl.judge.question import read_prompt, repeat_temperature
+
+PROMPTS = Path(__file__).parents[1] / "prompts"
+
+Asked = tuple[Question, Callable[[str], Any]]
+"""A question, and what reads its reply."""
 
 
-class RepeatsConfig(Section):
-    """How often the judge is asked."""
+class RepeatsConfig(PlugConfig):
+    """How often the judge is asked, and in which words."""
 
+    own_prompts: ClassVar[Mapping[str, str]] = {}
+    """Key that names a file with a question, '' for ours -> ours, a file in `prompts/`."""
     n_evals: Annotated[int, Field(ge=1)] = 1
     """Times each picture is graded; the readings that could be had are averaged."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Judge sampling temperature for this reward; null = judge.temperature."""
 
     @model_validator(mode="after")
-    def _repeats_make_sense(self) -> RepeatsConfig:
+    def _can_be_asked(self) -> Self:
         if self.temperature is not None:
             repeat_temperature(self.n_evals, self.temperature)
+        self.read_prompts()
         return self
+
+    def read_prompts(self) -> list[str]:
+        """Of each of `own_prompts`. Raises ValueError naming the key."""
+        return [
+            read_prompt(getattr(self, key), PROMPTS / own, key)
+            for key, own in self.own_prompts.items()
+        ]
 
     def temperature_with(self, judge_temperature: float) -> float:
         """The temperature to ask at. Raises ValueError when it makes all repeats the same."""
@@ -44,9 +59,10 @@ RepeatsT = TypeVar("RepeatsT", bound=RepeatsConfig)
 
 
 class JudgedReward(Reward[RepeatsT]):
-    """Asks the judge `n_evals` times about each picture."""
+    """Asks the judge its questions about each picture, `n_evals` times, all at once."""
 
     needs_judge = True
+    questions_per_reading: ClassVar[int] = 1
 
     def __init__(self, config: RepeatsT, resources: Resources) -> None:
         """Raises ValueError when the repeats make no sense at the judge's temperature."""
@@ -54,11 +70,11 @@ class JudgedReward(Reward[RepeatsT]):
         assert resources.judge is not None, "it needs one"
         self.judge = resources.judge
         self.temperature = config.temperature_with(self.judge.config.temperature)
+        self.prompts = config.read_prompts()
 
     @classmethod
     def num_questions(cls, config: RepeatsT) -> int:
-        """One a reading."""
-        return config.n_evals
+        return cls.questions_per_reading * config.n_evals
 
     @classmethod
     def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
@@ -68,20 +84,42 @@ class JudgedReward(Reward[RepeatsT]):
         except ValueError as error:
             yield f"n_evals: {error}"
 
+    @abstractmethod
+    def questions(self, instruction: str, pictures: Mapping[str, Image]) -> Sequence[Asked]:
+        """Of one reading; `pictures`: at least those of 'source', 'target', 'image' it `needs`."""
 
-def mean_grade(
-    answers: Sequence[Answer[Any]],
-    readings: Sequence[Mapping[str, float]],
-    value_of: Callable[[Mapping[str, float]], float],
-) -> RewardOutput:
-    """The mean of each part over the readings, and `value_of` these means, in [0, 1].
+    @abstractmethod
+    def reading(self, *values: Any) -> Mapping[str, float]:
+        """Parts, out of what the questions' replies were read as."""
 
-    `answers`: all that were asked for; none of them readable is a RewardOutput without a value.
-    """
-    replies = tuple(reply for answer in answers for reply in answer.replies)
-    seconds = max(answer.seconds for answer in answers)
-    if not readings:
-        failure = next(answer.failure for answer in answers if answer.failure)
-        return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
-    parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
-    return RewardOutput(value_of(parts), parts, replies, seconds=seconds)
+    @abstractmethod
+    def value_of(self, parts: Mapping[str, float]) -> float:
+        """In [0, 1], of the parts' means over the readings."""
+
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
+        """A judge in trouble gives a RewardOutput without value, never an exception;
+        `JudgeRefused` (a wrong set-up) passes through."""
+        sample = reward_input.sample
+        found = {"source": sample.source, "target": sample.target, "image": reward_input.image}
+        pictures = {name: picture for name, picture in found.items() if picture is not None}
+        if missing := self.needs - pictures.keys():
+            return RewardOutput(None, failure=f"no_image: there is no {', '.join(sorted(missing))}")
+        asked = self.questions(sample.instruction, pictures)
+        answers: list[Answer[Any]] = await asyncio.gather(
+            *(
+                self.judge.ask(question, parse, repeat)
+                for repeat in range(self.config.n_evals)
+                for question, parse in asked
+            )
+        )
+        values = [answer.value for answer in answers]
+        starts = range(0, len(values), len(asked))
+        rows = [values[start : start + len(asked)] for start in starts]
+        readings = [self.reading(*row) for row in rows if all(v is not None for v in row)]
+        replies = tuple(reply for answer in answers for reply in answer.replies)
+        seconds = max(answer.seconds for answer in answers)
+        if not readings:
+            failure = next(answer.failure for answer in answers if answer.failure)
+            return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
+        parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
+        return RewardOutput(self.value_of(parts), parts, replies, seconds=seconds)

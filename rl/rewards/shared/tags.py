@@ -1,4 +1,4 @@
-"""`<name>...</name>` blocks of a completion. Called by `accuracy/plug.py` and `format.py`."""
+"""`<name>...</name>` blocks of a completion."""
 
 from __future__ import annotations
 

@@ -1,0 +1,29 @@
+// What the four tiny systems share: a small run in one process on a CPU.
+(import 'base.libsonnet') + {
+  base_exp_dir: 'runs',
+  prompts_per_iteration: 12,
+  generations_per_prompt: 8,
+  engine: { type: 'vllm' },
+  optimizer+: {
+    backend: 'torch',  // one process has nothing to shard, and starts faster without DeepSpeed
+    final_lr_fraction: 0.2,
+    warmup_iterations: 4,
+    betas: [0.9, 0.99],
+    max_grad_norm: 0.1,
+    max_tokens_per_micro_batch: 2048,
+  },
+
+  small_lora:: {
+    r: 8,
+    alpha: 16,
+    target_modules: [
+      'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj',
+    ],
+  },
+  pixel_judge:: {
+    start_command: ['{python}', '-m', 'tiny_world.judge_server', '{url_file}', '{model}'],
+    model: 'tiny-world-judge',
+    image_side_px: 64,
+    max_concurrency: 8,  // threads of one small server: more only get in each other's way
+  },
+}

@@ -1,0 +1,195 @@
+"""What another version wrote is read under today's names, or refused by a sentence.
+
+`format_1/` is what the release before the formats had numbers wrote for three iterations of
+`tiny_prompts`, without its tensors and pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.commands import export_adapter
+from rl.commands import report as report_command
+from rl.config import formats
+from rl.config.schema import ConfigError, load_config
+from rl.enhance import policy_section
+from rl.preflight import report
+from rl.ranks.dist import Dist
+from rl.record import checkpoint
+from rl.record.adapter_base import base_of, read_config
+from rl.record.run_record import RunRecord
+
+OVERRIDES = [
+    "num_iterations=3",
+    "optimizer.warmup_iterations=0",
+    "optimizer.final_lr_fraction=1.0",
+    "checkpoint.save_every_n_iterations=2",
+    "prompts_per_iteration=2",
+    "generations_per_prompt=4",
+    "evaluation.num_samples=4",
+    "evaluation.every_n_iterations=2",
+]
+NEWER = "a newer one wrote it; update vlm-edit-rl"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return shutil.copytree(Path(__file__).parent / "format_1", tmp_path / "tiny_prompts")
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    written = json.loads(file.read_text())
+    change(written)
+    file.write_text(json.dumps(written))
+
+
+def config_of(run_dir: Path, *overrides: str) -> Any:
+    place = f"base_exp_dir={run_dir.parent}"
+    return load_config("configs/tiny_prompts.jsonnet", [place, *OVERRIDES, *overrides])
+
+
+def test_a_run_of_the_last_release_goes_on(run_dir: Path) -> None:
+    config = config_of(run_dir)
+    assert report.problems(config) == []
+    said = report.report(config, 80)[0].splitlines()[0]
+    assert said == (
+        f"run tiny_prompts in {run_dir}: goes on after 2 iterations; {run_dir} is of an older "
+        "format: it is read under today's names, and goes on as format 2"
+    )
+    RunRecord(run_dir, config, Dist()).write_config()
+    assert report.report(config, 80)[0].splitlines()[0].endswith("goes on after 2 iterations")
+
+
+def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
+    [problem] = report.problems(config_of(run_dir, "bare_arm=never", "data.train.0.seed=5"))
+    breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
+    assert breaking == ["bare_arm: 'always' -> 'never'", "data.train.0.seed: 1 -> 5"]
+
+
+def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_command.main([str(run_dir)]) == 0
+    assert "the user's own words, as they are: 0.001; gain over" in capsys.readouterr().out
+    [first, _] = report_command.read_evaluations(run_dir)
+    [record, _] = first.records.values()
+    assert (record["bare_file"], record["bare_reward"]) == ("1903207363_baseline.png", 0.0)
+
+
+def test_its_policy_is_found_again(run_dir: Path) -> None:
+    weights = "pkg://tiny_world/weights/rewriter"
+    assert policy_section(None, run_dir, None)["model_path"] == weights
+    adapter = run_dir / "checkpoints" / "step_000002" / "model"
+    section = export_adapter.policy_config(adapter, None, None, "qwen2_5_vl")
+    assert (Path(section.model_path) / "config.json").is_file()
+    assert base_of(read_config(adapter)).path == weights
+
+
+def test_an_old_config_is_told_every_new_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonnet"
+    path.write_text(
+        "(import 'quickstart.jsonnet') + { baseline_arm: 'never', kl: 1, "
+        "policy+: { model_path: 'rl/tiny_world/weights/policy' }, data: { train: "
+        "[{ type: 'shapes', num_samples: 8 }] } }"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    old, data, weights, own = caught.value.problems
+    assert old == f"{path}: baseline_arm: is called bare_arm now; write that"
+    assert data == (
+        f"{path}: data.train.0.type: 'shapes' is called 'tiny_world.data.shapes' now; write that"
+    )
+    assert weights == (
+        f"{path}: policy.model_path: 'rl/tiny_world/weights/policy' is called "
+        "'pkg://tiny_world/weights/policy' now; write that"
+    )
+    assert own.startswith(f"{path}: kl: unknown key; ")
+
+
+def test_a_path_that_is_there_has_not_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rl/tiny_world/mine").mkdir(parents=True)
+    assert formats.moved("rl/tiny_world/mine") == "rl/tiny_world/mine"
+    assert formats.moved("rl/tiny_world/weights") == "pkg://tiny_world/weights"
+
+
+@pytest.mark.parametrize("number", [1, formats.CONFIG])
+def test_a_config_may_say_its_format(number: int) -> None:
+    assert load_config("configs/quickstart.jsonnet", [f"format={number}"]).format == number
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        ("3", f"has the format 3, and this version reads up to 2: {NEWER}"),
+        ("0", "has the format 0: mend it, formats are whole numbers from 1 on"),
+        ("'two'", "has the format 'two': mend it, formats are whole numbers from 1 on"),
+    ],
+)
+def test_a_config_of_another_format_is_refused_for_that_alone(number: str, why: str) -> None:
+    name = "configs/quickstart.jsonnet"
+    with pytest.raises(ConfigError) as caught:
+        load_config(name, [f"format={number}", "baseline_arm=never", "no_key_yet=1"])
+    assert caught.value.problems == (f"{name} {why}",)
+
+
+@pytest.mark.parametrize(
+    ("file", "known"),
+    [("config.json", formats.CONFIG), ("checkpoints/step_000002/state.json", formats.CHECKPOINT)],
+)
+def test_what_a_newer_version_wrote_is_refused_and_left_alone(
+    run_dir: Path, file: str, known: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint's manifest does not fit it any more, but it is not called damaged."""
+    rewrite(run_dir / file, lambda written: written.update(format=known + 1))
+    folder = (run_dir / file).parent
+    why = f"{folder} has the format {known + 1}, and this version reads up to {known}: {NEWER}"
+    assert report.problems(config_of(run_dir)) == [
+        f"run_name: {why}, or choose another run_name to start from the base weights, or move "
+        f"{run_dir} away to start so under this one"
+    ]
+    for use in (checkpoint.model_folder, lambda path: policy_section(None, path, None)):
+        with pytest.raises(ValueError, match="^" + why.replace(".", r"\.") + "$"):
+            use(run_dir)
+    with pytest.raises(SystemExit, match="a newer one wrote it"):
+        export_adapter.main([str(run_dir), str(run_dir / "exported")])
+    if file == "config.json":
+        assert report_command.main([str(run_dir)]) == 1
+        assert capsys.readouterr().err == f"{why}\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (
+            '{"auto_mapping": {"format": 3}}',
+            f"has the format 3, and this version reads up to 2: {NEWER}",
+        ),
+        ('{"auto_mapping": ', "is damaged: it holds no JSON object"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, why: str) -> None:
+    adapter = shutil.move(run_dir / "checkpoints" / "step_000002" / "model", run_dir.parent / "a")
+    (adapter / "adapter_config.json").write_text(written)
+    sentence = f"{adapter}/adapter_config.json {why}"
+    for use in (
+        lambda: policy_section("some/model", adapter, None),
+        lambda: export_adapter.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            use()
+        assert str(caught.value) == sentence
+    places = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
+    config = config_of(run_dir, *places, f"policy.adapter_path={adapter}")
+    assert report.problems(config) == [f"policy.adapter_path: {sentence}"]
+
+
+def test_a_run_says_its_format(run_dir: Path) -> None:
+    RunRecord(run_dir, config_of(run_dir), Dist()).write_config()
+    assert json.loads((run_dir / "config.json").read_text())["format"] == formats.CONFIG

@@ -1,0 +1,84 @@
+"""The lessons of the policies that look at pictures: to see, and to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tiny_world.builder.models import HIDDEN
+from tiny_world.builder.reader import Reader, Reading, patchify
+from tiny_world.builder.training import fit
+from tiny_world.questions import DIGITS, Numbers, draw_array
+from tiny_world.scenes import COLOURS, SHAPES, Scene, cell_slices
+
+SEEN = ([f" {c}" for c in COLOURS], [f" {s}" for s in SHAPES], [str(d) for d in DIGITS])
+"""The words for what an image token may show."""
+
+
+def learn_to_look(
+    reader: Reader,
+    make_picture: Callable[[], Scene | Numbers],
+    num_kinds: int,
+    steps: int,
+    peak_rate: float,
+    batch: int = 32,
+) -> None:
+    """The vision tower alone: image tokens learn to point at the embeddings of the colour, the
+    shape and, of three kinds, the digit that they show."""
+    visual = reader.policy.model.visual
+    embedding = reader.policy.get_input_embeddings().weight.detach()
+    tables = [[reader.tokens(word)[0] for word in words] for words in SEEN[:num_kinds]]
+
+    def loss_of(step: int) -> torch.Tensor:
+        pictures = [make_picture() for _ in range(batch)]
+        pixel_values, grid = patchify([draw_array(picture) for picture in pictures])
+        seen = visual(pixel_values, grid_thw=grid).pooler_output.view(batch, 16, HIDDEN)
+        labels = torch.stack([_labels(picture) for picture in pictures], 1)[:num_kinds]
+        return sum(
+            F.cross_entropy((seen @ embedding[ids].T).flatten(0, 1), y.flatten(), ignore_index=-1)
+            for ids, y in zip(tables, labels, strict=True)
+        )
+
+    fit("look", visual.parameters(), steps, peak_rate, loss_of)
+
+
+def _labels(picture: Scene | Numbers) -> torch.Tensor:
+    """[3, 4, 4] class of the colour, shape and digit in each image token's quarter; -1: none."""
+    labels = torch.full((3, 4, 4), -1)
+
+    def mark(cell: tuple[int, int], kind: int, label: int) -> None:
+        rows, columns = cell_slices(cell)
+        up, left = rows.start // 16, columns.start // 16
+        labels[kind, up : up + 2, left : left + 2] = label
+
+    if isinstance(picture, Numbers):
+        for column, digit in enumerate(picture.digits):
+            mark((picture.row, column), 2, DIGITS.index(digit))
+        return labels
+    for shape in picture.shapes:
+        mark(shape.cell, 0, COLOURS.index(shape.colour))
+        mark(shape.cell, 1, SHAPES.index(shape.shape))
+    return labels
+
+
+def learn_to_write(
+    reader: Reader,
+    name: str,
+    examples: Callable[[], tuple[Sequence[np.ndarray], Sequence[str], Sequence[str]]],
+    steps: int,
+    peak_rate: float,
+    check: Callable[[], object],
+    also: Callable[[Reading], torch.Tensor] | None = None,
+) -> None:
+    """Supervised fine-tuning on (pictures, what is asked, what is to be written); `also`: a further
+    loss."""
+
+    def loss_of(step: int) -> torch.Tensor:
+        reading = reader.read(*examples())
+        loss = reader.nll(reading).sum() / reading.written.sum()
+        return loss if also is None else loss + also(reading)
+
+    fit(name, reader.policy.parameters(), steps, peak_rate, loss_of, check, check_every=200)
