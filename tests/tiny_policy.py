@@ -8,6 +8,7 @@ import tiny_qwen
 import torch
 
 from rl.api.policy import Policy, PolicySetup
+from rl.api.types import PromptTemplate
 from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 
@@ -21,6 +22,7 @@ def make_qwen(
     kind: Any = "hidden_states",
     negative: str | None = None,
     checkpointing: Any = False,
+    template: PromptTemplate | None = tiny_qwen.TEMPLATE,
     **section: Any,
 ) -> qwen2_5_vl.Qwen25VL:
     """As a run with an editor makes it; `section`: keys of the policy's."""
@@ -29,7 +31,7 @@ def make_qwen(
         qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, **section),
         PolicySetup(
             kind,
-            template=tiny_qwen.TEMPLATE,
+            template=template,
             negative_prompt=negative,
             temperature=TEMPERATURE,
             max_completion_tokens=16,

@@ -128,11 +128,11 @@ class TwinEngine:
 
     def load_weights(self, weights: PolicyWeights) -> None:
         with torch.no_grad():
-            for name, parameter in self._trained().items():
+            for name, parameter in self.trained().items():
                 parameter.copy_(weights.tensors[adapters.peft_name(name)])
 
     def held_fingerprint(self) -> str:
-        return self.policy.export_weights(self._trained(), 0).fingerprint
+        return self.policy.export_weights(self.trained(), 0).fingerprint
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
@@ -157,7 +157,7 @@ def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
         update(learner, sequences_of(policy, (LONG, SHORT)[dist.rank], dist.rank), 0)
         twin = make_policy(folder)
         probe = policy.build_prompt(tiny_qwen.sample(9))
-        before = twin.export_weights(TwinEngine(twin)._trained(), 0).fingerprint
+        before = twin.export_weights(TwinEngine(twin).trained(), 0).fingerprint
         report = sync(TwinEngine(twin), learner, probe, "float32", before, 1.0)
 
         stop = policy.stop_token_ids[0]

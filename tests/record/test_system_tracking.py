@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from tiny_run import episode, run_config
 
 from rl.ranks.dist import Dist
@@ -86,7 +87,7 @@ def test_a_resumed_run_continues_its_page(tmp_path):
     page_ids = []
     for _ in range(2):
         page = tracker(tmp_path, "offline")
-        page_ids.append(page._run.id)
+        page_ids.append(wandb.run.id)
         page.close()
     assert page_ids == [page_id(tmp_path / "run")] * 2
     assert page_id(tmp_path / "other") != page_ids[0]
@@ -132,8 +133,6 @@ def test_without_wandb_installed_the_run_goes_on(tmp_path, monkeypatch, capfd):
 def test_online_without_key_or_network_goes_on_offline_at_once(
     tmp_path, monkeypatch, capfd, environ, line, limit_s
 ):
-    import wandb
-
     tries_s = []
     setup = wandb.setup
     monkeypatch.setattr(
@@ -186,10 +185,14 @@ def test_a_key_that_is_refused_goes_on_offline(tmp_path, monkeypatch, capfd, ref
     assert b"reward/mean" in page_of(tmp_path)
 
 
-def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, capfd):
+def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, monkeypatch, capfd):
     page = tracker(tmp_path, "offline")
-    run = page._run
-    page._run = _Raises()
+
+    def full(_: object) -> None:
+        raise OSError("disk full")
+
+    run = wandb.run
+    monkeypatch.setattr(run, "log", full)
     for iteration in range(3):
         page.log(iteration, {"a": 1.0})
     page.close()
@@ -198,20 +201,16 @@ def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, capfd
     assert capfd.readouterr().err.count("wandb log failed, the run goes on: OSError") == 1
 
 
-class _Raises:
-    def log(self, _: object) -> None:
-        raise OSError("disk full")
-
-
 def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd):
     page = tracker(tmp_path, "offline")
-    run = page._run
-    hangs = page._run = _Hangs()
+    run, hangs = wandb.run, _Hangs()
+    finish = run.finish
+    monkeypatch.setattr(run, "finish", hangs.finish)
     monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 0.2)
     page.close()
     assert hangs.began.is_set() and not hangs.ended.is_set()
     assert "no answer in 0.2 s" in capfd.readouterr().err
-    run.finish()
+    finish()
     hangs.answer.set()
 
 

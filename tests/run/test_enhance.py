@@ -128,9 +128,9 @@ def rewritten(enhancer: Enhancer, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_batch_is_what_the_sampler_of_training_writes(
-    enhancer: Enhancer, temperature: float
+    enhancer: Enhancer, model: str, temperature: float
 ) -> None:
-    expected = by_engine(enhancer._policy, temperature)
+    expected = by_engine(trained(model, lora=None, system_prompt=SYSTEM_PROMPT), temperature)
     assert len(set(expected)) == 4
     for batch_size in (1, 3, 4):
         assert rewritten(enhancer, temperature=temperature, batch_size=batch_size) == expected
