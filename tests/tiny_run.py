@@ -13,7 +13,7 @@ from rl.api.types import Action, Completion, Episode, Prompt, Sample, Status
 from rl.config.schema import RunConfig
 
 BLUE, YELLOW = (Image.new("RGB", (48, 32), colour) for colour in ("blue", "yellow"))
-SAMPLE = Sample("row-7", "make it red", BLUE, YELLOW, category="colour")
+SAMPLE = Sample("row-7", "make it red", (BLUE,), YELLOW, category="colour")
 
 
 def run_config(**changes: Any) -> RunConfig:

@@ -13,24 +13,29 @@ whole base is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and 
 from __future__ import annotations
 
 import argparse
-import importlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl.build import module_of
 from rl.config.messages import validate
+from rl.config.schema import RunConfig
 from rl.policies.emu3 import loading as emu3_loading
+from rl.policies.emu3.plug import Emu3
 from rl.policies.qwen2_5_vl import loading as qwen_loading
+from rl.policies.qwen2_5_vl.plug import Qwen25VL
+from rl.policies.shared.policy import TrainedPolicy
 from rl.record import adapter_base
 from rl.record.adapter_base import ADAPTER_CONFIG
 from rl.record.checkpoint import model_folder, read_state
 
 DTYPES = ("bfloat16", "float16", "float32")
-LOADING: Mapping[str, Any] = {"qwen2_5_vl": qwen_loading, "emu3": emu3_loading}
-"""Policy plug -> how its base, its tokenizer and its image processor are loaded."""
+POLICIES: Mapping[str, tuple[type[TrainedPolicy[Any]], Any]] = {
+    "qwen2_5_vl": (Qwen25VL, qwen_loading),
+    "emu3": (Emu3, emu3_loading),
+}
+"""Type -> the plug, and how its base, its tokenizer and its image processor are loaded."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base"
     )
     parser.add_argument(
-        "--policy", choices=LOADING, default="qwen2_5_vl", help="plug of a bare PEFT folder"
+        "--policy", choices=POLICIES, default="qwen2_5_vl", help="plug of a bare PEFT folder"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: the run's")
     args = parser.parse_args(arguments)
@@ -101,7 +106,7 @@ def policy_config(
     noted = adapter_base.read_config(adapter)
     if (adapter.parent / "state.json").is_file():
         section = read_state(adapter.parent)["meta"]["config"]["policy"]
-        if section["type"] not in LOADING:
+        if section["type"] not in POLICIES:
             raise ValueError(f"adapters of policy {section['type']!r} cannot be exported here")
     else:
         section = {"type": bare_policy, **({} if base else _noted_keys(noted))}
@@ -112,9 +117,9 @@ def policy_config(
         section.pop("init_text_encoder_from", None)
     if text_encoder_from is not None:
         section = {**section, "init_text_encoder_from": text_encoder_from}
-    plug = importlib.import_module(module_of("policies", section["type"]))
-    config, problems = validate(plug.Config, section, at="policy")
-    problems = problems or plug.validate(config)
+    policy, _ = POLICIES[section["type"]]
+    config, problems = validate(policy.Config, section, at="policy")
+    problems = problems or policy.problems(config, RunConfig.model_construct())
     if problems:
         remedy = "say where the base lies with --base (and --text-encoder-from)"
         raise ValueError("\n".join([*problems, remedy]))
@@ -135,7 +140,7 @@ def merge(adapter: Path, target: Path, config: Any, dtype: str) -> None:
     """Base + adapter, added in float32 and rounded to `dtype` once."""
     import torch
 
-    loading = LOADING[config.type]
+    _, loading = POLICIES[config.type]
     base = loading.load_model(config.model_copy(update={"dtype": "float32"}))
     from peft import PeftModel
 
