@@ -344,7 +344,8 @@ def test_a_saved_adapter_is_a_vllm_adapter(
     expected = engine.generate(prompts_P[:1], params(num_completions=1), [11])
     policy.save_pretrained(str(tmp_path), trainable(policy))
     worker.model_runner.lora_manager.remove_all_adapters()
-    monkeypatch.setattr(engine, "_lora_request", lambda: LoRARequest("saved", 2, str(tmp_path)))
+    saved = LoRARequest("saved", 2, str(tmp_path))
+    monkeypatch.setattr("vllm.lora.request.LoRARequest", lambda *_: saved)
     assert engine.generate(prompts_P[:1], params(num_completions=1), [11]) == expected
     worker.remove_lora(2)
 
