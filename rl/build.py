@@ -216,42 +216,66 @@ def ask_plug(
     return answer, []
 
 
-def _answers(plug: Plug[Any]) -> list[str]:
-    """What is wrong with what a plug's class methods say before it is made."""
-    cls, found = plug.cls, list[str]()
-
-    def ask(member: str, expected: Callable[[Any], bool], words: str) -> None:
-        found.extend(ask_plug(plug, getattr(cls, member), expected, words)[1])
-
-    if issubclass(cls, Reward):
-        least = 1 if cls.needs_judge else 0
-        ask("num_questions", lambda n: type(n) is int and n >= least, f"a whole number >= {least}")
-    if issubclass(cls, ModelRunner):
-        ask("parameter_counts", _are_counts, "a mapping of names to numbers")
-        ask("activation_counts", _are_counts, "a mapping of names to numbers")
-        ask("savings", lambda them: all(isinstance(s, Saving) for s in them), "a list of Saving")
-    ask("reads_from", _are_names, "a list of hub ids, folders or files")
-    if issubclass(cls, Renderer):
-        is_template = lambda found: isinstance(found, PromptTemplate | None)  # noqa: E731
-        ask("prompt_template", is_template, "a PromptTemplate, or None")
-        ask("negative_prompt", lambda words: isinstance(words, str | None), "words, or None")
-    if issubclass(cls, Policy):
-        ask("has_frozen_tower", lambda answer: isinstance(answer, bool), "True or False")
-    if issubclass(cls, Engine):
-        ask("memory", lambda found: isinstance(found, EngineMemory | None), "EngineMemory, or None")
-    if issubclass(cls, DataSource):
-        is_set = lambda names: isinstance(names, AbstractSet) and _are_names(names)  # noqa: E731
-        ask("provides", is_set, "a set of names, {'source'}")
-        ask("count", lambda n: n is None or (type(n) is int and n >= 0), "a whole number, or None")
-    return found
-
-
 def _are_counts(value: Any) -> bool:
     return isinstance(value, Mapping) and all(type(n) in (int, float) for n in value.values())
 
 
 def _are_names(value: Any) -> bool:
     return not isinstance(value, str) and all(isinstance(name, str) for name in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_ANSWERS: Sequence[tuple[type[PlugBase[Any]], str, Callable[[Any], bool], str]] = (
+    (PlugBase, "reads_from", _are_names, "a list of hub ids, folders or files"),
+    (ModelRunner, "parameter_counts", _are_counts, "a mapping of names to numbers"),
+    (ModelRunner, "activation_counts", _are_counts, "a mapping of names to numbers"),
+    (
+        ModelRunner,
+        "savings",
+        lambda found: all(isinstance(saving, Saving) for saving in found),
+        "a list of Saving",
+    ),
+    (
+        Renderer,
+        "prompt_template",
+        lambda found: isinstance(found, PromptTemplate | None),
+        "a PromptTemplate, or None",
+    ),
+    (Renderer, "negative_prompt", lambda found: isinstance(found, str | None), "words, or None"),
+    (Policy, "has_frozen_tower", lambda found: isinstance(found, bool), "True or False"),
+    (
+        Engine,
+        "memory",
+        lambda found: isinstance(found, EngineMemory | None),
+        "EngineMemory, or None",
+    ),
+    (
+        DataSource,
+        "provides",
+        lambda found: isinstance(found, AbstractSet) and _are_names(found),
+        "a set of names, {'source'}",
+    ),
+    (DataSource, "count", lambda found: found is None or _is_count(found), "a count, or None"),
+    (Reward, "num_questions", _is_count, "a whole number >= 0"),
+)
+"""What the class methods of a room's plugs answer before anything is made."""
+
+
+def _answers(plug: Plug[Any]) -> list[str]:
+    """What is wrong with what a plug says of its section."""
+    asked = (row for row in _ANSWERS if issubclass(plug.cls, row[0]))
+    found = [
+        problem
+        for _, member, is_right, words in asked
+        for problem in ask_plug(plug, getattr(plug.cls, member), is_right, words)[1]
+    ]
+    if not found and issubclass(plug.cls, Reward) and plug.cls.needs_judge:
+        least = ask_plug(plug, plug.cls.num_questions, bool, "a whole number >= 1")
+        found += least[1]
+    return found
 
 
 def plugs_of(room: str) -> list[str]:
