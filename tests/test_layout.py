@@ -97,6 +97,17 @@ def imports_of(file: Path) -> Iterator[Import]:
 IMPORTS = [found for file in SOURCES for found in imports_of(file)]
 
 
+def test_test_files_share_helpers_and_not_each_other() -> None:
+    """A file that imports another's tests fails when its folder is run alone."""
+    wrong = [
+        found.place
+        for file in (ROOT / "tests").rglob("*.py")
+        for found in imports_of(file)
+        if any(word.startswith("test_") for word in found.module.split("."))
+    ]
+    assert not wrong, wrong
+
+
 def test_only_a_line_feed_ends_a_line() -> None:
     """`splitlines`, of bytes too, cuts where a value may go on: `rl/files/atomic.py` reads."""
     files = [

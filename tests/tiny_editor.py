@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tiny_pictures import as_floats, make_picture
 from tiny_rounding import PICTURE
 
 from rl.api.types import HiddenStates, RenderJob, Sample
@@ -29,18 +30,9 @@ from diffusers import (  # noqa: E402
     QwenImageTransformer2DModel,
 )
 
-STATE_DIM = 32
-SCHEDULER_CONFIG = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 8192,
-    "max_shift": 0.9,
-    "shift_terminal": 0.02,
-    "time_shift_type": "exponential",
-    "use_dynamic_shifting": True,
-}
-"""As shipped with Qwen/Qwen-Image-Edit; the class's own defaults differ."""
+from tiny_world.builder.models import SCHEDULER  # noqa: E402
 
+STATE_DIM = 32
 SMALL_AREA_PX = 64 * 64
 TINY = {
     "type": "qwen_image_edit",
@@ -97,7 +89,7 @@ def make_stock(zero_cond_t: bool = False) -> StockParts:
     for parameter in transformer.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.15)
-    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER_CONFIG)
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     return StockParts(transformer, vae, scheduler)
 
 
@@ -122,12 +114,6 @@ def stock_pipeline(parts: StockParts, pipeline_class: type = QwenImageEditPipeli
     return pipeline
 
 
-def make_picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
-    """Coarse random blocks."""
-    blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
-
-
 def make_states(seed: int, length: int) -> torch.Tensor:
     """[length, STATE_DIM] float32."""
     generator = torch.Generator().manual_seed(seed)
@@ -146,11 +132,6 @@ def make_job(
     payload = HiddenStates(make_states(states_seed, length), negative_embeds=negative)
     sample = Sample(id=f"sample-{states_seed}", instruction="", sources=(source,) if source else ())
     return RenderJob(sample=sample, payload=payload, noise_seed=noise_seed)
-
-
-def as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Decoder output -1..1 -> 0..1, as before the rounding to uint8."""
-    return (tensor * 0.5 + 0.5).clamp(0, 1)
 
 
 def pad_states(states_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

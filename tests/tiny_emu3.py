@@ -14,25 +14,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from rl.api.types import Sample
 from rl.ranks.wheels import mend_mismatched_wheels
 
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+mend_mismatched_wheels()
+
+from transformers import (  # noqa: E402
+    Emu3ForCausalLM,
+    Emu3TextConfig,
+    PreTrainedTokenizerFast,
 )
-"""Qwen's: a digit is a token of its own."""
+from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: E402
+
+from tiny_world.builder.tokenizer import byte_pairs  # noqa: E402
+
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
 BRACKETS = ["<|image token|>", "<|image start|>", "<|image end|>"]
 NUM_CODES = 64
@@ -47,27 +44,13 @@ def vision_tokens(num_codes: int = NUM_CODES) -> list[str]:
 
 def make_bpe() -> Tokenizer:
     """A few hundred tokens, no specials."""
-    bpe = Tokenizer(models.BPE())
+    bpe = byte_pairs([*WORDS * 5, *[THINK] * 5])
     bpe.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        min_frequency=2,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    bpe.train_from_iterator([*WORDS * 5, *[THINK] * 5], trainer)
     return bpe
 
 
 def make_tokenizer(num_codes: int = NUM_CODES) -> Any:
     """As transformers saves it (`tokenizer.json`)."""
-    mend_mismatched_wheels()
-    from transformers import PreTrainedTokenizerFast
-
     bpe = make_bpe()
     texts = SPECIALS + vision_tokens(num_codes)
     bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts])
@@ -104,9 +87,6 @@ def make_model(
     `fond_of_pictures`: most completions come to a picture within a few words, which random weights
     rarely do; one dimension is large in every state, and speaks for the image token.
     """
-    mend_mismatched_wheels()
-    from transformers import Emu3ForCausalLM, Emu3TextConfig
-
     torch.manual_seed(seed)
     model = Emu3ForCausalLM(Emu3TextConfig(**text_config(tokenizer, tied))).eval()
     with torch.no_grad():
@@ -170,8 +150,6 @@ def save_published_folder(
 
 def _tiktoken_lines() -> str:
     """`base64(bytes) rank` by rank; the BPE trainer numbers its tokens in the order of merging."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     ranks = sorted(make_bpe().get_vocab().items(), key=lambda item: item[1])
     spelt = [(bytes(byte_of[letter] for letter in token), rank) for token, rank in ranks]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from rl.ranks.wheels import mend_mismatched_wheels
@@ -101,12 +100,6 @@ def save_original(vq: Emu3VQVAE, folder: Path) -> None:
         is_projection = re.search(r"\.(q|k|v|proj_out)\.weight$", old)
         tensors[old] = tensor[:, :, None, None].clone() if is_projection else tensor.clone()
     save_file(tensors, folder / "model.safetensors")
-
-
-def make_picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
-    """Coloured blocks."""
-    blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
 
 
 def make_codes(seed: int, height: int = 4, width: int = 4) -> np.ndarray:

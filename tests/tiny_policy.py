@@ -1,41 +1,70 @@
-"""A tiny trainable policy, sequences for it, and a run of several ranks."""
+"""The trainable policies at tiny size, float32 on the CPU, and what stands in for training them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tiny_qwen
-import tiny_ranks
 import torch
 
-from rl.algorithm.metrics import Metrics
-from rl.api.policy import PolicySetup
-from rl.api.types import Prompt, TrainSequence
-from rl.config.schema import RunConfig
-from rl.learner.backends import StepOutcome, TorchBackend
-from rl.learner.learner import Learner
+from rl.api.policy import Policy, PolicySetup
+from rl.api.types import PromptTemplate
+from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
-from rl.ranks.dist import Dist
 
+TEMPERATURE = 0.7
+"""Of `make_qwen` and `make_emu3`."""
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-NUM_ITERATIONS = 10
 
 
-def make_policy(folder: str, **overrides: Any) -> qwen2_5_vl.Qwen25VL:
-    """Float32 LoRA policy on the CPU; `overrides` are keys of the policy section."""
-    section = {"type": "qwen2_5_vl", "model_path": folder, "dtype": "float32", "device": "cpu"}
-    config = qwen2_5_vl.Config(**{**section, "lora": LORA, **overrides})
+def make_qwen(
+    folder: str,
+    kind: Any = "hidden_states",
+    negative: str | None = None,
+    checkpointing: Any = False,
+    template: PromptTemplate | None = tiny_qwen.TEMPLATE,
+    **section: Any,
+) -> qwen2_5_vl.Qwen25VL:
+    """As a run with an editor makes it; `section`: keys of the policy's."""
+    section = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | section
+    return qwen2_5_vl.Qwen25VL(
+        qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, **section),
+        PolicySetup(
+            kind,
+            template=template,
+            negative_prompt=negative,
+            temperature=TEMPERATURE,
+            max_completion_tokens=16,
+            gradient_checkpointing=checkpointing,
+        ),
+    )
+
+
+def make_emu3(folder: str, checkpointing: Any = False, **section: Any) -> emu3.Emu3:
+    """Trained in full unless the section says otherwise."""
+    return emu3.Emu3(
+        emu3.Config(type="emu3", model_path=folder, **{"dtype": "float32", **section}),
+        PolicySetup(
+            "image_tokens",
+            temperature=TEMPERATURE,
+            max_completion_tokens=64,
+            gradient_checkpointing=checkpointing,
+        ),
+    )
+
+
+def make_policy(folder: str, **section: Any) -> qwen2_5_vl.Qwen25VL:
+    """A Qwen2.5-VL that answers in text, at temperature 1, with a LoRA that says something."""
+    section = {"type": "qwen2_5_vl", "model_path": folder, "dtype": "float32"} | section
     policy = qwen2_5_vl.Qwen25VL(
-        config, PolicySetup("text", template=tiny_qwen.TEMPLATE, max_completion_tokens=12)
+        qwen2_5_vl.Config(**{"lora": LORA, **section}),
+        PolicySetup("text", template=tiny_qwen.TEMPLATE, max_completion_tokens=12),
     )
     wake_lora(policy)
     return policy
 
 
-def wake_lora(policy: qwen2_5_vl.Qwen25VL) -> None:
+def wake_lora(policy: Policy[Any]) -> None:
     """LoRA's B starts at zero, where A has no gradient and the reference is the policy."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -45,149 +74,13 @@ def wake_lora(policy: qwen2_5_vl.Qwen25VL) -> None:
                 parameter.copy_(0.05 * noise)
 
 
-def make_config(
-    algorithm: dict[str, Any] | None = None,
-    groups: int = 4,
-    members: int = 3,
-    **optimizer: Any,
-) -> RunConfig:
-    """A run config whose rooms beside `algorithm` and `optimizer` do not matter here."""
-    settings = {
-        "backend": "torch",
-        "learning_rate": 1e-2,
-        "max_tokens_per_micro_batch": 120,
-        **optimizer,
-    }
-    return RunConfig.model_validate(
-        {
-            "run_name": "tiny",
-            "base_exp_dir": "unused",
-            "num_iterations": NUM_ITERATIONS,
-            "prompts_per_iteration": groups,
-            "generations_per_prompt": members,
-            "policy": {"type": "qwen2_5_vl"},
-            "engine": {"type": "transformers"},
-            "renderer": {"type": "none"},
-            "rewards": {},
-            "data": {"train": []},
-            "sampling": {"max_completion_tokens": 12},
-            "algorithm": algorithm or {},
-            "optimizer": settings | optimizer,
-        }
-    )
+def trainable(policy: Policy[Any]) -> dict[str, torch.nn.Parameter]:
+    return {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
 
 
-@dataclass(frozen=True, eq=False)
-class Graded:
-    """A completion with what it brings to the loss; a group's members share their prompt object."""
-
-    prompt: Prompt
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    advantage: float
-    sampler_logprobs: tuple[float, ...]
-
-
-def update(
-    learner: Learner, graded: Sequence[Graded], iteration: int, rollout: bool = False
-) -> Metrics:
-    """What the loop does with graded completions; `rollout`: their forward comes before, as when a
-    renderer is conditioned on it."""
-    groups: dict[Prompt, list[Graded]] = {}
-    for one in graded:
-        groups.setdefault(one.prompt, []).append(one)
-    ids_PG = [[one.token_ids for one in group] for group in groups.values()]
-    opened = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
-    if rollout:
-        for micro_batch in opened.micro_batches:
-            opened.forward(micro_batch)
-        opened.prefetch_reference(lambda: True)
-    for p, group in enumerate(groups.values()):
-        sequences = [TrainSequence(o.loss_mask, o.advantage, o.sampler_logprobs) for o in group]
-        opened.accumulate(p, sequences)
-    return opened.step()
-
-
-def make_sequences(
-    policy: qwen2_5_vl.Qwen25VL, groups: int = 4, members: int = 3, seed: int = 0
-) -> list[Graded]:
-    """Random completions of 3 to 9 tokens with random advantages, masks and log-probs."""
-    generator = torch.Generator().manual_seed(seed)
-    sequences = []
-    for group in range(groups):
-        prompt = policy.build_prompt(tiny_qwen.sample(group, width=64 + 28 * (group % 2)))
-        for _ in range(members):
-            length = int(torch.randint(3, 10, (), generator=generator))
-            ids = torch.randint(10, 250, (length,), generator=generator)
-            mask = torch.rand(length, generator=generator) < 0.8
-            logprobs = -6 - torch.rand(length, generator=generator)
-            sequences.append(
-                Graded(
-                    prompt=prompt,
-                    token_ids=tuple(ids.tolist()),
-                    loss_mask=tuple(mask.tolist()),
-                    advantage=float(torch.randn((), generator=generator)),
-                    sampler_logprobs=tuple(logprobs.tolist()),
-                )
-            )
-    return sequences
-
-
-def train(
-    learner: Learner, sequences: list[Graded], start: int, stop: int
-) -> list[dict[str, float]]:
-    """Iterations start..stop on the same sequences; merged metrics of this rank alone."""
-    seen = []
-    for iteration in range(start, stop):
-        metrics = update(learner, sequences, iteration)
-        seen.append(metrics.merge([metrics.state()]))
-    return seen
-
-
-def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
-    """The trained weights, copied."""
-    return {name: t.detach().clone() for name, t in learner.trainable_tensors().items()}
-
-
-def gradient(
-    learner: Learner, sequences: list[Graded], dist: Dist, rollout: bool = False
-) -> dict[str, torch.Tensor]:
-    """The gradient an update would step with, summed over ranks; nothing is stepped."""
-    backend = learner._backend
-    assert isinstance(backend, TorchBackend)
-    caught: dict[str, torch.Tensor] = {}
-
-    def catch(learning_rate: float, gradient_scale: float) -> StepOutcome:
-        for name, parameter in backend._parameters.items():
-            summed = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            caught[name] = dist.sum_(summed * gradient_scale)
-            parameter.grad = None
-        return StepOutcome(0.0, applied=False)
-
-    backend.step = catch
-    update(learner, sequences, 0, rollout)
-    del backend.step
-    return caught
-
-
-def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest |a - b| over the largest |b|, over all tensors together."""
-    assert a.keys() == b.keys()
-    largest = max(float(t.abs().max()) for t in b.values())
-    return max(float((a[n].double() - b[n].double()).abs().max()) for n in b) / largest
-
-
-def run_ranks(
-    function: Callable[..., Any], num_ranks: int, out: Path, **arguments: Any
-) -> list[Any]:
-    """What `function(dist, out, **arguments)` returns on each of the gloo ranks; tensors too."""
-    tiny_ranks.run_ranks(_on_rank, num_ranks, function, out, arguments)
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
-
-
-def _on_rank(function: Callable[..., Any], out: Path, arguments: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist = Dist.from_env("cpu")
-    torch.save(function(dist, out, **arguments), out / f"rank{dist.rank}.pt")
-    dist.barrier()
-    dist.close()
+def move(policy: Policy[Any], scale: float = 0.1) -> None:
+    """Stand-in for training: shift what is trainable, so that policy and base differ."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable(policy).values():
+            parameter.add_(scale * torch.randn_like(parameter))

@@ -6,81 +6,42 @@ The tokenizer is trained on Qwen-Image-Edit's system prompt until that prefix ha
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rl.api.types import PromptTemplate, Sample
 from rl.ranks.wheels import mend_mismatched_wheels
 
-SYSTEM = (
-    "Describe the key features of the input image (color, shape, size, texture, objects, "
-    "background), then explain how the user's text instruction should alter or modify the image. "
-    "Generate a new image that meets the user's requirements while maintaining consistency with "
-    "the original input where appropriate."
+mend_mismatched_wheels()
+
+from transformers import (  # noqa: E402
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
 )
-PREFIX = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+
+from tiny_world.builder.tokenizer import PREFIX, SUFFIX, SYSTEM_PROMPT, train  # noqa: E402
+
 TEMPLATE = PromptTemplate(
-    text=PREFIX + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+    text=PREFIX + "{image}{instruction}" + SUFFIX,
     drop_prefix=PREFIX,
     image_area_px=96 * 96,
-)
-SPECIALS = (
-    ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    + [f"<|{kind}_{side}|>" for kind in ("object_ref", "box", "quad") for side in ("start", "end")]
-    + ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
-)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
-    "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = ["make the sky blue", "add a red square to the image", "turn the circle green"]
 
 
 def make_tokenizer() -> Any:
     """Byte-level BPE of a few hundred tokens under Qwen's own pre-tokenizer and specials."""
-    mend_mismatched_wheels()
-    from transformers import Qwen2Tokenizer
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    bpe = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        min_frequency=2,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    roles = ["system\n", "user\n", "assistant\n"]
-    bpe.train_from_iterator([SYSTEM] * 50 + roles * 20 + WORDS * 5, trainer)
-    trained = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
-        vocab=trained["vocab"],
-        merges=[tuple(merge) for merge in trained["merges"]],
-        chat_template=CHAT_TEMPLATE,
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
-    tokenizer.pad_token, tokenizer.eos_token = "<|endoftext|>", "<|im_end|>"
-    return tokenizer
+    return train([SYSTEM_PROMPT] * 500 + WORDS * 50)
 
 
 def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
     """64 wide, two layers, heads of 32 (vLLM's CPU kernels have no smaller ones); as in the big
     one, the vocabulary is longer than the tokenizer."""
-    mend_mismatched_wheels()
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     torch.manual_seed(seed)
     id_of = tokenizer.convert_tokens_to_ids
     ends = {"bos_token_id": None, "eos_token_id": id_of("<|im_end|>")}
@@ -137,9 +98,6 @@ def save_policy_folder(folder: Path, seed: int = 0, tied: bool = False) -> str:
 
 def make_image_processor() -> Any:
     """4 to 16 image tokens a picture."""
-    mend_mismatched_wheels()
-    from transformers import Qwen2VLImageProcessorPil
-
     return Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
 
 

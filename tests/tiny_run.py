@@ -1,6 +1,6 @@
 """The smallest things a run records: a config and episodes, without any model.
 
-Used by tests of `rl/system`.
+Used by tests of `rl/record`.
 """
 
 from __future__ import annotations

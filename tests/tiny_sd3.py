@@ -18,19 +18,18 @@ from rl.renderers.sd3.text import TextParts
 mend_mismatched_wheels()
 
 from diffusers import (  # noqa: E402
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
 from transformers import (  # noqa: E402
-    CLIPTextConfig,
-    CLIPTextModelWithProjection,
     CLIPTokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
 )
+
+from tiny_world.builder.prompt_models import make_text_encoder, make_vae  # noqa: E402
 
 STATES_DIM = 96
 TINY = {
@@ -62,27 +61,10 @@ def t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=256)
 
 
-def _clip_encoder(tokenizer: Any) -> Any:
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in _ENDS}
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_hidden_layers=3,
-        projection_dim=32,
-        **ends,
-    )
-    return CLIPTextModelWithProjection(config)
-
-
-_ENDS = ("bos", "eos", "pad")
-
-
 def make_parts(scheduler_config: dict[str, Any] | None = None) -> SD3Parts:
     torch.manual_seed(0)
     tokenizer, tokenizer_3 = clip_tokenizer(), t5_tokenizer()
-    encoders = (_clip_encoder(tokenizer), _clip_encoder(tokenizer))
+    encoders = tuple(make_text_encoder(tokenizer, layers=3) for _ in range(2))
     t5 = T5Config(
         vocab_size=len(tokenizer_3), d_model=STATES_DIM, d_kv=16, d_ff=64, num_layers=2, num_heads=4
     )
@@ -100,19 +82,8 @@ def make_parts(scheduler_config: dict[str, Any] | None = None) -> SD3Parts:
         out_channels=4,
         pos_embed_max_size=16,
     )
-    vae = AutoencoderKL(
-        sample_size=64,
-        block_out_channels=(8, 8, 16, 16),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.0609,
-        scaling_factor=1.5305,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-    )
+    vae = make_vae()
+    vae.register_to_config(shift_factor=0.0609, scaling_factor=1.5305)
     # The default init all but ignores text and time.
     for module, std in ((transformer, 0.15), *((encoder, 0.3) for encoder in encoders)):
         for parameter in module.parameters():
@@ -160,8 +131,3 @@ def make_job(prompt: str, noise_seed: int) -> RenderJob:
 
 def make_jobs(prompts: Sequence[str] = PROMPTS) -> list[RenderJob]:
     return [make_job(prompt, seed) for seed, prompt in enumerate(prompts)]
-
-
-def as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Decoder output -1..1 -> 0..1, as before the rounding to uint8."""
-    return (tensor * 0.5 + 0.5).clamp(0, 1)

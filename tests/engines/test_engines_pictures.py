@@ -11,6 +11,7 @@ import pytest
 import tiny_image_writer as tiny
 import torch
 from tiny_rounding import NATS
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
@@ -160,14 +161,13 @@ def test_batch_order_does_not_matter(engine, prompts_P):
 
 
 def test_preempted_requests_go_on_where_they_were(vllm, policy, prompts_P, stock, monkeypatch):
-    scheduler = vllm._llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
+    preempt, preempted = Scheduler._preempt_request, []
 
-    def counting(request, *args, **kwargs):
+    def counting(scheduler, request, *args, **kwargs):
         preempted.append(len(request.output_token_ids))
-        return preempt(request, *args, **kwargs)
+        return preempt(scheduler, request, *args, **kwargs)
 
-    monkeypatch.setattr(scheduler, "_preempt_request", counting)
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
     vocabulary = policy.image_vocabulary
     many_P, seeds = prompts_P * 10, list(range(0, 400, 10))
     completions_PG = vllm.generate(many_P, params(num_completions=8), seeds)

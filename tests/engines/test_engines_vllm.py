@@ -4,13 +4,13 @@ One engine serves the whole file: starting it costs seconds. Tests that move the
 sync them, so any order works.
 """
 
-import os
-
 import pytest
 import tiny_qwen
 import torch
+import vllm
 from tiny_engines import max_dlogp
 from tiny_rounding import NATS
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
@@ -18,6 +18,7 @@ from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import plug as vllm_engine
+from rl.engines.vllm import weights as vllm_weights
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 
 NUM_TOKENS = 12
@@ -60,6 +61,23 @@ def synced(engine, policy):
     """The engine, holding the policy as it now is."""
     engine.load_weights(export(policy))
     return engine
+
+
+@pytest.fixture
+def worker(engine, policy, monkeypatch):
+    """vLLM's own, which a sync of the policy as it now is was delivered to."""
+    delivered_to = []
+    put = vllm_weights.put_lora
+
+    def noting(worker, tensors, lora_config):
+        delivered_to.append(worker)
+        return put(worker, tensors, lora_config)
+
+    monkeypatch.setattr(vllm_weights, "put_lora", noting)
+    engine.load_weights(export(policy))
+    monkeypatch.undo()
+    [worker] = delivered_to
+    return worker
 
 
 def trainable(policy) -> dict[str, torch.Tensor]:
@@ -124,44 +142,40 @@ def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypa
         finally:
             manager.add_adapter, manager.remove_adapter = add, remove
 
-    put = vllm_engine.vllm_weights.put_lora
-    monkeypatch.setattr(vllm_engine.vllm_weights, "put_lora", deliver_nothing)
+    put = vllm_weights.put_lora
+    monkeypatch.setattr(vllm_weights, "put_lora", deliver_nothing)
     synced.load_weights(after)
     assert synced.held_fingerprint() not in (after.fingerprint, before.fingerprint)
 
 
-def test_a_single_changed_bit_in_the_slots_is_seen(synced, policy):
-    def flip(worker):
-        manager = worker.model_runner.lora_manager._adapter_manager
-        layer = next(m for m in manager.modules.values() if m.lora_a_stacked[0].any())
-        value = layer.lora_a_stacked[0][0, 0, 0, :1]
-        value.copy_(torch.nextafter(value, torch.tensor(9.0)))
-
+def test_a_single_changed_bit_in_the_slots_is_seen(engine, policy, worker):
     fingerprint = export(policy).fingerprint
-    assert synced.held_fingerprint() == fingerprint
-    synced._llm.collective_rpc(flip)
-    assert synced.held_fingerprint() != fingerprint
+    assert engine.held_fingerprint() == fingerprint
+    manager = worker.model_runner.lora_manager._adapter_manager
+    layer = next(m for m in manager.modules.values() if m.lora_a_stacked[0].any())
+    value = layer.lora_a_stacked[0][0, 0, 0, :1]
+    value.copy_(torch.nextafter(value, torch.tensor(9.0)))
+    assert engine.held_fingerprint() != fingerprint
 
 
 def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_P):
     """The prompt's keys and values are kept between calls, and dropped by a sync: a group that
     reads the old ones is off by far more than rounding."""
     step(policy, prompts_P, engine.generate(prompts_P, params(), [1, 2, 3]))
+    engine.generate(prompts_P, params(), [1, 2, 3])
     for drops, agrees in ((False, False), (True, True)):
-        if drops:
-            engine._drop_caches()
-        else:
-            engine.generate(prompts_P, params(), [1, 2, 3])
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(engine, "_drop_caches", lambda: None)
-                engine.load_weights(export(policy))
+        with pytest.MonkeyPatch.context() as patch:
+            if not drops:
+                patch.setattr(vllm.LLM, "reset_prefix_cache", lambda _: True)
+            engine.load_weights(export(policy))
         completions_PG = engine.generate(prompts_P, params(), [1, 2, 3])
         assert (max_dlogp(policy, prompts_P, completions_PG) <= NATS) == agrees
 
 
-def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P, monkeypatch):
+def test_a_group_is_read_and_its_picture_encoded_once(engine, policy, worker, monkeypatch):
     """By the trainer's tower, whose features its own forward finds again: the engine has none."""
-    assert not any("visual" in name for name in engine_weights(synced))
+    held = [name for name, _ in worker.model_runner.get_model().named_parameters()]
+    assert held and not any("visual" in name for name in held)
     encoded, read = [], []
     tower = policy.module.base_model.model.get_image_features
     monkeypatch.setattr(
@@ -169,29 +183,21 @@ def test_a_group_is_read_and_its_picture_encoded_once(synced, policy, prompts_P,
         "get_image_features",
         lambda pixels, grid, **kw: encoded.append(len(grid)) or tower(pixels, grid, **kw),
     )
-    scheduler = synced._llm.llm_engine.engine_core.engine_core.scheduler
-    schedule = scheduler.schedule
+    schedule = Scheduler.schedule
 
     def counting(*args):
         plan = schedule(*args)
         read.append(plan.total_num_scheduled_tokens)
         return plan
 
-    monkeypatch.setattr(scheduler, "schedule", counting)
+    monkeypatch.setattr(Scheduler, "schedule", counting)
     fresh_P = [policy.build_prompt(tiny_qwen.sample(100 + i, width=64 * (i + 1))) for i in range(3)]
-    completions_PG = synced.generate(fresh_P, params(), [7, 70, 700])
+    completions_PG = engine.generate(fresh_P, params(), [7, 70, 700])
     assert max_dlogp(policy, fresh_P, completions_PG) <= NATS
     assert encoded == [1, 1, 1], "three pictures, each alone, none of them again"
     tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
     assert all(0 < tail <= 32 for tail in tails)
     assert read[0] == 64 + 4 * sum(tails), "blocks of 32 tokens that are alike are read once"
-
-
-def engine_weights(engine) -> list[str]:
-    [names] = engine._llm.collective_rpc(
-        lambda worker: [name for name, _ in worker.model_runner.get_model().named_parameters()]
-    )
-    return names
 
 
 def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy, prompts_P):
@@ -308,8 +314,8 @@ def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypa
     """vLLM's own sleep needs a GPU."""
     found = []
     monkeypatch.setattr(synced, "_sleeps", sleeps)
-    monkeypatch.setattr(synced._llm, "sleep", lambda level: found.append(("sleep", level)))
-    monkeypatch.setattr(synced._llm, "wake_up", lambda: found.append(("wake", None)))
+    monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: found.append(("sleep", level)))
+    monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: found.append(("wake", None)))
     synced.sleep()
     synced.wake()
     assert found == calls
@@ -329,19 +335,19 @@ def test_no_prompts_no_completions(synced):
     assert synced.generate([], params(), []) == []
 
 
-def test_a_saved_adapter_is_a_vllm_adapter(synced, policy, prompts_P, tmp_path, monkeypatch):
+def test_a_saved_adapter_is_a_vllm_adapter(
+    engine, policy, worker, prompts_P, tmp_path, monkeypatch
+):
     """The same completions from the folder, through vLLM's own loader, as from the tensors."""
     from vllm.lora.request import LoRARequest
 
-    expected = synced.generate(prompts_P[:1], params(num_completions=1), [11])
+    expected = engine.generate(prompts_P[:1], params(num_completions=1), [11])
     policy.save_pretrained(str(tmp_path), trainable(policy))
-    synced._llm.collective_rpc(
-        lambda worker: worker.model_runner.lora_manager.remove_all_adapters()
-    )
-    synced._drop_caches()
-    monkeypatch.setattr(synced, "_lora_request", lambda: LoRARequest("saved", 2, str(tmp_path)))
-    assert synced.generate(prompts_P[:1], params(num_completions=1), [11]) == expected
-    synced._llm.llm_engine.remove_lora(2)
+    worker.model_runner.lora_manager.remove_all_adapters()
+    saved = LoRARequest("saved", 2, str(tmp_path))
+    monkeypatch.setattr("vllm.lora.request.LoRARequest", lambda *_: saved)
+    assert engine.generate(prompts_P[:1], params(num_completions=1), [11]) == expected
+    worker.remove_lora(2)
 
 
 def test_full_weights_are_refused_by_an_adapter_engine(synced, policy):
@@ -349,11 +355,6 @@ def test_full_weights_are_refused_by_an_adapter_engine(synced, policy):
 
     with pytest.raises(ValueError, match="full"):
         synced.load_weights(replace(export(policy), kind="full"))
-
-
-def test_the_engine_runs_in_this_process(synced):
-    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert synced._llm.collective_rpc(lambda _worker: os.getpid()) == [os.getpid()]
 
 
 def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, engine):

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import tiny_qwen
 import torch
-from tiny_policy import (
+from tiny_learner import (
     NUM_ITERATIONS,
     Graded,
     gradient,
     make_config,
-    make_policy,
     make_sequences,
     relative_difference,
     run_ranks,
@@ -21,12 +20,15 @@ from tiny_policy import (
     train,
     update,
 )
+from tiny_policy import make_policy
 from tiny_rounding import GRADIENT, NATS, STEPPED
 
 from rl.api.types import Prompt, Sample, TrainSequence
+from rl.learner.backends import TorchBackend
 from rl.learner.learner import Learner
 from rl.learner.micro_batches import pack_groups, split_evenly
 from rl.learner.train_step import TrainStep
+from rl.policies.qwen2_5_vl.plug import Qwen25VL
 from rl.ranks.dist import Dist
 
 A_GROUP = 120
@@ -39,43 +41,57 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
 
 
+@pytest.fixture(scope="module")
+def reader(folder: str) -> Qwen25VL:
+    """Reads samples; is not trained."""
+    return make_policy(folder)
+
+
+@pytest.fixture(scope="module")
+def sequences(reader: Qwen25VL) -> list[Graded]:
+    return make_sequences(reader)
+
+
 def make_learner(folder: str, algorithm: dict[str, Any] | None = None, **optimizer: Any) -> Learner:
     return Learner(make_policy(folder), make_config(algorithm, **optimizer), Dist(), NUM_ITERATIONS)
-
-
-def sequences_of(learner: Learner, **shape: int) -> list:
-    return make_sequences(learner._policy, **shape)
 
 
 # --- the gradient does not depend on the split ------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo"])
-def test_gradient_does_not_depend_on_packs_or_kept_forwards(folder: str, loss: str) -> None:
+def test_gradient_does_not_depend_on_packs_or_kept_forwards(
+    folder: str, sequences: list[Graded], loss: str
+) -> None:
     found = {}
     # One pack; a row each; a group each, its forward kept, or only the first one's.
     for budget, kept in ((10_000, 0), (1, 0), (A_GROUP, None), (A_GROUP, A_GROUP)):
         learner = make_learner(
             folder, {**KL, "loss": loss}, max_tokens_per_micro_batch=budget, max_kept_tokens=kept
         )
-        found[budget, kept] = gradient(learner, sequences_of(learner), Dist(), rollout=True)
+        found[budget, kept] = gradient(learner, sequences, Dist(), rollout=True)
     expected = found.pop((10_000, 0))
     assert max(float(t.abs().max()) for t in expected.values()) > 1e-3
     for gradients in found.values():
         assert relative_difference(gradients, expected) <= GRADIENT
 
 
-def test_groups_that_teach_nothing_cost_no_backward(folder: str) -> None:
+def test_groups_that_teach_nothing_cost_no_backward(
+    folder: str, sequences: list[Graded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kept forward of a pack without loss is let go; the others' gradient is theirs alone."""
     learner = make_learner(folder, KL, max_tokens_per_micro_batch=A_GROUP)
-    sequences = sequences_of(learner)
     muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences[:6]]
     backwards = []
-    run = learner._backend.backward
-    learner._backend.backward = lambda loss: (backwards.append(loss), run(loss))
+    run = TorchBackend.backward
+
+    def counted(backend: TorchBackend, loss: torch.Tensor) -> None:
+        backwards.append(loss)
+        run(backend, loss)
+
+    monkeypatch.setattr(TorchBackend, "backward", counted)
     mixed = gradient(learner, [*muted, *sequences[6:]], Dist(), rollout=True)
     assert len(backwards) == 2
-    del learner._backend.backward
     assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= GRADIENT
 
 
@@ -100,9 +116,10 @@ def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
     return result
 
 
-def test_two_ranks_give_the_gradient_of_one(folder: str, tmp_path: Path) -> None:
+def test_two_ranks_give_the_gradient_of_one(
+    folder: str, sequences: list[Graded], tmp_path: Path
+) -> None:
     alone = make_learner(folder, KL)
-    sequences = sequences_of(alone)
     expected = gradient(alone, sequences, Dist())
     rows = [(s.prompt, s.token_ids) for s in sequences]
     logprobs = [x for row in alone.logprobs(rows) for x in row]
@@ -126,9 +143,8 @@ def test_two_ranks_give_the_gradient_of_one(folder: str, tmp_path: Path) -> None
 # --- what an update does ----------------------------------------------------------------------
 
 
-def test_first_loss_is_the_advantages_token_mean(folder: str) -> None:
+def test_first_loss_is_the_advantages_token_mean(folder: str, sequences: list[Graded]) -> None:
     learner = make_learner(folder, {"importance_correction": "none"})
-    sequences = sequences_of(learner)
     (seen,) = train(learner, sequences, 0, 1)
     num_tokens = sum(sum(s.loss_mask) for s in sequences)
     expected = -sum(s.advantage * sum(s.loss_mask) for s in sequences) / num_tokens
@@ -139,21 +155,24 @@ def test_first_loss_is_the_advantages_token_mean(folder: str) -> None:
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
-def test_dr_grpo_divides_by_the_planned_completions(folder: str, num_updates: int) -> None:
+def test_dr_grpo_divides_by_the_planned_completions(
+    folder: str, sequences: list[Graded], num_updates: int
+) -> None:
     """12 planned x 12 tokens, though only 9 sequences came: a dropped group still counts."""
     algorithm = {"loss": "dr_grpo", "importance_correction": "none"}
     learner = make_learner(
         folder, algorithm, updates_per_iteration=num_updates, learning_rate=1e-12
     )
-    sequences = sequences_of(learner)[:9]
+    sequences = sequences[:9]
     (seen,) = train(learner, sequences, 0, 1)
     total = -sum(s.advantage * sum(s.loss_mask) for s in sequences)
     assert seen["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
 
 
-def test_mismatch_metrics_against_the_log_probs_themselves(folder: str) -> None:
+def test_mismatch_metrics_against_the_log_probs_themselves(
+    folder: str, sequences: list[Graded]
+) -> None:
     learner = make_learner(folder, {"importance_correction": "token", "importance_cap": 1.5})
-    sequences = sequences_of(learner)
     trainer = learner.logprobs([(s.prompt, s.token_ids) for s in sequences])
     d = [
         now - sampled
@@ -176,18 +195,22 @@ def test_mismatch_metrics_against_the_log_probs_themselves(folder: str) -> None:
     )
 
 
-def test_reference_is_the_base_and_kl_pulls_towards_it(folder: str) -> None:
+def test_reference_is_the_base_and_kl_pulls_towards_it(
+    folder: str, sequences: list[Graded]
+) -> None:
     learner = make_learner(folder, {"kl_coeff": 1.0}, learning_rate=3e-3)
-    still = [replace(s, advantage=0.0) for s in sequences_of(learner)]
+    still = [replace(s, advantage=0.0) for s in sequences]
     seen = train(learner, still, 0, 8)
     assert seen[0]["kl/reference_k3"] > 1e-3
     assert seen[-1]["kl/reference_k3"] < 0.5 * seen[0]["kl/reference_k3"]
     assert seen[0]["loss/kl"] == pytest.approx(seen[0]["kl/reference_k3"], rel=1e-4)
 
 
-def test_training_raises_what_was_good_and_lowers_what_was_bad(folder: str) -> None:
+def test_training_raises_what_was_good_and_lowers_what_was_bad(
+    folder: str, sequences: list[Graded]
+) -> None:
     learner = make_learner(folder, {"importance_correction": "none"}, learning_rate=3e-3)
-    pair = [replace(s, advantage=a) for s, a in zip(sequences_of(learner), (1, -1), strict=False)]
+    pair = [replace(s, advantage=a) for s, a in zip(sequences, (1, -1), strict=False)]
     rows = [(s.prompt, s.token_ids) for s in pair]
     masks = [s.loss_mask for s in pair]
 
@@ -204,9 +227,11 @@ def test_training_raises_what_was_good_and_lowers_what_was_bad(folder: str) -> N
     assert after[1] < before[1] - 0.1
 
 
-def test_masked_tokens_carry_no_gradient_but_are_attended_to(folder: str) -> None:
+def test_masked_tokens_carry_no_gradient_but_are_attended_to(
+    folder: str, sequences: list[Graded]
+) -> None:
     learner = make_learner(folder)
-    first, *_ = sequences_of(learner)
+    first, *_ = sequences
     mask = (True,) * (len(first.token_ids) - 1) + (False,)
     cut = replace(first, loss_mask=mask)
     other_end = replace(cut, token_ids=(*first.token_ids[:-1], 11))
@@ -217,19 +242,20 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(folder: str) -> Non
 
 
 @pytest.mark.parametrize("reads_states", [True, False])
-def test_stale_rollouts_are_corrected_by_the_ratio(folder: str, reads_states: bool) -> None:
+def test_stale_rollouts_are_corrected_by_the_ratio(
+    folder: str, sequences: list[Graded], reader: Qwen25VL, reads_states: bool
+) -> None:
     """`max_staleness: 1`: weights moved between the rollout and the update, whether the rollout
     forwarded its rows for the renderer or not."""
-    learner = make_learner(folder)
-    learner._config = learner._config.model_copy(update={"max_staleness": 1})
-    sequences = sequences_of(learner)[:3]
+    learner = make_learner(folder, max_staleness=1)
+    sequences = sequences[:3]
     rows = [(s.prompt, s.token_ids) for s in sequences]
     before = learner.logprobs(rows)
     opened = learner.begin(0, [rows[0][0]], [[ids for _, ids in rows]], [3])
     for micro_batch in opened.micro_batches if reads_states else ():
         opened.forward(micro_batch)
     opened.note_old_logprobs()
-    train(learner, sequences_of(learner, seed=1), 0, 1)
+    train(learner, make_sequences(reader, seed=1), 0, 1)
     after = learner.logprobs(rows)
     opened.accumulate(
         0, [TrainSequence(s.loss_mask, s.advantage, s.sampler_logprobs) for s in sequences]
@@ -247,13 +273,12 @@ def test_stale_rollouts_are_corrected_by_the_ratio(folder: str, reads_states: bo
     assert seen["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
 
 
-def test_weights_do_not_tell_how_slow_the_judge_was(folder: str) -> None:
+def test_weights_do_not_tell_how_slow_the_judge_was(folder: str, sequences: list[Graded]) -> None:
     """A judge that leaves no time to work ahead, some, or all of it; half the groups teach nothing,
     one more member is UNGRADED. Bit for bit, so that a run that is done again is the same."""
 
     def learnt(num_packs_ahead: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         learner = make_learner(folder, KL, max_tokens_per_micro_batch=400)
-        sequences = sequences_of(learner)
         groups = [sequences[start : start + 3] for start in range(0, 12, 3)]
         ids_PG = [[s.token_ids for s in group] for group in groups]
         opened = learner.begin(0, [group[0].prompt for group in groups], ids_PG, [3] * 4)
@@ -276,15 +301,14 @@ def test_weights_do_not_tell_how_slow_the_judge_was(folder: str) -> None:
 
 def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
     folder: str,
+    sequences: list[Graded],
 ) -> None:
     twice = make_learner(folder, KL, updates_per_iteration=2)
-    sequences = sequences_of(twice)
     (seen,) = train(twice, sequences, 0, 1)
     assert seen["optimizer/steps"] == twice.version == 2
     assert seen["policy/ratio_max"] > 1.0001  # the second step is off the old policy
 
-    by_hand = make_learner(folder, KL)
-    by_hand._config = by_hand._config.model_copy(update={"max_staleness": 1})
+    by_hand = make_learner(folder, KL, max_staleness=1)
     halves = [sequences[:6], sequences[6:]]
     opened = [open_update(by_hand, half) for half in halves]  # both see the first weights
     for half, one in zip(halves, opened, strict=True):
@@ -336,19 +360,19 @@ def test_steps_split_an_iteration_by_groups() -> None:
     assert split_evenly(0, 2) == [range(0), range(0)]
 
 
-def test_an_iteration_without_tokens_takes_no_step(folder: str) -> None:
+def test_an_iteration_without_tokens_takes_no_step(folder: str, sequences: list[Graded]) -> None:
     learner = make_learner(folder, KL)
     before = snapshot(learner)
-    muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences_of(learner)]
+    muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences]
     for sequences in ([], muted):
         (seen,) = train(learner, sequences, 0, 1)
         assert seen["optimizer/steps"] == learner.version == 0
     assert relative_difference(snapshot(learner), before) == 0
 
 
-def test_learning_rate_follows_the_iteration(folder: str) -> None:
+def test_learning_rate_follows_the_iteration(folder: str, reader: Qwen25VL) -> None:
     learner = make_learner(folder, warmup_iterations=2, final_lr_fraction=0.5, learning_rate=1e-3)
-    sequences = sequences_of(learner, groups=1, members=2)
+    sequences = make_sequences(reader, groups=1, members=2)
     rates = [seen["optimizer/learning_rate"] for seen in train(learner, sequences, 0, 3)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
     (last,) = train(learner, sequences, NUM_ITERATIONS - 1, NUM_ITERATIONS)
@@ -356,10 +380,9 @@ def test_learning_rate_follows_the_iteration(folder: str) -> None:
 
 
 def test_a_non_finite_gradient_is_skipped_loudly(
-    folder: str, caplog: pytest.LogCaptureFixture
+    folder: str, sequences: list[Graded], caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner(folder)
-    sequences = sequences_of(learner)
     train(learner, sequences, 0, 1)
     before, (moments, _) = snapshot(learner), learner.state()
     poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
@@ -378,10 +401,10 @@ def test_a_non_finite_gradient_is_skipped_loudly(
 
 @pytest.mark.parametrize("num_steps", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: int) -> None:
-    learner = make_learner(folder)
-    module = learner._policy.module
+    policy = make_policy(folder)
+    learner, module = Learner(policy, make_config(), Dist(), NUM_ITERATIONS), policy.module
     frozen = {n: p.detach().clone() for n, p in module.named_parameters() if not p.requires_grad}
-    sequence = sequences_of(learner, groups=1, members=1)
+    sequence = make_sequences(policy, groups=1, members=1)
     fingerprints = set()
     for _ in range(num_steps):
         update(learner, sequence, 0)
@@ -417,9 +440,8 @@ def test_bfloat16_weights_have_float32_masters(folder: str) -> None:
     assert moved_in_float32 > 1000  # steps that bfloat16 alone would have lost
 
 
-def test_log_probs_do_not_depend_on_the_batch(folder: str) -> None:
+def test_log_probs_do_not_depend_on_the_batch(folder: str, sequences: list[Graded]) -> None:
     learner = make_learner(folder, max_tokens_per_micro_batch=10_000)
-    sequences = sequences_of(learner)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     together = learner.logprobs(rows)
     assert [len(row) for row in together] == [len(s.token_ids) for s in sequences]

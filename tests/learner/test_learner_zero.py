@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import tiny_qwen
 import torch
-from tiny_policy import (
+from tiny_learner import (
+    ADAM_EPS,
     NUM_ITERATIONS,
+    Graded,
     make_config,
-    make_policy,
     make_sequences,
     relative_difference,
     run_ranks,
@@ -20,24 +21,28 @@ from tiny_policy import (
     train,
     update,
 )
+from tiny_policy import make_policy
 from tiny_rounding import NATS, STEPPED
 
 from rl.api.types import TrainSequence
 from rl.learner import deepspeed
 from rl.learner.deepspeed import deepspeed_config
 from rl.learner.learner import Learner
+from rl.policies.qwen2_5_vl.plug import Qwen25VL
 from rl.ranks.dist import Dist
 
 STAGES = (0, 1, 2, 3)
 KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
-ADAM_EPS = 1e-4
-"""Adam divides by the gradient's own size: with a tiny epsilon the rounding noise of a nearly zero
-gradient would be blown up to a whole step."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def sequences(folder: str) -> list[Graded]:
+    return make_sequences(make_policy(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -49,27 +54,35 @@ def shard_everything() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: str) -> dict[str, Any]:
+def plain(folder: str, sequences: list[Graded]) -> dict[str, Any]:
     """What plain torch makes of the same three iterations."""
     learner = make_learner(folder, None)
-    seen = train(learner, make_sequences(learner._policy), 0, 3)
+    seen = train(learner, sequences, 0, 3)
     return {"weights": snapshot(learner), "metrics": seen, "state": learner.state()}
 
 
 def make_learner(
-    folder: str, stage: int | None, dist: Dist | None = None, **policy: Any
+    folder: str, stage: int | None, dist: Dist | None = None, **section: Any
 ) -> Learner:
-    """`stage` None: plain torch."""
+    """`stage` None: plain torch; `section`: keys of the policy's."""
+    return learner_of(make_policy(folder, **section), stage, dist)
+
+
+def learner_of(
+    policy: Qwen25VL, stage: int | None, dist: Dist | None = None, max_staleness: int = 0
+) -> Learner:
     backend: dict[str, Any] = {"backend": "torch" if stage is None else "deepspeed"}
     backend |= {"zero_stage": stage or 0, "adam_eps": ADAM_EPS}
-    config = make_config(KL, **backend)
-    return Learner(make_policy(folder, **policy), config, dist or Dist(), NUM_ITERATIONS)
+    config = make_config(KL, max_staleness=max_staleness, **backend)
+    return Learner(policy, config, dist or Dist(), NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage: int) -> None:
-    learner = make_learner(folder, stage)
-    sequences = make_sequences(learner._policy)
+def test_zero_agrees_with_plain_torch(
+    folder: str, sequences: list[Graded], plain: dict[str, Any], stage: int
+) -> None:
+    policy = make_policy(folder)
+    learner = learner_of(policy, stage)
     # Every forward and reference pass first, and the graphs kept, as when a judge is slow.
     metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
     seen = [m.merge([m.state()]) for m in metrics]
@@ -80,7 +93,7 @@ def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage:
     # The policy's own forwards (conditioning) bypass the engine and see the trained weights too.
     rows = [(s.prompt, s.token_ids) for s in sequences[:1]]
     with torch.no_grad():
-        direct = learner._policy.module(learner._policy.collate(rows)).logprobs[0]
+        direct = policy.module(policy.collate(rows)).logprobs[0]
     assert direct.tolist() == pytest.approx(learner.logprobs(rows)[0], abs=NATS)
     for ours, theirs in zip(seen, plain["metrics"], strict=True):
         for name in ("loss/total", "optimizer/grad_norm", "kl/reference_k3"):
@@ -89,13 +102,13 @@ def test_zero_agrees_with_plain_torch(folder: str, plain: dict[str, Any], stage:
 
 def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
     """Under ZeRO-3 forwards are made by all ranks or none, but weights have moved since."""
-    learner = make_learner(folder, 3)
-    learner._config = learner._config.model_copy(update={"max_staleness": 1})
-    first, *_ = sequences = make_sequences(learner._policy, groups=1)
+    policy = make_policy(folder)
+    learner = learner_of(policy, 3, max_staleness=1)
+    first, *_ = sequences = make_sequences(policy, groups=1)
     ids_G = [s.token_ids for s in sequences]
     opened = learner.begin(0, [first.prompt], [ids_G], [len(ids_G)])
     opened.note_old_logprobs()
-    train(learner, make_sequences(learner._policy, seed=1), 0, 1)
+    train(learner, make_sequences(policy, seed=1), 0, 1)
     opened.accumulate(0, [TrainSequence(s.loss_mask, 1.0, s.sampler_logprobs) for s in sequences])
     metrics = opened.step()
     assert abs(metrics.merge([metrics.state()])["policy/ratio_max"] - 1) > 1e-3
@@ -103,10 +116,9 @@ def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
 
 @pytest.mark.parametrize(("stage", "other"), [(None, 0), (0, 1), (1, 2), (2, 3), (3, None)])
 def test_state_continues_bit_for_bit_and_under_another_backend(
-    folder: str, stage: int | None, other: int | None
+    folder: str, sequences: list[Graded], stage: int | None, other: int | None
 ) -> None:
     straight = make_learner(folder, stage)
-    sequences = make_sequences(straight._policy)
     fresh, _ = straight.state()
     assert not any(t.any() for name, t in fresh.items() if name.startswith("exp_avg"))
     train(straight, sequences, 0, 2)
@@ -128,9 +140,10 @@ def test_state_continues_bit_for_bit_and_under_another_backend(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_rewinding_a_learner_that_has_moved_on(folder: str, stage: int) -> None:
+def test_rewinding_a_learner_that_has_moved_on(
+    folder: str, sequences: list[Graded], stage: int
+) -> None:
     learner = make_learner(folder, stage)
-    sequences = make_sequences(learner._policy)
     train(learner, sequences, 0, 1)
     tensors, meta = learner.state()
     train(learner, sequences, 1, 2)
@@ -141,9 +154,8 @@ def test_rewinding_a_learner_that_has_moved_on(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_non_finite_gradient_is_skipped(folder: str, stage: int) -> None:
+def test_a_non_finite_gradient_is_skipped(folder: str, sequences: list[Graded], stage: int) -> None:
     learner = make_learner(folder, stage)
-    sequences = make_sequences(learner._policy)
     train(learner, sequences, 0, 1)
     before, _ = learner.state()
     poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
@@ -156,11 +168,13 @@ def test_a_non_finite_gradient_is_skipped(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_adapters_stay_float32_on_a_bfloat16_base(folder: str, stage: int) -> None:
-    learner = make_learner(folder, stage, dtype="bfloat16")
-    sequences = make_sequences(learner._policy)
+def test_adapters_stay_float32_on_a_bfloat16_base(
+    folder: str, sequences: list[Graded], stage: int
+) -> None:
+    policy = make_policy(folder, dtype="bfloat16")
+    learner = learner_of(policy, stage)
     (seen,) = train(learner, sequences, 0, 1)
-    dtypes = {p.requires_grad: p.dtype for p in learner._policy.module.parameters()}
+    dtypes = {p.requires_grad: p.dtype for p in policy.module.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     plain = make_learner(folder, None, dtype="bfloat16")
     (expected,) = train(plain, sequences, 0, 1)
@@ -223,7 +237,7 @@ def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) 
     for name, master in snapshot(learner).items():
         assert torch.equal(live[name], master.bfloat16())
     again = Learner(make_policy(folder, dtype="bfloat16", lora=None), config, Dist(), 10)
-    train(again, make_sequences(again._policy, groups=2), 0, 3)
+    train(again, sequences, 0, 3)
     assert relative_difference(snapshot(again), snapshot(learner)) == 0, "graphs kept or not"
 
 
@@ -255,8 +269,9 @@ def train_on_rank(dist: Dist, out: Path, folder: str, stages: tuple[int, ...]) -
     deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
     result = {}
     for stage in stages:
-        learner = make_learner(folder, stage, dist)
-        sequences = make_sequences(learner._policy)
+        policy = make_policy(folder)
+        learner = learner_of(policy, stage, dist)
+        sequences = make_sequences(policy)
         shares = {9: sequences[:9], 12: sequences}
         rest = {9: sequences[9:], 12: []}
         for iteration, first in enumerate((9, 12)):
@@ -265,7 +280,7 @@ def train_on_rank(dist: Dist, out: Path, folder: str, stages: tuple[int, ...]) -
         tensors, meta = learner.state()
         update(learner, (shares if dist.rank == 0 else rest)[9], 2)
         weights = snapshot(learner)
-        sharded = [p.numel() for n, p in learner._policy.module.named_parameters()]
+        sharded = [p.numel() for p in policy.module.parameters()]
 
         tensors, meta = dist.broadcast((tensors, meta))
         again = make_learner(folder, stage, dist)
@@ -281,7 +296,13 @@ def train_on_rank(dist: Dist, out: Path, folder: str, stages: tuple[int, ...]) -
     return result
 
 
-def check_two_ranks(folder: str, plain: dict[str, Any], out: Path, stages: tuple[int, ...]) -> None:
+def check_two_ranks(
+    folder: str,
+    sequences: list[Graded],
+    plain: dict[str, Any],
+    out: Path,
+    stages: tuple[int, ...],
+) -> None:
     ranks = run_ranks(train_on_rank, 2, out, folder=folder, stages=stages)
     for stage in stages:
         first, second = (rank[stage] for rank in ranks)
@@ -292,14 +313,18 @@ def check_two_ranks(folder: str, plain: dict[str, Any], out: Path, stages: tuple
         # Two ranks' state continues on one.
         alone = make_learner(folder, None)
         alone.load_state(first["state"], first["meta"])
-        train(alone, make_sequences(alone._policy), 2, 3)
+        train(alone, sequences, 2, 3)
         assert relative_difference(snapshot(alone), plain["weights"]) <= STEPPED
 
 
-def test_two_ranks_zero_2(folder: str, plain: dict[str, Any], tmp_path: Path) -> None:
-    check_two_ranks(folder, plain, tmp_path, (2,))
+def test_two_ranks_zero_2(
+    folder: str, sequences: list[Graded], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    check_two_ranks(folder, sequences, plain, tmp_path, (2,))
 
 
 @pytest.mark.slow
-def test_two_ranks_zero_0_1_and_3(folder: str, plain: dict[str, Any], tmp_path: Path) -> None:
-    check_two_ranks(folder, plain, tmp_path, (0, 1, 3))
+def test_two_ranks_zero_0_1_and_3(
+    folder: str, sequences: list[Graded], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    check_two_ranks(folder, sequences, plain, tmp_path, (0, 1, 3))

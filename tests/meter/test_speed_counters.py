@@ -249,7 +249,7 @@ def iterate(run: Run) -> Rollout:
     """One iteration, from the first sync to the record."""
     run.sync_engine()
     if run.judge is not None:
-        run.judge.take_metrics()  # drops the question whether anybody is there
+        run.judge.take_stats()  # drops the question whether anybody is there
     pending = roll_out(run, 0)
     learn_from(run, pending)
     return pending.rollout.finished()
@@ -277,8 +277,8 @@ def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
     """Two pictures are edited, with guidance: each is looked at, and encoded, once."""
     with opened("quickstart", tmp_path, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
-        renderer: Any = run.context.renderer
-        parts = renderer.parts
+        loop: Any = run.context.renderer.loop
+        parts = loop.parts
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.base_model.model.visual)
         steered_from = negative_prompts(policy)
@@ -298,13 +298,13 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
     held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
-        renderer: Any = run.context.renderer
+        loop: Any = run.context.renderer.loop
         run.sync_engine()
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.base_model.model.visual)
         steered_from = negative_prompts(policy)
-        encoded = rows_of_calls(renderer.parts.vae.encoder)
-        decoded = rows_of_calls(renderer.parts.vae.decoder)
+        encoded = rows_of_calls(loop.parts.vae.encoder)
+        decoded = rows_of_calls(loop.parts.vae.decoder)
         run.evaluate_if_due(0)
         assert sum(prepared) == sum(looked_at) == sum(encoded) == len(steered_from) == 2
         assert 2 * 2 < sum(decoded) <= 2 * 3
@@ -313,8 +313,8 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
 def test_an_iteration_of_earl(tmp_path: Path) -> None:
     """Two sources and two references exist as codes alone; each is painted once."""
     with opened("tiny_earl", tmp_path) as run:
-        renderer: Any = run.context.renderer
-        painted = rows_of_calls(renderer.codec.model.decoder.conv_in)
+        loop: Any = run.context.renderer.loop
+        painted = rows_of_calls(loop.codec.model.decoder.conv_in)
         rollout = iterate(run)
         drawn = {e.image.tobytes() for group in rollout.episodes for e in group if e.image}
         assert sum(painted) == 2 + 2 + len(drawn)
@@ -324,10 +324,10 @@ def test_an_iteration_of_earl(tmp_path: Path) -> None:
 def test_an_iteration_of_the_prompt_writer(tmp_path: Path) -> None:
     """With guidance: each distinct prompt is encoded once, and so is the negative one."""
     with opened("tiny_prompts", tmp_path, num_steps=2, guidance_scale=4.0) as run:
-        renderer: Any = run.context.renderer
-        encoded = rows_of_calls(renderer.parts.text.encoders[0])
-        denoised = rows_of_calls(renderer.parts.transformer)
-        decoded = rows_of_calls(renderer.parts.vae.decoder)
+        loop: Any = run.context.renderer.loop
+        encoded = rows_of_calls(loop.parts.text.encoders[0])
+        denoised = rows_of_calls(loop.parts.transformer)
+        decoded = rows_of_calls(loop.parts.vae.decoder)
         rollout = iterate(run)
         num_pictures = num_distinct(rollout)
         arms = [e for group in rollout.episodes for e in group] + list(rollout.bare_episodes)

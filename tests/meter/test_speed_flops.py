@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny_editor
+import tiny_learner
 import tiny_policy
 import tiny_qwen
 import torch
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy")))
 
 
-def graded(policy, groups: int) -> list[tiny_policy.Graded]:
+def graded(policy, groups: int) -> list[tiny_learner.Graded]:
     """Groups of eight completions, of a sixth of their prompt's length on average, ragged."""
     members = []
     for group in range(groups):
@@ -41,12 +42,14 @@ def graded(policy, groups: int) -> list[tiny_policy.Graded]:
         for g in range(MEMBERS):
             ids = tuple(10 + (7 * g + i) % 200 for i in range(mean - MEMBERS // 2 + g))
             members.append(
-                tiny_policy.Graded(prompt, ids, (True,) * len(ids), 1.0 - g / 4, (-5.0,) * len(ids))
+                tiny_learner.Graded(
+                    prompt, ids, (True,) * len(ids), 1.0 - g / 4, (-5.0,) * len(ids)
+                )
             )
     return members
 
 
-def pairs_of(members: list[tiny_policy.Graded]) -> int:
+def pairs_of(members: list[tiny_learner.Graded]) -> int:
     """(query, key) pairs that any exact attention has to look at, one by one."""
     pairs = 0
     for prompt in {one.prompt for one in members}:
@@ -57,7 +60,7 @@ def pairs_of(members: list[tiny_policy.Graded]) -> int:
     return pairs
 
 
-def least_flops(policy, members: list[tiny_policy.Graded], full: bool) -> float:
+def least_flops(policy, members: list[tiny_learner.Graded], full: bool) -> float:
     """Written out for the tiny model: 2 layers, 64 wide, MLPs of 128, 2 heads and 1 of keys, each
     32 wide; LoRA on the four attention matrices."""
     layers, width, mlp, keys = 2, 64, 128, 32
@@ -73,7 +76,7 @@ def least_flops(policy, members: list[tiny_policy.Graded], full: bool) -> float:
     return products * num_tokens + head * num_completed + attention * pairs_of(members)
 
 
-def vision_flops(policy, members: list[tiny_policy.Graded]) -> float:
+def vision_flops(policy, members: list[tiny_learner.Graded]) -> float:
     """Of each picture once, by the tower alone."""
     pictures = policy.prompts.pictures(list({one.prompt for one in members}))
     with torch.no_grad(), FlopCount() as count:
@@ -108,15 +111,15 @@ def test_a_denoising_step_executes_what_its_formula_says(num_words):
 @pytest.mark.parametrize("full", [False, True])
 def test_the_policy_side_is_within_a_twentieth_of_the_least(folder, full):
     policy = tiny_policy.make_policy(str(folder), **({"lora": None} if full else {}))
-    config = tiny_policy.make_config(
+    config = tiny_learner.make_config(
         {"kl_coeff": 0.1}, GROUPS, MEMBERS, max_tokens_per_micro_batch=10_000
     )
-    learner = Learner(policy, config, Dist(), tiny_policy.NUM_ITERATIONS)
+    learner = Learner(policy, config, Dist(), tiny_learner.NUM_ITERATIONS)
     members = graded(policy, GROUPS)
     least = least_flops(policy, members, full) + vision_flops(policy, members)
     before = flop_meter.done()
     with FlopCount() as executed:
-        tiny_policy.update(learner, members, 0, rollout=True)
+        tiny_learner.update(learner, members, 0, rollout=True)
     assert least < executed.flops * 1.01
     assert executed.flops / least <= 1.05
     # What a run tells of itself is what it executed; adapters, which the reference forward leaves

@@ -13,6 +13,7 @@ import tiny_emu3
 import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
+from tiny_policy import TEMPERATURE, make_emu3, move, trainable
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
@@ -22,25 +23,10 @@ from rl.api.types import Completion, SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.policies.emu3 import plug as emu3
 
-TEMPERATURE = 0.7
-"""Nats: float32 against float64, or in another order of sums."""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     return tiny_emu3.save_policy_folder(tmp_path_factory.mktemp("policy"))
-
-
-def make(folder: str, checkpointing=False, **config):
-    return emu3.Emu3(
-        emu3.Config(type="emu3", model_path=folder, **{"dtype": "float32", **config}),
-        PolicySetup(
-            "image_tokens",
-            temperature=TEMPERATURE,
-            max_completion_tokens=64,
-            gradient_checkpointing=checkpointing,
-        ),
-    )
 
 
 LORA = {"lora": {"r": 4, "alpha": 8}}
@@ -52,22 +38,9 @@ def stock(folder: str):
     return Emu3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def move(policy, scale: float = 0.1) -> None:
-    """Stand-in for training: shift what is trainable, so that policy and base differ."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.module.parameters():
-            if parameter.requires_grad:
-                parameter.add_(scale * torch.randn_like(parameter))
-
-
-def trainable(policy) -> dict[str, torch.Tensor]:
-    return {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
-
-
 @pytest.fixture(scope="module")
 def policy(folder):
-    return make(folder)
+    return make_emu3(folder)
 
 
 def rows_of(policy) -> list[tuple]:
@@ -152,7 +125,7 @@ def test_only_a_tokens_own_slice_is_projected(policy):
 
 
 def test_free_sampling_has_one_softmax_and_forces_nothing(folder):
-    policy = make(folder, constrained=False)
+    policy = make_emu3(folder, constrained=False)
     assert policy.image_vocabulary is None and policy.banned_token_ids == ()
     [(prompt, ids), *_] = rows_of(policy)
     outputs = forward(policy, [(prompt, ids)])
@@ -172,14 +145,14 @@ def test_training_mode_is_the_policy_that_sampled(policy):
 
 
 def test_a_published_folder_holds_the_same_policy(policy, tmp_path):
-    published = make(tiny_emu3.save_published_folder(tmp_path))
+    published = make_emu3(tiny_emu3.save_published_folder(tmp_path))
     theirs = forward(published, rows_of(published)).logprobs
     assert torch.equal(theirs, forward(policy, rows_of(policy)).logprobs)
 
 
 def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     """The slow engine decodes with a cache under the grammar; every log-prob is the trainer's."""
-    policy = make(tiny_emu3.save_policy_folder(tmp_path, fond_of_pictures=True))
+    policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path, fond_of_pictures=True))
     prompt = policy.build_prompt(tiny_emu3.sample(3, height=3, width=2))
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=40, num_completions=6)
     [group] = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu")).generate(
@@ -214,7 +187,7 @@ def gradients(policy, rows) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("adapter", [{}, LORA])
 def test_gradient_checkpointing_changes_nothing(folder, adapter):
-    plain, saving = (make(folder, checkpointing=on, **adapter) for on in (False, True))
+    plain, saving = (make_emu3(folder, checkpointing=on, **adapter) for on in (False, True))
     for policy in (plain, saving):
         move(policy)
     expected, seen = gradients(plain, rows_of(plain)), gradients(saving, rows_of(saving))
@@ -238,7 +211,9 @@ def test_the_heads_gradient_is_that_of_the_slices(policy, folder):
 
 
 def test_loss_masks_follow_the_cycle_and_attention_does_not(folder, policy):
-    cycling = make(folder, train_text_tokens_only=True, text_only_cycle_steps=3, text_only_steps=1)
+    cycling = make_emu3(
+        folder, train_text_tokens_only=True, text_only_cycle_steps=3, text_only_steps=1
+    )
     (prompt, ids), *_ = rows_of(cycling)
     completion = Completion(ids, (0.0,) * len(ids), "stop")
     visual = [token >= cycling.image_vocabulary.visual_start for token in ids]
@@ -268,11 +243,11 @@ def test_a_group_becomes_codes(policy):
 
 
 def test_full_weights_load_in_the_stock_model(folder, tmp_path):
-    policy = make(folder)
+    policy = make_emu3(folder)
     move(policy)
     rows = rows_of(policy)
     policy.save_pretrained(str(tmp_path), trainable(policy))
-    again = make(str(tmp_path))
+    again = make_emu3(str(tmp_path))
     assert torch.equal(forward(again, rows).logprobs, forward(policy, rows).logprobs)
     theirs, ours = stock(str(tmp_path)).state_dict(), load_file(tmp_path / "model.safetensors")
     exported = policy.export_weights(trainable(policy), 3)
@@ -286,7 +261,7 @@ def test_full_weights_load_in_the_stock_model(folder, tmp_path):
 
 
 def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):
-    policy = make(tiny_emu3.save_policy_folder(tmp_path / "base", tied=True))
+    policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path / "base", tied=True))
     model = policy.module.base_model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     move(policy)
@@ -295,14 +270,14 @@ def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):
     assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
     policy.save_pretrained(str(tmp_path / "out"), trainable(policy))
     rows = rows_of(policy)
-    again = make(str(tmp_path / "out"))
+    again = make_emu3(str(tmp_path / "out"))
     assert torch.equal(forward(again, rows).logprobs, forward(policy, rows).logprobs)
 
 
 def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path):
     from peft import PeftModel
 
-    policy = make(folder, **LORA)
+    policy = make_emu3(folder, **LORA)
     move(policy)
     policy.save_pretrained(str(tmp_path), trainable(policy))
     model = PeftModel.from_pretrained(stock(folder), tmp_path).eval()
@@ -315,19 +290,19 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
     assert exported.kind == "lora" and policy.config.lora.r == 4
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert exported.tensors.keys() == saved.keys()
-    again = make(folder, adapter_path=str(tmp_path), **LORA)
+    again = make_emu3(folder, adapter_path=str(tmp_path), **LORA)
     assert torch.equal(forward(again, rows).logprobs, outputs.logprobs)
 
 
 def test_an_adapter_reaches_layers_but_not_the_head(folder):
-    policy = make(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
+    policy = make_emu3(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
     layers = {name.split(".lora_")[0] for name in trainable(policy)}
     assert len(layers) == 2 and all(name.endswith("mlp.gate_proj") for name in layers)
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA])
 def test_the_reference_is_the_policy_before_training(folder, adapter):
-    policy = make(folder, **adapter)
+    policy = make_emu3(folder, **adapter)
     rows = rows_of(policy)
     before = forward(policy, rows).logprobs
     move(policy)
@@ -341,7 +316,7 @@ def test_the_reference_is_the_policy_before_training(folder, adapter):
 def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):
     from transformers import AutoConfig, AutoTokenizer
 
-    published = make(tiny_emu3.save_published_folder(tmp_path))
+    published = make_emu3(tiny_emu3.save_published_folder(tmp_path))
     sampler = Path(published.engine_folder())
     assert published.engine_folder() == str(sampler) and not list(sampler.glob("*.py"))
     config = AutoConfig.from_pretrained(sampler)
@@ -361,11 +336,11 @@ def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path)
     del tensors["model.norm.weight"]
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights of an Emu3 \(model.norm.weight"):
-        make(str(partial))
+        make_emu3(str(partial))
     more = tiny_emu3.make_tokenizer(num_codes=80)
     more.save_pretrained(tmp_path / "more")
     with pytest.raises(ValueError, match="has 608 tokens, the model 592"):
-        make(folder, tokenizer_path=str(tmp_path / "more"))
+        make_emu3(folder, tokenizer_path=str(tmp_path / "more"))
     with pytest.raises(ValueError, match="emits"):
         emu3.Emu3(
             emu3.Config(type="emu3", model_path=folder),
@@ -377,10 +352,10 @@ def test_unused_ids_of_a_longer_model_are_never_sampled_freely(tmp_path):
     folder = tiny_emu3.save_policy_folder(tmp_path, num_codes=64)
     tiny_emu3.make_tokenizer(num_codes=60).save_pretrained(tmp_path / "fewer")
     fewer = str(tmp_path / "fewer")
-    assert make(folder, tokenizer_path=fewer, constrained=False).banned_token_ids == (
+    assert make_emu3(folder, tokenizer_path=fewer, constrained=False).banned_token_ids == (
         *(588, 589, 590, 591),
     )
-    assert make(folder, tokenizer_path=fewer).banned_token_ids == ()
+    assert make_emu3(folder, tokenizer_path=fewer).banned_token_ids == ()
 
 
 def test_importing_the_plug_needs_no_torch():

@@ -212,11 +212,13 @@ def test_the_tiktoken_vocabulary_is_read_as_tiktoken_reads_it(tmp_path: Path):
 
     tiktoken = pytest.importorskip("tiktoken")
 
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
     folder = Path(tiny_emu3.save_published_folder(tmp_path))
     lines = (folder / "emu3.tiktoken").read_text().split("\n")[:-1]
     ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in lines)}
     reference = tiktoken.Encoding(
-        "e", pat_str=tiny_emu3.PATTERN, mergeable_ranks=ranks, special_tokens={}
+        "e", pat_str=PRETOKENIZE_REGEX, mergeable_ranks=ranks, special_tokens={}
     )
     ours = loading.load_tokenizer(config_of(str(folder)))
     for text in [

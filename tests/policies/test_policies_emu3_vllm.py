@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import tiny_emu3
-import torch
-from test_policies_emu3 import TEMPERATURE, forward, make, move, trainable
 from tiny_act import act_group
+from tiny_engines import max_dlogp
+from tiny_policy import TEMPERATURE, make_emu3, move, trainable
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
-    policy = make(tiny_emu3.save_published_folder(tmp_path, fond_of_pictures=True))
+    policy = make_emu3(tiny_emu3.save_published_folder(tmp_path, fond_of_pictures=True))
     engine = vllm_engine.VllmEngine(vllm_engine.Config(type="vllm"), EngineSetup(policy, "cpu"))
     try:
         move(policy, 0.02)
@@ -33,7 +33,4 @@ def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
         actions = act_group(policy, prompt, group)
         painted = [action.payload for action in actions if action.failure is None]
         assert painted and all(codes.shape == prompt.grid for codes in painted)
-        outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
-        for b, completion in enumerate(group):
-            ours = outputs.logprobs[b, : len(completion.token_ids)]
-            assert (ours - torch.tensor(completion.logprobs)).abs().max() < NATS
+    assert max_dlogp(policy, prompts, groups) < NATS

@@ -12,16 +12,13 @@ import pytest
 import tiny_emu3
 import tiny_qwen
 import torch
-from test_policies_emu3 import make as make_emu3
-from test_policies_qwen2_5_vl import make, move, trainable
 from tiny_act import act
+from tiny_policy import TEMPERATURE, make_emu3, make_qwen, move, trainable
 from tiny_rounding import GRADIENT
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.policies.shared.packing import completion_spans
 
-TEMPERATURE = 0.7
-"""Of both policies."""
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
 """Completions of three groups: ragged, of one token, empty, alone."""
 
@@ -53,8 +50,7 @@ def pictured_rows(policy) -> list[tuple]:
 
 
 def mixed_rows(policy) -> list[tuple]:
-    """Texts, and a picture between them; in the chat format, which does not insist on one."""
-    policy.prompts._needs_picture = False
+    """Texts, and a picture between them."""
     samples = [tiny_qwen.sample(i) for i in range(3)]
     shown = [replace(samples[0], sources=()), samples[1], replace(samples[2], sources=())]
     return random_rows([policy.build_prompt(sample) for sample in shown])
@@ -101,9 +97,14 @@ def emu3_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
     return states, padded_reference.logprobs(states, head, ids, TEMPERATURE, allowed)
 
 
+def make_chatting(folder: str, **section):
+    """Without a renderer's template: the chat format, which does not insist on a picture."""
+    return make_qwen(folder, "text", template=None, **section)
+
+
 CASES = {
-    "pictures": (make, {}, pictured_rows, qwen_alone),
-    "texts and a picture, all trained": (make, {"lora": None}, mixed_rows, qwen_alone),
+    "pictures": (make_qwen, {}, pictured_rows, qwen_alone),
+    "texts and a picture, all trained": (make_chatting, {"lora": None}, mixed_rows, qwen_alone),
     "codes": (make_emu3, {"lora": {"r": 4, "alpha": 8}}, painted_rows, emu3_alone),
     "codes, all trained": (make_emu3, {}, painted_rows, emu3_alone),
 }
@@ -128,7 +129,7 @@ def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_log_probs_states_and_gradients_are_those_of_each_row_alone(case, qwen_folder, emu3_folder):
     build, section, make_rows, alone = CASES[case]
-    policy = build(qwen_folder if build is make else emu3_folder, **section)
+    policy = build(emu3_folder if build is make_emu3 else qwen_folder, **section)
     move(policy, 0.02)
     rows = make_rows(policy)
     batch = policy.collate(rows)
@@ -151,7 +152,7 @@ def test_log_probs_states_and_gradients_are_those_of_each_row_alone(case, qwen_f
 
 
 def test_conditioning_is_each_rows_own_and_holds_nothing_of_the_graph(qwen_folder):
-    policy = make(qwen_folder)
+    policy = make_qwen(qwen_folder)
     move(policy)
     rows = pictured_rows(policy)
     batch = policy.collate(rows)
@@ -174,8 +175,8 @@ def test_conditioning_is_each_rows_own_and_holds_nothing_of_the_graph(qwen_folde
 def test_several_graphs_wait_for_their_backwards(qwen_folder, lora, checkpointing):
     """Their backwards come in another order, after forwards of the reference and of negatives;
     activations are recomputed then, and the gradients are as if each had had its turn alone."""
-    policy = make(qwen_folder, negative=" ", checkpointing=checkpointing, lora=lora)
-    plain = make(qwen_folder, lora=lora)
+    policy = make_qwen(qwen_folder, negative=" ", checkpointing=checkpointing, lora=lora)
+    plain = make_qwen(qwen_folder, lora=lora)
     for one in (policy, plain):
         move(one, 0.02)
         one.module.train()
@@ -217,14 +218,14 @@ def graph_bytes(policy, rows) -> int:
 def test_an_extra_completion_keeps_its_own_tokens_alone(qwen_folder):
     """Of 100 tokens that a padded row would have, 16 are the completion's; checkpoints keep less
     still, and without a graph nothing is kept."""
-    policy = make(qwen_folder)
+    policy = make_qwen(qwen_folder)
     policy.module.train()
     prompt = policy.build_prompt(tiny_qwen.sample(0, width=112, height=112))
     assert len(prompt.token_ids) == 84
     rows = [(prompt, tuple(range(10, 26)))] * 8
     one, two, eight = (graph_bytes(policy, rows[:n]) for n in (1, 2, 8))
     assert (eight - two) / 6 < 0.2 * one
-    halves = graph_bytes(make(qwen_folder, checkpointing="mlp"), rows)
+    halves = graph_bytes(make_qwen(qwen_folder, checkpointing="mlp"), rows)
     assert halves < 0.65 * eight
     with torch.no_grad():
         assert graph_bytes(policy, rows) == 0
@@ -233,7 +234,7 @@ def test_an_extra_completion_keeps_its_own_tokens_alone(qwen_folder):
 def test_linear_layers_see_each_token_once(qwen_folder):
     """Operations of the matrix products by counter, over those by formula: no padding, no prompt
     twice, and the head on completion tokens alone."""
-    policy = make(qwen_folder, lora=None)
+    policy = make_qwen(qwen_folder, lora=None)
     rows = pictured_rows(policy)
     batch = policy.collate(rows)
     policy.module(batch)  # the vision tower's work is done

@@ -13,14 +13,12 @@ import tiny_qwen
 import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
+from tiny_policy import make_qwen, move, trainable
 from tiny_rounding import NATS
 
-from rl.api.policy import PolicySetup
 from rl.api.types import HiddenStates
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.policies.shared.lora import LoraSection
 
-TEMPERATURE = 0.7
 WORDS_G = ["make the square green", "blue", "turn it to the sky and add a circle"]
 
 
@@ -29,37 +27,9 @@ def folder(tmp_path_factory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
 
 
-def make(folder: str, kind="hidden_states", negative=None, checkpointing=False, **config):
-    config = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | config
-    return qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, **config),
-        PolicySetup(
-            kind,
-            template=tiny_qwen.TEMPLATE,
-            negative_prompt=negative,
-            temperature=TEMPERATURE,
-            max_completion_tokens=16,
-            gradient_checkpointing=checkpointing,
-        ),
-    )
-
-
-def move(policy, scale: float = 0.1) -> None:
-    """Stand-in for training: shift what is trainable, so that policy and base differ."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.module.parameters():
-            if parameter.requires_grad:
-                parameter.add_(scale * torch.randn_like(parameter))
-
-
-def trainable(policy) -> dict[str, torch.Tensor]:
-    return {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
-
-
 @pytest.fixture(scope="module")
 def policy(folder):
-    policy = make(folder, negative=" ")
+    policy = make_qwen(folder, negative=" ")
     move(policy)
     return policy
 
@@ -143,15 +113,15 @@ def test_the_stop_token_is_conditioned_on_and_embeds_are_detached(policy, group)
 
 def test_base_conditioning_ignores_the_adapter_and_negatives_always_do(folder, group):
     prompt, completions_G = group
-    moved = make(folder, negative=" ", conditioning="base")
-    untrained = make(folder, negative=" ")
+    moved = make_qwen(folder, negative=" ", conditioning="base")
+    untrained = make_qwen(folder, negative=" ")
     [before] = act_group(untrained, prompt, completions_G[:1])
     move(moved)
     [base] = act_group(moved, prompt, completions_G[:1])
     assert torch.equal(base.payload.embeds, before.payload.embeds)
     assert torch.equal(base.payload.negative_embeds, before.payload.negative_embeds)
 
-    trained = make(folder, negative=" ")
+    trained = make_qwen(folder, negative=" ")
     move(trained)
     [drifted] = act_group(trained, prompt, completions_G[:1])
     assert (drifted.payload.embeds - before.payload.embeds).abs().max() > 1e-2
@@ -160,7 +130,7 @@ def test_base_conditioning_ignores_the_adapter_and_negatives_always_do(folder, g
 
 def test_a_new_negative_comes_of_a_forward_of_its_own_and_of_no_second(folder, group):
     """Two pictures, one of them under two instructions; nothing of the other's row leaks in."""
-    policy = make(folder, negative=" ")
+    policy = make_qwen(folder, negative=" ")
     samples = [tiny_qwen.sample(0), tiny_qwen.sample(1, width=96), tiny_qwen.sample(0, "blue")]
     prompts = [policy.build_prompt(sample) for sample in samples]
     rows = [(prompt, policy.encode_completion("blue").token_ids) for prompt in prompts]
@@ -180,7 +150,7 @@ def test_a_new_negative_comes_of_a_forward_of_its_own_and_of_no_second(folder, g
 def test_the_tower_runs_once_a_picture_and_the_processor_never_twice(folder, monkeypatch):
     """Rollout, reference, training and negative prompt of four prompts, two of them of one
     picture; then more pictures than are kept."""
-    policy = make(folder, negative=" ", max_kept_pictures=3)
+    policy = make_qwen(folder, negative=" ", max_kept_pictures=3)
     encoded, processed = [], []
     visual = policy.module.base_model.model.visual
     visual.register_forward_hook(lambda _module, _args, out: encoded.append(len(out[0])))
@@ -209,7 +179,7 @@ def test_the_tower_runs_once_a_picture_and_the_processor_never_twice(folder, mon
 
 def test_a_picture_s_features_do_not_depend_on_what_else_is_looked_at(folder):
     """A resumed run has other pictures at hand than one that was never stopped."""
-    policy, alone = make(folder), make(folder)
+    policy, alone = make_qwen(folder), make_qwen(folder)
     prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(3)]
     encoded = []
     visual = policy.module.base_model.model.visual
@@ -231,7 +201,7 @@ def test_only_the_language_models_attention_is_trained(policy):
     assert len(names) == 2 * 2 * 4, "A and B of q, k, v, o in two layers"
     assert all("language_model.layers" in name for name in names)
     wide = LoraSection(target_modules=("gate_proj", "q_proj"))
-    adapted = make(policy.config.model_path, lora=wide)
+    adapted = make_qwen(policy.config.model_path, lora=wide)
     assert not any("visual" in name for name in trainable(adapted))
 
 
@@ -239,7 +209,7 @@ def test_only_the_language_models_attention_is_trained(policy):
 
 
 def test_text_actions_carry_the_words_and_run_no_forward(folder, group, monkeypatch):
-    policy = make(folder, kind="text")
+    policy = make_qwen(folder, kind="text")
     monkeypatch.setattr(policy.module, "forward", None)
     assert not policy.reads_states
     for action, words in zip(policy.decode_actions(rows(group), None, None), WORDS_G, strict=True):
@@ -249,7 +219,7 @@ def test_text_actions_carry_the_words_and_run_no_forward(folder, group, monkeypa
 
 @pytest.mark.parametrize("kind", ["hidden_states", "text"])
 def test_completions_without_words_fail_alone(folder, group, kind):
-    policy = make(folder, kind=kind)
+    policy = make_qwen(folder, kind=kind)
     stop = policy.stop_token_ids[0]
     spaces = policy.encode_completion("  \n").token_ids
     ids_G = [(stop,), spaces, group[1][0].token_ids]
@@ -277,7 +247,7 @@ def test_reference_is_the_base_and_comes_back(policy, group):
         with policy.reference():
             base = policy.module(batch).logprobs
         after = policy.module(batch).logprobs
-        untrained = make(policy.config.model_path).module(batch).logprobs
+        untrained = make_qwen(policy.config.model_path).module(batch).logprobs
     assert torch.equal(base, untrained)
     assert torch.equal(after, trained)
     assert (trained - base).abs().max() > 1e-2
@@ -287,7 +257,7 @@ def test_reference_is_the_base_and_comes_back(policy, group):
 @pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8, "target_modules": ["qkv"]}, None])
 def test_a_trained_towers_features_are_never_those_of_other_weights(folder, group, lora):
     """Nor the reference's, under which an adapter's parameters look frozen."""
-    policy = make(folder, freeze_vision_tower=False, lora=lora)
+    policy = make_qwen(folder, freeze_vision_tower=False, lora=lora)
     batch = policy.collate(rows(group))
     with torch.no_grad(), policy.reference():
         base = policy.module(batch).logprobs
@@ -302,7 +272,7 @@ def test_a_trained_towers_features_are_never_those_of_other_weights(folder, grou
 
 
 def test_full_finetuning_trains_all_but_the_tower_and_keeps_its_reference(folder, group):
-    policy = make(folder, lora=None)
+    policy = make_qwen(folder, lora=None)
     assert {n.split(".")[2] for n in trainable(policy)} == {"language_model", "weight"}
     batch = policy.collate(rows(group))
     with torch.no_grad():
@@ -352,20 +322,20 @@ def test_a_saved_adapter_loads_in_peft_and_as_a_new_start(policy, group, tmp_pat
     assert set(theirs) == set(ours)
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
-    again = make(policy.config.model_path, adapter_path=str(tmp_path))
+    again = make_qwen(policy.config.model_path, adapter_path=str(tmp_path))
     batch = policy.collate(rows(group))
     with torch.no_grad():
         assert torch.equal(again.module(batch).logprobs, policy.module(batch).logprobs)
     assert trainable(again).keys() == trainable(policy).keys()
     with pytest.raises(ValueError, match="r=4 alpha=8"):
-        make(policy.config.model_path, adapter_path=str(tmp_path), lora={"r": 2, "alpha": 8})
+        make_qwen(policy.config.model_path, adapter_path=str(tmp_path), lora={"r": 2, "alpha": 8})
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_full_model_loads_in_transformers(tmp_path, tied):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    policy = make(tiny_qwen.save_policy_folder(tmp_path / "base", tied=tied), lora=None)
+    policy = make_qwen(tiny_qwen.save_policy_folder(tmp_path / "base", tied=tied), lora=None)
     move(policy)
     exported = policy.export_weights(trainable(policy), 0)
     assert "lm_head.weight" in exported.tensors, "a sampler keeps its own head"
@@ -381,7 +351,7 @@ def test_weights_may_come_from_an_editors_text_encoder(folder, tmp_path):
     editor = tmp_path / "editor"
     tokenizer = tiny_qwen.make_tokenizer()
     tiny_qwen.make_model(tokenizer, seed=7).save_pretrained(editor / "text_encoder")
-    policy = make(folder, init_text_encoder_from=str(editor))
+    policy = make_qwen(folder, init_text_encoder_from=str(editor))
     theirs = load_file(editor / "text_encoder" / "model.safetensors")
     ours = policy.module.base_model.state_dict()
     own = load_file(Path(folder) / "model.safetensors")
@@ -394,7 +364,7 @@ def test_weights_may_come_from_an_editors_text_encoder(folder, tmp_path):
     assert (joined / "tokenizer.json").resolve() == Path(folder) / "tokenizer.json"
     assert (joined / "preprocessor_config.json").exists()
     assert Path(policy.engine_folder()) == joined, "asked twice, made once"
-    assert make(folder).engine_folder() == folder
+    assert make_qwen(folder).engine_folder() == folder
 
 
 def test_picture_bounds_can_be_set(folder):
@@ -402,24 +372,24 @@ def test_picture_bounds_can_be_set(folder):
     sample = tiny_qwen.sample(0, width=96, height=96)
 
     def num_image_tokens(**config) -> int:
-        prompt = make(folder, **config).build_prompt(sample)
+        prompt = make_qwen(folder, **config).build_prompt(sample)
         return int(prompt.model_inputs["image_grid_thw"].prod()) // 4
 
     assert num_image_tokens() == 9
     assert num_image_tokens(image_max_pixels=56 * 56) == 4
     assert num_image_tokens(image_min_pixels=110 * 110) == 16
-    assert make(folder, image_max_pixels=56 * 56).image_pixel_bounds == (56 * 56, 56 * 56)
+    assert make_qwen(folder, image_max_pixels=56 * 56).image_pixel_bounds == (56 * 56, 56 * 56)
 
 
 def test_every_rank_starts_from_the_same_adapter(folder):
     torch.manual_seed(1)
-    first = trainable(make(folder))
+    first = trainable(make_qwen(folder))
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    second = trainable(make(folder))
+    second = trainable(make_qwen(folder))
     assert torch.equal(torch.get_rng_state(), before), "and draws nothing from the trainer's stream"
     assert all(torch.equal(first[name], second[name]) for name in first)
-    other = trainable(make(folder, lora={"r": 4, "alpha": 8, "init_seed": 1}))
+    other = trainable(make_qwen(folder, lora={"r": 4, "alpha": 8, "init_seed": 1}))
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from tiny_run import episode, run_config
 
 from rl.ranks.dist import Dist
@@ -21,6 +22,7 @@ from rl.record.console import PhaseTimer
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker, page_id
 
+TABLES = "wandb/offline-run-*/files/media/table"
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -63,12 +65,11 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
     page.log_where_time_went(timer)
     page.close()
     assert b"reward/mean" in page_of(tmp_path) and b"iteration" in page_of(tmp_path)
-    media = "wandb/offline-run-*/files/media/table"
-    (closing,) = (tmp_path / "run").glob(f"{media}/where_time_went_*.json")
+    (closing,) = (tmp_path / "run").glob(f"{TABLES}/where_time_went_*.json")
     assert [row[0] for row in json.loads(closing.read_text())["data"]] == [
         "render", "(other)", "wall"
     ]  # fmt: skip
-    (table,) = (tmp_path / "run").glob(f"{media}/episodes_*.json")
+    (table,) = (tmp_path / "run").glob(f"{TABLES}/episodes_*.json")
     columns = ["source", "target", "rendered", "instruction", "completion", "status", "failure"]
     columns += ["reward", "judge", "judge/edit_success", "advantage"]
     assert table.read_text().count('"make it red"') == 1
@@ -86,19 +87,18 @@ def test_a_resumed_run_continues_its_page(tmp_path):
     page_ids = []
     for _ in range(2):
         page = tracker(tmp_path, "offline")
-        page_ids.append(page._run.id)
+        page_ids.append(wandb.run.id)
         page.close()
     assert page_ids == [page_id(tmp_path / "run")] * 2
     assert page_id(tmp_path / "other") != page_ids[0]
 
 
-def test_the_table_keeps_to_its_limit(tmp_path, monkeypatch):
+def test_the_table_keeps_to_its_limit(tmp_path):
     page = tracker(tmp_path, "offline")
-    shown = []
-    monkeypatch.setattr(page, "_log_table", lambda iteration, pairs: shown.append(len(pairs)))
     page.log_episodes(1, [[episode()] * 5], [[0.0] * 5])
     page.close()
-    assert shown == [3]
+    (table,) = (tmp_path / "run").glob(f"{TABLES}/episodes_*.json")
+    assert len(json.loads(table.read_text())["data"]) == 3
 
 
 def test_off_and_other_ranks_never_import_wandb(tmp_path, monkeypatch):
@@ -132,8 +132,6 @@ def test_without_wandb_installed_the_run_goes_on(tmp_path, monkeypatch, capfd):
 def test_online_without_key_or_network_goes_on_offline_at_once(
     tmp_path, monkeypatch, capfd, environ, line, limit_s
 ):
-    import wandb
-
     tries_s = []
     setup = wandb.setup
     monkeypatch.setattr(
@@ -186,10 +184,14 @@ def test_a_key_that_is_refused_goes_on_offline(tmp_path, monkeypatch, capfd, ref
     assert b"reward/mean" in page_of(tmp_path)
 
 
-def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, capfd):
+def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, monkeypatch, capfd):
     page = tracker(tmp_path, "offline")
-    run = page._run
-    page._run = _Raises()
+
+    def full(_: object) -> None:
+        raise OSError("disk full")
+
+    run = wandb.run
+    monkeypatch.setattr(run, "log", full)
     for iteration in range(3):
         page.log(iteration, {"a": 1.0})
     page.close()
@@ -198,20 +200,16 @@ def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, capfd
     assert capfd.readouterr().err.count("wandb log failed, the run goes on: OSError") == 1
 
 
-class _Raises:
-    def log(self, _: object) -> None:
-        raise OSError("disk full")
-
-
 def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd):
     page = tracker(tmp_path, "offline")
-    run = page._run
-    hangs = page._run = _Hangs()
+    run, hangs = wandb.run, _Hangs()
+    finish = run.finish
+    monkeypatch.setattr(run, "finish", hangs.finish)
     monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 0.2)
     page.close()
     assert hangs.began.is_set() and not hangs.ended.is_set()
     assert "no answer in 0.2 s" in capfd.readouterr().err
-    run.finish()
+    finish()
     hangs.answer.set()
 
 

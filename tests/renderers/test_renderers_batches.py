@@ -11,11 +11,11 @@ from PIL import Image
 from tiny_editor import (
     assert_same_picture,
     make_job,
-    make_picture,
     make_renderer,
     render_floats,
     three_jobs,
 )
+from tiny_pictures import make_picture
 from tiny_rounding import PICTURE
 
 from rl.api.types import RenderFailure, RenderJob

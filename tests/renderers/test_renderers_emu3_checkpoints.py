@@ -10,7 +10,7 @@ import pytest
 import tiny_emu3_vq
 import torch
 from safetensors import safe_open
-from tiny_emu3_vq import make_picture
+from tiny_pictures import make_picture
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProcessor, Emu3VQVAE
 
 from rl.renderers.emu3_vq import plug as emu3_vq

@@ -12,7 +12,8 @@ import pytest
 import tiny_emu3_vq
 import torch
 from PIL import Image
-from tiny_emu3_vq import NUM_CODES, make_codes, make_picture
+from tiny_emu3_vq import NUM_CODES, make_codes
+from tiny_pictures import make_picture
 from tiny_rounding import PRODUCT
 from transformers import Emu3ImageProcessor, Emu3VQVAE
 

@@ -15,7 +15,8 @@ from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 from peft import LoraConfig, get_peft_model_state_dict
 from pydantic import ValidationError
-from tiny_editor import make_job, make_picture
+from tiny_editor import make_job
+from tiny_pictures import make_picture
 
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import RenderJob

@@ -20,11 +20,11 @@ from tiny_editor import (
     StockParts,
     assert_same_picture,
     make_job,
-    make_picture,
     make_renderer,
     render_floats,
     three_jobs,
 )
+from tiny_pictures import make_picture
 from tiny_rounding import PICTURE
 
 from rl.api.plug import Resources

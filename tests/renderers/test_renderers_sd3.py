@@ -10,8 +10,9 @@ import pytest
 import tiny_sd3
 import torch
 from PIL import Image
+from tiny_pictures import as_floats
 from tiny_rounding import PICTURE
-from tiny_sd3 import PROMPTS, as_floats, make_job, make_jobs, make_renderer
+from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer
 
 from rl.api.types import RenderFailure, RenderJob
 from rl.renderers.sd3 import text as sd3_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 from pathlib import Path
@@ -128,9 +129,9 @@ def rewritten(enhancer: Enhancer, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_batch_is_what_the_sampler_of_training_writes(
-    enhancer: Enhancer, temperature: float
+    enhancer: Enhancer, model: str, temperature: float
 ) -> None:
-    expected = by_engine(enhancer._policy, temperature)
+    expected = by_engine(trained(model, lora=None, system_prompt=SYSTEM_PROMPT), temperature)
     assert len(set(expected)) == 4
     for batch_size in (1, 3, 4):
         assert rewritten(enhancer, temperature=temperature, batch_size=batch_size) == expected
@@ -356,14 +357,14 @@ def test_the_shipped_config_trains_under_the_same_words(monkeypatch: pytest.Monk
 
 
 def test_prompts_come_from_stdin_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = script._parser()
+    nothing = argparse.Namespace(prompts=[], file=None)
 
     def pipe(content: bytes) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
 
     odd = "a\u2028cat\u0085in\rthe\x0crain"
     pipe(f"a cat\r\n\n{odd}\n".encode())
-    assert script.read_prompts(parser.parse_args([])) == (["a cat", odd], [None, None])
+    assert script.read_prompts(nothing) == (["a cat", odd], [None, None])
     pipe(b"a cat\n\xff\n")
     with pytest.raises(SystemExit, match="standard input, row 2: is not UTF-8"):
         script.main([])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tiny_emu3_vq
 from tiny_edits import write_jsonl
+from tiny_pictures import make_picture
 from tiny_tokens import save_published
 
 from rl.api.data import RowRules
@@ -44,7 +45,7 @@ def write_edits(folder: Path, num: int, **changes: Any) -> str:
     for number in range(num):
         for name, seed in (("before", number), ("after", 1000 + number)):
             size = (64, 64) if number % 3 else (96, 48)
-            tiny_emu3_vq.make_picture(seed, *size).save(folder / f"{name}{number}.png")
+            make_picture(seed, *size).save(folder / f"{name}{number}.png")
         rows.append(
             {
                 "source": f"before{number}.png",
@@ -133,7 +134,7 @@ def test_a_tokenised_set_loads_as_data(
     codec = Emu3Codec(tiny_emu3_vq.make_vq())
     for number, row in enumerate(rows):
         size = (64, 64) if number % 3 else (96, 48)
-        pictures = [tiny_emu3_vq.make_picture(seed, *size) for seed in (number, 1000 + number)]
+        pictures = [make_picture(seed, *size) for seed in (number, 1000 + number)]
         source, target = codec.encode(pictures, area_px=4096, batch_size=1)
         assert source.shape == ((8, 8) if number % 3 else (5, 11))
         np.testing.assert_array_equal(row.source_codes, source)

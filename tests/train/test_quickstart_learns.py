@@ -5,35 +5,10 @@ Bounds are loose: three seeds' figures stand in the README, a test must not fail
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(config: str, base_exp_dir: Path, *overrides: str) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl of a shipped config, run as a user runs it."""
-    command = [sys.executable, "-m", "rl.simple_launch", config, f"base_exp_dir={base_exp_dir}"]
-    ended = subprocess.run(
-        [*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=3000
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    [metrics] = base_exp_dir.glob("*/metrics.jsonl")
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
-
-
-def climb(rows: list[dict[str, Any]]) -> float:
-    """Mean reward of the last ten iterations less that of the first ten: 960 sampled completions
-    each, of prompts not seen before. The greedy held-out reward is too coarse for a control: where
-    two answers are about equally likely, a random step flips all scenes of a kind at once."""
-    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    return fmean(rewards[-10:]) - fmean(rewards[:10])
+from tiny_shipped import climb, run
 
 
 @pytest.mark.slow

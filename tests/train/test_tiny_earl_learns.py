@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_quickstart_learns import climb, run
+from tiny_shipped import climb, run
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_quickstart_learns import climb, run
+from tiny_shipped import climb, run
 
 
 @pytest.mark.slow

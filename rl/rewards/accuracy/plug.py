@@ -58,6 +58,11 @@ class Accuracy(Reward[Config]):
         self._maths = MathsProcess(config.max_cpu_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accuracy")
 
+    def close(self) -> None:
+        """Ends the worker process, after the comparison that is under way."""
+        self._thread.shutdown(cancel_futures=True)
+        self._maths.close()
+
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """1.0 or 0.0. Parts: `parsed`, an answer was found; `undecided`, it was too costly to
         compare. No value when the gold cannot be read or the machine is too busy."""

@@ -1,0 +1,208 @@
+"""What a learner on a tiny policy learns from, what it learnt, and a run of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_qwen
+import tiny_ranks
+import torch
+from tiny_rounding import NATS, STEPPED
+
+from rl.algorithm.metrics import Metrics
+from rl.api.policy import Policy
+from rl.api.types import Prompt, TrainSequence
+from rl.config.schema import RunConfig
+from rl.learner import deepspeed
+from rl.learner.backends import StepOutcome, TorchBackend
+from rl.learner.learner import Learner
+from rl.policies.shared import logprobs
+from rl.ranks.dist import Dist
+
+NUM_ITERATIONS = 10
+ADAM_EPS = 1e-4
+"""Adam divides by the gradient's own size: with a tiny epsilon the rounding noise of a nearly zero
+gradient would be blown up to a whole step."""
+TOKENS_PER_CHUNK = 2
+"""Of `many_pieces`."""
+
+
+def make_config(
+    algorithm: dict[str, Any] | None = None,
+    groups: int = 4,
+    members: int = 3,
+    max_staleness: int = 0,
+    **optimizer: Any,
+) -> RunConfig:
+    """A run config whose rooms beside `algorithm` and `optimizer` do not matter here."""
+    settings = {
+        "backend": "torch",
+        "learning_rate": 1e-2,
+        "max_tokens_per_micro_batch": 120,
+        **optimizer,
+    }
+    return RunConfig.model_validate(
+        {
+            "run_name": "tiny",
+            "base_exp_dir": "unused",
+            "num_iterations": NUM_ITERATIONS,
+            "prompts_per_iteration": groups,
+            "generations_per_prompt": members,
+            "policy": {"type": "qwen2_5_vl"},
+            "engine": {"type": "transformers"},
+            "renderer": {"type": "none"},
+            "rewards": {},
+            "data": {"train": []},
+            "sampling": {"max_completion_tokens": 12},
+            "algorithm": algorithm or {},
+            "optimizer": settings,
+            "max_staleness": max_staleness,
+        }
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Graded:
+    """A completion with what it brings to the loss; a group's members share their prompt object."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    advantage: float
+    sampler_logprobs: tuple[float, ...]
+
+
+def update(
+    learner: Learner, graded: Sequence[Graded], iteration: int, rollout: bool = False
+) -> Metrics:
+    """What the loop does with graded completions; `rollout`: their forward comes before, as when a
+    renderer is conditioned on it."""
+    groups: dict[Prompt, list[Graded]] = {}
+    for one in graded:
+        groups.setdefault(one.prompt, []).append(one)
+    ids_PG = [[one.token_ids for one in group] for group in groups.values()]
+    opened = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
+    if rollout:
+        for micro_batch in opened.micro_batches:
+            opened.forward(micro_batch)
+        opened.prefetch_reference(lambda: True)
+    for p, group in enumerate(groups.values()):
+        sequences = [TrainSequence(o.loss_mask, o.advantage, o.sampler_logprobs) for o in group]
+        opened.accumulate(p, sequences)
+    return opened.step()
+
+
+def make_sequences(
+    policy: Policy[Any], groups: int = 4, members: int = 3, seed: int = 0
+) -> list[Graded]:
+    """Random completions of 3 to 9 tokens with random advantages, masks and log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for group in range(groups):
+        prompt = policy.build_prompt(tiny_qwen.sample(group, width=64 + 28 * (group % 2)))
+        for _ in range(members):
+            length = int(torch.randint(3, 10, (), generator=generator))
+            ids = torch.randint(10, 250, (length,), generator=generator)
+            mask = torch.rand(length, generator=generator) < 0.8
+            logprobs = -6 - torch.rand(length, generator=generator)
+            sequences.append(
+                Graded(
+                    prompt=prompt,
+                    token_ids=tuple(ids.tolist()),
+                    loss_mask=tuple(mask.tolist()),
+                    advantage=float(torch.randn((), generator=generator)),
+                    sampler_logprobs=tuple(logprobs.tolist()),
+                )
+            )
+    return sequences
+
+
+def train(
+    learner: Learner, sequences: list[Graded], start: int, stop: int
+) -> list[dict[str, float]]:
+    """Iterations start..stop on the same sequences; merged metrics of this rank alone."""
+    seen = []
+    for iteration in range(start, stop):
+        metrics = update(learner, sequences, iteration)
+        seen.append(metrics.merge([metrics.state()]))
+    return seen
+
+
+def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
+    """The trained weights, copied."""
+    return {name: t.detach().clone() for name, t in learner.trainable_tensors().items()}
+
+
+def gradient(
+    learner: Learner, sequences: list[Graded], dist: Dist, rollout: bool = False
+) -> dict[str, torch.Tensor]:
+    """The gradient an update would step with, summed over ranks; nothing is stepped."""
+    backend = learner._backend
+    assert isinstance(backend, TorchBackend)
+    caught: dict[str, torch.Tensor] = {}
+
+    def catch(learning_rate: float, gradient_scale: float) -> StepOutcome:
+        for name, parameter in backend._parameters.items():
+            summed = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            caught[name] = dist.sum_(summed * gradient_scale)
+            parameter.grad = None
+        return StepOutcome(0.0, applied=False)
+
+    backend.step = catch
+    update(learner, sequences, 0, rollout)
+    del backend.step
+    return caught
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest |a - b| over the largest |b|, over all tensors together."""
+    assert a.keys() == b.keys()
+    largest = max(float(t.abs().max()) for t in b.values())
+    return max(float((a[n].double() - b[n].double()).abs().max()) for n in b) / largest
+
+
+def assert_as_one_process(
+    ranks: Sequence[dict[str, Any]], plain: Learner, shares: Sequence[Sequence[Graded]]
+) -> None:
+    """What each rank says of two updates on its share ("weights", "logprobs") is what `plain` makes
+    of all of them."""
+    together = [one for share in shares for one in share]
+    for iteration in range(2):
+        update(plain, together, iteration)
+    assert relative_difference(ranks[0]["weights"], ranks[1]["weights"]) == 0
+    assert relative_difference(ranks[0]["weights"], snapshot(plain)) <= STEPPED
+    expected = plain.logprobs([(one.prompt, one.token_ids) for one in together])
+    found = [row for rank in ranks for row in rank["logprobs"]]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=NATS)
+
+
+@contextmanager
+def many_pieces() -> Iterator[None]:
+    """Everything sharded, and a few tokens a chunk: what a large model and vocabulary do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
+        num_logits = TOKENS_PER_CHUNK * 700
+        patch.setattr(logprobs.token_logprobs, "__defaults__", (num_logits,))
+        yield
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, out: Path, **arguments: Any
+) -> list[Any]:
+    """What `function(dist, out, **arguments)` returns on each of the gloo ranks; tensors too."""
+    tiny_ranks.run_ranks(_on_rank, num_ranks, function, out, arguments)
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
+
+
+def _on_rank(function: Callable[..., Any], out: Path, arguments: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist = Dist.from_env("cpu")
+    torch.save(function(dist, out, **arguments), out / f"rank{dist.rank}.pt")
+    dist.barrier()
+    dist.close()
