@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from tiny_act import act, act_group
 from tiny_rounding import NATS
 
-from rl.api.policy import PolicySetup
+from rl.api.policy import LoraSection, PolicySetup
 from rl.api.types import HiddenStates
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
-from rl.policies.shared.lora import LoraSection
 
 TEMPERATURE = 0.7
 WORDS_G = ["make the square green", "blue", "turn it to the sky and add a circle"]
