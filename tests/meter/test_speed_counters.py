@@ -277,8 +277,7 @@ def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
     """Two pictures are edited, with guidance: each is looked at, and encoded, once."""
     with opened("quickstart", tmp_path, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
-        renderer: Any = run.context.renderer
-        parts = renderer.parts
+        parts: Any = run.context.renderer.loop.parts
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.base_model.model.visual)
         steered_from = negative_prompts(policy)
@@ -298,7 +297,7 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
     held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
-        renderer: Any = run.context.renderer
+        renderer: Any = run.context.renderer.loop
         run.sync_engine()
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.base_model.model.visual)
@@ -313,7 +312,7 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
 def test_an_iteration_of_earl(tmp_path: Path) -> None:
     """Two sources and two references exist as codes alone; each is painted once."""
     with opened("tiny_earl", tmp_path) as run:
-        renderer: Any = run.context.renderer
+        renderer: Any = run.context.renderer.loop
         painted = rows_of_calls(renderer.codec.model.decoder.conv_in)
         rollout = iterate(run)
         drawn = {e.image.tobytes() for group in rollout.episodes for e in group if e.image}
@@ -324,7 +323,7 @@ def test_an_iteration_of_earl(tmp_path: Path) -> None:
 def test_an_iteration_of_the_prompt_writer(tmp_path: Path) -> None:
     """With guidance: each distinct prompt is encoded once, and so is the negative one."""
     with opened("tiny_prompts", tmp_path, num_steps=2, guidance_scale=4.0) as run:
-        renderer: Any = run.context.renderer
+        renderer: Any = run.context.renderer.loop
         encoded = rows_of_calls(renderer.parts.text.encoders[0])
         denoised = rows_of_calls(renderer.parts.transformer)
         decoded = rows_of_calls(renderer.parts.vae.decoder)
