@@ -249,7 +249,7 @@ def iterate(run: Run) -> Rollout:
     """One iteration, from the first sync to the record."""
     run.sync_engine()
     if run.judge is not None:
-        run.judge.take_metrics()  # drops the question whether anybody is there
+        run.judge.take_stats()  # drops the question whether anybody is there
     pending = roll_out(run, 0)
     learn_from(run, pending)
     return pending.rollout.finished()

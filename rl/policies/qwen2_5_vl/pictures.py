@@ -1,8 +1,5 @@
 """What the vision tower makes of pictures, made once a picture.
 
-What: `Picture`, `PictureFeatures`. What not: where features go in a row (`module.py`), pixels
-(`prompts.py`).
-
 A group shows its picture in every one of its rollout, reference and training forwards, and in the
 negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
 """

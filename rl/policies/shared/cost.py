@@ -1,8 +1,5 @@
 """Counting what a policy's module computes, at the places where it does.
 
-What: one call each for a packed row, a decoding step, the head and the vision tower, whose formula
-is here. What not: the formulas of language models (`rl/meter/flops.py`).
-
 A forward is counted when it runs, its backward when a gradient arrives: a forward kept from the
 rollout has its backward counted in the learner's phase, and one whose gradient nobody asks for
 never.

@@ -1,9 +1,5 @@
 """Log-probabilities and entropy of given tokens, without ever holding [B, T, V].
 
-What: `token_logprobs`, float32, at the sampling temperature, over the vocabulary minus the banned
-ids; `sliced_logprobs`, the same where each token is drawn from one slice of the vocabulary. What
-not: the backbone.
-
 Axes: `_N` completion tokens of a micro-batch, all rows together; `_V` vocabulary.
 """
 

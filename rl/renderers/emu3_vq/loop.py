@@ -1,8 +1,4 @@
-"""The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once.
-
-What: which codes share a batch, what a failure is, the pictures of samples. What not: the decoder
-(`codec.py`). Imports torch, so the plug imports this when it is made.
-"""
+"""The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What the Qwen-Image-Edit plugs share: template, checks, counts, and opening one.
 
-What: everything about these renderers that needs no torch. What not: their keys and sizes
-(`config.py`), pictures (`loop.py`).
+All that needs no torch, but keys and sizes (`config.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Stable Diffusion 3's three text encoders: a prompt in, what the transformer reads out.
 
-What: `PromptEncoder`: tokenising, encoding each distinct prompt once, counting what the tokenizers
-cut off. What not: pictures. Imports torch; called by `loop.py`.
-
 A prompt is encoded by itself, never among others: its states then depend on it alone, whatever was
 asked for before, so a resumed run renders the same bits.
 """
