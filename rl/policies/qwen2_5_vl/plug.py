@@ -8,8 +8,7 @@ Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,9 +158,13 @@ class Qwen25VL(TrainedPolicy[Config]):
         """The untrained weights', without a graph."""
         import torch
 
-        batch = self.collate(rows)
-        with torch.no_grad(), self._evaluating(), self.reference():
-            return batch, self.module(batch)
+        batch, was_training = self.collate(rows), self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.reference():
+                return batch, self.module(batch)
+        finally:
+            self.module.train(was_training)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[L', D] of the negative prompt beside each picture, under the base, which training never
@@ -182,15 +185,6 @@ class Qwen25VL(TrainedPolicy[Config]):
             found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
         self._negatives.update(found)
         return [found[self.prompts.picture_key(prompt)] for prompt in prompts_B]
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            yield
-        finally:
-            self.module.train(was_training)
 
     def _save_rest(self, path: Path) -> None:
         super()._save_rest(path)

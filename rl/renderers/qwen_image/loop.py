@@ -85,7 +85,12 @@ class QwenImageLoop:
         negative states: that is a policy that does not fit this renderer, not a bad sample.
         """
         return render_in_batches(
-            jobs, self._place, lambda _: self.config.batch_size, self._render_batch
+            jobs,
+            self._place,
+            size_of=lambda bucket: self.config.batch_size,
+            render=lambda batch, bucket: to_pictures(
+                self.render_tensor(batch, bucket), self._pixels
+            ),
         )
 
     def _place(self, job: RenderJob) -> Bucket | RenderFailure:
@@ -111,11 +116,6 @@ class QwenImageLoop:
             output=output_size(self.config, source.size),
             condition=fit_area(self.config.condition_area_px, source.size),
         )
-
-    def _render_batch(
-        self, jobs: Sequence[RenderJob], bucket: Bucket
-    ) -> list[Image.Image | RenderFailure]:
-        return to_pictures(self.render_tensor(jobs, bucket), self._pixels)
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:

@@ -18,7 +18,7 @@ from rl.config.schema import RunConfig
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.sd3.config import PATCH_PX, Config
-from rl.renderers.shared.checkpoint_folder import path_problems
+from rl.renderers.shared.checkpoint_folder import path_problems, side_problems
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -68,18 +68,11 @@ class SD3(Renderer[Config]):
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        problems = []
-        for key in ("height_px", "width_px"):
-            side = getattr(config, key)
-            if side % PATCH_PX:
-                near = round(side / PATCH_PX) * PATCH_PX
-                problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
         files = [f"{part}/config.json" for part in _parts(config)]
         files += [f"tokenizer{n}/tokenizer_config.json" for n in ("", "_2")]
         files += ["tokenizer_3/tokenizer_config.json"] if config.use_t5 else []
-        return problems + path_problems(
-            config.model_path, [*files, "scheduler/scheduler_config.json"]
-        )
+        files += ["scheduler/scheduler_config.json"]
+        return side_problems(config, PATCH_PX) + path_problems(config.model_path, files)
 
     @classmethod
     def parameter_counts(cls, config: Config) -> dict[str, float]:
