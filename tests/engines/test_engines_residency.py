@@ -13,7 +13,7 @@ from rl.run import set_up
 
 def has_room(monkeypatch, gpu_gb: float, *overrides: str, device: str = "cuda:1") -> bool:
     """On the second GPU of a machine whose first is too small for anything."""
-    monkeypatch.setattr(set_up.placement, "look_at_machine", lambda: Machine((8.0, gpu_gb), None))
+    monkeypatch.setattr(set_up.placement, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
     needed = ("BASE_EXP_DIR", "REWARD_FUNCTION_API_BASE", "RUN_NAME")
     env = {f"APP__{name}": "set" for name in needed}
     config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
