@@ -43,14 +43,14 @@ def _prompt_per_completion(run: Run, folder: Path) -> None:
 
 
 def _tower_per_look(run: Run, folder: Path) -> None:
-    """No two looks at a picture seem to be at the same one, and no features are kept."""
+    """No two looks at a picture seem to be at the same one."""
     features: Any = run.policy.module._features
     look, numbers = features.of, itertools.count()
 
     def of(pictures: Sequence[Any], vl_model: Any) -> Any:
         return look([replace(p, key=str(next(numbers)).encode()) for p in pictures], vl_model)
 
-    features._max_kept, features.of = 0, of
+    features.of = of
 
 
 def _source_per_picture(run: Run, folder: Path) -> None:

@@ -19,8 +19,7 @@ from benchmarks.gpu_models import TINY, make_group, make_policy, run_config, sav
 from rl.api.types import PackedGroup, TokenOutputs
 from rl.policies.shared import attention_kernels
 from rl.policies.shared.attention_kernels import Kernel
-from rl.policies.shared.packed_attention import attention
-from rl.policies.shared.packing import Packing
+from rl.policies.shared.packed_attention import Packing, attention
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
 """Relative, of attention: a bfloat16 kernel rounds its weights to 8 bits of mantissa. One key too

@@ -1,9 +1,8 @@
 """The slow inference engine: the trainer's own module, token by token. The oracle for the fast one.
 
-What: explicit sampling, one `torch.Generator` per completion, log-probs of the very distribution
-the token was drawn from, pictures written as tokens held to their grid. What not: speed, a copy of
-the weights (it reads the policy's, so there is nothing to sync), ZeRO-3 (its module holds no whole
-weights). Built by `build.py`; tests hold the vLLM engine against it.
+Explicit sampling, one `torch.Generator` per completion, log-probs of the very distribution the
+token was drawn from. What not: speed, a copy of the weights (it reads the policy's, so there is
+nothing to sync), ZeRO-3 (its module holds no whole weights).
 
 Axes: `_P` prompts, `_G` completions in a group, `_B` all rows, group by group, `_V` vocabulary.
 """

@@ -7,7 +7,7 @@ and rotary embeddings are left out: below a hundredth at real sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,8 +20,8 @@ STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
 
 
 @dataclass(frozen=True)
-class LanguageModel:
-    """The sizes that decide what a pass costs."""
+class ModelShape:
+    """The sizes of a decoder's layers."""
 
     num_layers: int
     width: int
@@ -29,30 +29,19 @@ class LanguageModel:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocabulary: int
-    lora_rank: int = 0
-    """0: trained in full."""
-    lora_targets: tuple[str, ...] = ()
-    """Names of the adapted matrices."""
-    recompute: Recompute = False
-    """What the backward does again instead of keeping it."""
 
-    @classmethod
-    def of(cls, config: Any, lora: Any = None, recompute: Recompute = False) -> LanguageModel:
-        """From transformers' text config and a policy's `lora` section (None: full fine-tuning)."""
-        return cls(
-            num_layers=config.num_hidden_layers,
-            width=config.hidden_size,
-            mlp_width=config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
-            vocabulary=config.vocab_size,
-            lora_rank=lora.r if lora else 0,
-            lora_targets=tuple(lora.target_modules) if lora else (),
-            recompute=recompute,
-        )
+    @staticmethod
+    def sizes(text: Mapping[str, Any]) -> dict[str, int]:
+        """These fields, out of transformers' text config."""
+        num_heads = text["num_attention_heads"]
+        return {
+            "num_layers": text["num_hidden_layers"],
+            "width": text["hidden_size"],
+            "mlp_width": text["intermediate_size"],
+            "num_heads": num_heads,
+            "num_kv_heads": text.get("num_key_value_heads", num_heads),
+            "head_dim": text.get("head_dim") or text["hidden_size"] // num_heads,
+        }
 
     def shape(self, matrix: str) -> tuple[int, int]:
         """(values in, values out) of one of `STAGES`' matrices."""
@@ -66,6 +55,35 @@ class LanguageModel:
             "up_proj": (self.width, self.mlp_width),
             "down_proj": (self.mlp_width, self.width),
         }[matrix]
+
+    @property
+    def num_cached(self) -> int:
+        """Values that the cache of keys and values holds per token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LanguageModel(ModelShape):
+    """What decides the cost of a pass."""
+
+    vocabulary: int
+    lora_rank: int = 0
+    """0: trained in full."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the adapted matrices."""
+    recompute: Recompute = False
+    """What the backward does again instead of keeping it."""
+
+    @classmethod
+    def of(cls, config: Any, lora: Any = None, recompute: Recompute = False) -> LanguageModel:
+        """From transformers' text config and a policy's `lora` section (None: full fine-tuning)."""
+        return cls(
+            **cls.sizes(config.to_dict()),
+            vocabulary=config.vocab_size,
+            lora_rank=lora.r if lora else 0,
+            lora_targets=tuple(lora.target_modules) if lora else (),
+            recompute=recompute,
+        )
 
     def forward_flops(self, num_tokens: int, num_pairs: int) -> float:
         """Of all layers, without the head."""
@@ -96,11 +114,6 @@ class LanguageModel:
         """Of the matrices that a token passes, head included, adapters and embedding not."""
         sides = (self.shape(name) for stage in STAGES for name in stage)
         return self.num_layers * sum(a * b for a, b in sides) + self.width * self.vocabulary
-
-    @property
-    def num_cached(self) -> int:
-        """Values that the cache of keys and values holds per token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def _layer_backward_flops(self, num_tokens: int, num_pairs: int, reached: bool) -> float:
         """`reached`: whether the layer's input asks for a gradient."""

@@ -15,7 +15,7 @@ from rl.build import Plug, Resolved
 from rl.files.weights import num_parameters
 from rl.preflight import memory_plan
 from rl.preflight.engine_memory import InferenceEngine
-from rl.preflight.memory_plan import FrozenModel, LanguageModel, Plan, Sizes
+from rl.preflight.memory_plan import FrozenModel, Plan, PolicyModel, Sizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
@@ -133,12 +133,12 @@ def _zero_stage(resolved: Resolved) -> int:
     return optimizer.zero_stage if optimizer.backend == "deepspeed" else 0
 
 
-def _policy_model(resolved: Resolved) -> LanguageModel | None:
+def _policy_model(resolved: Resolved) -> PolicyModel | None:
     places = resolved.policy.cls.reads_from(resolved.policy.config)
     return next((model for place in places if (model := _language_model(place))), None)
 
 
-def _engine(resolved: Resolved, model: LanguageModel, longest: int) -> InferenceEngine | None:
+def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEngine | None:
     policy, engine = resolved.policy, resolved.engine
     stated = engine.cls.memory(engine.config)
     if stated is None:
@@ -176,7 +176,7 @@ def _is_own(device: str, own: str) -> bool:
     return device in ("auto", "cuda:+0", "cuda:0" if own == "auto" else own)
 
 
-def _language_model(path: str) -> LanguageModel | None:
+def _language_model(path: str) -> PolicyModel | None:
     """Shape by hub id, or from a local folder's config.json and safetensors headers; None where
     these do not tell."""
     file = Path(path) / "config.json"
@@ -187,14 +187,8 @@ def _language_model(path: str) -> LanguageModel | None:
     params = num_parameters(path)
     if not params or not text.keys() >= SHAPE:
         return None
-    heads = text["num_attention_heads"]
-    return LanguageModel(
-        layers=text["num_hidden_layers"],
-        hidden=text["hidden_size"],
-        ffn=text["intermediate_size"],
-        heads=heads,
-        kv_heads=text.get("num_key_value_heads", heads),
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+    return PolicyModel(
+        **PolicyModel.sizes(text),
         params=params,
         tower_params=num_parameters(path, lambda name: "visual" in name.split(".")),
     )

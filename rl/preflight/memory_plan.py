@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from rl.meter.flops import STAGES, ModelShape, Recompute
 from rl.preflight.engine_memory import InferenceEngine
 
 CONTEXT_GB = 2.0
@@ -27,24 +28,14 @@ PHASES = ("generate", "render", "reference", "learn")
 TRAINER = ("render", "reference", "learn")
 """The policy's forwards begin with the first picture's."""
 
-Checkpointing = bool | Literal["mlp"]
-"""`optimizer.gradient_checkpointing`."""
-
-
-ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTABLE = tuple(name for stage in STAGES for name in stage)
 """The linear layers of a decoder's layer."""
 
 
 @dataclass(frozen=True)
-class LanguageModel:
+class PolicyModel(ModelShape):
     """Shape of a policy's language model."""
 
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     params: float
     """All of them, embeddings, head and vision tower included."""
     tower_params: float = 0.0
@@ -53,36 +44,27 @@ class LanguageModel:
     def lora_params(self, rank: int, modules: Sequence[str]) -> int:
         """Parameters of the adapters on these linear layers; names outside the language model's
         seven count nothing."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sides = {
-            "q_proj": self.hidden + q,
-            "k_proj": self.hidden + kv,
-            "v_proj": self.hidden + kv,
-            "o_proj": q + self.hidden,
-            "gate_proj": self.hidden + self.ffn,
-            "up_proj": self.hidden + self.ffn,
-            "down_proj": self.ffn + self.hidden,
-        }
-        return self.layers * rank * sum(sides.get(module, 0) for module in modules)
+        sides = (sum(self.shape(module)) for module in modules if module in ADAPTABLE)
+        return self.num_layers * rank * sum(sides)
 
     def kv_bytes(self, bytes_per_value: int) -> int:
         """Key-value cache of one token."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * bytes_per_value
+        return self.num_cached * bytes_per_value
 
     def kept_bytes(
-        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Checkpointing
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
     ) -> int:
         """Of one token, what a forward keeps for its backward, all layers.
 
         `adapted`: the linear layers that LoRA trains; None: full fine-tuning.
         """
         around, inside = self._layer_bytes(adapted, bytes_per_value)
-        state = self.hidden * bytes_per_value
+        state = self.width * bytes_per_value
         of_layer = {False: around + inside, "mlp": around + state, True: state}
-        return self.layers * of_layer[checkpointing]
+        return self.num_layers * of_layer[checkpointing]
 
     def working_bytes(
-        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Checkpointing
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
     ) -> int:
         """Of one token, a layer's backward: what is recomputed, and its MLP's gradients."""
         around, inside = self._layer_bytes(adapted, bytes_per_value)
@@ -91,7 +73,7 @@ class LanguageModel:
 
     def mlp_bytes(self, bytes_per_value: int) -> int:
         """Of one token, gate, up and product: what a layer holds at most while it runs."""
-        return 3 * self.ffn * bytes_per_value
+        return 3 * self.mlp_width * bytes_per_value
 
     def _layer_bytes(self, adapted: Sequence[str] | None, bytes_per_value: int) -> tuple[int, int]:
         """(around, inside the MLP): what a layer keeps of one token (measured, see the test).
@@ -100,21 +82,21 @@ class LanguageModel:
         and the activation; of trained layers their input, if it is none of these.
         """
         trains = ADAPTABLE if adapted is None else adapted
-        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        around = 2 * self.hidden + 2 * wide + 2 * narrow
-        around += self.hidden if {"q_proj", "k_proj", "v_proj"} & set(trains) else 0
-        inside = 3 * self.ffn
-        inside += self.hidden if {"gate_proj", "up_proj"} & set(trains) else 0
-        inside += self.ffn if "down_proj" in trains else 0
+        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        around = 2 * self.width + 2 * wide + 2 * narrow
+        around += self.width if {"q_proj", "k_proj", "v_proj"} & set(trains) else 0
+        inside = 3 * self.mlp_width
+        inside += self.width if {"gate_proj", "up_proj"} & set(trains) else 0
+        inside += self.mlp_width if "down_proj" in trains else 0
         return around * bytes_per_value, inside * bytes_per_value
 
 
-_QWEN_7B = LanguageModel(28, 3584, 18944, 28, 4, 128, 8.29e9, 0.68e9)
-_EMU3 = LanguageModel(32, 4096, 14336, 32, 8, 128, 8.49e9)
-KNOWN: Mapping[str, LanguageModel] = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": LanguageModel(36, 2048, 11008, 16, 2, 128, 3.75e9, 0.67e9),
+_QWEN_7B = PolicyModel(28, 3584, 18944, 28, 4, 128, 8.29e9, 0.68e9)
+_EMU3 = PolicyModel(32, 4096, 14336, 32, 8, 128, 8.49e9)
+KNOWN: Mapping[str, PolicyModel] = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": PolicyModel(36, 2048, 11008, 16, 2, 128, 3.75e9, 0.67e9),
     "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN_7B,
-    "Qwen/Qwen2.5-VL-72B-Instruct": LanguageModel(80, 8192, 29568, 64, 8, 128, 73.4e9, 0.70e9),
+    "Qwen/Qwen2.5-VL-72B-Instruct": PolicyModel(80, 8192, 29568, 64, 8, 128, 73.4e9, 0.70e9),
     "BAAI/Emu3-Gen": _EMU3,
     "BAAI/Emu3-Stage1": _EMU3,
     "mair-lab/sft-simple": _EMU3,
@@ -146,7 +128,7 @@ class FrozenModel:
 class Sizes:
     """What decides the memory of one rank."""
 
-    model: LanguageModel
+    model: PolicyModel
     bytes_per_weight: int
     """Of the policy: 4 float32, 2 bfloat16."""
     lora_rank: int | None
@@ -165,7 +147,7 @@ class Sizes:
     completion_tokens: int
     num_completions: int
     """Of one iteration on this rank."""
-    checkpointing: Checkpointing
+    checkpointing: Recompute
     engine: InferenceEngine | None
     """None: the engine samples from the policy itself."""
     reads_reference: bool

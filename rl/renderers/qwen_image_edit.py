@@ -1,7 +1,4 @@
-"""Renderer plug: Qwen-Image-Edit, conditioned on the policy's hidden states.
-
-What: its template. What not: all else, which it shares with Edit-Plus (`qwen_image/`).
-"""
+"""Renderer plug: Qwen-Image-Edit, conditioned on the policy's hidden states."""
 
 from __future__ import annotations
 

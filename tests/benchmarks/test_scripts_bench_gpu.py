@@ -17,8 +17,7 @@ from rl.policies.qwen2_5_vl.config import Config
 from rl.policies.qwen2_5_vl.loading import load_image_processor, load_tokenizer
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
 from rl.policies.shared import attention_kernels
-from rl.policies.shared.attention_kernels import Kernel
-from rl.policies.shared.runs import Runs
+from rl.policies.shared.attention_kernels import Kernel, Runs
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
 

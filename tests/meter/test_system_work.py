@@ -12,12 +12,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 
+from rl.api.policy import LoraSection
 from rl.meter import flop_meter
 from rl.meter.flop_count import FlopCount
 from rl.meter.flop_meter import Ceilings, Work
 from rl.meter.flops import LanguageModel, prefix_tree_pairs, sampling_work
 from rl.policies.shared.cost import count_pictures
-from rl.policies.shared.lora import LoraSection
 from rl.policies.shared.recomputing import recompute
 
 EVERY_MATRIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

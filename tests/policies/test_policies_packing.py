@@ -11,7 +11,7 @@ from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.policies.shared import attention_kernels as kernels
 from rl.policies.shared import packing as packing
-from rl.policies.shared.packed_attention import attention
+from rl.policies.shared.packed_attention import Packing, attention
 
 GROUPS = (PackedGroup(0, 5, (3, 1, 0, 4)), PackedGroup(13, 2, (0,)), PackedGroup(15, 3, (6, 2)))
 """Ragged, one token, nothing; a prompt alone; another prompt length."""
@@ -56,7 +56,7 @@ def test_first_tokens_are_predicted_by_their_prompts_end():
 
 
 def test_runs_cover_the_row_and_completions_look_at_their_prompt():
-    plan = packing.Packing(GROUPS, kernels.CPU)
+    plan = Packing(GROUPS, kernels.CPU)
     assert plan.own.query_lens == plan.own.key_lens == (5, 3, 1, 0, 4, 2, 0, 3, 6, 2)
     assert (plan.across.query_lens, plan.across.key_lens) == ((8, 0, 8), (5, 2, 3))
     assert plan.prompt_slices == [slice(0, 5), slice(13, 15), slice(15, 18)]
@@ -150,7 +150,7 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(kernel, monkeyp
     monkeypatch.setattr(varlen, "_varlen_attn", slow_varlen)
     monkeypatch.setattr(varlen, "_varlen_attn_backward", slow_varlen_backward)
     tensors = inputs()
-    ours, _ = attention(None, *tensors, None, packing=packing.Packing(GROUPS, kernel))
+    ours, _ = attention(None, *tensors, None, packing=Packing(GROUPS, kernel))
     expected = dense(*tensors)
     assert (ours - expected).abs().max() < PRODUCT
     weights = torch.randn(ours.shape)
@@ -192,7 +192,7 @@ def test_only_pairs_that_see_each_other_are_computed_and_no_key_is_copied():
         FlopCounterMode(display=False, custom_mapping={operator: count}),
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t), lambda t: t),
     ):
-        attention(None, *tensors, None, packing=packing.Packing(GROUPS, kernels.CPU))
+        attention(None, *tensors, None, packing=Packing(GROUPS, kernels.CPU))
     assert sum(pairs) == NUM_HEADS * int(visible().sum())
     numbers = NUM_TOKENS * (2 * NUM_HEADS * WIDTH + 2 * NUM_KEY_HEADS * WIDTH + NUM_HEADS)
     assert sum(tensor.numel() for tensor in kept) == numbers

@@ -16,8 +16,8 @@ from tiny_act import act, act_group
 from tiny_policy import make_qwen, move, trainable
 from tiny_rounding import NATS
 
+from rl.api.policy import LoraSection
 from rl.api.types import HiddenStates
-from rl.policies.shared.lora import LoraSection
 
 WORDS_G = ["make the square green", "blue", "turn it to the sky and add a circle"]
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl.api.policy import PolicySetup
+from rl.meter.flops import Recompute
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.preflight.engine_memory import InferenceEngine
 from rl.preflight.memory_plan import (
@@ -23,17 +24,16 @@ from rl.preflight.memory_plan import (
     KNOWN,
     LOGITS_GB,
     PHASES,
-    Checkpointing,
     FrozenModel,
-    LanguageModel,
     Plan,
+    PolicyModel,
     Sizes,
     plan,
     residency,
     residency_line,
 )
 
-MODEL = LanguageModel(layers=2, hidden=10, ffn=40, heads=5, kv_heads=1, head_dim=2, params=3e9)
+MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
 ENGINE = InferenceEngine(
     share=0.5,
@@ -149,7 +149,7 @@ def one_layer_less(policy: Any) -> Iterator[None]:
     ],
 )
 def test_what_a_real_forward_keeps(
-    folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Checkpointing
+    folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
 ) -> None:
     """A policy's own packed forward, its graph alive: the plan counts what is there."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
@@ -178,7 +178,7 @@ def test_what_a_real_forward_keeps(
     whole = kept()
     with one_layer_less(policy):
         per_token = (whole - kept()) / len(batch.input_ids)
-    tiny = LanguageModel(layers=1, hidden=64, ffn=128, heads=2, kv_heads=1, head_dim=32, params=0)
+    tiny = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
     # Left out of the plan: log-sum-exps, a norm's root, an adapter's inner values.
     num_bytes = getattr(torch, dtype).itemsize
     assert per_token == pytest.approx(tiny.kept_bytes(adapted, num_bytes, checkpointing), rel=0.05)

@@ -266,8 +266,9 @@ def test_illustrate_draws_what_exists_as_codes_alone(
     assert again[0].source is out[0].source
 
 
-def test_kept_pictures_are_bounded(renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_pictures_are_bounded(codec: Emu3Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.renderers.emu3_vq.loop.NUM_KEPT_PICTURES", 2)
+    renderer = Emu3VqLoop(codec, batch_size=4)
     sizes = count_decodes(renderer, monkeypatch)
     samples = [Sample(id=str(i), instruction="", source_codes=make_codes(i)) for i in range(3)]
     assert all(s.source is not None for s in illustrated(renderer, samples))

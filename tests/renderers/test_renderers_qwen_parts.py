@@ -90,11 +90,12 @@ def test_the_table_holds_what_each_block_would_compute(stock: StockParts) -> Non
 
 
 def test_a_schedule_is_run_through_the_modulation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modulation, "NUM_KEPT_SCHEDULES", 2)
     tables = ModulationTables(tiny_editor.make_stock().transformer)
     first = tables.of_schedule(TIMESTEPS)
     other = tables.of_schedule(TIMESTEPS[:2])
     assert tables.of_schedule(TIMESTEPS.clone()) is first
-    monkeypatch.setattr(modulation, "NUM_KEPT_SCHEDULES", 1)
+    tables.of_schedule(TIMESTEPS[:1])
     assert tables.of_schedule(TIMESTEPS) is first, "the last one that was asked for stays"
     assert tables.of_schedule(TIMESTEPS[:2]) is not other
 

@@ -1,10 +1,8 @@
 """The fast inference engine: vLLM in the trainer's process, on the trainer's device.
 
-What: one engine per rank, started once, which stays on its device or sleeps while others use it;
-adapters by tensor, full weights by iterator; per-request seeds and the engine's own (processed)
-log-probs; pictures written as tokens held to their grid (`grammar.py`). What not: tensor
-parallelism (each rank samples its own prompts), a server. Built by `build.py`, after the process
-group (an engine that finds none makes its own) and on every rank.
+Log-probs are the engine's own, of the processed distribution. What not: tensor parallelism (each
+rank samples its own prompts), a server. Made on every rank after the process group: an engine that
+finds none makes its own.
 
 A group is one request with n = G. As G requests that share their prompt through the prefix cache it
 took 3 to 5 % less CPU time without, 128 and 512 more prompt tokens (12 groups of 8; the machine's

@@ -1,8 +1,7 @@
 """One prompt as vLLM's engine takes it, one of its outputs as the loop takes it.
 
-What: `engine_input`, ids and pictures as the policy has them already, so that nothing is tokenised,
-preprocessed or encoded twice and the two sides cannot read a picture differently; `completion`.
-What not: how requests are drawn and run (`plug.py`, which calls this).
+Ids and pictures come as the policy has them already: nothing is tokenised, preprocessed or encoded
+twice, and the two sides cannot read a picture differently.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Starting vLLM inside somebody else's process: what has to be told, and what must not be touched.
-
-What: the model's class, the shell that holds pictures to their grids, the globals that vLLM would
-keep for itself, and its noise at the end. What not: the engine's arguments and its life
-(`plug.py`, which calls this).
-"""
+"""Starting vLLM inside somebody else's process: what it is told, and what it must not touch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Weights into a running vLLM, and back out of it. Runs inside the engine's worker.
 
-What: put a LoRA into the worker's slots from tensors, and compare what the slots really hold with
-what they ought to hold. What not: files (nothing is written), merging (an adapter stays an adapter;
-the base is never touched). Called by `plug.py` through `collective_rpc`.
+Nothing is written to files or merged into the base. Called by `plug.py` through `collective_rpc`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Weights and tokenizer of an Emu3, from folders or hub ids, never by running their code.
 
-What: reading both forms in which Emu3 is published (transformers' own, and
-BAAI's with a custom `model_type` and a tiktoken vocabulary), and the one folder an outside engine
-needs. What not: prompts, the forward.
-
-BAAI's repositories ask for `trust_remote_code`; it is never needed here. Their weights have
-transformers' names, and their tokenizer is byte-level BPE behind Qwen's split pattern.
+Both forms in which Emu3 is published are read: transformers' own, and BAAI's with a custom
+`model_type` and a tiktoken vocabulary. BAAI's ask for `trust_remote_code`, which is never needed
+here: their weights have transformers' names, and their tokenizer is byte-level BPE behind Qwen's
+split pattern.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.files.progress_bars import only_download_bars
-from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
-from rl.policies.shared.lora import add_adapter
+from rl.policies.shared import loading as shared
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
 
@@ -36,8 +33,6 @@ TEXT_SPECIALS = (
     *(f"<|extra_{i}|>" for i in range(205)),
 )
 """Special tokens between the byte pairs and the lines of the vision tokens' file, by id."""
-LAYERS_ONLY = r".*\.layers\..*\.({names})"
-"""The head is projected slice by slice, which an adapter on it could not be."""
 TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
 TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
 """`model_type` of transformers' and of BAAI's configs."""
@@ -73,7 +68,7 @@ def load_tokenizer(config: Config) -> Any:
 
     path = config.tokenizer_path or config.model_path
     revision = None if config.tokenizer_path else config.revision
-    folder = local_folder(path, revision, TEXT_FILES)
+    folder = shared.local_folder(path, revision, shared.TEXT_FILES)
     if (folder / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     if (folder / TIKTOKEN_FILE).is_file() and (folder / VISION_FILE).is_file():
@@ -153,7 +148,7 @@ def load_model(config: Config) -> Any:
 
     from rl.policies.shared.packed_attention import register
 
-    folder = _model_folder(config)
+    folder = model_folder(config)
     with only_download_bars():
         model, report = Emu3ForCausalLM.from_pretrained(
             folder,
@@ -172,25 +167,13 @@ def load_model(config: Config) -> Any:
     return model
 
 
-def _model_folder(config: Config) -> Path:
-    return local_folder(config.model_path, config.revision, [*TEXT_FILES, "*.safetensors"])
+def model_folder(config: Config) -> Path:
+    """Of weights and texts, fetched where need be."""
+    patterns = [*shared.TEXT_FILES, "*.safetensors"]
+    return shared.local_folder(config.model_path, config.revision, patterns)
 
 
 def adapt(model: Any, config: Config) -> Any:
-    """The model with a trainable LoRA, or itself with everything to be trained."""
-    if config.lora is None:
-        model.requires_grad_(True)
-        return model
-    targets = LAYERS_ONLY.format(names="|".join(config.lora.target_modules))
-    return add_adapter(model, config.lora, config.adapter_path, targets)
-
-
-def engine_folder(config: Config, tokenizer: Any, overlay: Path) -> str:
-    """A folder that an engine loads without anyone's code: links to the weights, beside
-    transformers' own config and tokenizer files. Filled once; the caller owns `overlay`."""
-    if not (overlay / "config.json").exists():
-        folder = _model_folder(config)
-        read_model_config(folder).to_json_file(overlay / "config.json")
-        tokenizer.save_pretrained(overlay)
-        link_files(folder, overlay, skip=(".py", ".bin", "token"))
-    return str(overlay)
+    """See `shared/loading.py`. The head is projected slice by slice, which an adapter on it could
+    not be."""
+    return shared.adapt(model, config.lora, config.adapter_path, within=r".*\.layers\..*")

@@ -1,8 +1,6 @@
 """Emu3 as a policy: reads a picture as tokens and an instruction, writes words and a picture.
 
-What: prompts out of codes, log-probs over the vocabulary's language and visual slices, what a
-completion means, and what leaves for the engine and for disk. What not: sampling (engines), the
-update (learner), pictures out of codes (renderer).
+What not: sampling (engines), the update (learner), pictures out of codes (renderer).
 
 transformers' `Emu3ForCausalLM` holds the weights of BAAI/Emu3-Gen, BAAI/Emu3-Stage1 and models
 tuned from them; the code in those repositories is never run.
@@ -13,6 +11,7 @@ Axes: `_G` completions in a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.api.policy import PolicySetup
@@ -28,11 +27,11 @@ from rl.api.types import (
     UnusableSampleError,
 )
 from rl.config.schema import RunConfig, missing_model
-from rl.meter.flops import LanguageModel
+from rl.policies.emu3 import loading
 from rl.policies.emu3.config import Config
 from rl.policies.emu3.prompts import Emu3Prompts
+from rl.policies.shared.loading import link_files
 from rl.policies.shared.policy import TrainedPolicy
-from rl.policies.shared.training_cycle import schedule_problems
 
 if TYPE_CHECKING:
     from rl.policies.emu3.module import Emu3Module
@@ -43,6 +42,8 @@ class Emu3(TrainedPolicy[Config]):
 
     emits = frozenset({"image_tokens"})
     needs = frozenset({"source_codes"})
+    loading = loading
+    embedding = "model.embed_tokens.weight"
 
     prompts: Emu3Prompts
     module: Emu3Module
@@ -50,9 +51,7 @@ class Emu3(TrainedPolicy[Config]):
     def __init__(self, config: Config, setup: PolicySetup) -> None:
         """A renderer's template and negative prompt are for those with a text encoder: Emu3 has one
         form of prompt."""
-        from rl.policies.emu3 import loading
         from rl.policies.emu3.module import Emu3Module, SlicedHead
-        from rl.policies.shared.trained_weights import TrainedWeights
 
         super().__init__(config, setup)
         self.prompts = Emu3Prompts(
@@ -63,32 +62,13 @@ class Emu3(TrainedPolicy[Config]):
         )
         picture = self.prompts.vocabulary.picture
         self.image_vocabulary = picture if config.constrained else None
+        self.stop_token_ids = (picture.end_of_sequence,)
         model = loading.load_model(config)
         self.state_dim = model.config.hidden_size
-        self.stop_token_ids = (picture.end_of_sequence,)
         self.banned_token_ids = self._unused_ids(model.config.vocab_size, picture)
         model.lm_head = SlicedHead(model.lm_head.weight)
-        tied = model.config.tie_word_embeddings
-        model = self._on_device(loading.adapt(model, config))
-        bounds = (0, picture.visual_start, picture.visual_end) if config.constrained else None
-        adapted = config.lora is not None
-        self.module = Emu3Module(
-            model,
-            adapted,
-            setup.temperature,
-            self.banned_token_ids,
-            bounds,
-            self._kernel(),
-            LanguageModel.of(model.config, config.lora, setup.gradient_checkpointing),
-        )
-        self._weights = TrainedWeights(
-            self.module,
-            adapted,
-            config.dtype,
-            loading.base(config),
-            load_base=lambda: loading.load_model(config),
-            tied_embedding="model.embed_tokens.weight" if tied else None,
-        )
+        bounds = (0, picture.visual_start, picture.visual_end) if config.constrained else ()
+        self.module = Emu3Module(self._ready(model), self, bounds)
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
@@ -97,7 +77,7 @@ class Emu3(TrainedPolicy[Config]):
         if config.tokenizer_path:
             found += missing_model("tokenizer_path", config.tokenizer_path)
         found += super().problems(config, run)
-        found += schedule_problems(config)
+        found += config.schedule_problems()
         if "<|image token|>" in config.assistant_prefill:
             found.append(
                 "assistant_prefill: holds '<|image token|>', after which rows begin and no "
@@ -118,11 +98,15 @@ class Emu3(TrainedPolicy[Config]):
         return () if self.config.constrained else tuple(range(picture.visual_end, vocab_size))
 
     def engine_folder(self) -> str:
-        """Folder from which an outside engine loads these base weights and this tokenizer; lives
-        as long as the policy."""
-        from rl.policies.emu3.loading import engine_folder
-
-        return engine_folder(self.config, self.prompts.tokenizer, self._overlay_folder())
+        """Links to the weights, beside transformers' own config and tokenizer files: an engine
+        loads them without anyone's code."""
+        overlay = Path(self._overlay.name)
+        if not (overlay / "config.json").exists():
+            folder = loading.model_folder(self.config)
+            loading.read_model_config(folder).to_json_file(overlay / "config.json")
+            self.prompts.tokenizer.save_pretrained(overlay)
+            link_files(folder, overlay, skip=(".py", ".bin", "token"))
+        return str(overlay)
 
     def build_prompt(self, sample: Sample) -> Prompt:
         """See `Emu3Prompts.prompt`. Raises UnusableSampleError, too, when no completion could hold

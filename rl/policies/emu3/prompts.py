@@ -1,9 +1,5 @@
 """The reading and spelling half of an Emu3 policy; no weights.
 
-What: samples to prompts (ids straight from codes), codes and words to the completions they would
-be, completions to codes and words, rows to packed micro-batches. What not: the model. Called by
-`plug.py` and by what trains a tiny Emu3 on pictures.
-
 A prompt is the beginning token, the source picture, the instruction and the assistant's prefill.
 """
 

@@ -1,8 +1,7 @@
 """Pictures as Emu3 spells them: codes to token ids and back.
 
-What: which ids the vocabulary gives a picture's parts, the ids of a picture, and the codes of what
-a completion holds, or why it holds none. What not: words (`prompts.py`), which id may come next
-while sampling (`algorithm/image_grammar.py`).
+What not: words (`prompts.py`), which id may come next while sampling
+(`algorithm/image_grammar.py`).
 
 A picture of h x w codes is: image start, 'h*w', image token, h rows of w visual tokens each closed
 by end-of-row, end-of-frame, image end; 32 x 32 codes are 1,065 tokens.

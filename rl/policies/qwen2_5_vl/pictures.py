@@ -1,20 +1,17 @@
 """What the vision tower makes of pictures, made once a picture.
 
-What: `Picture`, `PictureFeatures`. What not: where features go in a row (`module.py`), pixels
-(`prompts.py`).
-
 A group shows its picture in every one of its rollout, reference and training forwards, and in the
 negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 
 from rl.policies.shared.cost import count_pictures
 
@@ -38,8 +35,7 @@ class PictureFeatures:
         """`trained`: whether anything in the tower is. Asked here once: under the reference an
         adapter's parameters look frozen."""
         self._trained = trained
-        self._max_kept = max_kept
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(max_kept)
 
     def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
         """Each picture's [N_img, D] features. None: no picture, and none of a blank either.
@@ -69,16 +65,9 @@ class PictureFeatures:
                     [found[picture.key]] = _encode([picture], vl_model, trained=False)
                 else:
                     _encode([_blank(visual)], vl_model, trained=False)
-            self._keep(found)
+            self._kept.update(found)
         features = [found[picture.key] for picture in pictures] + blank
         return features or None
-
-    def _keep(self, found: dict[bytes, torch.Tensor]) -> None:
-        for key, features in found.items():
-            self._kept[key] = features
-            self._kept.move_to_end(key)
-        while len(self._kept) > self._max_kept:
-            self._kept.popitem(last=False)
 
 
 def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[torch.Tensor]:

@@ -1,19 +1,18 @@
 """Qwen2.5-VL as a policy: reads a picture and an instruction, writes words.
 
-What: prompts under the renderer's own template, log-probs and conditioning states from one forward,
-what a completion means, and what leaves for the engine and for disk. What not: sampling (engines),
-the update (learner), rendering.
+Its conditioning states come from the forward that gives the log-probs. What not: sampling
+(engines), the update (learner), rendering.
 
 Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
 
 from rl.api.policy import PolicySetup
 from rl.api.types import (
@@ -27,10 +26,11 @@ from rl.api.types import (
     TokenOutputs,
 )
 from rl.config.schema import RunConfig, missing_model
-from rl.meter.flops import LanguageModel
+from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl.config import Config
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
 from rl.policies.shared import prompting
+from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
 from rl.policies.shared.policy import TrainedPolicy
 
@@ -44,14 +44,14 @@ class Qwen25VL(TrainedPolicy[Config]):
     """Description states for a diffusion transformer, or the words themselves."""
 
     emits = frozenset({"hidden_states", "text"})
+    loading = loading
+    embedding = "model.language_model.embed_tokens.weight"
 
     prompts: QwenPrompts
     module: QwenModule
 
     def __init__(self, config: Config, setup: PolicySetup) -> None:
-        from rl.policies.qwen2_5_vl import loading
         from rl.policies.qwen2_5_vl.module import QwenModule
-        from rl.policies.shared.trained_weights import TrainedWeights
 
         super().__init__(config, setup)
         template = setup.template or prompting.chat_template(config.system_prompt)
@@ -65,32 +65,13 @@ class Qwen25VL(TrainedPolicy[Config]):
         self.image_pixel_bounds = self.prompts.picture_bounds
         self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
         self.reads_states = setup.kind == "hidden_states" and config.conditioning == "policy"
-        model = self._on_device(loading.adapt(loading.load_model(config), config))
-        adapted = config.lora is not None
-        model_config = (model.get_base_model() if adapted else model).config
-        text_config = model_config.text_config
+        model = loading.load_model(config)
+        text_config = model.config.text_config
         self.state_dim = text_config.hidden_size
         roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
-        self.module = QwenModule(
-            model,
-            adapted,
-            setup.temperature,
-            self.banned_token_ids,
-            self._kernel(),
-            config.max_kept_pictures,
-            LanguageModel.of(text_config, config.lora, setup.gradient_checkpointing),
-        )
-        self._negatives: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        tied = model_config.tie_word_embeddings
-        self._weights = TrainedWeights(
-            self.module,
-            adapted,
-            config.dtype,
-            loading.base(config),
-            load_base=lambda: loading.load_model(config),
-            tied_embedding="model.language_model.embed_tokens.weight" if tied else None,
-        )
+        self.module = QwenModule(self._ready(model), self, config.max_kept_pictures)
+        self._negatives: LRUCache[bytes, torch.Tensor] = LRUCache(config.max_kept_pictures)
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
@@ -120,11 +101,17 @@ class Qwen25VL(TrainedPolicy[Config]):
         return [next(features) if prompt.images else None for prompt in prompts_P]
 
     def engine_folder(self) -> str:
-        """Folder or hub id from which an outside engine loads these base weights, this tokenizer
-        and this image processor; lives as long as the policy."""
-        from rl.policies.qwen2_5_vl.loading import engine_folder
-
-        return engine_folder(self.config, self._overlay_folder())
+        """The model path itself or, when the weights come from an editor, a folder of links that
+        joins those weights to the policy's tokenizer and processor files."""
+        path, revision = self.config.model_path, self.config.revision
+        editor, subfolder = self.config.init_text_encoder_from, self.config.text_encoder_subfolder
+        if not editor:
+            return path if revision is None else str(local_folder(path, revision))
+        overlay = Path(self._overlay.name)
+        link_files(local_folder(editor, None, [f"{subfolder}/*"]) / subfolder, overlay)
+        texts = local_folder(path, revision, TEXT_FILES)
+        link_files(texts, overlay, skip=("safetensors", ".bin"))
+        return str(overlay)
 
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
         """See `QwenPrompts.collate`; on the policy's device."""
@@ -171,9 +158,13 @@ class Qwen25VL(TrainedPolicy[Config]):
         """The untrained weights', without a graph."""
         import torch
 
-        batch = self.collate(rows)
-        with torch.no_grad(), self._evaluating(), self.reference():
-            return batch, self.module(batch)
+        batch, was_training = self.collate(rows), self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.reference():
+                return batch, self.module(batch)
+        finally:
+            self.module.train(was_training)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[L', D] of the negative prompt beside each picture, under the base, which training never
@@ -186,27 +177,14 @@ class Qwen25VL(TrainedPolicy[Config]):
         shown = {self.prompts.picture_key(prompt): prompt for prompt in prompts_B}
         found = {key: self._negatives[key] for key in shown if key in self._negatives}
         missing = [key for key in shown if key not in found]
-        if self._weights.sharded:
+        if self._sharded:
             missing = missing or list(shown)[:1]
-        for keys in [missing] if self._weights.sharded else [[key] for key in missing]:
+        for keys in [missing] if self._sharded else [[key] for key in missing]:
             rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
             batch, outputs = self._base_forward(rows)
             found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
-        for key, states in found.items():
-            self._negatives[key] = states
-            self._negatives.move_to_end(key)
-        while len(self._negatives) > self.config.max_kept_pictures:
-            self._negatives.popitem(last=False)
+        self._negatives.update(found)
         return [found[self.prompts.picture_key(prompt)] for prompt in prompts_B]
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            yield
-        finally:
-            self.module.train(was_training)
 
     def _save_rest(self, path: Path) -> None:
         super()._save_rest(path)

@@ -1,8 +1,4 @@
-"""The reading and spelling half of a Qwen2.5-VL policy; no weights.
-
-What: samples to prompts (template, resize, image processor, ids), rows to packed micro-batches, ids
-to text and back. What not: the model.
-"""
+"""The reading and spelling half of a Qwen2.5-VL policy; no weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What leaves the policy: weights for the engine, folders for the world.
 
-What: names as PEFT and transformers spell them, a fingerprint, and safetensors files written
-without any collective call (under a process group transformers' own save writes on global rank 0
-only). What not: gathering shards (the learner brings whole tensors).
+Files are written without any collective call: under a process group transformers' own save writes
+on global rank 0 only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over runs, with the log-sum-exp that lets results over several sets of keys be joined.
 
-What: three kernels of one form, and the choice among them. What not: which runs there are
-(`packing.py`), joining (`packed_attention.py`).
+What: three kernels of one form, and the choice among them. What not: which runs there are, joining
+(`packed_attention.py`).
 
 A kernel is two functions. `forward` gives the attention over the keys it is shown; `backward`
 gives their share of the gradients, where `out` and `lse` are those over ALL keys: with
@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
-
-from rl.policies.shared.runs import Runs
 
 Name = Literal["auto", "sdpa", "varlen"]
 Tensors = tuple[torch.Tensor, ...]
@@ -29,6 +27,21 @@ Attended = tuple[torch.Tensor, torch.Tensor]
 HALF = (torch.bfloat16, torch.float16)
 FLASH_CAPABILITY = (8, 0)
 """CUDA compute capability from which the flash kernels run (Ampere)."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Attention in pieces: run i of the queries sees run i of the keys and nothing else."""
+
+    query_lens: tuple[int, ...]
+    """Together they cover the queries."""
+    key_lens: tuple[int, ...]
+    causal: bool
+    """Within a run, query n sees keys up to n; else all of them. Causal runs are square."""
+
+    @cached_property
+    def num_queries(self) -> int:
+        return sum(self.query_lens)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """Counting what a policy's module computes, at the places where it does.
 
-What: one call each for a packed row, a decoding step, the head and the vision tower, whose formula
-is here. What not: the formulas of language models (`rl/meter/flops.py`).
-
 A forward is counted when it runs, its backward when a gradient arrives: a forward kept from the
 rollout has its backward counted in the learner's phase, and one whose gradient nobody asks for
 never.
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from rl.api.types import PackedGroup
-    from rl.policies.shared.head import Head
 
 
 def count_row(sizes: LanguageModel, groups: Iterable[PackedGroup], hidden: torch.Tensor) -> None:
@@ -44,10 +40,9 @@ def count_step(sizes: LanguageModel, hidden: torch.Tensor, num_keys: int) -> Non
     flop_meter.add(Work(flops, num_values * hidden.element_size()))
 
 
-def count_head(logits: torch.Tensor, hidden: torch.Tensor, head: Head) -> None:
+def count_head(logits: torch.Tensor, hidden: torch.Tensor, trained: bool) -> None:
     """`logits` [N, ids] of `hidden` [N, D]; a trained head takes a gradient of its own."""
     flops = 2.0 * hidden.shape[-1] * logits.numel()
-    trained = any(parameter.requires_grad for parameter in head.parameters())
     flop_meter.add_passes(logits, Work(flops), Work(flops * (2 if trained else 1)))
 
 

@@ -1,8 +1,5 @@
 """A policy's own module, token by token with a key-value cache: the base of the slow engine.
 
-What: `PackedDecoder`, an `rl.api.policy.Decoder`: several prompts, several rows each. What not:
-sampling.
-
 Axes: `_P` prompts, `_B` rows: each prompt's side by side, in the prompts' order; `_T` keys of the
 cache, `_D` width of the states.
 """
@@ -20,9 +17,9 @@ from rl.policies.shared.cost import count_step
 
 
 class PackedDecoder:
-    """The prompts are read once, packed; their keys and values are then shared out to right-padded
-    rows, where padding is masked out of every later step, so that a row is decoded as it would be
-    alone, but for float rounding."""
+    """An `rl.api.policy.Decoder`. The prompts are read once, packed; their keys and values are then
+    shared out to right-padded rows, where padding is masked out of every later step, so that a row
+    is decoded as it would be alone, but for float rounding."""
 
     def __init__(self, module: Any, batch: TokenBatch, num_rows: int) -> None:
         """`module`: the policy's; `batch`: P prompts without completion, `num_rows` rows of each to

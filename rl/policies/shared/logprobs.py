@@ -1,24 +1,15 @@
 """Log-probabilities and entropy of given tokens, without ever holding [B, T, V].
 
-What: `token_logprobs`, float32, at the sampling temperature, over the vocabulary minus the banned
-ids; `sliced_logprobs`, the same where each token is drawn from one slice of the vocabulary;
-`completion_outputs`, from a micro-batch's states to its log-probs. What not: the backbone. Called
-by the policies' modules.
-
-Axes: `_N` completion tokens of a micro-batch, all rows together; `_V` vocabulary; `_B` rows, `_C`
-completion tokens, `_S` tokens of the packed row.
+Axes: `_N` completion tokens of a micro-batch, all rows together; `_V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rl.api.types import TokenBatch, TokenOutputs
 from rl.policies.shared.cost import count_head
-from rl.policies.shared.head import Head
-from rl.policies.shared.packing import completion_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -27,30 +18,16 @@ LOGITS_PER_CHUNK = 2**26
 """Tokens are projected in chunks of about this many logits: 256 MiB in float32."""
 
 
-def completion_outputs(
-    hidden_SD: torch.Tensor,
-    batch: TokenBatch,
-    forced_BC: torch.Tensor | None,
-    logprobs_of: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> TokenOutputs:
-    """Log-probs and entropy of every completion token; 0 where padded and where `forced_BC`.
+class Head(Protocol):
+    """A vocabulary projection; a module's call, so that sharded training can gather its weight."""
 
-    `logprobs_of(hidden_ND, token_ids_N)`: both, of tokens given the states that predict them.
-    """
-    import torch
+    out_features: int
 
-    lens_B = [length for group in batch.groups for length in group.completion_lens]
-    tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)
-    if forced_BC is not None:
-        tokens_4N = tokens_4N[:, ~forced_BC[tokens_4N[0], tokens_4N[1]]]
-    rows_N, columns_N, positions_N, predictors_N = tokens_4N
-    logprobs_N, entropy_N = logprobs_of(hidden_SD[predictors_N], batch.input_ids[positions_N])
-    zeros_BC = torch.zeros(len(lens_B), max(lens_B), device=hidden_SD.device)
-    return TokenOutputs(
-        logprobs=zeros_BC.index_put((rows_N, columns_N), logprobs_N),
-        entropy=zeros_BC.index_put((rows_N, columns_N), entropy_N),
-        hidden=hidden_SD,
-    )
+    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """[N, D] -> [N, out_features] logits."""
+        ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
 def token_logprobs(
@@ -82,7 +59,7 @@ def token_logprobs(
 
     def project(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         projected = head(hidden)
-        count_head(projected, hidden, head)
+        count_head(projected, hidden, any(weight.requires_grad for weight in head.parameters()))
         logits = projected.float() / temperature
         logits = logits.index_fill(-1, banned_ids, float("-inf"))
         logprobs = logits.log_softmax(-1)

@@ -1,9 +1,9 @@
 """Attention of packed rows, as transformers calls it: a group's prompt is read once, not G times.
 
-What: the attention function that the policies' models are loaded with. What not: the kernels
-(`attention_kernels.py`), what attends to what (`packing.py`). Called by transformers' layers, to
-which the `Packing` travels as an argument of the forward; without one (token by token, with a
-key-value cache) it is plain attention.
+What: `Packing`, the runs that attention is cut into, and the attention function that the policies'
+models are loaded with. What not: the kernels (`attention_kernels.py`). Called by transformers'
+layers, to which the `Packing` travels as an argument of the forward; without one (token by token,
+with a key-value cache) it is plain attention.
 
 Own runs and prompts are attended to apart, and joined by their log-sum-exps: no key is ever
 copied per completion, no padding is computed, and nothing of size [S, S] exists. For the backward
@@ -15,15 +15,55 @@ Axes: as in `attention_kernels.py`; `_S` tokens of the row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from rl.policies.shared.packing import Packing
+from rl.api.types import PackedGroup
+from rl.policies.shared.attention_kernels import Kernel, Runs
 
 NAME = "packed_groups"
 """Under which transformers knows it."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one packed row attends; made once a forward, read by every layer."""
+
+    groups: tuple[PackedGroup, ...]
+    kernel: Kernel
+
+    @cached_property
+    def own(self) -> Runs:
+        """Every token of the row, within its own prompt or completion."""
+        lens = [(group.prompt_len, *group.completion_lens) for group in self.groups]
+        flat = tuple(length for group_lens in lens for length in group_lens)
+        return Runs(flat, flat, causal=True)
+
+    @cached_property
+    def across(self) -> Runs:
+        """Completions, all of a group as one run, looking at their prompt."""
+        return Runs(
+            tuple(sum(group.completion_lens) for group in self.groups),
+            tuple(group.prompt_len for group in self.groups),
+            causal=False,
+        )
+
+    @cached_property
+    def prompt_slices(self) -> list[slice]:
+        """Of each group's prompt in the row."""
+        return [slice(group.start, group.start + group.prompt_len) for group in self.groups]
+
+    @cached_property
+    def completion_slices(self) -> list[slice]:
+        """Of each group's completions, which lie side by side."""
+        return [
+            slice(prompt.stop, prompt.stop + length)
+            for prompt, length in zip(self.prompt_slices, self.across.query_lens, strict=True)
+        ]
 
 
 def register() -> str:

@@ -1,7 +1,7 @@
 """A packed row's arithmetic: which token lies where, sees what, and predicts which other.
 
-What: rows -> groups and ids, positions, the runs that attention is cut into, and where log-probs
-are read. What not: attention itself (`packed_attention.py`), pictures.
+What: rows -> groups and ids, positions, and where log-probs are read. What not: attention
+(`packed_attention.py`), pictures.
 
 A row is [prompt | completion | completion | ... | prompt | completion | ...], without padding. A
 prompt attends to itself, a completion to its prompt and to itself, both causally:
@@ -16,18 +16,13 @@ Axes: `_S` tokens of the row, `_N` completion tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from rl.api.types import PackedGroup, Prompt, Row
-from rl.policies.shared.runs import Runs
 
 if TYPE_CHECKING:
     import torch
-
-    from rl.policies.shared.attention_kernels import Kernel
 
 
 def pack(rows: Sequence[Row]) -> tuple[list[int], tuple[PackedGroup, ...], list[Prompt]]:
@@ -88,40 +83,3 @@ def completion_tokens(groups: Sequence[PackedGroup]) -> torch.Tensor:
     positions_N = starts_B[rows_N] + columns_N
     predictors_N = torch.where(columns_N == 0, prompt_ends_B[rows_N], positions_N - 1)
     return torch.stack([rows_N, columns_N, positions_N, predictors_N])
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How one packed row attends; made once a forward, read by every layer."""
-
-    groups: tuple[PackedGroup, ...]
-    kernel: Kernel
-
-    @cached_property
-    def own(self) -> Runs:
-        """Every token of the row, within its own prompt or completion."""
-        lens = [(group.prompt_len, *group.completion_lens) for group in self.groups]
-        flat = tuple(length for group_lens in lens for length in group_lens)
-        return Runs(flat, flat, causal=True)
-
-    @cached_property
-    def across(self) -> Runs:
-        """Completions, all of a group as one run, looking at their prompt."""
-        return Runs(
-            tuple(sum(group.completion_lens) for group in self.groups),
-            tuple(group.prompt_len for group in self.groups),
-            causal=False,
-        )
-
-    @cached_property
-    def prompt_slices(self) -> list[slice]:
-        """Of each group's prompt in the row."""
-        return [slice(group.start, group.start + group.prompt_len) for group in self.groups]
-
-    @cached_property
-    def completion_slices(self) -> list[slice]:
-        """Of each group's completions, which lie side by side."""
-        return [
-            slice(prompt.stop, prompt.stop + length)
-            for prompt, length in zip(self.prompt_slices, self.across.query_lens, strict=True)
-        ]

@@ -1,31 +1,24 @@
-"""What every policy of this room has: settings out of its section, weights that come and go.
+"""What every policy of this room has, whatever its model, and its keys.
 
-What: `TrainedPolicy`, the part of `rl.api.policy.Policy` that does not depend on the model, and its
-keys. What not: prompts and what a completion means (each policy), the weights themselves
-(`trained_weights.py`).
+What not: prompts and what a completion means (each policy), weights (`trained_weights.py`).
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.policy import Decoder, Policy, PolicyConfig, PolicySetup
-from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
+from rl.api.policy import Decoder, PolicyConfig
+from rl.api.types import Completion, Prompt, Row, TokenBatch
 from rl.config.schema import RunConfig
 from rl.files.weights import align_weights
-from rl.policies.shared.lora import adapter_problems
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl.policies.shared.attention_kernels import Kernel
-    from rl.policies.shared.trained_weights import TrainedWeights
+from rl.policies.shared.trained_weights import TrainedWeights
+from rl.record.adapter_base import ADAPTER_CONFIG, read_config
 
 
 class TrainedPolicyConfig(PolicyConfig):
@@ -45,17 +38,11 @@ class TrainedPolicyConfig(PolicyConfig):
 TrainedConfigT = TypeVar("TrainedConfigT", bound=TrainedPolicyConfig, default=TrainedPolicyConfig)
 
 
-class TrainedPolicy(Policy[TrainedConfigT]):
-    """Extended by a policy, which sets `module`, `prompts` and `_weights`."""
+class TrainedPolicy(TrainedWeights[TrainedConfigT]):
+    """Extended by a policy, which sets `module` and `prompts`."""
 
-    module: Any
     prompts: Any
     """Has a `collate(rows, device)` and a `completion_ids(text)`."""
-    _weights: TrainedWeights
-
-    def __init__(self, config: TrainedConfigT, setup: PolicySetup) -> None:
-        super().__init__(config, setup)
-        self._overlay: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
     def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
@@ -65,7 +52,17 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        found = adapter_problems(config.adapter_path, config.lora)
+        found = []
+        adapter = config.adapter_path
+        if adapter and not Path(adapter, ADAPTER_CONFIG).is_file():
+            found.append(f"adapter_path: {adapter!r} holds no {ADAPTER_CONFIG}")
+        elif adapter:
+            try:
+                read_config(Path(adapter))
+            except ValueError as error:
+                found.append(f"adapter_path: {error}")
+        if adapter and config.lora is None:
+            found.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
         half_on_cuda = config.dtype != "float32" and config.device != "cpu"
         if config.attn_implementation == "varlen" and not half_on_cuda:
             found.append(
@@ -74,27 +71,19 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             )
         return found
 
-    def _on_device(self, model: Any) -> Any:
+    def _ready(self, model: Any) -> Any:
+        """A loaded model as it is trained: adapted, on the policy's device."""
         from rl.policies.shared.recomputing import spare_activations
 
-        model = model.to(self.device)
+        model = self.loading.adapt(model, self.config).to(self.device)
         align_weights(model, self.device)
         spare_activations(model, self.setup.gradient_checkpointing)
         return model
 
-    def _kernel(self) -> Kernel:
-        """As the section asks. Raises ValueError where it does not run here."""
-        import torch
-
-        from rl.policies.shared.attention_kernels import choose_kernel
-
-        dtype = getattr(torch, self.config.dtype)
-        return choose_kernel(self.config.attn_implementation, self.device, dtype)
-
-    def _overlay_folder(self) -> Path:
+    @cached_property
+    def _overlay(self) -> tempfile.TemporaryDirectory[str]:
         """Where an engine's folder may be put together; lives as long as the policy."""
-        self._overlay = self._overlay or tempfile.TemporaryDirectory(prefix="policy-")
-        return Path(self._overlay.name)
+        return tempfile.TemporaryDirectory(prefix="policy-")
 
     def encode_completion(self, text: str) -> Completion:
         """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
@@ -113,23 +102,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         batch = self.collate([(prompt, ()) for prompt in prompts_P])
         return PackedDecoder(self.module, batch, num_rows)
 
-    def reference(self) -> AbstractContextManager[None]:
-        """See `TrainedWeights.reference`."""
-        return self._weights.reference()
-
-    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainedWeights.merged`."""
-        return self._weights.merged()
-
-    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """See `TrainedWeights.export`."""
-        return self._weights.export(tensors, version)
-
-    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """LoRA: a PEFT adapter. Full: a transformers folder with what its prompts need."""
-        self._weights.save(folder, tensors, self._save_rest)
-
     def _save_rest(self, path: Path) -> None:
-        """What a transformers folder holds beside the weights."""
         self.module.base_model.config.to_json_file(path / "config.json")
         self.prompts.tokenizer.save_pretrained(path)

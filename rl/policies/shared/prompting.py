@@ -1,8 +1,7 @@
 """From a template, the user's words and a picture to token ids.
 
-What: ids with one placeholder per picture (as the engine takes them) and with every picture
-expanded to its image tokens (as the model takes them), and the picture at the size both processors
-agree on. What not: the model.
+Ids have one placeholder per picture (as the engine takes them), or every picture expanded to its
+image tokens (as the model takes them).
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """What a forward keeps for its backward: as little as the same floats allow.
 
-What: `spare_activations`, on a loaded model. What not: attention, which keeps as little by itself
-(`packed_attention.py`).
-
 A half-precision layer of transformers and PEFT keeps more of float32 than of its own dtype: each
 norm a copy of its input, each adapter another one of its. Neither copy holds anything that the
 half-precision tensor, which is kept anyway, does not.

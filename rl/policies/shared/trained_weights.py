@@ -1,53 +1,42 @@
 """One policy's trainable weights: as they were before training, and as they leave.
 
-What: `TrainedWeights`: the reference swap, copies for the engine, folders for the world. What not:
-files and names as such (`adapters.py`), loading (each policy brings `load_base`), gathering shards
-(the learner brings whole tensors).
+What: the reference swap, copies for the engine, folders for the world. What not: files and names as
+such (`adapters.py`), gathering shards (the learner brings whole tensors).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.api.policy import Policy, PolicyConfigT
 from rl.api.types import PolicyWeights
 from rl.files.weights import align_weights
 from rl.policies.shared import adapters
-from rl.record.adapter_base import Base, noted
+from rl.record.adapter_base import noted
 
 if TYPE_CHECKING:
     import torch
 
 
-class TrainedWeights:
-    """Of a module that keeps its (PEFT) model under `model`."""
+class TrainedWeights(Policy[PolicyConfigT]):
+    """Of a policy whose module keeps its (PEFT) model under `model`."""
 
-    def __init__(
-        self,
-        module: Any,
-        adapted: bool,
-        dtype: str,
-        base: Base,
-        load_base: Callable[[], Any],
-        tied_embedding: str | None,
-    ) -> None:
-        """`base`: what an adapter says it belongs to. `load_base()`: the untrained transformers
-        model, on the CPU, in `dtype`. `tied_embedding`: name of the weight that is also the head's,
-        if one is."""
-        self._module = module
-        self._adapted = adapted
-        self._dtype = dtype
-        self._base_weights = base
-        self._load_base = load_base
-        self._tied_embedding = tied_embedding
-        self._base_state: dict[str, torch.Tensor] | None = None
+    loading: Any
+    """Module with `base`, `load_model` and `adapt`, each of a section."""
+    embedding: str
+    """Name of the weight that is also the head's where the two are tied."""
+
+    module: Any
+    _base_state: dict[str, torch.Tensor] | None = None
 
     @property
-    def sharded(self) -> bool:
+    def _sharded(self) -> bool:
         """Under ZeRO-3 every forward is collective: no rank may skip one that another makes."""
-        return any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
+        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -57,17 +46,17 @@ class TrainedWeights:
         the first use on, stand in for the trained ones; ValueError under ZeRO-3, which holds no
         whole tensors to exchange.
         """
-        if self._adapted:
-            with self._module.model.disable_adapter():
+        if self.module.adapted:
+            with self.module.model.disable_adapter():
                 yield
             return
-        if self.sharded:
+        if self._sharded:
             raise ValueError(
                 "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
                 "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
             )
         base = self._base()
-        trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         held = {name: parameter.data for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
@@ -79,31 +68,31 @@ class TrainedWeights:
 
     def _base(self) -> dict[str, torch.Tensor]:
         if self._base_state is None:
-            base = self._load_base()
-            align_weights(base, next(self._module.parameters()).device.type)
+            base = self.loading.load_model(self.config)
+            align_weights(base, next(self.module.parameters()).device.type)
             self._base_state = base.state_dict()
         return self._base_state
 
-    def export(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
         """An adapter as copies, since an engine scales its matrices in place. Full weights in the
         policy's dtype, and where they have it already as they are: a second copy of a large model
         would not fit beside an engine that is awake. Read them before the next update."""
         named = self._outside_names(tensors)
         return PolicyWeights(
-            kind="lora" if self._adapted else "full",
+            kind="lora" if self.module.adapted else "full",
             tensors=named,
-            lora_config=self._lora_config() if self._adapted else None,
+            lora_config=self._lora_config() if self.module.adapted else None,
             version=version,
             fingerprint=adapters.fingerprint(named),
         )
 
-    def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """base + alpha / r B A, under transformers' names, of each layer that is adapted; its
         neighbours as they are, since engines fuse some of them. Summed in float32, rounded once to
         the base's dtype; the base is only read, never written to. Not under ZeRO-3."""
         import torch
 
-        model = self._module.model.get_base_model()
+        model = self.module.base_model
         adapted = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
         with torch.no_grad():
             for parent in sorted({name.rpartition(".")[0] for name in adapted}):
@@ -119,39 +108,37 @@ class TrainedWeights:
                     if linear.bias is not None:
                         yield f"{parent}.{name}.bias", linear.bias.detach()
 
-    def save(
-        self,
-        folder: str,
-        tensors: Mapping[str, torch.Tensor],
-        save_rest: Callable[[Path], None],
-    ) -> None:
-        """LoRA: a PEFT adapter. Full: a transformers folder, whose files other than weights
-        `save_rest` writes."""
+    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """LoRA: a PEFT adapter. Full: a transformers folder with what its prompts need."""
         named = self._outside_names(tensors)
-        if self._adapted:
+        if self.module.adapted:
             adapters.write_adapter(folder, named, self._lora_config())
             return
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        save_rest(path)
+        self._save_rest(path)
         adapters.write_safetensors(path / "model.safetensors", {**self._base(), **named})
 
+    @abstractmethod
+    def _save_rest(self, path: Path) -> None:
+        """What a transformers folder holds beside the weights."""
+
     def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self._adapted:
+        if self.module.adapted:
             return {adapters.peft_name(n): t.detach().clone() for n, t in tensors.items()}
         import torch
 
-        dtype = getattr(torch, self._dtype)
+        dtype = getattr(torch, self.config.dtype)
         named = {
             name.removeprefix(adapters.WRAPPER): tensor.detach().to(dtype)
             for name, tensor in tensors.items()
         }
-        if self._tied_embedding is not None:
+        if self.module.base_model.config.tie_word_embeddings:
             # An engine keeps its own head even where the weights are tied.
-            named["lm_head.weight"] = named[self._tied_embedding]
+            named["lm_head.weight"] = named[self.embedding]
         return named
 
     def _lora_config(self) -> dict[str, Any]:
-        config = adapters.plain_config(self._module.model.peft_config["default"])
-        model_class = type(self._module.model.get_base_model()).__name__
-        return {**config, **noted(self._base_weights, model_class)}
+        config = adapters.plain_config(self.module.model.peft_config["default"])
+        model_class = type(self.module.base_model).__name__
+        return {**config, **noted(self.loading.base(self.config), model_class)}

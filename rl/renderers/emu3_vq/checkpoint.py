@@ -5,8 +5,6 @@ Three kinds of folder or hub repository are read, none by running its code:
 - `BAAI/Emu3-VisionTokenizer`, whose own class names its config keys and tensors differently (loaded
   as it is, transformers would leave most of its weights random, with a warning);
 - a whole Emu3 (`BAAI/Emu3-Gen-hf`), which holds the tokenizer under `model.vqmodel.`.
-
-What: names, config keys, counts. What not: tensors, which `codec.py` loads. Light.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Pictures as codes and back, with transformers' Emu3VQVAE, one frame instead of four.
 
-What: loading, `encode`, `decode`, and the grid a picture is put on. What not: which jobs share a
-batch and what a failure is (`loop.py`). Called by that loop and by `rl prepare`.
-Imports torch, so the plug imports this inside `build`.
-
 Emu3's tokenizer is made for video: the stock `encode` runs its 2-D encoder on four copies of a
 picture, and the stock `decode` paints four frames of which it returns the first. Here one is
 encoded and one is painted; the 3-D convolutions in between are causal in time and see the same
@@ -152,7 +148,7 @@ def default_processor() -> Emu3ImageProcessor:
 
 
 def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:
-    """Load the tokenizer of a hub id or folder; see `record/checkpoint.py` for what may lie there.
+    """Load the tokenizer of a hub id or folder; see `checkpoint.py` for what may lie there.
 
     Raises OSError for what cannot be found, ValueError for what is no Emu3 tokenizer.
     """
@@ -188,13 +184,11 @@ def _read_tensors(
             for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
                 name = tensor_name(stored_name, original)
                 if name is not None:
-                    tensors[name] = _as_linear(name, stored.get_tensor(stored_name))
+                    tensor = stored.get_tensor(stored_name)
+                    # Attention's 1x1 convolutions of the original are linear in transformers.
+                    linear = name.endswith("_proj.weight")
+                    tensors[name] = tensor.flatten(1) if linear else tensor
     return tensors
-
-
-def _as_linear(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Attention's 1x1 convolutions of the original are linear layers in transformers."""
-    return tensor.flatten(1) if name.endswith("_proj.weight") else tensor
 
 
 def _weight_files(model_path: str, revision: str | None) -> list[str]:

@@ -1,17 +1,13 @@
-"""The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once.
-
-What: which codes share a batch, what a failure is, the pictures of samples. What not: the decoder
-(`codec.py`). Imports torch, so the plug imports this when it is made.
-"""
+"""The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from PIL import Image
 
 from rl.api.types import RenderFailure, RenderJob, Sample
@@ -35,7 +31,7 @@ class Emu3VqLoop:
     def __init__(self, codec: Emu3Codec, batch_size: int) -> None:
         self.codec = codec
         self.batch_size = batch_size
-        self._kept: OrderedDict[bytes, Image.Image] = OrderedDict()
+        self._kept: LRUCache[bytes, Image.Image] = LRUCache(NUM_KEPT_PICTURES)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
@@ -83,15 +79,8 @@ class Emu3VqLoop:
             if isinstance(outcome, RenderFailure):
                 raise RuntimeError(f"a sample's own picture cannot be decoded: {outcome.reason}")
             drawn[_key(missing[number])] = outcome
-        self._keep(drawn)
+        self._kept.update(drawn)
         return [_with_pictures(s, drawn) for s in samples]
-
-    def _keep(self, drawn: dict[bytes, Image.Image]) -> None:
-        for key, picture in drawn.items():
-            self._kept[key] = picture
-            self._kept.move_to_end(key)
-        while len(self._kept) > NUM_KEPT_PICTURES:
-            self._kept.popitem(last=False)
 
     def _refuse(self, codes: np.ndarray) -> str | None:
         if codes.ndim != 2 or not codes.size:

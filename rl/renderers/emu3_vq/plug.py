@@ -1,7 +1,6 @@
 """Renderer plug: Emu3's picture tokenizer, which draws the codes that a policy writes.
 
-What: its keys, checks and counts, without torch. What not: decoding (`codec.py`) and batching
-(`loop.py`). There is no template: the policy writes pictures in its own words.
+There is no template: the policy writes pictures in its own words. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which kernel attends in the editor's transformer: as configured, or the fastest one here.
-
-What: a function for the denoiser out of `attention_backend`. What not: the kernels, which diffusers
-dispatches to. Imports torch.
-"""
+"""Which kernel of diffusers' attends in the editor's transformer: as configured, or the fastest."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The modules of a Qwen-Image editor, loaded and laid out for rendering.
-
-What: transformer, VAE and scheduler from a hub id or folder (no text encoder), the adapter fused,
-each module on its place. What not: their use (`denoiser.py`, `vae2d.py`). Imports torch.
-"""
+"""The modules of a Qwen-Image editor, loaded and laid out for rendering."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What the Qwen-Image-Edit plugs share: template, checks, counts, and opening one.
 
-What: everything about these renderers that needs no torch. What not: their keys and sizes
-(`config.py`), pictures (`loop.py`).
+All that needs no torch, but keys and sizes (`config.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rl.renderers.qwen_image.config import (
     QwenImageConfig,
 )
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
-from rl.renderers.shared.checkpoint_folder import path_problems
+from rl.renderers.shared.checkpoint_folder import path_problems, side_problems
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -107,11 +106,7 @@ class QwenImageEditor(Renderer[ConfigT]):
             problems.append(
                 "height_px, width_px: set both for a fixed size, or neither for output_area_px"
             )
-        for key in ("height_px", "width_px"):
-            side = getattr(config, key)
-            if side is not None and side % PATCH_PX:
-                near = round(side / PATCH_PX) * PATCH_PX
-                problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
+        problems += side_problems(config, PATCH_PX)
         overrides = config.scheduler_overrides
         stretched = overrides.shift_terminal or "shift_terminal" not in overrides.model_fields_set
         if config.num_steps == 1 and stretched:

@@ -14,13 +14,13 @@ as ours lies from the stock pipeline: in float32 about 2e-6 of the 0..1 range wi
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from PIL import Image
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
@@ -72,8 +72,8 @@ class QwenImageLoop:
         )
         self._modulation = ModulationTables(parts.transformer)
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
-        self._source_latents: OrderedDict[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
-        self._source_latents = OrderedDict()
+        self._sources: LRUCache[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
+        self._sources = LRUCache(NUM_KEPT_SOURCES)
 
     def render(
         self, jobs: Iterable[RenderJob]
@@ -85,7 +85,12 @@ class QwenImageLoop:
         negative states: that is a policy that does not fit this renderer, not a bad sample.
         """
         return render_in_batches(
-            jobs, self._place, lambda _: self.config.batch_size, self._render_batch
+            jobs,
+            self._place,
+            size_of=lambda bucket: self.config.batch_size,
+            render=lambda batch, bucket: to_pictures(
+                self.render_tensor(batch, bucket), self._pixels
+            ),
         )
 
     def _place(self, job: RenderJob) -> Bucket | RenderFailure:
@@ -111,11 +116,6 @@ class QwenImageLoop:
             output=output_size(self.config, source.size),
             condition=fit_area(self.config.condition_area_px, source.size),
         )
-
-    def _render_batch(
-        self, jobs: Sequence[RenderJob], bucket: Bucket
-    ) -> list[Image.Image | RenderFailure]:
-        return to_pictures(self.render_tensor(jobs, bucket), self._pixels)
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
@@ -186,24 +186,18 @@ class QwenImageLoop:
     def _encode_sources(self, pictures_B: Sequence[Image.Image], size: Size) -> torch.Tensor:
         """Packed VAE latents [B, tokens, channels], each picture object encoded once; the new ones
         of a batch together."""
-        kept = self._source_latents
-        new = list({id(p): p for p in pictures_B if (id(p), size) not in kept}.values())
+        keys_B = [(id(picture), size) for picture in pictures_B]
+        found = {key: self._sources[key] for key in keys_B if key in self._sources}
+        new = {k: p for k, p in zip(keys_B, pictures_B, strict=True) if k not in found}
         if new:
             width, height = size
-            rgb = [picture.convert("RGB") for picture in new]
+            rgb = [picture.convert("RGB") for picture in new.values()]
             pixels = self._pixels.preprocess(rgb, height, width)
             latents = pack(in_slices(pixels, self.parts.vae.encode, width * height))
             # Pictures are kept beside their latents: a freed one's id could be another's later.
-            kept.update(
-                ((id(picture), size), (picture, row))
-                for picture, row in zip(new, latents.split(1), strict=True)
-            )
-        for picture in pictures_B:
-            kept.move_to_end((id(picture), size))
-        sources = torch.cat([kept[id(picture), size][1] for picture in pictures_B])
-        while len(kept) > NUM_KEPT_SOURCES:
-            kept.popitem(last=False)
-        return sources
+            found |= zip(new, zip(new.values(), latents.split(1), strict=True), strict=True)
+        self._sources.update((key, found[key]) for key in keys_B)
+        return torch.cat([found[key][1] for key in keys_B])
 
 
 def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:

@@ -12,12 +12,13 @@ transformer's width.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cachetools import LRUCache, cachedmethod
 
 from rl.renderers.qwen_image.config import MODULATIONS
 
@@ -46,22 +47,18 @@ class ModulationTables:
 
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer
-        self._tables: OrderedDict[tuple[float, ...], list[StepModulation]] = OrderedDict()
+        self._tables: LRUCache[Hashable, list[StepModulation]] = LRUCache(NUM_KEPT_SCHEDULES)
 
+    @cachedmethod(lambda self: self._tables, lambda self, timesteps_T: tuple(timesteps_T.tolist()))
     def of_schedule(self, timesteps_T: torch.Tensor) -> list[StepModulation]:
-        """One entry per step, in host memory; `timesteps_T`: the scheduler's, 1000 down to 0."""
-        key = tuple(timesteps_T.tolist())
-        if key not in self._tables:
-            self._tables[key] = build_table(self._transformer, timesteps_T)
-        self._tables.move_to_end(key)
-        if len(self._tables) > NUM_KEPT_SCHEDULES:
-            self._tables.popitem(last=False)
-        return self._tables[key]
+        """See `build_table`."""
+        return build_table(self._transformer, timesteps_T)
 
 
 @torch.no_grad()
 def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulation]:
-    """Run every modulation over a schedule.
+    """Every modulation over a schedule, one entry per step, in host memory; `timesteps_T`: the
+    scheduler's, 1000 down to 0.
 
     The weights come to the device one layer at a time, so that the arithmetic is the stock
     forward's; all 13.6 GB of them once per schedule.

@@ -146,11 +146,8 @@ class SD3Loop:
             jobs,
             place=lambda job: "all of one size",
             size_of=lambda size: self.config.batch_size,
-            render=lambda batch, size: self._render_batch(batch),
+            render=lambda batch, size: to_pictures(self.render_tensor(batch), self._pixels),
         )
-
-    def _render_batch(self, jobs: Sequence[RenderJob]) -> list[Outcome]:
-        return to_pictures(self.render_tensor(jobs), self._pixels)
 
     def take_metrics(self) -> dict[str, float]:
         """What the text encoders cut off since the last call, as means over pictures; {} when none

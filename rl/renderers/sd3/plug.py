@@ -1,8 +1,7 @@
 """Renderer plug: Stable Diffusion 3 and 3.5, from a written prompt.
 
-What: checks and counts, without torch. What not: its keys (`config.py`), encoding and denoising
-(`text.py`, `loop.py`). The policy writes the prompt under its own system prompt: this renderer has
-no words of its own to ask with, and encodes its negative prompt itself.
+The policy writes the prompt under its own system prompt: this renderer has no words of its own to
+ask with, and encodes its negative prompt itself. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from rl.api.plug import Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
 from rl.config.schema import RunConfig
+from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.sd3.config import PATCH_PX, Config
-from rl.renderers.shared.checkpoint_folder import count_parameters, path_problems
+from rl.renderers.shared.checkpoint_folder import path_problems, side_problems
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -68,18 +68,11 @@ class SD3(Renderer[Config]):
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        problems = []
-        for key in ("height_px", "width_px"):
-            side = getattr(config, key)
-            if side % PATCH_PX:
-                near = round(side / PATCH_PX) * PATCH_PX
-                problems.append(f"{key}: {side} is not a multiple of {PATCH_PX}; try {near}")
         files = [f"{part}/config.json" for part in _parts(config)]
         files += [f"tokenizer{n}/tokenizer_config.json" for n in ("", "_2")]
         files += ["tokenizer_3/tokenizer_config.json"] if config.use_t5 else []
-        return problems + path_problems(
-            config.model_path, [*files, "scheduler/scheduler_config.json"]
-        )
+        files += ["scheduler/scheduler_config.json"]
+        return side_problems(config, PATCH_PX) + path_problems(config.model_path, files)
 
     @classmethod
     def parameter_counts(cls, config: Config) -> dict[str, float]:
@@ -88,8 +81,9 @@ class SD3(Renderer[Config]):
         Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
         """
         parts = _parts(config)
-        if Path(config.model_path).is_dir():
-            return count_parameters(config.model_path, parts)
+        folder = Path(config.model_path)
+        if folder.is_dir():
+            return {part: num_parameters(folder / part) for part in parts}
         known = HUB_PARAMETERS.get(config.model_path)
         return {part: known[part] for part in parts} if known else {}
 

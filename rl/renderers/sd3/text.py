@@ -1,8 +1,5 @@
 """Stable Diffusion 3's three text encoders: a prompt in, what the transformer reads out.
 
-What: `PromptEncoder`: tokenising, encoding each distinct prompt once, counting what the tokenizers
-cut off. What not: pictures. Imports torch; called by `loop.py`.
-
 A prompt is encoded by itself, never among others: its states then depend on it alone, whatever was
 asked for before, so a resumed run renders the same bits.
 """
@@ -10,11 +7,11 @@ asked for before, so a resumed run renders the same bits.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cachetools import LRUCache, cachedmethod
 
 from rl.meter import flop_meter
 
@@ -61,20 +58,13 @@ class PromptEncoder:
         self._max_clip_tokens = parts.tokenizers[0].model_max_length
         self._max_t5_tokens = max_t5_tokens
         self._states_dim = states_dim
-        self._kept: OrderedDict[str, TextStates] = OrderedDict()
+        self._kept: LRUCache[str, TextStates] = LRUCache(NUM_KEPT_PROMPTS)
         self._warned = False
 
+    @cachedmethod(lambda self: self._kept, lambda self, prompt: prompt)
+    @torch.no_grad()
     def encode(self, prompt: str) -> TextStates:
         """From memory where it was asked for lately."""
-        if prompt not in self._kept:
-            self._kept[prompt] = self._encode(prompt)
-            if len(self._kept) > NUM_KEPT_PROMPTS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(prompt)
-        return self._kept[prompt]
-
-    @torch.no_grad()
-    def _encode(self, prompt: str) -> TextStates:
         parts = self.parts
         states, pooled, num_cut = [], [], 0
         for tokenizer, encoder in zip(parts.tokenizers, parts.encoders, strict=True):

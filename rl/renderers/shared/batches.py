@@ -1,8 +1,6 @@
 """Jobs come one by one, pictures are made in batches: which jobs wait for which, and what fails.
 
-What: `render_in_batches`, which gathers jobs of one size as they come; `render_or_halve`, the one
-place where a renderer's exceptions become `RenderFailure`s. What not: how pictures are made.
-Imports torch.
+`render_or_halve` is the one place where a renderer's exceptions become `RenderFailure`s.
 """
 
 from __future__ import annotations

@@ -1,16 +1,23 @@
-"""A diffusers checkpoint as it lies on disk: which parts are there, how large they are.
-
-What: path checks and parameter counts of local folders, from names and headers alone. What not:
-loading.
-"""
+"""A diffusers checkpoint as it lies on disk: which parts are there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rl.config.schema import missing_model
-from rl.files.weights import num_parameters
+
+
+def side_problems(config: Any, multiple_px: int) -> list[str]:
+    """Of `height_px` and `width_px`, where they are set."""
+    sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
+    return [
+        f"{key}: {side} is not a multiple of {multiple_px}; try "
+        f"{round(side / multiple_px) * multiple_px}"
+        for key, side in sides.items()
+        if side is not None and side % multiple_px
+    ]
 
 
 def path_problems(model_path: str, files: Iterable[str]) -> list[str]:
@@ -21,8 +28,3 @@ def path_problems(model_path: str, files: Iterable[str]) -> list[str]:
         return missing_model("model_path", model_path)
     missing = [file for file in files if not (folder / file).is_file()]
     return [f"model_path: {model_path} lacks {', '.join(missing)}"] if missing else []
-
-
-def count_parameters(model_path: str, parts: Iterable[str]) -> dict[str, float]:
-    """Parameters per subfolder of a local checkpoint, from its safetensors headers."""
-    return {part: num_parameters(Path(model_path) / part) for part in parts}

@@ -1,8 +1,7 @@
 """What one denoising step of Qwen-Image-Edit's transformer computes, from sizes alone.
 
-What: `denoising_work`, whose row lengths hardly ever repeat, so that counting the operations of
-every new combination would cost more than it tells. What not: models whose sizes repeat (the VAE,
-Stable Diffusion 3), which `work.counted` counts.
+Row lengths hardly ever repeat: counting the operations of every new combination, as
+`flop_meter.counted` does for the VAE and Stable Diffusion 3, would cost more than it tells.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Between pictures and a diffusion model's latents: in slices that fit, and none with NaN in it.
-
-What: what the diffusion render loops do before the first step and after the last. What not: the
-VAEs themselves. Imports torch, so only render loops import this.
-"""
+"""Between pictures and a diffusion model's latents: in slices that fit, and none with NaN in it."""
 
 from __future__ import annotations
 

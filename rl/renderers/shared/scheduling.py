@@ -1,7 +1,6 @@
 """Noise schedules of flow-matching checkpoints: keys to override, the shift by picture size.
 
-What: what the diffusion renderers share about `FlowMatchEulerDiscreteScheduler`. What not: the
-steps, which each render loop takes. Light: the scheduler comes from the caller.
+Of diffusers' `FlowMatchEulerDiscreteScheduler`, which comes from the caller: this is light.
 """
 
 from __future__ import annotations
