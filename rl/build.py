@@ -9,6 +9,7 @@ before a `build_*` is called.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -24,7 +25,7 @@ from rl.api.plug import ModelRunner, PlugBase, Resources, Saving, shown
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward
-from rl.api.types import PromptTemplate, SamplingParams
+from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.ranks.placement import Claim, claims_of
@@ -42,6 +43,8 @@ ROOMS: Mapping[str, type[PlugBase[Any]]] = {
 }
 """What a plug of each room is derived from."""
 
+CARRIED = ("source", "target", "reference", "source_codes", "target_codes")
+"""What a sample may carry beyond its instruction, hidden keys apart."""
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that are the mixture's, not the plug's."""
 
@@ -177,7 +180,11 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
     name = section.get("type")
     known = plugs_of(room)
     if not isinstance(name, str) or not name:
-        return None, [f"{key}.type: missing; name a file of rl/{room}: {', '.join(known)}"]
+        given = "missing" if "type" not in section else f"{json.dumps(name)} given"
+        return None, [
+            f"{key}.type: {given}; name a file of rl/{room}: {', '.join(known)} (one of your own: "
+            "its dotted path, 'my_package.my_plug')"
+        ]
     if name not in known and not find.is_dotted_path(name):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
@@ -190,7 +197,10 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         found, wrong = find.plug_class(found, ROOMS[room])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
-    config, problems = validate(found.Config, section, at=key)
+    try:
+        config, problems = validate(found.Config, section, at=key)
+    except Exception as error:  # a stranger's validator
+        config, problems = None, [f"{key}: {found.__name__}.Config raises {find.described(error)}"]
     if config is None:
         return None, problems
     plug = Plug(key, config, found)
@@ -224,6 +234,10 @@ def _are_names(value: Any) -> bool:
     return not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
+def _is_carried(name: Any) -> bool:
+    return isinstance(name, str) and (name in CARRIED or name.startswith("hidden:"))
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
@@ -255,8 +269,8 @@ _ANSWERS: Sequence[tuple[type[PlugBase[Any]], str, Callable[[Any], bool], str]] 
     (
         DataSource,
         "provides",
-        lambda found: isinstance(found, AbstractSet) and _are_names(found),
-        "a set of names, {'source'}",
+        lambda found: isinstance(found, AbstractSet) and all(map(_is_carried, found)),
+        "a set of names, {'source'}, among " + ", ".join(CARRIED) + ", 'hidden:<key>'",
     ),
     (DataSource, "count", lambda found: found is None or _is_count(found), "a count, or None"),
     (Reward, "num_questions", _is_count, "a whole number >= 0"),
@@ -383,13 +397,39 @@ def row_rules(config: RunConfig) -> RowRules:
 def build_data(resolved: Resolved, plugs: Sequence[Plug[DataSource]]) -> list[DataSource]:
     """The sources of one mixture (`resolved.train` or `resolved.validation`).
 
-    Raises ValueError for a source that does not say how many rows it has and has left out.
+    Raises ValueError for one that cannot be opened, holds nothing, or whose first row is no sample.
     """
-    sources = []
-    for plug in plugs:
-        source = plug.cls(plug.config, row_rules(resolved.config))
-        for words, value in (("len()", len(source)), ("num_skipped", source.num_skipped)):
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{plug.key}: {words} is {shown(value)}; expected an int")
-        sources.append(source)
-    return sources
+    return [_open_source(plug, row_rules(resolved.config)) for plug in plugs]
+
+
+def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
+    at = f"{plug.key}: {plug.name}"
+    try:
+        source = plug.cls(plug.config, rules)
+        num_rows, num_skipped = len(source), source.num_skipped
+        if num_rows and not plug.cls.reads_much:
+            _check_sample(at, source)
+    except ValueError:  # in the source's own words
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{at} raises {find.described(error)}") from error
+    if not _is_count(num_skipped):
+        raise ValueError(f"{at}: num_skipped is {shown(num_skipped)}; expected a whole number >= 0")
+    if num_rows == 0:
+        left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
+        raise ValueError(f"{at} holds no row{left_out}")
+    return source
+
+
+def _check_sample(at: str, source: DataSource) -> None:
+    try:
+        sample = source[0]
+    except UnusableSampleError:  # for the order of prompts to replace or refuse
+        return
+    if not isinstance(sample, Sample):
+        raise ValueError(f"{at}: row 0 is {shown(sample)}; expected rl.api.types.Sample")
+    for field, value in (("id", sample.id), ("instruction", sample.instruction)):
+        if not isinstance(value, str):
+            raise ValueError(f"{at}: row 0 has {field} {shown(value)}; expected words")
+    if not isinstance(sample.sources, tuple):
+        raise ValueError(f"{at}: row 0 has sources {shown(sample.sources)}; expected a tuple")

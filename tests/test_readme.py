@@ -66,7 +66,7 @@ def test_the_plugs_of_write_a_plug_work_as_printed(
 
     resolved = build.resolve(config)
     [source] = build.build_data(resolved, resolved.train)
-    assert (len(source), source.num_skipped) == (2, 2)
+    assert (len(source), source.num_skipped) == (2, 1)
     assert source[1].instruction == "a blue dog"
     bright, colours = (
         plug.cls(plug.config, Resources(None, "cpu")) for plug in resolved.rewards.values()

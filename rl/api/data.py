@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rl.api.plug import ConfigT, PlugBase
 from rl.api.types import Sample
@@ -40,6 +40,9 @@ class RowRules:
 class DataSource(PlugBase[ConfigT]):
     """A plug of `rl/data`: a finite, indexable list of samples, the same in every run."""
 
+    reads_much: ClassVar[bool] = False
+    """Whether opening it takes long, or asks another machine: if it does neither, it is opened, and
+    its first row read, before a run starts."""
     num_skipped: int = 0
     """Rows left out at the start because they cannot be used."""
 

@@ -41,20 +41,19 @@ def import_plug(dotted: str) -> Found:
     """The module of that path, or what its last word names in the module before it."""
     path, _, name = dotted.rpartition(".")
     try:
-        return _import(dotted), []
-    except _NoModuleError as error:
-        if not path or str(error) != dotted:
-            return None, [_nowhere(error)]
-    except _BrokenModuleError as error:
-        return None, [str(error)]
-    try:
         module = _import(path)
+        try:
+            return _import(dotted), []
+        except _NoModuleError as error:
+            if str(error) != dotted:
+                raise
     except _NoModuleError as error:
         return None, [_nowhere(error)]
     except _BrokenModuleError as error:
         return None, [str(error)]
     if not hasattr(module, name):
-        return None, [f"module {path} holds no {name!r} ({module.__file__})"]
+        where = f" ({module.__file__})" if module.__file__ else ""
+        return None, [f"module {path} holds no {name!r}{where}"]
     return getattr(module, name), []
 
 
@@ -137,12 +136,24 @@ def _class_in(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[s
             return None, [f"module {found.__name__} holds {names}; name one of them behind a dot"]
         words = f"module {found.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
-            words += ", or name a function in it behind a dot"
+            words += f", or name a function in it behind a dot{_functions_of(found)}"
         return None, [words]
     if isinstance(found, type) and issubclass(found, base):
         return found, []
     what = f"class {found.__name__}" if isinstance(found, type) else shown(found)
     return None, [f"{what} is no {base.__name__}: {derive}"]
+
+
+def _functions_of(module: ModuleType) -> str:
+    """' (f, g)', its own public functions; '' where it has none."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if (inspect.isfunction(value) and value.__module__ == module.__name__)
+        or isinstance(value, RewardFunction)
+        if not name.startswith("_")
+    ]
+    return f" ({', '.join(own)})" if own else ""
 
 
 def _config(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
@@ -162,8 +173,11 @@ def _missing(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[st
     for member, words in _LEFT_OPEN.items():
         if member in base.__annotations__ and not hasattr(cls, member):
             yield f"{cls.__name__} has no {member}; expected {words}"
-    if issubclass(cls, Reward) and not cls.scores_groups() and cls.grade is Reward.grade:
-        yield f"{cls.__name__} has no grade; expected `async def grade{_GRADE}`"
+    if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):
+        if cls.scores_groups():
+            yield f"{cls.__name__} has grade and score_group; keep the one that is meant"
+        else:
+            yield f"{cls.__name__} has no grade; expected `async def grade{_GRADE}`, or score_group"
 
 
 _KINDS = ", ".join(repr(kind) for kind in get_args(ActionKind))
@@ -187,7 +201,7 @@ def _signatures(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator
             yield f"{name} is no classmethod; expected `@classmethod def {member}{signature}`"
             continue
         is_async = inspect.iscoroutinefunction(static) or inspect.isasyncgenfunction(static)
-        if is_async and base is not Reward:
+        if is_async and member not in ("grade", "score_group"):
             yield f"{name} is async; expected `def {member}{signature}`"
             continue
         num_given = len(inspect.signature(own).parameters)
@@ -223,6 +237,9 @@ def _signature(function: Callable[..., Any]) -> str:
 
 def loss_problems(found: Any) -> list[str]:
     """Of what `algorithm.loss` names by a dotted path."""
+    if isinstance(found, ModuleType):
+        held = _functions_of(found)
+        return [f"{found.__name__} is a module; name a function in it behind a dot{held}"]
     name = getattr(found, "__name__", "it")
     if inspect.iscoroutinefunction(found):
         return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
@@ -317,13 +334,14 @@ def _declared_reward(cls: type[Reward]) -> Iterator[str]:
 
 def _variables(base: type[PlugBase[Any]]) -> list[tuple[str, Any]]:
     """(name, default) of the flags and sets of names that a base declares."""
-    return [
-        (name, value)
+    declared = {
+        name: value
         for cls in base.__mro__
         if issubclass(cls, PlugBase)
         for name, value in vars(cls).items()
         if not name.startswith("_") and isinstance(value, bool | AbstractSet)
-    ]
+    }
+    return list(declared.items())
 
 
 def _is_names(value: Any) -> TypeGuard[AbstractSet[str]]:

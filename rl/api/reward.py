@@ -113,13 +113,15 @@ class RewardFunction:
             def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
                 return declared.function(reward_input)
 
+        FunctionReward.__name__ = getattr(self.function, "__name__", "the function")
         return FunctionReward
 
 
 def reward(
     *, needs: Set[str] = frozenset(), diagnostic: bool = False, unit_parts: Set[str] = frozenset()
 ) -> Callable[[Grading], RewardFunction]:
-    """Declare what a bare function needs and reports; the words are `Reward`'s."""
+    """`@reward(needs={'image'})` declares what a bare function needs and reports; the words are
+    `Reward`'s. A function that declares nothing needs no decorator."""
     return lambda function: RewardFunction(function, needs, diagnostic, unit_parts)
 
 

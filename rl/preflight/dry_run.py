@@ -1,13 +1,18 @@
 """Try an outsider's code once, on made-up inputs, before any model is loaded.
 
 What: `dry_problems`: every reward that needs neither judge nor model grades one made-up picture, a
-renderer that runs none draws two, and a loss by dotted path is given one made-up micro-batch. What
+renderer that runs none draws two, a data source that reads little gives its first row, and a loss
+by dotted path is given one made-up micro-batch. What
 not: whether a plug has the right members (`api/find.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl.api import find
@@ -15,7 +20,7 @@ from rl.api.loss import Denominators, LossInputs, LossTerms
 from rl.api.plug import Resources, shown
 from rl.api.reward import Reward
 from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
-from rl.build import Plug, Resolved
+from rl.build import Plug, Resolved, build_data
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
 from rl.rollout.grading import grade, score_group
 
@@ -23,12 +28,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIDE_PX = 64
+SLOW_S = 10.0
+_STRANGE = (Exception, SystemExit)
+"""What a stranger's code may raise."""
 
 
 def dry_problems(resolved: Resolved) -> list[str]:
     """What raises, or gives something that cannot be used."""
     found = [problem for plug in resolved.rewards.values() for problem in _reward(resolved, plug)]
-    return found + _renderer(resolved) + _loss(resolved.config.algorithm)
+    return [*found, *_data(resolved), *_renderer(resolved), *_loss(resolved.config.algorithm)]
 
 
 def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
@@ -39,7 +47,7 @@ def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
     given = _made_up(resolved)
     try:
         reward = plug.cls(plug.config, Resources(None, "cpu"))
-    except Exception as error:
+    except _STRANGE as error:
         return [f"{plug.key}: making {plug.name} raises {find.described(error)}"]
 
     async def ask() -> RewardOutput:
@@ -47,8 +55,12 @@ def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
             return (await score_group({plug.key: reward}, [given, given]))[0][plug.key]
         return (await grade({plug.key: reward}, given))[plug.key]
 
-    output = asyncio.run(ask())
-    reward.close()
+    with _said_if_slow(plug):
+        output = asyncio.run(ask())
+    try:
+        reward.close()
+    except _STRANGE as error:
+        return [f"{plug.key}: closing {plug.name} raises {find.described(error)}"]
     if not output.traceback:
         return []
     had = ", ".join(name for name in ("source", "target") if getattr(given.sample, name))
@@ -58,6 +70,33 @@ def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
     place = output.traceback.rstrip().split("\n")
     lines = [line.strip() for line in place if line.strip().startswith("File ")]
     return [f"{plug.key}: {plug.name} {output.failure} ({lines[-1]}) on {sample}"]
+
+
+def _data(resolved: Resolved) -> list[str]:
+    """A source that reads much is left out: it says itself what is wrong with its files."""
+    tried = [p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much]
+    found = []
+    for plug in tried:
+        try:
+            with _said_if_slow(plug):
+                [source] = build_data(resolved, [plug])
+                source.close()
+        except ValueError as error:
+            found += str(error).split("\n")
+    return found
+
+
+@contextmanager
+def _said_if_slow(plug: Plug[Any]) -> Iterator[None]:
+    """A plug that takes its time is named while it does."""
+    words = f"{plug.key}: still trying {plug.name} on made-up inputs"
+    timer = threading.Timer(SLOW_S, lambda: print(words, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _made_up(resolved: Resolved) -> RewardInput:
@@ -94,19 +133,22 @@ def _renderer(resolved: Resolved) -> list[str]:
         payload = np.zeros((4, 4), np.int32)
     jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
     try:
-        renderer = plug.cls(plug.config, Resources(None, "cpu"))
-        drawn = list(renderer.render(jobs))
-        renderer.close()
-    except Exception as error:
+        with _said_if_slow(plug):
+            renderer = plug.cls(plug.config, Resources(None, "cpu"))
+            drawn = list(renderer.render(jobs))
+            renderer.close()
+    except _STRANGE as error:
         return [f"{plug.key}: {plug.name} raises {find.described(error)} on made-up jobs"]
     expected = "expected (number of the job, RGB picture) for each job, once"
     for outcome in drawn:
-        if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
+        is_pair = isinstance(outcome, tuple) and len(outcome) == 2
+        if not (is_pair and isinstance(outcome[0], int) and outcome[0] in (0, 1)):
             return [f"{plug.key}: {plug.name} yields {shown(outcome)}; {expected}"]
         if not _is_picture(outcome[1], plug.cls.makes_images):
             return [f"{plug.key}: {plug.name} draws {shown(outcome[1])}; {expected}"]
-    if sorted(number for number, _ in drawn) != [0, 1]:
-        return [f"{plug.key}: {plug.name} yields {len(drawn)} pictures for 2 jobs; {expected}"]
+    numbers = [number for number, _ in drawn]
+    if sorted(numbers) != [0, 1]:
+        return [f"{plug.key}: {plug.name} yields pictures for jobs {numbers} of 0, 1; {expected}"]
     return []
 
 
@@ -115,7 +157,9 @@ def _is_picture(outcome: Any, makes_images: bool) -> bool:
 
     if isinstance(outcome, RenderFailure):
         return True
-    return outcome.mode == "RGB" if isinstance(outcome, Image) else not (outcome or makes_images)
+    if isinstance(outcome, Image):
+        return outcome.mode == "RGB"
+    return outcome is None and not makes_images
 
 
 def _loss(algorithm: AlgorithmConfig) -> list[str]:
@@ -140,7 +184,7 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
     key = f"algorithm.loss: {algorithm.loss}"
     try:
         terms = loss(inputs)
-    except Exception as error:
+    except _STRANGE as error:
         return [f"{key} raises {find.described(error)} on a made-up micro-batch"]
     if not isinstance(terms, LossTerms):
         return [f"{key} returns {shown(terms)}; expected rl.api.loss.LossTerms"]

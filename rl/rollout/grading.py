@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from rl.api.plug import shown
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeError
@@ -44,19 +45,22 @@ async def _grade_one(reward: Reward, reward_input: RewardInput) -> RewardOutput:
         return checked_output(await _call(reward.grade, reward_input), reward.unit_parts)
     except JudgeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _raised(error)
 
 
 async def _score_all(reward: Reward, inputs_G: Sequence[RewardInput]) -> list[RewardOutput]:
     try:
-        scores_G = list(await _call(reward.score_group, inputs_G))
+        found = await _call(reward.score_group, inputs_G)
+        if isinstance(found, Mapping | str):
+            raise TypeError(f"score_group gives {shown(found)}; expected a list of scores")
+        scores_G = list(found)
         if len(scores_G) != len(inputs_G):
             raise ValueError(f"{len(scores_G)} scores for {len(inputs_G)} pictures")
         return [checked_output(score, reward.unit_parts) for score in scores_G]
     except JudgeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [_raised(error)] * len(inputs_G)
 
 
@@ -68,7 +72,7 @@ async def _call(verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any
     return await found if inspect.isawaitable(found) else found
 
 
-def _raised(error: Exception) -> RewardOutput:
+def _raised(error: BaseException) -> RewardOutput:
     text = " ".join(str(error).split())
     return RewardOutput(
         None,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from PIL.Image import Image
 
+from rl.api.plug import shown
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
@@ -133,6 +134,7 @@ def begin(
             for number, outcome in context.renderer.render(jobs):
                 if should_stop():
                     raise Interrupted
+                _check_outcome(context, outcome)
                 pending.submit(number, outcome)
         except BaseException:
             pending.cancel()
@@ -142,6 +144,15 @@ def begin(
             phase.note(f"{pending.num_pictures} pictures")
     pending.renderer_metrics = _reported(context.renderer)
     return pending
+
+
+def _check_outcome(context: RolloutContext, outcome: object) -> None:
+    if isinstance(outcome, Image | RenderFailure) or (outcome is None and not context.makes_images):
+        return
+    raise TypeError(
+        f"renderer: {context.config.renderer['type']} draws {shown(outcome)}; expected an RGB "
+        "picture of PIL, or a RenderFailure"
+    )
 
 
 def _jobs(

@@ -154,6 +154,23 @@ REWARDS: list[tuple[str, str, str]] = [
         "ValueError: part 'a b': no usable name",
     ),
     ("f", "async def f(x): return 1 / 0", "f raised ZeroDivisionError: division by zero (File "),
+    ("f", "def f(x): raise SystemExit(0)", "f raised SystemExit: 0 (File "),
+    (
+        "R",
+        "class R(Reward):\n    def score_group(self, xs): return {'a': 1}",
+        "R raised TypeError: score_group gives {'a': 1} (dict); expected a list of scores",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    def grade(self, x): return 1.0\n    def close(self): 1 / 0",
+        "closing stranger.R raises ZeroDivisionError: division by zero (",
+    ),
+    (
+        "R",
+        "class R(Reward):\n    def grade(self, x): ...\n    def score_group(self, xs): ...",
+        "R has grade and score_group; keep the one that is meant",
+    ),
+    ("", "def f(x): return 0.5\ndef _g(x): ...", "or name a function in it behind a dot (f)"),
     ("f", "def f(x): return x.sample.hidden['a']", "f raised KeyError: 'a' (File "),
     (
         "f",
@@ -189,7 +206,35 @@ def test_a_rewards_mistake_is_one_sentence(
     assert "\n" not in found and "Traceback" not in found
 
 
+ROWS = (
+    "class D(DataSource):\n    @classmethod\n    def provides(cls, config): return {'source'}\n"
+    "    def __len__(self): return 3\n    def __getitem__(self, index): "
+)
 DATA: list[tuple[str, str]] = [
+    (ROWS + "return {'id': 1}", "row 0 is {'id': 1} (dict); expected rl.api.types.Sample"),
+    (ROWS + "return Sample(7, 'a')", "row 0 has id 7 (int); expected words"),
+    (ROWS + "return Sample('7', None)", "row 0 has instruction None (NoneType); expected words"),
+    (ROWS + "return Sample('7', 'a', 3)", "row 0 has sources 3 (int); expected a tuple"),
+    (ROWS + "raise KeyError('rows')", "stranger.D raises KeyError: 'rows' ("),
+    (ROWS.replace("return 3", "return '6'") + "...", "stranger.D raises TypeError: 'str' object"),
+    (ROWS.replace("return 3", "return 0") + "...", "stranger.D holds no row"),
+    (
+        ROWS + "...\n    def __init__(self, config, rules): open('/no/where')",
+        "stranger.D raises FileNotFoundError: [Errno 2] No such file or directory: '/no/where'",
+    ),
+    (
+        ROWS + "return Sample('a', 'b')\n    num_skipped = -2",
+        "stranger.D: num_skipped is -2 (int); expected a whole number >= 0",
+    ),
+    (
+        ROWS + "...\n    metrics = {'n': Metric('1', 'rows')}\n"
+        "    async def take_metrics(self): return {}",
+        "D.take_metrics is async; expected `def take_metrics(self) -> Mapping[str, float]`",
+    ),
+    (
+        ROWS + "...\n    @classmethod\n    def provides(cls, config): return {'sauce'}",
+        "D.provides returns {'sauce'} (set); expected a set of names, {'source'}, among source",
+    ),
     ("class D: pass", "class D is no DataSource: derive from rl.api.data.DataSource"),
     (
         "class D(DataSource):\n    def __getitem__(self, index): ...",
@@ -281,7 +326,19 @@ RENDERERS: list[tuple[str, str]] = [
     ),
     (
         DRAWS + "    def render(self, jobs): yield 1, Image.new('RGB', (4, 4))",
-        "yields 1 pictures for 2 jobs; expected (number",
+        "yields pictures for jobs [1] of 0, 1; expected (number",
+    ),
+    (
+        DRAWS + "    def render(self, jobs):\n        import numpy\n"
+        "        yield 0, numpy.zeros((4, 4, 3))",
+        "(ndarray); expected (number of the job, RGB picture)",
+    ),
+    (DRAWS + "    def render(self, jobs): raise SystemExit(3)", "raises SystemExit: 3 ("),
+    (
+        "import pydantic\nclass C(PlugConfig):\n    @pydantic.field_validator('type')\n"
+        "    @classmethod\n    def ok(cls, v): raise KeyError('no')\n"
+        "class R(Renderer[C]):\n    accepts = 'text'\n    def render(self, jobs): ...",
+        "renderer: R.Config raises KeyError: 'no' (",
     ),
 ]
 
@@ -368,6 +425,7 @@ def test_states_of_another_kind_are_refused(
 LOSSES: list[tuple[str, str]] = [
     ("def f(x, y): ...", "f is `def f(x, y)`; expected `def f(x: LossInputs) -> LossTerms`"),
     ("async def f(x): ...", "f is async; expected `def f(x: LossInputs) -> LossTerms`"),
+    ("def f(x): raise SystemExit(0)", "f raises SystemExit: 0 ("),
     ("f = 3", "it is 3 (int); expected `def it(x: LossInputs) -> LossTerms`"),
     ("def f(x): return x.logprobs.sum()", "f returns tensor(0., grad_fn=<SumBackward0>) (Tensor);"),
     ("def f(x): raise ValueError('no')", "f raises ValueError: no ("),

@@ -77,6 +77,8 @@ class EditList:
 class TokenisedEdits(DataSource[Config]):
     """A list's files, each read when its sample is taken."""
 
+    reads_much = True
+
     def __init__(self, config: Config, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming list and entries."""
         edits = read_list(config.path)

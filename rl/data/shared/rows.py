@@ -247,6 +247,8 @@ class RowsConfig(FileConfig):
 class RowsSource(DataSource[ConfigT]):
     """A `DataSource` over the rows that `read` gives."""
 
+    reads_much = True
+
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming file and rows."""
         super().__init__(config, rules)
