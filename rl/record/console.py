@@ -31,6 +31,8 @@ SUMMARY = {
     "memory/peak_gb": "peak GB",
 }
 """Metrics of the summary line and what they are called there; absent ones are left out."""
+LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
+"""Shares that the line shows where they are not 0."""
 _ETA_WINDOW = 20
 """Iterations that the time per iteration is averaged over."""
 
@@ -77,6 +79,7 @@ class Console:
         """The line of a finished iteration; `iteration` counts from 1."""
         parts = [f"[{iteration}/{num_iterations}]"]
         parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
+        parts += [f"{LOST[name]} {metrics[name]:.1%}" for name in LOST if metrics.get(name)]
         if "time/iteration_s" in metrics:
             self._iteration_s.append(metrics["time/iteration_s"])
             mean_s = sum(self._iteration_s) / len(self._iteration_s)

@@ -18,7 +18,7 @@ from pathlib import Path
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.policy import Policy
-from rl.api.types import Completion, Prompt, Sample
+from rl.api.types import Completion, Episode, Prompt, Sample, Status
 from rl.config.schema import RunConfig
 from rl.judge.client import JudgeClient, JudgeError
 from rl.learner.learner import Learner
@@ -41,6 +41,7 @@ from rl.run.episode_metrics import (
     TooManyFailuresError,
     check_failure_rate,
     check_rewards,
+    failure_causes,
     rollout_metrics,
 )
 from rl.run.evaluation import evaluate
@@ -95,6 +96,8 @@ class Run:
     """Of the weights that the engine holds."""
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line written, for the model card."""
+    said: set[str] = field(default_factory=set)
+    """Causes of ungraded episodes that were said."""
 
     def sync_engine(self) -> Metrics:
         """Give the engine the learner's weights and prove that they arrived."""
@@ -158,7 +161,15 @@ class Run:
             rollout = pending.rollout.finished()
             check_rewards(rollout.reward_errors, self.dist)
             check_failure_rate(self.config, rollout.episodes, self.dist)
+        self._say_what_is_ungraded(rollout.episodes)
         yield from advantages.rest()
+
+    def _say_what_is_ungraded(self, episodes_PG: Sequence[Sequence[Episode]]) -> None:
+        for cause, count in failure_causes(episodes_PG).items():
+            if cause.startswith(Status.UNGRADED) and cause not in self.said:
+                self.said.add(cause)
+                where = "said once; each is in episodes/"
+                warn(f"rank {self.dist.rank}: {count} completions {cause} ({where})")
 
     def rollout_metrics(self, rollout: Rollout) -> Metrics:
         """What an iteration's episodes show and what its plugs report. Collective."""

@@ -141,12 +141,17 @@ def test_the_summary_line_says_how_it_goes_and_when_it_ends():
             "reward/mean": 0.41234,
             "eval/reward": 0.5,
             "optimizer/grad_norm": 1e-05,
+            "status/ungraded": 0.03125,
+            "eval/ungraded": 0.0,
             "time/iteration_s": 20.0,
         },
     )
     first, second = stream.getvalue().splitlines()
     assert first == "[1/101]  10.0 s/it  ETA 16 min 40 s"
-    assert second == "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  15.0 s/it  ETA 24 min 45 s"
+    assert second == (
+        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  ungraded 3.1%  15.0 s/it  "
+        "ETA 24 min 45 s"
+    )
 
 
 def test_work_is_booked_like_time_and_has_a_floor(clock):

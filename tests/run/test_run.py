@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from tiny_run import run_config
+from tiny_run import episode, run_config
 
 from rl import train
 from rl.algorithm.metrics import Metrics
+from rl.api.types import Status
 from rl.ranks.dist import Dist
 from rl.run.run import PendingStep, Run
 
@@ -56,3 +58,23 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
     train.train(run)
     assert len(pending_steps) == 3
+
+
+def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on without them: a night's log has to say so."""
+    run = Run.__new__(Run)
+    run.config, run.policy, run.dist, run.said = run_config(), MagicMock(), Dist(), set()
+    good = episode()
+    lost = replace(
+        good, status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'"
+    )
+    rollout = SimpleNamespace(episodes=[[good] * 9 + [lost]], reward_errors={})
+    rollout.groups = lambda timer, stop: iter(enumerate(rollout.episodes))
+    rollout.finished = lambda: rollout
+    run.timer = MagicMock()
+    for iteration in range(2):
+        assert len(list(run.graded_groups(PendingStep(iteration, rollout, MagicMock())))) == 1
+    assert capsys.readouterr().err == (
+        "WARNING: rank 0: 1 completions ungraded: mine: raised KeyError (said once; each is in "
+        "episodes/)\n"
+    )
