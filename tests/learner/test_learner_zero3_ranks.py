@@ -139,7 +139,7 @@ class TwinEngine:
     ) -> list[list[Completion]]:
         return self._engine.generate(prompts_P, params, seeds_P)
 
-    def _trained(self) -> dict[str, torch.nn.Parameter]:
+    def trained(self) -> dict[str, torch.nn.Parameter]:
         return {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
 
 
