@@ -99,10 +99,9 @@ def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Resolved:
 
 def made_of(resolved: build.Resolved) -> list[tuple[build.Plug[Any], Any]]:
     [reward], [source] = resolved.rewards.values(), resolved.train
-    return [
-        (reward, reward.cls(reward.config, Resources(None, "cpu"))),
-        (source, build.build_data(resolved, [source])[0]),
-    ]
+    [rows] = build.build_data(resolved, [source])
+    rows.take_metrics()  # its first row was looked at
+    return [(reward, reward.cls(reward.config, Resources(None, "cpu"))), (source, rows)]
 
 
 def taken(plug_metrics: PlugMetrics, **of_renderer: Any) -> dict[str, float]:
