@@ -367,6 +367,7 @@ class Refusing(Reward):
 def run_of(context: RolloutContext, saved: list[int]) -> Run:
     """As much of a run as a rollout touches."""
     run = Run.__new__(Run)
+    run.said = set()
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
     run.policy = context.policy
     run.save = lambda done, final=False: saved.append(done)

@@ -21,6 +21,7 @@ from rl.run.run import PendingStep, Run
 
 def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path) -> None:
     run = Run.__new__(Run)
+    run.said = set()
     outcomes = iter([None, tmp_path / "checkpoints/step_000001"])
     run.checkpoints = SimpleNamespace(save=lambda *_, **__: next(outcomes))
     run.learner = SimpleNamespace(state=lambda: ({}, {}), trainable_tensors=dict)
@@ -53,6 +54,7 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
     monkeypatch.setattr(train, "roll_out", roll_out)
     monkeypatch.setattr(train, "learn_from", lambda run, pending: None)
     run = Run.__new__(Run)
+    run.said = set()
     run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
     run.console = run.timer = run.tracker = MagicMock()
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
@@ -63,6 +65,7 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
 def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The run goes on without them: a night's log has to say so."""
     run = Run.__new__(Run)
+    run.said = set()
     run.config, run.policy, run.dist, run.said = run_config(), MagicMock(), Dist(), set()
     good = episode()
     lost = replace(

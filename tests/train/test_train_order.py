@@ -37,6 +37,7 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
         return lambda *_: (said.append(name), result)[1]
 
     run = Run.__new__(Run)
+    run.said = set()
     run.dist, run.timer, run.start, run.num_iterations = Dist(), PhaseTimer(), 0, 2
     run.console = run.tracker = MagicMock()
     run.policy = MagicMock()
