@@ -199,7 +199,7 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         return None, [f"{key}.type: {problem}" for problem in wrong]
     try:
         config, problems = validate(found.Config, section, at=key)
-    except Exception as error:  # a stranger's validator
+    except find.STRANGE as error:  # of a stranger's validator
         config, problems = None, [f"{key}: {found.__name__}.Config raises {find.described(error)}"]
     if config is None:
         return None, problems
@@ -219,7 +219,7 @@ def ask_plug(
     name = f"{plug.key}: {member.__qualname__}"
     try:
         answer = member(plug.config, *more)
-    except Exception as error:
+    except find.STRANGE as error:
         return None, [f"{name} raises {find.described(error)}"]
     if not expected(answer):
         return None, [f"{name} returns {shown(answer)}; expected {words}"]
@@ -231,7 +231,8 @@ def _are_counts(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return not isinstance(value, str) and all(isinstance(name, str) for name in value)
+    is_list = isinstance(value, Sequence | AbstractSet) and not isinstance(value, str)
+    return is_list and all(isinstance(name, str) for name in value)
 
 
 def _is_carried(name: Any) -> bool:
@@ -249,7 +250,7 @@ _ANSWERS: Sequence[tuple[type[PlugBase[Any]], str, Callable[[Any], bool], str]] 
     (
         ModelRunner,
         "savings",
-        lambda found: all(isinstance(saving, Saving) for saving in found),
+        lambda found: isinstance(found, Sequence) and all(isinstance(s, Saving) for s in found),
         "a list of Saving",
     ),
     (
@@ -411,7 +412,7 @@ def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
             _check_sample(at, source)
     except ValueError:  # in the source's own words
         raise
-    except (Exception, SystemExit) as error:
+    except find.STRANGE as error:
         raise ValueError(f"{at} raises {find.described(error)}") from error
     if not _is_count(num_skipped):
         raise ValueError(f"{at}: num_skipped is {shown(num_skipped)}; expected a whole number >= 0")

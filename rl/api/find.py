@@ -31,6 +31,9 @@ PlugT = TypeVar("PlugT", bound=PlugBase[Any])
 
 Found = tuple[Any, list[str]]
 
+STRANGE = (Exception, SystemExit)
+"""What a stranger's code may raise without ending ours."""
+
 
 def is_dotted_path(name: str) -> bool:
     """'my_package.my_plug': Python names, joined by dots."""
@@ -78,7 +81,7 @@ def _import(dotted: str) -> ModuleType:
         raise _BrokenModuleError(
             f"{dotted} imports {error.name!r}, which is not installed"
         ) from error
-    except (Exception, SystemExit) as error:
+    except STRANGE as error:
         raise _BrokenModuleError(f"importing {dotted} raises {described(error)}") from error
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 SIDE_PX = 64
 SLOW_S = 10.0
-_STRANGE = (Exception, SystemExit)
-"""What a stranger's code may raise."""
 
 
 def dry_problems(resolved: Resolved) -> list[str]:
@@ -47,7 +45,7 @@ def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
     given = _made_up(resolved)
     try:
         reward = plug.cls(plug.config, Resources(None, "cpu"))
-    except _STRANGE as error:
+    except find.STRANGE as error:
         return [f"{plug.key}: making {plug.name} raises {find.described(error)}"]
 
     async def ask() -> RewardOutput:
@@ -59,7 +57,7 @@ def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
         output = asyncio.run(ask())
     try:
         reward.close()
-    except _STRANGE as error:
+    except find.STRANGE as error:
         return [f"{plug.key}: closing {plug.name} raises {find.described(error)}"]
     if not output.traceback:
         return []
@@ -137,7 +135,7 @@ def _renderer(resolved: Resolved) -> list[str]:
             renderer = plug.cls(plug.config, Resources(None, "cpu"))
             drawn = list(renderer.render(jobs))
             renderer.close()
-    except _STRANGE as error:
+    except find.STRANGE as error:
         return [f"{plug.key}: {plug.name} raises {find.described(error)} on made-up jobs"]
     expected = "expected (number of the job, RGB picture) for each job, once"
     for outcome in drawn:
@@ -184,7 +182,7 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
     key = f"algorithm.loss: {algorithm.loss}"
     try:
         terms = loss(inputs)
-    except _STRANGE as error:
+    except find.STRANGE as error:
         return [f"{key} raises {find.described(error)} on a made-up micro-batch"]
     if not isinstance(terms, LossTerms):
         return [f"{key} returns {shown(terms)}; expected rl.api.loss.LossTerms"]

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from rl.api.find import STRANGE
 from rl.api.plug import shown
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
@@ -45,7 +46,7 @@ async def _grade_one(reward: Reward, reward_input: RewardInput) -> RewardOutput:
         return checked_output(await _call(reward.grade, reward_input), reward.unit_parts)
     except JudgeError:
         raise
-    except (Exception, SystemExit) as error:
+    except STRANGE as error:
         return _raised(error)
 
 
@@ -60,7 +61,7 @@ async def _score_all(reward: Reward, inputs_G: Sequence[RewardInput]) -> list[Re
         return [checked_output(score, reward.unit_parts) for score in scores_G]
     except JudgeError:
         raise
-    except (Exception, SystemExit) as error:
+    except STRANGE as error:
         return [_raised(error)] * len(inputs_G)
 
 

@@ -333,6 +333,20 @@ RENDERERS: list[tuple[str, str]] = [
         "        yield 0, numpy.zeros((4, 4, 3))",
         "(ndarray); expected (number of the job, RGB picture)",
     ),
+    (
+        DRAWS + "    def render(self, jobs): ...\n    @classmethod\n    def savings(cls, c): ...",
+        "R.savings returns None (NoneType); expected a list of Saving",
+    ),
+    (
+        DRAWS + "    def render(self, jobs): ...\n    @classmethod\n"
+        "    def reads_from(cls, config): return 3",
+        "R.reads_from returns 3 (int); expected a list of hub ids, folders or files",
+    ),
+    (
+        DRAWS + "    def render(self, jobs): ...\n    @classmethod\n"
+        "    def negative_prompt(cls, config): raise SystemExit(0)",
+        "R.negative_prompt raises SystemExit: 0 (",
+    ),
     (DRAWS + "    def render(self, jobs): raise SystemExit(3)", "raises SystemExit: 3 ("),
     (
         "import pydantic\nclass C(PlugConfig):\n    @pydantic.field_validator('type')\n"

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from tiny_ranks import run_ranks
 from tiny_run import run_config
 
 from rl.api.plug import PlugConfig, Resources
+from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import (
     Action,
@@ -27,9 +29,17 @@ from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.ranks.dist import Dist
 from rl.record.console import PhaseTimer
-from rl.renderers.none import NoRenderer
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
+
+
+class Blank(Renderer):
+    """Every picture is the same."""
+
+    accepts = "text"
+
+    def render(self, jobs):
+        return ((number, Image.new("RGB", (4, 4))) for number, _ in enumerate(jobs))
 
 
 class Gathering:
@@ -102,7 +112,7 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
         context = RolloutContext(
             run_config(optimizer={"max_tokens_per_micro_batch": 3}),
             policy,
-            NoRenderer(PlugConfig(), Resources(None, "cpu")),
+            Blank(PlugConfig(), Resources(None, "cpu")),
             {"fixed": Fixed()},
             True,
             loop,
@@ -132,7 +142,7 @@ def refused_run(folder: str) -> str:
         context = RolloutContext(
             run_config(),
             policy,
-            NoRenderer(PlugConfig(), Resources(None, "cpu")),
+            Blank(PlugConfig(), Resources(None, "cpu")),
             {"judge": Refusing()},
             True,
             loop,

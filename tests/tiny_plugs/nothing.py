@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 from rl.api.data import DataSource
 from rl.api.engine import Engine
 from rl.api.plug import PlugConfig
 from rl.api.policy import Policy
-from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import RenderJob, RewardInput, Sample
+from rl.api.types import RewardInput, Sample
+from rl.renderers.none import NoRenderer
 
 
 def unused(*given: object) -> NoReturn:
@@ -33,16 +32,8 @@ class Nowhere(Engine):
     generate = load_weights = unused
 
 
-class Nil(Renderer):
+class Nil(NoRenderer):
     """A renderer."""
-
-    accepts = "text"
-    makes_images = False
-    runs_model = False
-
-    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, None]]:
-        for number, _ in enumerate(jobs):
-            yield number, None
 
 
 class NothingMuch(Reward):
