@@ -28,7 +28,7 @@
   judge+: $.pixel_judge,
   data+: {
     train: [{ type: 'tiny_world.data.shapes', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'tiny_world.data.shapes', num_samples: 64, seed: 2 }],
+    validation: [{ type: 'tiny_world.data.shapes', num_samples: 64, seed: 2, held_out: true }],
   },
 
   sampling+: { max_completion_tokens: 24 },

@@ -28,7 +28,7 @@
   judge+: $.pixel_judge,
   data+: {
     train: [{ type: 'tiny_world.data.shape_tokens', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'tiny_world.data.shape_tokens', num_samples: 96, seed: 2 }],
+    validation: [{ type: 'tiny_world.data.shape_tokens', num_samples: 96, seed: 2, held_out: true }],
   },
 
   sampling+: { max_completion_tokens: 32 },

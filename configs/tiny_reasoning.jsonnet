@@ -18,7 +18,7 @@
   rewards: { accuracy: { type: 'accuracy' }, format: { type: 'format' } },
   data+: {
     train: [{ type: 'tiny_world.data.shape_questions', num_samples: 4096, seed: 1 }],
-    validation: [{ type: 'tiny_world.data.shape_questions', num_samples: 128, seed: 2 }],
+    validation: [{ type: 'tiny_world.data.shape_questions', num_samples: 128, seed: 2, held_out: true }],
   },
 
   sampling+: { max_completion_tokens: 48 },

@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
 
 class Config(MadeConfig):
-    """A finite list of prompts: the world's prompts, shuffled anew each time they run out."""
-
-    held_out: bool = False
-    """True: the 72 prompts whose colour and shape never come together in the other 216."""
+    """A finite list of prompts: the world's prompts, shuffled anew each time they run out. The 72
+    held-out ones are those whose colour and shape never come together in the other 216."""
 
 
 class ShapePrompts(MadeSource[Config]):
     """Sample i depends on (held_out, seed, i) alone."""
 
+    name = "shape-prompts"
     carries = frozenset({"reference"})
 
     def make(self, index: int) -> Sample:
@@ -35,9 +34,8 @@ class ShapePrompts(MadeSource[Config]):
         config = self.config
         turn, place = divmod(index, len(_shuffled(config.held_out, config.seed, 0)))
         prompt = _shuffled(config.held_out, config.seed, turn)[place]
-        half = "held-out" if config.held_out else "train"
         return Sample(
-            id=f"shape-prompts-{half}-{config.seed}-{index}",
+            id=self.id_of(index),
             instruction=prompt.text,
             category=prompt.kind,
             reference=captions.caption(prompt.wish),

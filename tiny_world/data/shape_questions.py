@@ -5,14 +5,21 @@ spot from a seed; the answer is hidden from the policy.
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 from rl.api.types import Sample
 from tiny_world.data.synthetic import MadeConfig, MadeSource
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tiny_world.questions import Question
+
 
 class ShapeQuestions(MadeSource[MadeConfig]):
-    """Sample i depends on (seed, i) alone."""
+    """Sample i depends on (held_out, seed, i) alone."""
 
+    name = "shape-questions"
     carries = frozenset({"source", "reference", "hidden:answer"})
 
     def make(self, index: int) -> Sample:
@@ -20,12 +27,16 @@ class ShapeQuestions(MadeSource[MadeConfig]):
 
         from tiny_world import questions
 
-        seed = self.config.seed
-        question = questions.make_question(random.Random(f"{seed}:{index}"))
+        def made(rng: random.Random) -> tuple[tuple[Question, np.ndarray], bytes]:
+            question = questions.make_question(rng)
+            pixels = questions.draw_array(question.picture)
+            return (question, pixels), pixels.tobytes()
+
+        question, pixels = self.draw(index, made)
         return Sample(
-            id=f"shape-questions-{seed}-{index}",
+            id=self.id_of(index),
             instruction=question.text,
-            sources=(Image.fromarray(questions.draw_array(question.picture)),),
+            sources=(Image.fromarray(pixels),),
             category=question.kind,
             reference=questions.written(question.thought, question.answer),
             hidden={"answer": question.answer},

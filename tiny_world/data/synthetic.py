@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+from collections.abc import Callable
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import Field
@@ -12,20 +15,28 @@ from rl.api.types import Sample
 
 
 class MadeConfig(PlugConfig):
-    """A finite set; another seed gives another one, e.g. held-out samples."""
+    """A finite set; another seed gives another one."""
 
     num_samples: Annotated[int, Field(ge=1)] = 4096
     """Samples in the set."""
     seed: int = 0
     """Which set, or its order."""
+    held_out: bool = False
+    """True: samples that share nothing with any set where it is false, whatever the seeds."""
 
 
 MadeConfigT = TypeVar("MadeConfigT", bound=MadeConfig)
+MadeT = TypeVar("MadeT")
+
+HELD_OUT_SHARE = 8
+"""One picture in so many is held out."""
 
 
 class MadeSource(DataSource[MadeConfigT]):
     """Sample i depends on the config and i alone."""
 
+    name: ClassVar[str]
+    """What ids begin with."""
     carries: ClassVar[frozenset[str]]
     """Beyond an instruction, in the words of a reward's `needs`."""
 
@@ -40,6 +51,22 @@ class MadeSource(DataSource[MadeConfigT]):
     def make(self, index: int) -> Sample:
         """Sample `index`, which is one of the set."""
         raise NotImplementedError
+
+    def id_of(self, index: int) -> str:
+        """Of sample `index`; no two sets of this plug share one."""
+        half = "held-out" if self.config.held_out else "train"
+        return f"{self.name}-{half}-{self.config.seed}-{index}"
+
+    def draw(self, index: int, made: Callable[[random.Random], tuple[MadeT, bytes]]) -> MadeT:
+        """The first thing made for `index` whose picture, whose bytes come beside it, is of the
+        wanted half: those bytes alone say of which half a picture is."""
+        rng = random.Random(f"{self.config.seed}:{index}")
+        while True:
+            found, picture = made(rng)
+            digest = hashlib.blake2b(picture, digest_size=8).digest()
+            is_held_out = int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+            if is_held_out == self.config.held_out:
+                return found
 
     @classmethod
     def count(cls, config: MadeConfigT) -> int | None:
