@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rl.rollout.stream import RewardErrors, Rollout
 
 
+HALF_MARKS = 0.5
+"""Of a reward, 0..1: a group that all earn less alike has failed, and shows no way out."""
+
+
 class TooManyFailuresError(RuntimeError):
     """More of an iteration went ungraded than `judge.max_failure_rate` allows."""
 
@@ -47,7 +51,9 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
 
 def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     rewards = [e.reward for e in episodes_G if e.reward is not None]
-    metrics.add("groups/zero_spread", float(len(set(rewards)) <= 1))
+    zero_spread = len(set(rewards)) <= 1
+    metrics.add("groups/zero_spread", float(zero_spread))
+    metrics.add("groups/dead", float(zero_spread and max(rewards, default=1.0) < HALF_MARKS))
     metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
     if len(rewards) > 1:
         metrics.add("reward/group_std", pvariance(rewards) ** 0.5)

@@ -46,6 +46,7 @@ METRICS: dict[str, Metric] = {
     "status/policy_failed": Metric("0..1", "share whose completion could not be used"),
     "status/ungraded": Metric("0..1", "share lost to the renderer or the judge"),
     "groups/zero_spread": Metric("0..1", "share of groups whose rewards are all equal"),
+    "groups/dead": Metric("0..1", "share of groups whose rewards are all equal and below 0.5"),
     "groups/distinct_completions": Metric(
         "0..1", "mean over groups of distinct completions / completions"
     ),
@@ -68,6 +69,10 @@ METRICS: dict[str, Metric] = {
     "tokens/truncated": Metric("0..1", "share of completions that hit max_completion_tokens"),
     "tokens/trained": Metric("tokens", "tokens that carry loss: the global denominator"),
     # Data
+    "data/held_out_prompts": Metric(
+        "prompts",
+        "training prompts whose picture, or without one whose words, are a held-out one's",
+    ),
     "data/skipped_rows": Metric("rows", "bad rows left out at the start"),
     "data/replaced_rows": Metric(
         "rows", "rows that could not be read when taken and were replaced, since the process began"

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from rl.algorithm.metrics import Metrics
@@ -47,6 +48,7 @@ from rl.run.episode_metrics import (
 from rl.run.evaluation import evaluate
 from rl.run.metric_table import check_known
 from rl.run.plug_metrics import PlugMetrics
+from rl.run.watch import DeadGroups, HeldOutContents
 
 _JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
@@ -97,7 +99,13 @@ class Run:
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line written, for the model card."""
     said: set[str] = field(default_factory=set)
-    """Causes of ungraded episodes that were said."""
+    """What was said and need not be said again: causes of ungraded episodes, shared samples."""
+    dead_groups: DeadGroups = field(default_factory=DeadGroups)
+
+    @cached_property
+    def held_out_contents(self) -> HeldOutContents:
+        """What no training prompt should show."""
+        return HeldOutContents(self.held_out)
 
     def sync_engine(self) -> Metrics:
         """Give the engine the learner's weights and prove that they arrived."""
@@ -174,8 +182,24 @@ class Run:
     def rollout_metrics(self, rollout: Rollout) -> Metrics:
         """What an iteration's episodes show and what its plugs report. Collective."""
         metrics = rollout_metrics(rollout, self.dist)
+        if self.held_out:
+            metrics.total("data/held_out_prompts", self._say_what_is_held_out(rollout))
         metrics.update(self.plug_metrics.take(rollout.renderer_metrics))
         return metrics
+
+    def _say_what_is_held_out(self, rollout: Rollout) -> int:
+        """How many of this rank's prompts show what a held-out sample shows."""
+        samples = [episodes_G[0].prompt.sample for episodes_G in rollout.episodes]
+        shared = self.held_out_contents.shared(samples)
+        if shared and "held-out" not in self.said:
+            self.said.add("held-out")
+            trained, held_out = next(iter(shared.items()))
+            warn(
+                f"rank {self.dist.rank}: training sample {trained} shows what held-out sample "
+                f"{held_out} shows; held-out rewards are not of unseen data (said once; "
+                "data/held_out_prompts counts)"
+            )
+        return len(shared)
 
     def may_sample(self, sampled: int, done: int) -> bool:
         """Whether iteration `sampled` may be rolled out when `done` are learnt from.
@@ -234,6 +258,8 @@ class Run:
         metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
         reduced = self.dist.reduce(metrics) | self.timer.lap()
         check_known(reduced, self.plug_metrics.rows)
+        if "groups/dead" in reduced and (sentence := self.dead_groups.add(reduced["groups/dead"])):
+            self.console.say(sentence)
         self.last_metrics = reduced
         with _tolerated("metrics"):
             self.record.write_metrics(done, reduced)

@@ -8,6 +8,7 @@ import pytest
 
 from rl.api.data import RowRules
 from rl.api.types import Sample
+from rl.run.watch import HeldOutContents
 from tiny_world.data.shape_prompts import ShapePrompts
 from tiny_world.data.shape_questions import ShapeQuestions
 from tiny_world.data.shape_tokens import ShapeTokens
@@ -51,6 +52,22 @@ def test_another_seed_gives_another_set(source: Source) -> None:
     assert not {sample.id for sample in one} & {sample.id for sample in other}
     if source is not ShapePrompts:  # whose prompts are the same ones in another order
         assert not set(map(shown, one)) & set(map(shown, other))
+
+
+@ALL
+def test_held_out_samples_share_nothing_with_training_ones_whatever_the_seeds(
+    source: Source,
+) -> None:
+    """By what they show: a centred scene of two shapes is one of a few thousand."""
+    sets = [
+        made(source, 600, seed=seed, held_out=held_out)
+        for seed, held_out in ((1, False), (1, True), (2, True))
+    ]
+    training, *held_out = ([found[i] for i in range(600)] for found in sets)
+    for other in held_out:
+        assert HeldOutContents(other).shared(training) == {}
+        assert not {sample.id for sample in training} & {sample.id for sample in other}
+    assert HeldOutContents(training).shared(training), "the same picture would be found"
 
 
 @ALL
