@@ -29,6 +29,7 @@ from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleE
 from rl.config.messages import validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.ranks.placement import Claim, claims_of
+from rl.ranks.seeding import derive_seed
 
 if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
@@ -342,6 +343,7 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
         max_completion_tokens=config.sampling.max_completion_tokens,
         gradient_checkpointing=config.optimizer.gradient_checkpointing,
         device=dist.device,
+        seed=derive_seed(config.seed, "policy"),
     )
     with _readable(resolved.policy):
         return resolved.policy.cls(resolved.policy.config, setup)

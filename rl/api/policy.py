@@ -50,8 +50,8 @@ class LoraSection(Section):
     """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of linear layers, in the language model only while the vision tower is frozen."""
-    init_seed: int = 0
-    """Seed of the adapter's initial A matrices (B starts at zero)."""
+    init_seed: int | None = None
+    """Seed of the adapter's initial A matrices (B starts at zero); null: from the run's `seed`."""
 
 
 class PolicyConfig(PlacedConfig):
@@ -83,6 +83,8 @@ class PolicySetup:
     """Recompute activations in the backward, 'mlp': only the MLPs'."""
     device: str = "cpu"
     """The rank's own, 'cpu' or 'cuda:<index>'."""
+    seed: int = 0
+    """Of what the policy starts with that no file holds (an adapter), alike on every rank."""
 
 
 class Decoder(Protocol):

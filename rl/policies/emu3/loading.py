@@ -173,7 +173,7 @@ def model_folder(config: Config) -> Path:
     return shared.local_folder(config.model_path, config.revision, patterns)
 
 
-def adapt(model: Any, config: Config) -> Any:
+def adapt(model: Any, config: Config, seed: int = 0) -> Any:
     """See `shared/loading.py`. The head is projected slice by slice, which an adapter on it could
     not be."""
-    return shared.adapt(model, config.lora, config.adapter_path, within=r".*\.layers\..*")
+    return shared.adapt(model, config.lora, config.adapter_path, r".*\.layers\..*", seed)

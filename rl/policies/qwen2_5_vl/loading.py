@@ -66,11 +66,11 @@ def load_model(config: Config) -> Any:
         )
 
 
-def adapt(model: Any, config: Config) -> Any:
+def adapt(model: Any, config: Config, seed: int = 0) -> Any:
     """See `shared/loading.py`; a frozen tower has no part in it, though some of its layers have the
     language model's names."""
     within = r".*language_model\..*" if config.freeze_vision_tower else ""
-    adapted = shared.adapt(model, config.lora, config.adapter_path, within)
+    adapted = shared.adapt(model, config.lora, config.adapter_path, within, seed)
     if config.lora is None:
         model.model.visual.requires_grad_(not config.freeze_vision_tower)
     return adapted

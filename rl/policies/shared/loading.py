@@ -36,9 +36,12 @@ def link_files(folder: Path, overlay: Path, skip: Sequence[str] = ()) -> None:
             link.symlink_to(file.resolve())
 
 
-def adapt(model: Any, lora: LoraSection | None, adapter_path: str, within: str = "") -> Any:
+def adapt(
+    model: Any, lora: LoraSection | None, adapter_path: str, within: str = "", seed: int = 0
+) -> Any:
     """The model with a trainable LoRA, fresh or from `adapter_path`, on the layers that `lora`
     names, below what `within` (a regex) matches; without `lora`, all of the model to be trained.
+    A fresh one is drawn from `lora.init_seed`, or from `seed` where that is None.
 
     Raises ValueError when `adapter_path` holds another shape than `lora` asks for.
     """
@@ -66,5 +69,5 @@ def adapt(model: Any, lora: LoraSection | None, adapter_path: str, within: str =
     )
     with torch.random.fork_rng(devices=[]):
         # Every rank starts from the same adapter, whatever it drew before.
-        torch.manual_seed(lora.init_seed)
+        torch.manual_seed(seed if lora.init_seed is None else lora.init_seed)
         return get_peft_model(model, config)

@@ -75,7 +75,7 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         """A loaded model as it is trained: adapted, on the policy's device."""
         from rl.policies.shared.recomputing import spare_activations
 
-        model = self.loading.adapt(model, self.config).to(self.device)
+        model = self.loading.adapt(model, self.config, self.setup.seed).to(self.device)
         align_weights(model, self.device)
         spare_activations(model, self.setup.gradient_checkpointing)
         return model
