@@ -5,7 +5,7 @@
 {
   // Which keys and names the config speaks; today's, unless it says otherwise. A newer one is refused,
   // and so is an old name, with the new one.
-  format: 2,
+  format: 3,
   // Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-'.
   // run_name: (required)
   // Runs live in <base_exp_dir>/<run_name>/.
@@ -85,11 +85,12 @@
     // Added to that standard deviation, in reward units (0..1).
     advantage_eps: 1e-4,
     // A shipped one, or the dotted path of a function of your own, 'my_package.my_loss'.
-    // grpo: clipped, mean over the global batch's tokens; dapo: the same with clip_high >
-    // clip_low; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo: sequence-
-    // level ratio; cispo: clipped, detached importance weight times log-prob.
-    loss: 'grpo',
-    // Lower clip distance of the ratio.
+    // grpo: clipped ratio, mean over each completion's tokens, then over completions; dapo: the same,
+    // mean over all tokens of the step; dr_grpo: the same, sum over tokens / (completions x
+    // max_completion_tokens); gspo: grpo with one ratio per completion; cispo: importance weight,
+    // detached and bounded above alone, times log-prob, mean over all tokens.
+    loss: 'dapo',
+    // Lower clip distance of the ratio; 'cispo' has none.
     clip_low: 0.2,
     // Upper clip distance of the ratio (DAPO: 0.28).
     clip_high: 0.2,

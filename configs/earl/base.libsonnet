@@ -46,6 +46,7 @@
 
   sampling+: { max_completion_tokens: 1720 },
   algorithm+: {
+    loss: 'dapo',  // EARL's mean is over tokens
     kl_coeff: 3e-4,
     advantage_eps: 1e-5,  // EARL's 1e-4 on rewards from 0 to 10
     zero_spread_groups: 'keep',

@@ -31,6 +31,7 @@ FIXED: Fields = {
     "algorithm": {
         # 1e-4 on EARL's rewards from 0 to 10.
         "advantage_eps": 1e-5,
+        "loss": "dapo",
         "zero_spread_groups": "keep",
         "truncated_completions": "floor",
     },

@@ -23,7 +23,7 @@ import _jsonnet
 
 from rl.config.shipped import configs_folder
 
-CONFIG = 2
+CONFIG = 3
 """Of configs and run folders."""
 CHECKPOINT = 1
 ADAPTER = 2
@@ -49,28 +49,36 @@ def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     number = config.get("format", 1)
     if problem := refusal(what, number, CONFIG):
         raise ValueError(problem)
-    return renamed(config, number)[0]
+    return renamed(config, number, number)[0]
 
 
-def renamed(config: Mapping[str, Any], since: int = 1) -> tuple[dict[str, Any], list[str]]:
-    """A config of format `since` under today's names, and a sentence for each that is old."""
+def renamed(
+    config: Mapping[str, Any], since: int = 1, spoken: int = CONFIG
+) -> tuple[dict[str, Any], list[str]]:
+    """A config under today's names, and a sentence for each that is old.
+
+    Args:
+        since: names older than this format do not occur in it.
+        spoken: the format whose words it speaks, where a word of old means something else today.
+    """
     said: list[str] = []
     value: Any = dict(config)
-    for step in _steps(since):
-        value = _renamed(value, "", step, said)
+    for number, step in _steps(since):
+        meant = step if number > spoken else {**step, "values": {}}
+        value = _renamed(value, "", meant, said)
     return value, said
 
 
 def moved(path: str) -> str:
     """Where a path of the first format lies today."""
-    for step in _steps(1):
+    for _, step in _steps(1):
         path = _today(path, "", step)
     return path
 
 
 def recorded(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of metrics.jsonl or of an evaluation, of whatever format, under today's names."""
-    names = {old: new for step in _steps(1) for old, new in step["recorded"].items()}
+    names = {old: new for _, step in _steps(1) for old, new in step["recorded"].items()}
     return {names.get(name, name): value for name, value in row.items()}
 
 
@@ -95,15 +103,17 @@ def _renamed(value: Any, key: str, step: Mapping[str, Any], said: list[str]) -> 
 def _today(value: str, key: str, step: Mapping[str, Any]) -> str:
     if re.fullmatch(r"data\.\w+\.\d+\.type", key):
         return str(step["data"].get(value, value))
+    if key in step["values"]:
+        return str(step["values"][key].get(value, value))
     for old, new in step["folders"].items():
         if value.startswith(old) and not Path(value).exists():
             return str(new + value.removeprefix(old))
     return value
 
 
-def _steps(since: int) -> Iterator[Mapping[str, Any]]:
-    """What each format after `since` has renamed, oldest first."""
-    return (step for number, step in sorted(_table().items()) if number > since)
+def _steps(since: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each format after `since` and what it has renamed, oldest first."""
+    return ((number, step) for number, step in sorted(_table().items()) if number > since)
 
 
 @cache

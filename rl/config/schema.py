@@ -59,13 +59,14 @@ class AlgorithmConfig(Section):
     """Divisor of the centred rewards (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std)."""
     advantage_eps: Annotated[float, Field(ge=0)] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
-    loss: str = "grpo"
+    loss: str = "dapo"
     """A shipped one, or the dotted path of a function of your own, `my_package.my_loss` (README).
-    grpo: clipped, mean over the global batch's tokens; dapo: the same with clip_high > clip_low;
-    dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo: sequence-level ratio;
-    cispo: clipped, detached importance weight times log-prob."""
+    grpo: clipped ratio, mean over each completion's tokens, then over completions; dapo: the same,
+    mean over all tokens of the step; dr_grpo: the same, sum over tokens / (completions x
+    max_completion_tokens); gspo: grpo with one ratio per completion; cispo: importance weight,
+    detached and bounded above alone, times log-prob, mean over all tokens."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Lower clip distance of the ratio."""
+    """Lower clip distance of the ratio; 'cispo' has none."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     """Upper clip distance of the ratio (DAPO: 0.28)."""
     kl_coeff: Annotated[float, Field(ge=0)] = 0.0
@@ -360,9 +361,10 @@ def load_config(
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
-    if too_new := formats.refusal(str(path), values.get("format", formats.CONFIG), formats.CONFIG):
+    spoken = values.get("format", formats.CONFIG)
+    if too_new := formats.refusal(str(path), spoken, formats.CONFIG):
         raise ConfigError([*problems, too_new])
-    values, old_names = formats.renamed(values)
+    values, old_names = formats.renamed(values, spoken=spoken)
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if earl_fields.is_flat(values, required):
         unread = earl_fields.misspelt(values)

@@ -149,10 +149,10 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             "algorithm.kl_estimator: 'k1' in the loss pulls nowhere (on-policy its expected "
             "gradient is zero); use 'k2' or 'k3', or kl_placement 'reward'"
         )
-    if algorithm.loss == "dapo" and algorithm.clip_high <= algorithm.clip_low:
+    if algorithm.loss == "gspo" and algorithm.importance_correction == "token":
         yield (
-            f"algorithm.clip_high: {algorithm.clip_high} is not above clip_low, so that 'dapo' is "
-            "'grpo'; use 0.28, or loss 'grpo'"
+            "algorithm.importance_correction: 'token' weighs each token apart, and 'gspo' has one "
+            "ratio for a whole completion; use 'sequence', or 'none'"
         )
     if resolved.config.max_staleness and optimizer.updates_per_iteration > 1:
         yield (

@@ -80,7 +80,7 @@ def test_clipped_surrogate_by_hand(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "weight", "clipped"), [(1.1, 1.1, False), (1.5, 1.28, True), (0.5, 0.8, True)]
+    ("ratio", "weight", "clipped"), [(1.1, 1.1, False), (1.5, 1.28, True), (0.5, 0.5, False)]
 )
 def test_cispo_keeps_the_gradient_of_clipped_tokens(
     ratio: float, weight: float, clipped: bool
@@ -104,12 +104,13 @@ def test_token_weights_by_hand() -> None:
     of = Denominators(num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10)
     rows = {name: token_weights(name, mask, of).tolist() for name in LOSSES}
     eighth, sixtieth = [1 / 8] * 3 + [0.0], [1 / 60] * 3 + [0.0]
-    for name in ("grpo", "dapo", "cispo"):
+    for name in ("dapo", "cispo"):
         assert rows[name][0] == pytest.approx(eighth)
         assert rows[name][1] == pytest.approx([1 / 8, 0, 0, 0])
     assert rows["dr_grpo"][0] == pytest.approx(sixtieth)
-    assert rows["gspo"][0] == pytest.approx([1 / 12] * 3 + [0.0])  # 4 sequences x 3 tokens
-    assert rows["gspo"][1] == pytest.approx([1 / 4, 0, 0, 0])
+    for name in ("grpo", "gspo"):
+        assert rows[name][0] == pytest.approx([1 / 12] * 3 + [0.0])  # 4 sequences x 3 tokens
+        assert rows[name][1] == pytest.approx([1 / 4, 0, 0, 0])
 
 
 def test_a_sequence_without_loss_tokens_weighs_nothing() -> None:
@@ -276,7 +277,7 @@ def reference_loss(case: Case, config: AlgorithmConfig, logprobs: list[list[floa
                     ratio = frozen_ratio * math.exp(now[t] - frozen[t])
             if config.loss == "cispo":
                 stopped = math.exp(frozen[t] - old[t])
-                gain = min(max(stopped, lowest), highest) * advantage * now[t]
+                gain = min(stopped, highest) * advantage * now[t]
             else:
                 gain = min(ratio * advantage, min(max(ratio, lowest), highest) * advantage)
             row -= weight * gain
@@ -285,7 +286,7 @@ def reference_loss(case: Case, config: AlgorithmConfig, logprobs: list[list[floa
         count = case.denominators
         if config.loss == "dr_grpo":
             total += row / (count.num_completions * count.max_completion_tokens)
-        elif config.loss == "gspo":
+        elif config.loss in ("grpo", "gspo"):
             total += row / len(tokens) / count.num_sequences
         else:
             total += row / count.num_tokens
@@ -440,5 +441,5 @@ def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours_bit_for_bit(coe
 def test_which_count_a_loss_is_divided_by() -> None:
     of = Denominators(num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10)
     found = {name: divisor(losses.loss_named(name), of) for name in LOSSES}
-    assert found == {"grpo": 8, "dapo": 8, "cispo": 8, "gspo": 4, "dr_grpo": 6}
+    assert found == {"dapo": 8, "cispo": 8, "grpo": 4, "gspo": 4, "dr_grpo": 6}
     assert divisor(a_strangers_grpo, of) == 8

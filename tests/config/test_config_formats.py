@@ -34,6 +34,7 @@ OVERRIDES = [
     "generations_per_prompt=4",
     "evaluation.num_samples=4",
     "evaluation.every_n_iterations=2",
+    "algorithm.zero_spread_groups=drop",
 ]
 NEWER = "a newer one wrote it; update vlm-edit-rl"
 
@@ -60,16 +61,21 @@ def test_a_run_of_the_last_release_goes_on(run_dir: Path) -> None:
     said = report.report(config, 80)[0].splitlines()[0]
     assert said == (
         f"run tiny_prompts in {run_dir}: goes on after 2 iterations; {run_dir} is of an older "
-        "format: it is read under today's names, and goes on as format 2"
+        "format: it is read under today's names, and goes on as format 3"
     )
     RunRecord(run_dir, config, Dist()).write_config()
     assert report.report(config, 80)[0].splitlines()[0].endswith("goes on after 2 iterations")
 
 
 def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
-    [problem] = report.problems(config_of(run_dir, "bare_arm=never", "data.train.0.seed=5"))
+    changes = ("bare_arm=never", "data.train.0.seed=5", "algorithm.loss=grpo")
+    [problem] = report.problems(config_of(run_dir, *changes))
     breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
-    assert breaking == ["bare_arm: 'always' -> 'never'", "data.train.0.seed: 1 -> 5"]
+    assert breaking == [
+        "bare_arm: 'always' -> 'never'",
+        "data.train.0.seed: 1 -> 5",
+        "algorithm.loss: 'dapo' -> 'grpo'",
+    ]
 
 
 def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +125,20 @@ def test_a_path_that_is_there_has_not_moved(
     assert formats.moved("rl/tiny_world/weights") == "pkg://tiny_world/weights"
 
 
+def test_a_word_that_means_something_else_today_is_read_by_its_format(tmp_path: Path) -> None:
+    """What was called grpo before format 3 is today's dapo, and grpo is what its paper says."""
+    config = {"algorithm": {"loss": "grpo"}}
+    assert formats.stored({"format": 2, **config}, "a run")["algorithm"]["loss"] == "dapo"
+    assert formats.stored(config, "a run of format 1")["algorithm"]["loss"] == "dapo"
+    assert formats.stored({"format": 3, **config}, "a run")["algorithm"]["loss"] == "grpo"
+    today = load_config("configs/quickstart.jsonnet", ["algorithm.loss=grpo"])
+    assert today.algorithm.loss == "grpo"
+    with pytest.raises(ConfigError) as caught:
+        load_config("configs/quickstart.jsonnet", ["format=2", "algorithm.loss=grpo"])
+    [said] = caught.value.problems
+    assert said.endswith("algorithm.loss: 'grpo' is called 'dapo' now; write that")
+
+
 @pytest.mark.parametrize("number", [1, formats.CONFIG])
 def test_a_config_may_say_its_format(number: int) -> None:
     assert load_config("configs/quickstart.jsonnet", [f"format={number}"]).format == number
@@ -127,7 +147,7 @@ def test_a_config_may_say_its_format(number: int) -> None:
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        ("3", f"has the format 3, and this version reads up to 2: {NEWER}"),
+        ("4", f"has the format 4, and this version reads up to 3: {NEWER}"),
         ("0", "has the format 0: mend it, formats are whole numbers from 1 on"),
         ("'two'", "has the format 'two': mend it, formats are whole numbers from 1 on"),
     ],

@@ -151,8 +151,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "is zero); use 'k2' or 'k3', or kl_placement 'reward'",
     ),
     (
-        {"algorithm": {"loss": "dapo"}},
-        "algorithm.clip_high: 0.2 is not above clip_low, so that 'dapo' is 'grpo'; use 0.28",
+        {"algorithm": {"loss": "gspo"}},
+        "algorithm.importance_correction: 'token' weighs each token apart, and 'gspo' has one",
     ),
     (
         {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 3}},
@@ -182,7 +182,7 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], mes
     [
         {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1", "kl_placement": "reward"}},
         {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k2"}},
-        {"algorithm": {"loss": "dapo", "clip_high": 0.28}},
+        {"algorithm": {"loss": "gspo", "importance_correction": "sequence"}},
         {"algorithm": {"kl_coeff": 0, "kl_estimator": "k1"}},
         {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 2}},
         {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},

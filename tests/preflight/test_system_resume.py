@@ -36,7 +36,7 @@ def resolved(**changes: Any) -> dict[str, Any]:
             "data.train.0.path: 'train.jsonl' -> 'other.jsonl'",
         ),
         ({"sampling": {"temperature": 0.7}}, "sampling.temperature: 1.0 -> 0.7"),
-        ({"algorithm": {"loss": "gspo"}}, "algorithm.loss: 'grpo' -> 'gspo'"),
+        ({"algorithm": {"loss": "gspo"}}, "algorithm.loss: 'dapo' -> 'gspo'"),
         ({"optimizer": {"betas": (0.9, 0.99)}}, "optimizer.betas.1: 0.95 -> 0.99"),
         ({"judge": {"model": "other"}}, "judge.model:"),
         ({"final_reward": {"weights": {"judge": 2.0}}}, "final_reward.weights"),
