@@ -104,8 +104,11 @@
     importance_correction: 'token',
     // Upper bound of that weight.
     importance_cap: 2.0,
-    // drop: groups whose rewards are all equal carry no policy-gradient and no KL tokens.
-    zero_spread_groups: 'drop',
+    // Groups whose rewards are all equal, of which the policy gradient learns nothing. kl_only: their
+    // KL stays in the loss, whose denominators do not count them, so that the gradient keeps its
+    // size; keep: they are counted as well; drop: their KL goes with them, and what holds the
+    // wording of a group that fails as a whole is gone.
+    zero_spread_groups: 'kl_only',
     // A completion that hit max_completion_tokens: reward policy_failed_reward | graded but out of
     // the loss | graded as it is.
     truncated_completions: 'score',

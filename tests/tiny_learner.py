@@ -75,6 +75,7 @@ class Graded:
     loss_mask: tuple[bool, ...]
     advantage: float
     sampler_logprobs: tuple[float, ...]
+    counted: bool = True
 
 
 def update(
@@ -92,9 +93,13 @@ def update(
             opened.forward(micro_batch)
         opened.prefetch_reference(lambda: True)
     for p, group in enumerate(groups.values()):
-        sequences = [TrainSequence(o.loss_mask, o.advantage, o.sampler_logprobs) for o in group]
+        sequences = [_sequence_of(one) for one in group]
         opened.accumulate(p, sequences)
     return opened.step()
+
+
+def _sequence_of(one: Graded) -> TrainSequence:
+    return TrainSequence(one.loss_mask, one.advantage, one.sampler_logprobs, one.counted)
 
 
 def make_sequences(

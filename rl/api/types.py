@@ -249,6 +249,8 @@ class TrainSequence:
     advantage: float
     sampler_logprobs: tuple[float, ...]
     """[T] nats, from the engine."""
+    counted: bool = True
+    """Whether the loss's denominators count it; False: its KL alone is in the loss."""
 
 
 Row = tuple[Prompt, Sequence[int]]

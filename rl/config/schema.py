@@ -79,8 +79,11 @@ class AlgorithmConfig(Section):
     """Truncated importance weight pi_trainer / pi_sampler against sampler mismatch."""
     importance_cap: Annotated[float, Field(ge=1)] = 2.0
     """Upper bound of that weight."""
-    zero_spread_groups: Literal["drop", "keep"] = "drop"
-    """drop: groups whose rewards are all equal carry no policy-gradient and no KL tokens."""
+    zero_spread_groups: Literal["kl_only", "keep", "drop"] = "kl_only"
+    """Groups whose rewards are all equal, of which the policy gradient learns nothing. kl_only:
+    their KL stays in the loss, whose denominators do not count them, so that the gradient keeps
+    its size; keep: they are counted as well; drop: their KL goes with them, and what holds the
+    wording of a group that fails as a whole is gone."""
     truncated_completions: Literal["floor", "mask", "score"] = "score"
     """A completion that hit max_completion_tokens: reward policy_failed_reward | graded but out of
     the loss | graded as it is."""

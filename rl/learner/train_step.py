@@ -210,11 +210,14 @@ class TrainStep:
         return {micro_batch for micro_batch, some in zip(micro_batches, live, strict=True) if some}
 
     def _count(self, minibatch: Minibatch) -> Denominators:
-        """What the step is really divided by, over all ranks."""
+        """What the step is really divided by, over all ranks: what is counted, or, where nothing
+        is, all that carries loss."""
         members = list(chain.from_iterable(map(self._live, minibatch.micro_batches)))
-        num_tokens, num_sequences = self.dist.sum_floats(
-            [sum(sum(self._sequences[member].loss_mask) for member in members), len(members)]
-        )
+        live = [self._sequences[member] for member in members]
+        counted = [sequence for sequence in live if sequence.counted]
+        sums = [(sum(sum(s.loss_mask) for s in found), len(found)) for found in (counted, live)]
+        totals = self.dist.sum_floats([number for pair in sums for number in pair])
+        num_tokens, num_sequences = totals[:2] if totals[0] else totals[2:]
         return replace(minibatch.planned, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def _may_be_kept(self, micro_batch: MicroBatch, num_kept_tokens: int = 0) -> bool:

@@ -94,13 +94,17 @@ def train_sequences(
 ) -> list[TrainSequence | None]:
     """What each of a group's completions brings to the loss; None: nothing.
 
-    UNGRADED episodes bring nothing, and under `zero_spread_groups: 'drop'` a group without spread
-    does not either. Forced tokens, those that the policy leaves out, and all tokens of a truncated
-    completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
+    UNGRADED episodes bring nothing. Of a group without spread nothing or the KL alone remains, as
+    `zero_spread_groups` says. Forced tokens, those that the policy leaves out, and all tokens of a
+    truncated completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
     """
-    if config.algorithm.zero_spread_groups == "drop" and not any(advantages_G):
+    algorithm = config.algorithm
+    has_spread = any(advantages_G)
+    keep = algorithm.zero_spread_groups
+    if not has_spread and (keep == "drop" or (keep == "kl_only" and not algorithm.kl_coeff)):
         return [None] * len(episodes_G)
-    mask_truncated = config.algorithm.truncated_completions == "mask"
+    counted = has_spread or keep == "keep"
+    mask_truncated = algorithm.truncated_completions == "mask"
     sequences_G: list[TrainSequence | None] = []
     for episode, advantage in zip(episodes_G, advantages_G, strict=True):
         if advantage is None:
@@ -111,7 +115,7 @@ def train_sequences(
         forced = completion.forced or (False,) * len(completion.token_ids)
         wanted = policy.loss_mask(completion, iteration)
         loss_mask = tuple(w and not f and not masked for w, f in zip(wanted, forced, strict=True))
-        sequences_G.append(TrainSequence(loss_mask, advantage, completion.logprobs))
+        sequences_G.append(TrainSequence(loss_mask, advantage, completion.logprobs, counted))
     return sequences_G
 
 

@@ -59,7 +59,7 @@ def make_learner(folder: str, algorithm: dict[str, Any] | None = None, **optimiz
 # --- the gradient does not depend on the split ------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
 def test_gradient_does_not_depend_on_packs_or_kept_forwards(
     folder: str, sequences: list[Graded], loss: str
 ) -> None:
@@ -93,6 +93,46 @@ def test_groups_that_teach_nothing_cost_no_backward(
     mixed = gradient(learner, [*muted, *sequences[6:]], Dist(), rollout=True)
     assert len(backwards) == 2
     assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= GRADIENT
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
+    folder: str, sequences: list[Graded], loss: str
+) -> None:
+    """With N tokens (or completions) in groups that have spread and M in those that have none:
+    (sum of the N's policy terms and KL + sum of the M's KL) / N; over M where N is 0."""
+    learner = make_learner(folder, {**KL, "loss": loss})
+    with torch.no_grad():  # away from the reference, where KL has a gradient
+        for tensor in learner.trainable_tensors().values():
+            tensor.add_(0.02 * torch.randn(tensor.shape, generator=torch.manual_seed(5)))
+    live, flat = sequences[:6], [replace(s, advantage=0.0) for s in sequences[6:]]
+    uncounted = [replace(s, counted=False) for s in flat]
+
+    def count(graded: list[Graded]) -> int:
+        return sum(sum(s.loss_mask) if loss == "dapo" else any(s.loss_mask) for s in graded)
+
+    alone, of_live = (gradient(learner, found, Dist()) for found in (flat, live))
+    expected = {n: of_live[n] + alone[n] * (count(flat) / count(live)) for n in alone}
+    assert float(max(t.abs().max() for t in alone.values())) > 1e-5
+    assert relative_difference(gradient(learner, [*live, *uncounted], Dist()), expected) <= GRADIENT
+    assert relative_difference(gradient(learner, uncounted, Dist()), alone) <= GRADIENT
+
+
+def test_a_group_that_fails_as_a_whole_finds_back_to_the_reference(
+    folder: str, sequences: list[Graded]
+) -> None:
+    """Its KL alone pulls the words back that noisy updates have moved; without it nothing does."""
+    learner = make_learner(folder, KL)
+    push = [replace(s, advantage=1.0) for s in sequences[:3]]
+    train(learner, push, 0, 4)
+    moved = snapshot(learner)
+    flat = [replace(s, advantage=0.0, counted=False) for s in push]
+    silent = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in push]
+    dropped = train(learner, silent, 4, 7)
+    assert [row["optimizer/steps"] for row in dropped] == [0, 0, 0]
+    assert relative_difference(snapshot(learner), moved) == 0
+    kl = [row["kl/reference_k3"] for row in train(learner, flat, 4, 10)]
+    assert kl[0] > 0.01 and kl[-1] < 0.5 * kl[0]
 
 
 def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:

@@ -256,11 +256,26 @@ def test_pictures_known_only_as_codes_are_drawn_before_anyone_looks(
     assert context.renderer.jobs[0].sample is drawn
 
 
-def test_flat_groups_are_dropped_or_kept(context: RolloutContext) -> None:
-    episodes = roll(context, word("a"), word("b"))
-    assert train_sequences(context.config, context.policy, 0, episodes, [0.0, 0.0]) == [None, None]
-    kept = run_config(algorithm={"zero_spread_groups": "keep"})
-    assert None not in train_sequences(kept, context.policy, 0, episodes, [0.0, 0.0])
+@pytest.mark.parametrize(
+    ("algorithm", "counted"),
+    [
+        ({"kl_coeff": 0.1}, False),  # its KL stays, and no denominator knows of it
+        ({"kl_coeff": 0.0}, None),  # without a KL it costs no backward
+        ({"kl_coeff": 0.1, "zero_spread_groups": "keep"}, True),
+        ({"kl_coeff": 0.0, "zero_spread_groups": "keep"}, True),
+        ({"kl_coeff": 0.1, "zero_spread_groups": "drop"}, None),
+    ],
+)
+def test_what_a_group_without_spread_brings(
+    context: RolloutContext, algorithm: dict[str, object], counted: bool | None
+) -> None:
+    episodes, config = roll(context, word("a"), word("b")), run_config(algorithm=algorithm)
+    flat = train_sequences(config, context.policy, 0, episodes, [0.0, 0.0])
+    assert [sequence and (sequence.advantage, sequence.counted) for sequence in flat] == [
+        None if counted is None else (0.0, counted)
+    ] * 2
+    for sequence in train_sequences(config, context.policy, 0, episodes, [1.0, -1.0]):
+        assert sequence is not None and sequence.counted
 
 
 def graded(*rewards: float | None) -> list[Episode]:
