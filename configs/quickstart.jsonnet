@@ -32,8 +32,8 @@
   },
 
   sampling+: { max_completion_tokens: 24 },
-  // A large epsilon, because in a group that is nearly solved the small spread left is mostly the
-  // renderer's noise, and dividing by it alone makes a run collapse.
+  // A large epsilon: of a group that is nearly solved the small spread left is mostly the renderer's
+  // noise. The KL holds the wording of what fails as a whole: without it a shape may be lost for good.
   algorithm+: { kl_coeff: 0.1, advantage_eps: 0.1 },
   optimizer+: { learning_rate: 4e-3 },
   evaluation+: { every_n_iterations: 10, num_samples: 64 },

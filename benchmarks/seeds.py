@@ -1,0 +1,137 @@
+"""One config on many seeds: every one printed, none picked.
+
+    python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
+    python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of runs that are there
+
+A run takes one thread, so that as many as there are cores go on beside each other; the same command
+goes on with those that are not finished. What is read of a held-out run is the reward, of
+`tiny_reasoning` the share of right answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+HELD_OUT = {"tiny_reasoning": "eval/part/accuracy"}
+"""What is read of a held-out run where it is not the reward."""
+TOLD = "eval_reference/reward"
+"""What the editor makes of the right words."""
+LAST = 10
+"""Iterations over which the share of dead groups is averaged."""
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What one run came to."""
+
+    seed: int
+    held_out: Sequence[float]
+    """Of each held-out run, the one before training first."""
+    told: Sequence[float]
+    """The same of the right words; empty where there are none."""
+    dead_groups: float
+    """Mean share over the last iterations."""
+    most_dead_groups: float
+    """Largest such mean over any as many iterations."""
+    seconds: float
+    """Of all iterations."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing, print a table of each config."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.seeds", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("configs", nargs="+")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--print", action="store_true", help="train nothing")
+    args = parser.parse_args(argv)
+    wanted = [(c, s) for c in args.configs for s in range(args.first, args.first + args.count)]
+    if not args.print:
+        with ThreadPoolExecutor(args.at_once) as pool:
+            list(pool.map(partial(_train, args.out), wanted))
+    for config in args.configs:
+        found = [_read(args.out, config, seed) for name, seed in wanted if name == config]
+        print(f"\n### {config}\n\n" + "\n".join(table(found)))
+
+
+def table(seeds: Sequence[Seed]) -> Iterable[str]:
+    """Markdown: a row per seed, then the median, mean, deviation and worst of the last figures."""
+    yield (
+        "| seed | held-out, before and at each evaluation | right words, last "
+        "| dead groups, last ten iterations | most in any ten | s |"
+    )
+    yield "|---" * 6 + "|"
+    for one in seeds:
+        held_out = " ".join(f"{value:.3f}" for value in one.held_out)
+        told = f"{one.told[-1]:.3f}" if one.told else ""
+        yield (
+            f"| {one.seed} | {held_out} | {told} | {one.dead_groups:.0%} "
+            f"| {one.most_dead_groups:.0%} | {one.seconds:.0f} |"
+        )
+    last = [one.held_out[-1] for one in seeds]
+    spread = f" +- {stdev(last):.3f}" if len(last) > 1 else ""
+    yield (
+        f"\n{len(last)} seeds: mean {fmean(last):.3f}{spread} (standard deviation over seeds), "
+        f"median {median(last):.3f}, worst {min(last):.3f}, best {max(last):.3f}; "
+        f"before training {fmean(one.held_out[0] for one in seeds):.3f}"
+    )
+
+
+def _train(out: Path, wanted: tuple[str, int]) -> None:
+    config, seed = wanted
+    name = _name(config, seed)
+    command = [
+        sys.executable,
+        "-m",
+        "rl.simple_launch",
+        "--nproc",
+        "1",
+        f"configs/{config}.jsonnet",
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{name}.log").open("w") as log:
+        subprocess.run(
+            [*command, f"base_exp_dir={out}", f"run_name={name}", f"seed={seed}"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=True,
+        )
+
+
+def _read(out: Path, config: str, seed: int) -> Seed:
+    lines = (out / _name(config, seed) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    key = HELD_OUT.get(config, "eval/reward")
+    dead = [row["groups/dead"] for row in rows if "groups/dead" in row]
+    means = [fmean(dead[start : start + LAST]) for start in range(len(dead) - LAST + 1)]
+    return Seed(
+        seed,
+        [row[key] for row in rows if key in row],
+        [row[TOLD] for row in rows if TOLD in row],
+        means[-1],
+        max(means),
+        sum(row.get("time/iteration_s", 0.0) for row in rows),
+    )
+
+
+def _name(config: str, seed: int) -> str:
+    return f"{config}-seed-{seed}"
+
+
+if __name__ == "__main__":
+    main()
