@@ -67,7 +67,7 @@ METRICS: dict[str, Metric] = {
     "tokens/completion_total": Metric("tokens", "sum of completion lengths over all ranks"),
     "tokens/prompt_mean": Metric("tokens", "mean prompt length, image tokens included"),
     "tokens/truncated": Metric("0..1", "share of completions that hit max_completion_tokens"),
-    "tokens/trained": Metric("tokens", "tokens that carry loss: the global denominator"),
+    "tokens/trained": Metric("tokens", "tokens that carry loss, those of KL alone among them"),
     # Data
     "data/held_out_prompts": Metric(
         "prompts",
