@@ -23,6 +23,7 @@ def make_qwen(
     negative: str | None = None,
     checkpointing: Any = False,
     template: PromptTemplate | None = tiny_qwen.TEMPLATE,
+    seed: int = 0,
     **section: Any,
 ) -> qwen2_5_vl.Qwen25VL:
     """As a run with an editor makes it; `section`: keys of the policy's."""
@@ -36,6 +37,7 @@ def make_qwen(
             temperature=TEMPERATURE,
             max_completion_tokens=16,
             gradient_checkpointing=checkpointing,
+            seed=seed,
         ),
     )
 

@@ -389,8 +389,18 @@ def test_every_rank_starts_from_the_same_adapter(folder):
     second = trainable(make_qwen(folder))
     assert torch.equal(torch.get_rng_state(), before), "and draws nothing from the trainer's stream"
     assert all(torch.equal(first[name], second[name]) for name in first)
-    other = trainable(make_qwen(folder, lora={"r": 4, "alpha": 8, "init_seed": 1}))
-    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_fresh_adapter_is_the_runs_unless_its_own_seed_is_given(folder):
+    def drawn(seed: int, init_seed: int | None) -> list[torch.Tensor]:
+        lora = {"r": 4, "alpha": 8, "init_seed": init_seed}
+        adapter = trainable(make_qwen(folder, seed=seed, lora=lora))
+        return [tensor for name, tensor in sorted(adapter.items()) if "lora_A" in name]
+
+    zero, one = drawn(0, None), drawn(1, None)
+    assert not any(torch.equal(a, b) for a, b in zip(zero, one, strict=True))
+    for found, expected in ((drawn(1, 0), zero), (drawn(0, 1), one)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_importing_the_plug_imports_nothing_heavy():
