@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -100,7 +100,7 @@ def make_adamw(
     with a head that is tied to one. An adapter's matrices decay.
     """
     kept = _not_decayed(module) if config.weight_decay else set()
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for n, p in parameters.items() if n not in kept]},
         {"params": [p for n, p in parameters.items() if n in kept], "weight_decay": 0.0},
     ]
