@@ -136,7 +136,8 @@
     betas: [0.9, 0.95],
     // AdamW epsilon.
     adam_eps: 1e-8,
-    // AdamW decoupled weight decay.
+    // AdamW decoupled weight decay, of matrices alone: not of norms, biases and embeddings, nor of
+    // a head that is tied to one.
     weight_decay: 0.0,
     // Global gradient-norm clip.
     max_grad_norm: 1.0,

@@ -86,3 +86,12 @@ def move(policy: Policy[Any], scale: float = 0.1) -> None:
     with torch.no_grad():
         for parameter in trainable(policy).values():
             parameter.add_(scale * torch.randn_like(parameter))
+
+
+def step_in_bfloat16(policy: Policy[Any], learning_rate: float) -> None:
+    """As Adam's first step: float32 masters move by the learning rate either way, the bfloat16
+    weights mostly round back."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in trainable(policy).values():
+            parameter.copy_(parameter.float() + learning_rate * torch.randn(parameter.shape).sign())

@@ -85,10 +85,14 @@ class Engine(RunPlug[ConfigT]):
         return None
 
     def wake(self) -> None:
-        """Undo `sleep`; the weights are those from before it."""
+        """Undo `sleep`; the weights are those from before it, RuntimeError where they are not."""
         return None
 
     def held_fingerprint(self) -> str | None:
-        """The loaded weights' fingerprint if the tensors the engine really holds are theirs, else
-        in words what is wrong; None if they cannot be read back on this engine."""
+        """The loaded weights' fingerprint if every tensor that the engine really computes with is
+        theirs (in its dtype, read where it lies), else in words what is wrong, the tensors named.
+
+        None if they cannot be read back, as here: the run says so, and stops only where the
+        trainer's log-probs moved and the engine's stood still to the last bit. A sync that reaches
+        some tensors and not others then goes unseen."""
         return None

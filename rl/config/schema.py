@@ -126,7 +126,8 @@ class OptimizerConfig(Section):
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW epsilon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW decoupled weight decay."""
+    """AdamW decoupled weight decay, of matrices alone: not of norms, biases and embeddings, nor of
+    a head that is tied to one."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient-norm clip."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192

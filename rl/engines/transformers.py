@@ -28,7 +28,6 @@ class TransformersEngine(Engine):
     def __init__(self, config: PlugConfig, setup: EngineSetup) -> None:
         super().__init__(config, setup)
         self._policy = setup.policy
-        self._fingerprint: str | None = None
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
@@ -141,11 +140,12 @@ class TransformersEngine(Engine):
 
     def load_weights(self, weights: PolicyWeights) -> None:
         """The module is the policy's own: it already holds them."""
-        self._fingerprint = weights.fingerprint
 
-    def held_fingerprint(self) -> str | None:
-        """Of the last weights announced, which are the policy's own; None before the first."""
-        return self._fingerprint
+    def held_fingerprint(self) -> str:
+        """Of the policy's weights as they are."""
+        module = self._policy.module
+        live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        return self._policy.export_weights(live, version=0).fingerprint
 
 
 def _draw(

@@ -9,9 +9,9 @@ backend, ZeRO stage or number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -90,15 +90,38 @@ def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Paramete
     return named
 
 
-def make_adamw(parameters: Sequence[torch.Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """PyTorch's own AdamW: DeepSpeed's fused ones are compiled at first use."""
+def make_adamw(
+    module: torch.nn.Module, parameters: Mapping[str, torch.Tensor], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """PyTorch's own AdamW: DeepSpeed's fused ones are compiled at first use.
+
+    `parameters`: what it steps, by the names of `module.named_parameters()`. One group; where there
+    is weight decay a second one of what it leaves alone: vectors (norms, biases) and embeddings,
+    with a head that is tied to one. An adapter's matrices decay.
+    """
+    kept = _not_decayed(module) if config.weight_decay else set()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in parameters.items() if n not in kept]},
+        {"params": [p for n, p in parameters.items() if n in kept], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
-        parameters,
+        [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
     )
+
+
+def _not_decayed(module: torch.nn.Module) -> set[str]:
+    """Names of parameters that no weight decay is meant for."""
+    embeddings = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        for parameter in part.parameters(recurse=False)
+    }
+    return {n for n, p in module.named_parameters() if p.ndim < 2 or id(p) in embeddings}
 
 
 class TorchBackend:
@@ -116,7 +139,7 @@ class TorchBackend:
             name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
             for name, p in self._parameters.items()
         }
-        self._adamw = make_adamw(list(self._masters.values()), config)
+        self._adamw = make_adamw(module, self._masters, config)
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         return self._module(batch)

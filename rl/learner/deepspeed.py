@@ -94,7 +94,7 @@ class DeepSpeedBackend:
         self._dtype = parameters[0].dtype
         num_trainable = sum(p.numel() for p in parameters)
         settings = deepspeed_config(config, self._dtype, dist.world_size, num_trainable)
-        self._adamw = make_adamw(parameters, config)
+        self._adamw = make_adamw(module, self._parameters, config)
         self._stage0_scale, self._stage0_norm = 1.0, 0.0
         if self._stage == 0:
             self._adamw.register_step_pre_hook(self._guard_stage0)
@@ -156,6 +156,8 @@ class DeepSpeedBackend:
 
     def adam_state(self) -> AdamState:
         state = AdamState({}, {}, {})
+        if self._stage in (1, 2) and self._has_moments():
+            self._link_moments()
         for name, parameter in self._parameters.items():
             # Every rank gathers, one tensor at a time, and only rank 0 keeps it.
             master = self._gather(parameter)
@@ -208,13 +210,19 @@ class DeepSpeedBackend:
         """Stages 1 and 2: whole parameters, sharded masters and moments."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        # Links parameters to AdamW's state, which DeepSpeed else does after its first step.
-        self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self._link_moments()
         for name, parameter in self._parameters.items():
             safe_set_full_fp32_param(parameter, state.masters[name].to(parameter.device))
             for key, moments in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
                 safe_set_full_optimizer_state(parameter, moments[name].to(parameter.device), key)
         self._engine.optimizer.update_lp_params()
+
+    def _link_moments(self) -> None:
+        """Parameters to AdamW's state. DeepSpeed does it within its first step, and then for the
+        first of several parameter groups alone."""
+        optimizer = self._engine.optimizer
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
 
     def _load_partitioned(self, state: AdamState) -> None:
         """Stage 3: parameters, masters and moments are all sharded."""

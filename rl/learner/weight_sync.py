@@ -3,15 +3,18 @@
 What is trained is moved and nothing else, and not even that when no step was taken. Then (1) what
 the engine reads back is what was sent, and (2) on a fixed probe prompt the engine's log-probs agree
 with the trainer's. A sync that silently delivers nothing looks like staleness for weeks; here it
-stops the run.
+stops the run. (2) alone would see it late: at EARL's learning rate 40 steps move a bfloat16 probe
+by less than rounding does. Of an engine that cannot read back, the log-probs must at least move
+when the trainer's do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rl.api.engine import Engine
-from rl.api.types import PolicyWeights, Prompt, SamplingParams
+from rl.api.types import Completion, Prompt, SamplingParams
 from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 4
@@ -31,6 +34,12 @@ class SyncReport:
     """Of the weights now held by trainer and engine alike."""
     mean_dlogp_nats: float | None
     """Mean |engine - trainer| over the probe's tokens; None when nothing had changed."""
+    read_back: bool
+    """The engine read what it holds; False: it cannot."""
+    answers: Sequence[Completion]
+    """What it answered to the probe, at the last sync that changed anything."""
+    trainer_logprobs: Sequence[Sequence[float]]
+    """The trainer's log-probs of these, nats."""
 
 
 class SyncError(RuntimeError):
@@ -42,19 +51,23 @@ def sync(
     learner: Learner,
     probe: Prompt,
     dtype: str,
-    previous: str | None,
     temperature: float,
+    previous: SyncReport | None = None,
 ) -> SyncReport:
     """Load the learner's weights into the engine and verify.
 
-    `previous` is the fingerprint of the last sync, None at the first; weights that still have it
-    are there already. Raises `SyncError`.
+    `previous`: of the last sync, None at the first; weights that still have its fingerprint are
+    there already, and only read back. Raises `SyncError`.
     """
     weights = learner.export_weights()
-    if weights.fingerprint == previous:
-        return SyncReport(weights.fingerprint, mean_dlogp_nats=None)
-    engine.load_weights(weights)
-    _check_held(engine, weights, previous)
+    unchanged = previous is not None and weights.fingerprint == previous.fingerprint
+    if not unchanged:
+        engine.load_weights(weights)
+    held = engine.held_fingerprint()
+    if held not in (None, weights.fingerprint):
+        raise SyncError(_not_held(held, previous))
+    if previous is not None and unchanged:
+        return replace(previous, mean_dlogp_nats=None)
     params = SamplingParams(
         temperature=temperature,
         top_p=1.0,
@@ -64,24 +77,51 @@ def sync(
     )
     [completions_G] = engine.generate([probe], params, [0])
     trainer_GT = learner.logprobs([(probe, c.token_ids) for c in completions_G])
-    differences = [
-        abs(sampled - trained)
-        for completion, trainer_T in zip(completions_G, trainer_GT, strict=True)
-        for sampled, trained in zip(completion.logprobs, trainer_T, strict=True)
-    ]
-    mean = sum(differences) / len(differences)
+    if held is None and previous is not None:
+        _check_moved(previous, completions_G, trainer_GT)
+    mean = _mean_difference([c.logprobs for c in completions_G], trainer_GT)
     if not mean <= MAX_MEAN_DLOGP_NATS[dtype]:
         raise SyncError(
             "after the weight sync the inference engine's log-probs differ from the trainer's by "
-            f"{mean:.3g} nats on average over {len(differences)} probe tokens (allowed for "
+            f"{mean:.3g} nats on average over the probe's tokens (allowed for "
             f"{dtype}: {MAX_MEAN_DLOGP_NATS[dtype]}). The engine does not hold the policy: check "
             "that both sides load the same base model and adapter shape."
         )
-    return SyncReport(weights.fingerprint, mean)
+    return SyncReport(weights.fingerprint, mean, held is not None, completions_G, trainer_GT)
 
 
-def _check_held(engine: Engine, weights: PolicyWeights, previous: str | None) -> None:
-    held = engine.held_fingerprint()
-    if held is not None and held != weights.fingerprint:
-        moved = "" if previous is None or held != previous else " (the sync changed nothing)"
-        raise SyncError(f"the engine holds {held}, the trainer {weights.fingerprint}{moved}")
+def _not_held(held: str | None, previous: SyncReport | None) -> str:
+    what = held
+    if previous is not None and held == previous.fingerprint:
+        what = "those of the sync before: this one changed nothing"
+    return (
+        "after the weight sync the inference engine does not hold the trainer's weights; it holds "
+        f"{what}. Every later completion would come from another policy than the one trained"
+    )
+
+
+def _check_moved(
+    previous: SyncReport,
+    completions_G: Sequence[Completion],
+    trainer_GT: Sequence[Sequence[float]],
+) -> None:
+    """For an engine that cannot read back: the same weights answer the same probe alike."""
+    if completions_G == previous.answers and trainer_GT != previous.trainer_logprobs:
+        moved = _mean_difference(previous.trainer_logprobs, trainer_GT)
+        raise SyncError(
+            "the weight sync changed nothing: the inference engine answers the probe as before it, "
+            f"bit for bit, while the trainer's log-probs moved by {moved:.3g} nats on average. "
+            "Its load_weights drops what it is given"
+        )
+
+
+def _mean_difference(
+    first_GT: Sequence[Sequence[float]], second_GT: Sequence[Sequence[float]]
+) -> float:
+    """Mean |first - second|, nats."""
+    differences = [
+        abs(first - second)
+        for first_T, second_T in zip(first_GT, second_GT, strict=True)
+        for first, second in zip(first_T, second_T, strict=True)
+    ]
+    return sum(differences) / len(differences)

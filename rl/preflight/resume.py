@@ -1,43 +1,84 @@
 """May a run go on under a config that is not the one it was started with?
 
-What: `check_resume`, by one table. A key that is not in the table breaks the run: what a run was
-optimising, from what data and with which shapes, may not change under one name. What not: reading
-either config.
+What: `check_resume`, by one table: `effect` says of each key whether a change leaves what is
+trained as it is, changes it in a way that one may want, or breaks the run. A key that the table
+does not name breaks it: what a run was optimising, from what data and with which shapes, may not
+change under one name. What not: reading either config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
+
+Effect = Literal["harmless", "noted", "breaks"]
+"""harmless: what is trained stays, up to the last bit where it is exact; noted: allowed, and said
+aloud, the continuation is no longer the run that would have been; breaks: refused."""
 
 HARMLESS = (
     "format",  # the config is read under today's names
     "run_name", "base_exp_dir",  # the folder was moved
     "gpu_gb",  # a plan's
-    "checkpoint.*", "tracking.*", "evaluation.*", "data.validation*",
-    "judge.api_base", "judge.start_*", "judge.api_key_env", "judge.max_concurrency",
-    "judge.timeout_s",
-    "judge.max_attempts", "judge.backoff_s", "judge.breaker_*", "judge.max_outage_s",
-    "judge.max_failure_rate",
-    "optimizer.gradient_checkpointing",
-    "*.device",
+    "checkpoint.keep_every_n_iterations", "checkpoint.keep", "checkpoint.push_to_hub_repo_id",
+    "tracking.wandb", "tracking.wandb_project", "tracking.log_episodes_every_n_iterations",
+    "tracking.images_per_iteration",
+    # The held-out curve goes on under another meaning; nothing is trained on it.
+    "evaluation.num_samples", "evaluation.temperature", "evaluation.top_k",
+    "evaluation.reference_drift", "data.validation.*",
+    # Where the judge is and how patiently it is asked, not what it says.
+    "judge.api_base", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
+    "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
+    "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate",
+    "optimizer.gradient_checkpointing",  # the same kernels over the same numbers, twice
+    "policy.max_kept_pictures",
+    "engine.residency",  # it wakes with the weights it fell asleep with, proven
+    "*.device",  # but see `effect`
 )  # fmt: skip
-"""Do not touch what is learnt."""
 
-NOTED = (
-    "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size",
-    "optimizer.max_tokens_per_micro_batch", "optimizer.max_kept_tokens",
-    "policy.attn_implementation", "engine.*",  # same mathematics, other rounding
-    "policy.max_prompt_tokens",  # likewise: the sample that is too long says to raise it
-    "judge.guided_json",
-    "optimizer.learning_rate", "optimizer.final_lr_fraction", "optimizer.warmup_iterations",
-    "data.on_bad_row", "data.max_image_side_px",  # how one gets past the row that stopped the run
+LEVEL = (
+    "checkpoint.save_every_n_iterations", "checkpoint.push_to_hub_every_n_iterations",
+    "evaluation.every_n_iterations", "data.validation",  # as a whole: there is none
 )  # fmt: skip
-"""Allowed, and said aloud: the continuation is no longer the run that would have been."""
+"""Harmless where rollouts are on-policy. Under `max_staleness: 1` they start level at every
+checkpoint and held-out run: with others of these, other iterations learn from stale completions."""
 
 LENGTH = ("num_iterations", "num_epochs")
-"""Harmless under a constant learning rate; one that decays falls along another line."""
+"""Harmless on-policy under a constant learning rate. One that decays falls along another line; and
+the last iteration ends level."""
+
+NOTED = (
+    # The same mathematics, other rounding. (Under updates_per_iteration > 1 each rank cuts its own
+    # prompts into steps: with another world_size a step is of other groups.)
+    "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size", "*.max_memory_gb",
+    "optimizer.max_tokens_per_micro_batch", "optimizer.max_kept_tokens", "bare_arm",
+    "policy.attn_implementation", "engine.*", "renderer.cfg_in_one_forward",
+    "renderer.attention_backend", "renderer.compile_blocks",
+    # How one gets past what stopped the run: a sample, a row or a question that was too long, a
+    # reply that could not be read.
+    "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",
+    "data.train.*.picture_check",
+    "judge.guided_json", "judge.max_attempts", "judge.max_tokens", "judge.image_side_px",
+    # Tuned by hand.
+    "optimizer.learning_rate", "optimizer.final_lr_fraction", "optimizer.warmup_iterations",
+)  # fmt: skip
+
+BREAKS = (
+    "seed", "prompts_per_iteration", "generations_per_prompt", "images_per_completion",
+    "max_staleness", "data.train*", "final_reward.op", "final_reward.weights*",
+    "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_completion_tokens",
+    "algorithm.advantage_scale", "algorithm.advantage_eps", "algorithm.loss", "algorithm.clip_low",
+    "algorithm.clip_high", "algorithm.kl_coeff", "algorithm.kl_estimator",
+    "algorithm.kl_placement", "algorithm.importance_correction", "algorithm.importance_cap",
+    "algorithm.zero_spread_groups", "algorithm.truncated_completions",
+    "algorithm.policy_failed_reward", "algorithm.shuffle_rewards",
+    "optimizer.betas*", "optimizer.adam_eps", "optimizer.weight_decay", "optimizer.max_grad_norm",
+    "optimizer.updates_per_iteration",
+    "judge.model", "judge.temperature",
+    # Whatever else a plug reads.
+    "policy.*", "renderer.*", "rewards.*",
+)  # fmt: skip
+"""Listed so that a new key of the schema is thought about (tested); others break a run as well."""
 
 SINCE = {"max_staleness": 0}
 """Keys that older checkpoints lack, and how those runs behaved."""
@@ -52,18 +93,19 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     out.
     """
     old_flat, new_flat = _flatten(old), _flatten(new)
-    decays = new_flat.get("optimizer.final_lr_fraction", 1.0) != 1.0
-    harmless, allowed = (HARMLESS, NOTED + LENGTH) if decays else (HARMLESS + LENGTH, NOTED)
     keys = [*old_flat, *(key for key in new_flat if key not in old_flat)]
     breaking: list[str] = []
     noted: list[str] = []
     for key in keys:
         before = old_flat.get(key, SINCE.get(key, _ABSENT))
         after = new_flat.get(key, _ABSENT)
-        if before == after or _matches(key, harmless):
+        if before == after:
             continue
-        line = f"{key}: {before!r} -> {after!r}"
-        (noted if _matches(key, allowed) else breaking).append(line)
+        found = effect(key, new)
+        if found == "harmless" and key.endswith(".device") and "cpu" in (before, after):
+            found = "noted"  # other kernels
+        if found != "harmless":
+            (noted if found == "noted" else breaking).append(f"{key}: {before!r} -> {after!r}")
     if breaking:
         listed = "\n  ".join(breaking)
         raise ValueError(
@@ -72,6 +114,20 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             "Set them back to resume, or choose another run_name to start afresh."
         )
     return noted
+
+
+def effect(key: str, config: Mapping[str, Any]) -> Effect:
+    """What it means that `key`, dotted, list items by number, has another value in the resolved
+    `config` that a run is resumed with. Of a device: another of the same kind."""
+    stale = bool(config.get("max_staleness"))
+    decays = config.get("optimizer", {}).get("final_lr_fraction", 1.0) != 1.0
+    if _matches(key, LEVEL):
+        return "noted" if stale else "harmless"
+    if _matches(key, LENGTH):
+        return "noted" if stale or decays else "harmless"
+    if _matches(key, HARMLESS):
+        return "harmless"
+    return "noted" if _matches(key, NOTED) else "breaks"
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -24,7 +24,7 @@ from rl.config.schema import RunConfig
 from rl.judge.client import JudgeClient, JudgeError
 from rl.learner.learner import Learner
 from rl.learner.train_step import TrainStep
-from rl.learner.weight_sync import sync
+from rl.learner.weight_sync import SyncReport, sync
 from rl.meter import flop_meter
 from rl.ranks import signals
 from rl.ranks.dist import Dist
@@ -94,8 +94,8 @@ class Run:
     """Rows of the training data that cannot be used, under `data.on_bad_row: 'skip'`."""
     start: int = 0
     """Iterations finished when the run was opened."""
-    fingerprint: str | None = None
-    """Of the weights that the engine holds."""
+    last_sync: SyncReport | None = None
+    """What the engine holds."""
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line written, for the model card."""
     said: set[str] = field(default_factory=set)
@@ -114,10 +114,15 @@ class Run:
             self.learner,
             self.probe,
             self.sync_dtype,
-            self.fingerprint,
             self.config.sampling.temperature,
+            self.last_sync,
         )
-        self.fingerprint = report.fingerprint
+        if self.last_sync is None and not report.read_back and self.dist.is_main:
+            warn(
+                "the inference engine cannot read back the weights it holds "
+                "(Engine.held_fingerprint): a sync that loses some of them goes unseen"
+            )
+        self.last_sync = report
         metrics = Metrics()
         if report.mean_dlogp_nats is not None:
             metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)

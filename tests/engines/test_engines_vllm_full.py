@@ -4,17 +4,23 @@
 Its own file: one engine is closed before another starts, in the same process.
 """
 
+import re
+
 import pytest
+import tiny_emu3
 import tiny_policy
 import tiny_qwen
 import torch
+import vllm
 from tiny_engines import max_dlogp
+from tiny_policy import make_emu3, step_in_bfloat16, trainable
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines.vllm import plug as vllm_engine
+from rl.engines.vllm import weights as vllm_weights
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 
 PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
@@ -59,8 +65,7 @@ def test_full_weights_arrive_after_every_update(engine, policy):
     """The tower is frozen and not sent; the tied head is sent, because vLLM keeps its own. As where
     the trainer's weights are sharded, the engine looks at the pictures itself."""
     prompts_P = [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(2)]
-    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3)
+    optimizer = torch.optim.AdamW(trainable(policy).values(), lr=1e-3)
 
     for iteration in range(3):
         completions_PG = engine.generate(prompts_P, PARAMS, [10 * iteration, 1000])
@@ -70,8 +75,121 @@ def test_full_weights_arrive_after_every_update(engine, policy):
         optimizer.step()
         optimizer.zero_grad()
         assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
-        engine.load_weights(policy.export_weights(trainable, iteration))
-        assert engine.held_fingerprint() is None
+        weights = policy.export_weights(trainable(policy), iteration)
+        assert engine.held_fingerprint() != weights.fingerprint
+        engine.load_weights(weights)
+        assert engine.held_fingerprint() == weights.fingerprint
+
+
+def nothing(sent):
+    return []
+
+
+def all_but_one(sent):
+    return [(name, tensor) for name, tensor in sent if name != TENSOR]
+
+
+def swapped_layers(sent):
+    numbers = {".layers.0.": ".layers.1.", ".layers.1.": ".layers.0."}
+    number = re.compile("|".join(map(re.escape, numbers)))
+    return [(number.sub(lambda m: numbers[m[0]], name), tensor) for name, tensor in sent]
+
+
+def half_of_one(sent):
+    held = dict(sent)
+    half = held[TENSOR].clone()
+    half[: len(half) // 2] -= STEP
+    return [*(held | {TENSOR: half}).items()]
+
+
+TENSOR = "model.language_model.layers.1.self_attn.v_proj.weight"
+"""The last slice of a fused matrix."""
+STEP = 3e-6
+"""EARL's learning rate."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (nothing, " tensors: model.language_model.embed_tokens.weight, "),
+        (all_but_one, TENSOR),
+        (swapped_layers, "model.language_model.layers.0.self_attn.q_proj.weight"),
+        (half_of_one, f"other weights in 1 tensors: {TENSOR}"),
+    ],
+)
+def test_a_load_that_did_not_arrive_whole_is_seen(engine, policy, monkeypatch, fault, named):
+    """After one step of 3e-6. vLLM is given something else than what the trainer sent."""
+    engine.load_weights(policy.export_weights(trainable(policy), 0))
+    call = engine._llm.collective_rpc
+
+    def faulty(method, args=(), kwargs=None):
+        if method == "reload_weights":
+            kwargs = {"weights_iterator": iter(fault(list(kwargs["weights_iterator"])))}
+        return call(method, args=args, kwargs=kwargs)
+
+    monkeypatch.setattr(engine._llm, "collective_rpc", faulty)
+    with torch.no_grad():
+        for parameter in trainable(policy).values():
+            parameter += STEP
+    engine.load_weights(policy.export_weights(trainable(policy), 1))
+    assert named in engine.held_fingerprint()
+
+
+def test_a_place_that_is_not_known_is_not_proven(engine, policy):
+    """Another model of somebody's may fuse what no table of vLLM's says."""
+    weights = policy.export_weights(trainable(policy), 0)
+    engine.load_weights(weights)
+    [(expected, unplaced)] = engine._llm.collective_rpc(
+        vllm_weights.whole_sums, args=([("model.language_model.secret.weight", torch.ones(2))],)
+    )
+    assert (expected, unplaced) == ({}, ["model.language_model.secret.weight"])
+    engine._unplaced = unplaced
+    assert engine.held_fingerprint() is None
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch, level):
+    """vLLM's own sleep needs a GPU. A deeper one would throw the weights away."""
+    engine.load_weights(policy.export_weights(trainable(policy), 0))
+
+    def lose(worker):
+        parameters = dict(worker.model_runner.get_model().named_parameters())
+        for name in list(parameters)[:: 1 if level == 2 else 1000]:
+            parameters[name].data.zero_()
+
+    monkeypatch.setattr(engine, "_sleeps", True)
+    monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: None)
+    monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: None)
+    engine.sleep()
+    engine.wake()
+    engine.sleep()
+    engine._llm.collective_rpc(lose)
+    with pytest.raises(RuntimeError, match=r"woke up with other weights in \d+ parameters: visual"):
+        engine.wake()
+
+
+@pytest.mark.slow
+def test_a_bfloat16_engine_that_loses_one_tensor_is_seen_at_earls_learning_rate(tmp_path):
+    policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path), dtype="bfloat16")
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
+    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
+    weights = policy.export_weights(trainable(policy), 0)
+    engine.load_weights(weights)
+    assert engine.held_fingerprint() == weights.fingerprint
+    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    step_in_bfloat16(policy, STEP)
+    weights = policy.export_weights(trainable(policy), 1)
+    moved = [name for name, tensor in weights.tensors.items() if (tensor != before[name]).any()]
+    assert len(moved) > 10
+    for lost in moved:
+        engine.load_weights(weights)
+        assert engine.held_fingerprint() == weights.fingerprint
+        engine._llm.collective_rpc(
+            "reload_weights",
+            kwargs={"weights_iterator": iter({**weights.tensors, lost: before[lost]}.items())},
+        )
+        assert engine.held_fingerprint() == f"other weights in 1 tensors: {lost}"
+    engine.close()
 
 
 @pytest.mark.slow
@@ -87,13 +205,14 @@ def test_a_merged_adapter_arrives_after_every_update(tmp_path):
         vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu", sharded=True))
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     prompts_P = [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(2)]
-    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
     for iteration in range(3):
-        engine.load_weights(policy.export_weights(trainable, iteration))
+        weights = policy.export_weights(trainable(policy), iteration)
+        engine.load_weights(weights)
+        assert engine.held_fingerprint() == weights.fingerprint
         completions_PG = engine.generate(prompts_P, PARAMS, [10 * iteration, 1000])
         assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
         with torch.no_grad():
-            for parameter in trainable.values():
+            for parameter in trainable(policy).values():
                 parameter.add_(0.05)
         assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
     engine.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import tiny_qwen
 import torch
 from tiny_ranks import run_ranks
 from tiny_rounding import PRODUCT, STEPPED
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl.config.schema import OptimizerConfig
 from rl.learner import deepspeed
-from rl.learner.backends import Backend, TorchBackend
+from rl.learner.backends import Backend, TorchBackend, make_adamw
 from rl.learner.deepspeed import DeepSpeedBackend
 from rl.ranks.dist import Dist
 
@@ -67,13 +68,35 @@ class Toy(nn.Module):
         return Outputs(self.head(x).float().log_softmax(-1))
 
 
+class Words(nn.Module):
+    """Takes [B] int64 ids for a batch. Its head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm = nn.Embedding(8, 6), nn.LayerNorm(6)
+        self.linear, self.head = nn.Linear(6, 6), nn.Linear(6, 8, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, batch: torch.Tensor) -> Outputs:
+        x = self.linear(self.norm(self.words(batch)))
+        return Outputs(self.head(x).log_softmax(-1))
+
+
 def make_backend(
-    stage: int | None, dist: Dist | None = None, full: bool = False, recomputes: bool = False
+    stage: int | None,
+    dist: Dist | None = None,
+    full: bool = False,
+    recomputes: bool = False,
+    module: nn.Module | None = None,
+    weight_decay: float = 0.0,
 ) -> Backend:
     """`stage` None: plain torch."""
     deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
-    module, dist = Toy(full, recomputes), dist or Dist()
-    config = OptimizerConfig(zero_stage=stage or 0, adam_eps=1e-4, max_grad_norm=CLIP)
+    module, dist = module or Toy(full, recomputes), dist or Dist()
+    config = OptimizerConfig(
+        zero_stage=stage or 0, adam_eps=1e-4, max_grad_norm=CLIP, weight_decay=weight_decay
+    )
     if stage is None:
         return TorchBackend(module, config, dist)
     return DeepSpeedBackend(module, config, dist)
@@ -102,9 +125,11 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
-def plain(seeds_by_step: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[float]]:
+def plain(
+    seeds_by_step: Sequence[Sequence[int]], weight_decay: float = 0.0
+) -> tuple[dict[str, Any], list[float]]:
     """Every loss scaled itself, one at a time, on one process: (weights, norms)."""
-    backend, norms = make_backend(None), []
+    backend, norms = make_backend(None, weight_decay=weight_decay), []
     for seeds in seeds_by_step:
         for seed in seeds:
             backend.backward(loss_of(backend, seed) * SCALE)
@@ -186,8 +211,62 @@ def test_a_gradient_that_is_not_finite_leaves_no_scale_behind(stage: int | None)
     assert difference(weights(backend), plain(STEPS[:1])[0]) <= STEPPED
 
 
+def loss_of_words(backend: Backend, scale: float) -> torch.Tensor:
+    ids: Any = torch.tensor([1, 2, 5])
+    return -scale * backend.forward(ids).logprobs[:, 3].sum()
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_weight_decay_is_of_matrices_alone(stage: int | None) -> None:
+    """Where no gradient moves anything: a matrix shrinks by rate x decay, the rest stays, bit for
+    bit. An embedding's head is the embedding."""
+    backend = make_backend(stage, module=Words(), weight_decay=0.1)
+    before = weights(backend)
+    backend.backward(loss_of_words(backend, 0.0))
+    assert backend.step(RATE, 1.0).applied
+    after = weights(backend)
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {"linear.weight"}
+    shrunk = before["linear.weight"] * (1 - RATE * 0.1)
+    assert torch.allclose(after["linear.weight"], shrunk, rtol=PRODUCT, atol=0)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_what_decays_is_no_part_of_the_state(stage: int | None) -> None:
+    """It goes on bit for bit, and in a run that decays nothing."""
+    backends = [make_backend(stage, module=Words(), weight_decay=0.1) for _ in range(2)]
+    backends.append(make_backend(None, module=Words()))
+    first, again, without = backends
+    first.backward(loss_of_words(first, 1.0))
+    first.step(RATE, 1.0)
+    state = first.adam_state()
+    for other in (again, without):
+        other.load(state, num_steps=1)
+        assert difference(weights(other), weights(first)) == 0
+    for backend in backends:
+        backend.backward(loss_of_words(backend, -1.0))
+        backend.step(RATE, 1.0)
+    assert difference(weights(again), weights(first)) == 0
+    apart = {
+        n for n, w in weights(without).items() if (w - weights(first)[n]).abs().max() > STEPPED
+    }
+    assert apart == {"linear.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_real_model_linear_layers_decay(tied: bool) -> None:
+    model = tiny_qwen.make_model(tiny_qwen.make_tokenizer(), tied=tied)
+    named = dict(model.named_parameters())
+    adamw = make_adamw(model, named, OptimizerConfig(weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    decaying = {name for name, parameter in named.items() if decay[id(parameter)]}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
+    matrices = {f"{name}.weight" for name in layers} - ({"lm_head.weight"} if tied else set())
+    assert decaying == matrices and {decay[id(named[n])] for n in named} == {0.0, 0.1}
+
+
 # --- two ranks --------------------------------------------------------------------------------
 
+DECAY = 0.5
 IN_STEP = {None: False, 0: False, 1: False, 2: True, 3: True}
 BY_RANK = (((0, 1), (2,)), ((3,), (4,)), ((5, 6, 7), ()))
 """Seeds by step and rank; a rank out of step has fewer backwards, in the last step none."""
@@ -215,7 +294,7 @@ def step_on_two_ranks() -> dict[Any, Any]:
     torch.set_num_threads(1)
     moved, dist, found = count_bytes(), Dist.from_env("cpu"), {}
     for stage in (None, *STAGES):
-        backend = make_backend(stage, dist)
+        backend = make_backend(stage, dist, weight_decay=DECAY)
         assert backend.in_step == IN_STEP[stage]
         norms = []
         for seeds_by_rank in BY_RANK:
@@ -233,9 +312,11 @@ def step_on_two_ranks() -> dict[Any, Any]:
 
 
 def test_two_ranks_out_of_step_and_in_step() -> None:
-    """The same numbers as one process; where ranks need not be in step, one reduction a step."""
+    """The same numbers as one process, of weights that decay and others; where ranks need not be in
+    step, one reduction a step."""
     ranks = run_ranks(step_on_two_ranks, 2)
-    expected, expected_norms = plain([[s for seeds in ranks for s in seeds] for ranks in BY_RANK])
+    seeds_by_step = [[s for seeds in ranks for s in seeds] for ranks in BY_RANK]
+    expected, expected_norms = plain(seeds_by_step, DECAY)
     trained_bytes = 4 * sum(tensor.numel() for tensor in expected.values())
     for stage, (arrays, norms, moved) in ranks[0].items():
         found, other = (

@@ -158,7 +158,7 @@ def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
         twin = make_policy(folder)
         probe = policy.build_prompt(tiny_qwen.sample(9))
         before = twin.export_weights(TwinEngine(twin).trained(), 0).fingerprint
-        report = sync(TwinEngine(twin), learner, probe, "float32", before, 1.0)
+        report = sync(TwinEngine(twin), learner, probe, "float32", 1.0)
 
         stop = policy.stop_token_ids[0]
         wordless = Completion((stop,), (0.0,), "stop")

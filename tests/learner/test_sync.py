@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_emu3
 import torch
+from tiny_learner import make_config
+from tiny_policy import TEMPERATURE, make_emu3, step_in_bfloat16
 
+from rl.api.engine import Engine, EngineSetup
+from rl.api.plug import PlugConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Sample, SamplingParams
-from rl.learner.weight_sync import SyncError, sync
+from rl.engines.transformers import TransformersEngine
+from rl.learner.learner import Learner
+from rl.learner.weight_sync import SyncError, SyncReport, sync
+from rl.ranks.dist import Dist
 
 PROBE = Prompt(Sample("s", "do it"), (1, 2))
 
@@ -17,30 +27,32 @@ PROBE = Prompt(Sample("s", "do it"), (1, 2))
 class Trainer:
     """A learner whose weights are named by a word and whose log-probs are constant."""
 
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, fingerprint: str, logprob: float = -1.0) -> None:
+        self.fingerprint, self.logprob = fingerprint, logprob
 
     def export_weights(self) -> PolicyWeights:
         tensors = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
         return PolicyWeights("lora", tensors, None, 1, self.fingerprint)
 
     def logprobs(self, rows: Sequence[Any]) -> list[list[float]]:
-        return [[-1.0] * len(ids) for _, ids in rows]
+        return [[self.logprob] * len(ids) for _, ids in rows]
 
 
 class Sampler:
-    """An engine; `deaf` ones ignore what they are given."""
+    """An engine; `deaf` ones ignore what they are given, `blind` ones cannot read it back."""
 
-    def __init__(self, logprob: float = -1.0, deaf: bool = False, held: str | None = "old") -> None:
-        self.logprob, self.deaf, self.held = logprob, deaf, held
-        self.num_probes = 0
+    def __init__(self, logprob: float = -1.0, deaf: bool = False, blind: bool = False) -> None:
+        self.logprob, self.deaf, self.blind = logprob, deaf, blind
+        self.held = "other weights in 1 tensors: a"
+        self.num_probes = self.num_loads = 0
 
     def load_weights(self, weights: PolicyWeights) -> None:
+        self.num_loads += 1
         if not self.deaf:
             self.held = weights.fingerprint
 
     def held_fingerprint(self) -> str | None:
-        return self.held
+        return None if self.blind else self.held
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[int]
@@ -51,29 +63,78 @@ class Sampler:
         return [[member] * params.num_completions]
 
 
+def run_sync(sampler: Any, trainer: Any, previous: SyncReport | None = None) -> SyncReport:
+    return sync(sampler, trainer, PROBE, "float32", 1.0, previous)
+
+
 def test_delivered_weights_pass() -> None:
-    report = sync(Sampler(-1.0004), Trainer("new"), PROBE, "float32", "old", 1.0)
-    assert report.fingerprint == "new"
+    report = run_sync(Sampler(-1.0004), Trainer("new"))
+    assert report.fingerprint == "new" and report.read_back
     assert report.mean_dlogp_nats == pytest.approx(4e-4)
 
 
-def test_weights_that_no_step_has_changed_are_not_sent_again() -> None:
-    sampler = Sampler(deaf=True)
-    report = sync(sampler, Trainer("old"), PROBE, "float32", "old", 1.0)
+def test_weights_that_no_step_has_changed_are_not_sent_again_but_read_again() -> None:
+    sampler = Sampler()
+    before = run_sync(sampler, Trainer("old"))
+    report = run_sync(sampler, Trainer("old"), before)
     assert (report.fingerprint, report.mean_dlogp_nats) == ("old", None)
-    assert sampler.num_probes == 0
+    assert (sampler.num_loads, sampler.num_probes) == (1, 1)
+    sampler.held = "other weights in 1 tensors: lm_head.weight"
+    with pytest.raises(SyncError, match=r"lm_head\.weight"):
+        run_sync(sampler, Trainer("old"), report)
 
 
 def test_a_sync_that_changed_nothing_is_an_error() -> None:
+    sampler = Sampler()
+    before = run_sync(sampler, Trainer("old"))
+    sampler.deaf = True
     with pytest.raises(SyncError, match="changed nothing"):
-        sync(Sampler(deaf=True), Trainer("new"), PROBE, "float32", "old", 1.0)
+        run_sync(sampler, Trainer("new"), before)
+    with pytest.raises(SyncError, match="1 tensors: a"):
+        run_sync(Sampler(deaf=True), Trainer("new"))
+
+
+@pytest.mark.parametrize(
+    ("engine_moved", "trainer_moved", "fires"),
+    [(0.0, 1e-6, True), (1e-9, 1e-6, False), (0.0, 0.0, False)],
+)
+def test_an_engine_that_cannot_read_back_moves_when_the_trainer_does(
+    engine_moved: float, trainer_moved: float, fires: bool
+) -> None:
+    before = run_sync(Sampler(blind=True), Trainer("old"))
+    assert not before.read_back
+    sampler = Sampler(-1.0 + engine_moved, blind=True)
+    with pytest.raises(SyncError, match="moved by 1e-06 nats") if fires else nullcontext():
+        run_sync(sampler, Trainer("new", -1.0 + trainer_moved), before)
 
 
 @pytest.mark.parametrize("logprob", [-1.01, float("nan")])
 def test_log_probs_that_disagree_are_an_error(logprob: float) -> None:
     with pytest.raises(SyncError, match="does not hold the policy"):
-        sync(Sampler(logprob), Trainer("new"), PROBE, "float32", "old", 1.0)
+        run_sync(Sampler(logprob), Trainer("new"))
 
 
 def test_bfloat16_engines_may_round() -> None:
-    sync(Sampler(-1.05), Trainer("new"), PROBE, "bfloat16", "old", 1.0)
+    sync(Sampler(-1.05), Trainer("new"), PROBE, "bfloat16", 1.0)
+
+
+class DeafEngine(TransformersEngine):
+    """Over a policy of its own, which never gets the trained weights; says nothing of them."""
+
+    held_fingerprint = Engine.held_fingerprint
+
+
+def test_a_strangers_engine_that_drops_every_load_is_found_at_earls_learning_rate(
+    tmp_path: Path,
+) -> None:
+    """bfloat16, full fine-tuning, steps of 3e-6: most weights round back to where they were."""
+    folder = tiny_emu3.save_policy_folder(tmp_path)
+    policy = make_emu3(folder, dtype="bfloat16")
+    learner = Learner(policy, make_config(), Dist.from_env("cpu"), num_iterations=4)
+    engine = DeafEngine(PlugConfig(), EngineSetup(make_emu3(folder, dtype="bfloat16"), "cpu"))
+    probe = policy.build_prompt(tiny_emu3.sample(0, height=3, width=2))
+    before = sync(engine, learner, probe, "bfloat16", TEMPERATURE)
+    assert not before.read_back
+    step_in_bfloat16(policy, 3e-6)
+    with pytest.raises(SyncError, match="changed nothing"):
+        sync(engine, learner, probe, "bfloat16", TEMPERATURE, before)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 from tiny_run import run_config
 
-from rl.config.schema import RunConfig
-from rl.preflight.resume import HARMLESS, LENGTH, NOTED, check_resume
+from rl.api.find import import_plug, plug_class
+from rl.build import ROOMS, module_of, plugs_of
+from rl.config.schema import PlugSection, RunConfig, Section
+from rl.preflight.resume import BREAKS, HARMLESS, LENGTH, LEVEL, NOTED, check_resume
 
 
 def resolved(**changes: Any) -> dict[str, Any]:
@@ -114,19 +118,110 @@ def test_the_same_config_in_another_spelling_is_the_same():
     assert check_resume(resolved(), tuples) == []
 
 
-def test_the_table_names_keys_that_exist():
+def schema_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every key, dotted; of what a plug reads `type` alone."""
+    for name, field in section.model_fields.items():
+        key, found = f"{prefix}{name}", field.annotation
+        if isinstance(found, type) and issubclass(found, Section):
+            yield from schema_keys(found, f"{key}.")
+        elif found == PlugSection or name == "rewards":
+            yield f"{key}.type"
+        else:
+            yield key
+
+
+def plug_keys(room: str) -> set[str]:
+    """Those of the shipped plugs' own sections."""
+    found = set()
+    for name in plugs_of(room):
+        module, _ = import_plug(module_of(room, name))
+        cls, problems = plug_class(module, ROOMS[room])
+        assert cls is not None, problems
+        found |= set(cls.Config.model_fields)
+    return found
+
+
+def test_every_key_of_the_schema_is_classified() -> None:
+    """A new key is thought about: it fails here until a line of the table names it."""
+    table = {"harmless": HARMLESS, "level": LEVEL, "length": LENGTH, "noted": NOTED}
+    table["breaks"] = BREAKS
+    for key in schema_keys():
+        classes = [
+            name
+            for name, patterns in table.items()
+            if any(fnmatchcase(key, pattern) for pattern in patterns)
+        ]
+        assert len(classes) == 1, (key, classes)
+
+
+def test_the_table_names_keys_that_exist() -> None:
     """A renamed config key must not silently become one that breaks a run."""
-    schema = resolved()
-    patterns = [
-        p for p in (*HARMLESS, *LENGTH, *NOTED) if "*" not in p and not p.startswith("policy.")
-    ]
-    for pattern in patterns:
-        section: Any = schema
-        for key in pattern.split("."):
-            assert key in section, pattern
-            section = section[key]
-    sections = {p.partition(".")[0] for p in (*HARMLESS, *NOTED) if not p.startswith("*")}
-    assert sections <= set(RunConfig.model_fields)
+    keys = set(schema_keys())
+    for section, room in (("policy", "policies"), ("engine", "engines"), ("renderer", "renderers")):
+        keys |= {f"{section}.{key}" for key in plug_keys(room)}
+    keys |= {f"data.train.0.{key}" for key in plug_keys("data")} | {"data.validation.0.path"}
+    for pattern in (*HARMLESS, *LEVEL, *LENGTH, *NOTED, *BREAKS):
+        matched = [key for key in keys if fnmatchcase(key, pattern)]
+        assert matched, pattern
+
+
+CADENCE = [
+    {"checkpoint": {"save_every_n_iterations": 5}},
+    {"checkpoint": {"push_to_hub_every_n_iterations": 5, "push_to_hub_repo_id": "me/run"}},
+    {"evaluation": {"every_n_iterations": 5}},
+    {"num_iterations": 9},
+    {
+        "data": {
+            "train": [{"type": "edit_jsonl", "path": "train.jsonl"}],
+            "validation": [{"type": "edit_jsonl", "path": "held_out.jsonl"}],
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("change", CADENCE, ids=lambda change: next(iter(change)))
+def test_what_sets_when_rollouts_start_level_is_said_where_they_run_ahead(change: Any) -> None:
+    """On-policy, checkpoints and held-out runs do not touch what is learnt."""
+    assert check_resume(resolved(), resolved(**change)) == []
+    [line] = check_resume(resolved(max_staleness=1), resolved(max_staleness=1, **change))
+    assert line.startswith((
+        "checkpoint.save_every_n_iterations: 50 -> 5",
+        "checkpoint.push_to_hub_every_n_iterations: 0 -> 5",
+        "evaluation.every_n_iterations: 0 -> 5",
+        "num_iterations: None -> 9",
+        "data.validation: [] -> ",
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lines"),
+    [
+        ("auto", "cuda:1", []),
+        ("cuda:0", "cuda:1", []),
+        ("cuda:0", "cpu", ["renderer.device: 'cuda:0' -> 'cpu'"]),
+    ],
+)
+def test_another_gpu_is_not_another_kind_of_device(
+    before: str, after: str, lines: list[str]
+) -> None:
+    old, new = (resolved(renderer={"type": "sd3", "device": d}) for d in (before, after))
+    assert check_resume(old, new) == lines
+
+
+def test_what_a_message_of_ours_tells_to_change_may_be_changed() -> None:
+    """A judge that refuses a question stops the run, and names these; so does a plan that does not
+    fit."""
+    changed = resolved(
+        judge={"max_tokens": 1024, "image_side_px": 512, "guided_json": "on_retry"},
+        optimizer={"gradient_checkpointing": True, "max_tokens_per_micro_batch": 4096},
+        engine={"type": "transformers", "max_num_seqs": 4, "residency": "sleep"},
+        renderer={"type": "none", "batch_size": 1},
+    )
+    noted = [line.partition(":")[0] for line in check_resume(resolved(), changed)]
+    assert noted == [
+        "optimizer.max_tokens_per_micro_batch", "judge.max_tokens", "judge.image_side_px",
+        "judge.guided_json", "renderer.batch_size",
+    ]  # fmt: skip
 
 
 def test_a_checkpoint_older_than_a_key_goes_on_as_it_was() -> None:

@@ -17,7 +17,7 @@ import atexit
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
@@ -89,7 +89,12 @@ class VllmEngine(Engine[Config]):
         self._serves_adapter = self._kind == "lora" and not merges
         self._failed = False
         self._fingerprint: str | None = None
-        self._expected: vllm_weights.Lora = {}
+        self._expected: vllm_weights.Lora | vllm_weights.Whole = {}
+        """What the worker was given last."""
+        self._unplaced: list[str] = []
+        """Names of tensors that were given and cannot be read back."""
+        self._asleep: Mapping[str, torch.Tensor] | None = None
+        """Sums of what the worker fell asleep with; None: it is awake."""
         self._num_requests = 0
         self._llm = self._start(policy)
         model_config = self._llm.llm_engine.model_config
@@ -294,13 +299,23 @@ class VllmEngine(Engine[Config]):
 
     def sleep(self) -> None:
         """Give the device to the others, where the engine does not stay on it."""
-        if self._sleeps:
+        if self._sleeps and self._asleep is None:
+            [self._asleep] = self._llm.collective_rpc(vllm_weights.parameter_sums)
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
-        """Undo `sleep`; the weights are those from before it."""
-        if self._sleeps:
-            self._llm.wake_up()
+        """Undo `sleep`. Raises RuntimeError when the weights are not those from before it, an
+        adapter's and its base's among them."""
+        if self._asleep is None:
+            return
+        self._llm.wake_up()
+        [lost] = self._llm.collective_rpc(vllm_weights.parameter_difference, args=(self._asleep,))
+        self._asleep = None
+        if problem := lost or (self._fingerprint and self._difference()):
+            raise RuntimeError(
+                f"the inference engine woke up with {problem}. Set engine.residency: 'resident', "
+                "or use another version of vLLM"
+            )
 
     def load_weights(self, weights: PolicyWeights) -> None:
         """Take the trainer's weights; the engine must be awake. What was not trained stays as it
@@ -313,21 +328,33 @@ class VllmEngine(Engine[Config]):
                 vllm_weights.put_lora, args=(clones, weights.lora_config)
             )
         else:
-            whole = self._merged_weights() if self._merged_weights else weights.tensors.items()
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(whole)})
+            self._llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(self._whole(weights))}
+            )
+            [(self._expected, self._unplaced)] = self._llm.collective_rpc(
+                vllm_weights.whole_sums, args=(self._whole(weights),)
+            )
         self._fingerprint = weights.fingerprint
         self._drop_caches()
 
+    def _whole(self, weights: PolicyWeights) -> Iterable[tuple[str, torch.Tensor]]:
+        """Every matrix that goes over, under transformers' name."""
+        return self._merged_weights() if self._merged_weights else weights.tensors.items()
+
     def held_fingerprint(self) -> str | None:
-        """The loaded weights' fingerprint when the worker's LoRA slots hold them bit for bit (B
-        scaled, both in the engine's dtype), else what is wrong. None before the first load, and for
-        whole matrices, which vLLM repacks beyond recognition."""
-        if self._fingerprint is None or not self._serves_adapter:
-            return None
-        [difference] = self._llm.collective_rpc(
-            vllm_weights.lora_difference, args=(self._expected,)
+        """The loaded weights' fingerprint when what the worker's forward multiplies with is what
+        was sent, every tensor, in the engine's dtype; else what is wrong. None when a tensor went
+        to a place that we do not know."""
+        if self._fingerprint is None:
+            return "nothing: it was given no weights"
+        return self._difference() or (None if self._unplaced else self._fingerprint)
+
+    def _difference(self) -> str:
+        compare = (
+            vllm_weights.lora_difference if self._serves_adapter else vllm_weights.whole_difference
         )
-        return difference or self._fingerprint
+        [difference] = self._llm.collective_rpc(compare, args=(self._expected,))
+        return str(difference)
 
     def close(self) -> None:
         """Stop it; with several ranks it stays, or the trainer's process group would go with it."""

@@ -1,22 +1,35 @@
 """Weights into a running vLLM, and back out of it. Runs inside the engine's worker.
 
 Nothing is written to files or merged into the base. Called by `plug.py` through `collective_rpc`.
+
+What was sent is compared with what the forward multiplies with: an adapter's slots bit for bit,
+whole tensors by `bit_sums`. On a GPU these lie in the model as parameters, some of them fused; on a
+CPU vLLM repacks matrices beyond recognition, and a packed one is read by multiplying it with the
+identity, which is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING, Any
+
+from rl.files.weights import bit_sums
 
 if TYPE_CHECKING:
     import torch
 
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter; there is no other."""
+MAX_NAMED = 8
+"""Names in a message."""
 
 Lora = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """Layer name -> (A [r, in], B [out, r] times alpha / r), in the engine's dtype, on its device."""
+
+Whole = Mapping[str, "tuple[int, torch.Tensor]"]
+"""transformers' name of a tensor -> (its rows, its `bit_sums` in the dtype it has here)."""
 
 
 def put_lora(
@@ -72,8 +85,112 @@ def lora_difference(worker: Any, expected: Lora) -> str:
         same = _bits_equal(slot_a[:rank], a) & _bits_equal(slot_b[:, :rank], b)
         # Slots are as wide as the largest rank vLLM was told of; the rest must multiply to nothing.
         wrong.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
-    found = list(compress(held, torch.stack(wrong).tolist()))
-    return f"other weights in {len(found)} layers, {found[0]} among them" if found else ""
+    return _said(list(compress(held, torch.stack(wrong).tolist())), "layers")
+
+
+def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Whole, list[str]]:
+    """What the worker must hold once it was given `tensors`, and the names of those that it has no
+    place for that we could find."""
+    model = worker.model_runner.get_model()
+    expected, unplaced = {}, []
+    for name, tensor in tensors:
+        place = _place(model, name)
+        if place is None:
+            unplaced.append(name)
+            continue
+        layer, kind, _ = place
+        held = getattr(layer, kind)
+        expected[name] = (len(tensor), _value_sums(tensor.to(held.device, held.dtype)))
+    return expected, unplaced
+
+
+def whole_difference(worker: Any, expected: Whole) -> str:
+    """In which tensors the model that the forward runs is not `expected`; '' if in none."""
+    import torch
+
+    model = worker.model_runner.get_model()
+    read = lru_cache(maxsize=1)(_read)  # the parts of a fused matrix come one after the other
+    wrong = []
+    for name, (num_rows, sums) in expected.items():
+        place = _place(model, name)
+        assert place is not None, name
+        layer, kind, first_row = place
+        # A vocabulary is padded: behind the last row sent there may be more.
+        held = read(layer, kind)[first_row : first_row + num_rows]
+        wrong.append((_value_sums(held) != sums).any())
+    return _said(list(compress(expected, torch.stack(wrong).tolist())), "tensors") if wrong else ""
+
+
+def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
+    """Every parameter's `bit_sums`, an adapter's base included."""
+    parameters = worker.model_runner.get_model().named_parameters()
+    return {name: bit_sums(parameter) for name, parameter in parameters}
+
+
+def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str:
+    """In which parameters the model is another than at that `parameter_sums`; '' if in none."""
+    import torch
+
+    now = parameter_sums(worker)
+    wrong = torch.stack([(now[name] != sums).any() for name, sums in before.items()])
+    return _said(list(compress(before, wrong.tolist())), "parameters")
+
+
+def _place(model: Any, name: str) -> tuple[Any, str, int] | None:
+    """Where the model keeps a tensor of that name: layer, parameter, first row. None: nowhere."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        name = mapper.get_rename_mapper().map_name(name)
+    path, _, kind = name.rpartition(".")
+    parent, _, part = path.rpartition(".")
+    layers = dict(model.get_submodule(parent).named_children()) if _has(model, parent) else {}
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+        if part in parts and part not in layers and fused in layers:
+            first_row = sum(layers[fused].output_sizes[: parts.index(part)])
+            return layers[fused], kind, first_row
+    layer = layers.get(part)
+    return None if getattr(layer, kind, None) is None else (layer, kind, 0)
+
+
+def _has(model: Any, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _read(layer: Any, kind: str) -> torch.Tensor:
+    """A layer's parameter as the forward uses it."""
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    parameter: torch.Tensor = getattr(layer, kind).data
+    # A head keeps its weight beside the packed copy that it multiplies with.
+    is_packed = parameter.numel() == 0 or isinstance(layer, ParallelLMHead)
+    if kind != "weight" or not is_packed or not hasattr(layer, "cpu_linear"):
+        return parameter
+    width = layer.embedding_dim if isinstance(layer, ParallelLMHead) else layer.input_size
+    identity = torch.eye(width, dtype=parameter.dtype)
+    columns: torch.Tensor = layer.cpu_linear(identity, parameter, None)
+    return columns.T
+
+
+def _value_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """`bit_sums`; on a CPU, where a product with the identity says neither the sign of a zero nor,
+    in some kernels, what is smaller than the smallest normal number, of a tensor without these."""
+    import torch
+
+    if tensor.device.type == "cpu":
+        tensor = tensor.where(tensor.abs() >= torch.finfo(tensor.dtype).tiny, 0)
+    return bit_sums(tensor)
+
+
+def _said(names: Sequence[str], kind: str) -> str:
+    if not names:
+        return ""
+    others = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"other weights in {len(names)} {kind}: {', '.join(names[:MAX_NAMED])}{others}"
 
 
 def _slots(worker: Any) -> Lora:
