@@ -32,6 +32,7 @@ HARMLESS = (
     "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate",
     "optimizer.gradient_checkpointing",  # the same kernels over the same numbers, twice
     "policy.max_kept_pictures",
+    "policy.lora.init_seed",  # drawn before the first iteration
     "engine.residency",  # it wakes with the weights it fell asleep with, proven
     "*.device",  # but see `effect`
 )  # fmt: skip
@@ -104,6 +105,9 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         found = effect(key, new)
         if found == "harmless" and key.endswith(".device") and "cpu" in (before, after):
             found = "noted"  # other kernels
+        if key == "algorithm.zero_spread_groups" and "keep" not in (before, after):
+            # 'drop' and 'kl_only' differ by a KL.
+            found = found if new_flat.get("algorithm.kl_coeff") else "harmless"
         if found != "harmless":
             (noted if found == "noted" else breaking).append(f"{key}: {before!r} -> {after!r}")
     if breaking:

@@ -84,6 +84,20 @@ def test_what_does_not_touch_the_training_passes_in_silence():
     assert check_resume(resolved(), changed) == []
 
 
+def test_groups_without_spread_may_lose_their_kl_where_there_is_none():
+    def switch(kl_coeff: float, old: str, new: str) -> list[str]:
+        one, other = (
+            resolved(algorithm={"kl_coeff": kl_coeff, "zero_spread_groups": rule})
+            for rule in (old, new)
+        )
+        return check_resume(one, other)
+
+    assert switch(0.0, "drop", "kl_only") == []
+    for change in ((0.1, "drop", "kl_only"), (0.0, "drop", "keep")):
+        with pytest.raises(ValueError, match="algorithm.zero_spread_groups: 'drop' -> "):
+            switch(*change)
+
+
 def test_another_length_is_said_aloud_where_the_learning_rate_decays():
     decays = {"optimizer": {"final_lr_fraction": 0.1}}
     longer = resolved(num_iterations=9, **decays)
