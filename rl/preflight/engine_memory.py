@@ -67,10 +67,10 @@ class InferenceEngine:
         """One block of the cache, all layers."""
         return CACHE_BLOCK * self.kv_bytes / 1e9
 
-    @property
-    def least_cache_gb(self) -> float:
-        """Cache of one completion as long as it can be, in whole blocks."""
-        return self.completion_blocks * self.block_gb
+    def cache_of_gb(self, num_completions: int) -> float:
+        """Cache of that many completions as long as they can be, no prompt shared, in whole blocks;
+        vLLM keeps one for itself."""
+        return (num_completions * self.completion_blocks + 1) * self.block_gb
 
     def workspace_gb(self, gpu_gb: float) -> float:
         """What it keeps beside weights and cache: it tries its largest step before it begins."""
@@ -80,18 +80,17 @@ class InferenceEngine:
 
     def least_gb(self, gpu_gb: float) -> float:
         """The least it starts with."""
-        return self.weights_gb + self.workspace_gb(gpu_gb) + self.least_cache_gb
+        return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_of_gb(1)
 
     def with_cache(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
         """With a cache for that many completions, each as long as it can be, or for as many as
         there is room for, at least one; as it is where its section states share or cache."""
         if self.share is not None or self.cache_gb is not None:
             return self
-        left_gb = room_gb - self.weights_gb - self.workspace_gb(gpu_gb)
-        at_once = min(num_completions, self.max_num_seqs, int(left_gb / self.least_cache_gb))
-        # vLLM keeps one block for itself.
-        num_blocks = max(1, at_once) * self.completion_blocks + 1
-        return replace(self, cache_gb=num_blocks * self.block_gb)
+        left_gb = room_gb - self.weights_gb - self.workspace_gb(gpu_gb) - self.block_gb
+        room_for = int(left_gb / (self.completion_blocks * self.block_gb))
+        at_once = max(1, min(num_completions, self.max_num_seqs, room_for))
+        return replace(self, cache_gb=self.cache_of_gb(at_once))
 
     def claimed_gb(self, gpu_gb: float) -> float:
         """Its memory while awake."""
@@ -99,17 +98,17 @@ class InferenceEngine:
             return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_gb
         return self.least_gb(gpu_gb) if self.share is None else self.share * gpu_gb
 
-    def cached_tokens(self, gpu_gb: float) -> int:
-        """What its cache holds; negative where there is no room for any."""
+    def num_blocks(self, gpu_gb: float) -> int:
+        """Blocks of its cache; 0 where there is no room for any."""
         cache_gb = self.claimed_gb(gpu_gb) - self.weights_gb - self.workspace_gb(gpu_gb)
-        # A stated cache is a whole number of bytes, of which a quotient of floats may lose one.
-        return int(round(cache_gb * 1e9) // (CACHE_BLOCK * self.kv_bytes)) * CACHE_BLOCK
+        # A stated cache is a whole number of bytes, of which a difference of floats may lose one.
+        return max(0, int(round(cache_gb * 1e9) // (CACHE_BLOCK * self.kv_bytes)))
 
     def at_once(self, gpu_gb: float) -> float:
         """Completions of full length that its cache holds, no prompt shared: what vLLM prints as
         "Maximum concurrency"; it decodes at most `max_num_seqs` of them."""
-        return self.cached_tokens(gpu_gb) / CACHE_BLOCK / self.completion_blocks
+        return self.num_blocks(gpu_gb) / self.completion_blocks
 
     def starves(self, gpu_gb: float) -> bool:
         """Whether it cannot start: no room for its weights and one completion."""
-        return self.at_once(gpu_gb) < 1
+        return self.num_blocks(gpu_gb) <= self.completion_blocks

@@ -22,7 +22,7 @@ from typing import Literal
 
 from rl.api.engine import EngineClaim
 from rl.meter.flops import STAGES, ModelShape, Recompute
-from rl.preflight.engine_memory import InferenceEngine
+from rl.preflight.engine_memory import CACHE_BLOCK, InferenceEngine
 
 CONTEXT_GB = 2.0
 """CUDA context, NCCL buffers and kernels' workspaces of one process."""
@@ -266,8 +266,8 @@ def engine_line(planned: Plan, gpu_gb: float) -> str:
     return (
         f"the engine takes {claimed_gb:.1f} GB, {claimed_gb / gpu_gb:.3f} of the GPU: weights "
         f"{engine.weights_gb:.1f}, workspace {engine.workspace_gb(gpu_gb):.1f} (assumed), a cache "
-        f"of {max(0, engine.cached_tokens(gpu_gb))} tokens; maximum concurrency for "
-        f"{engine.longest_tokens} tokens per request: {max(0.0, engine.at_once(gpu_gb)):.2f}x"
+        f"of {engine.num_blocks(gpu_gb) * CACHE_BLOCK} tokens; maximum concurrency for "
+        f"{engine.longest_tokens} tokens per request: {engine.at_once(gpu_gb):.2f}x"
     )
 
 

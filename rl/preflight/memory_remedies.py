@@ -97,7 +97,7 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[dict[str, A
     """(what lets it start, {} if nothing does; what is wrong)."""
     weights = f"its weights alone are {engine.weights_gb:.1f} GB"
     if engine.cache_gb is not None:
-        least_mb = math.ceil(round(engine.least_cache_gb * 1e9) / 2**20)
+        least_mb = math.ceil(round(engine.cache_of_gb(1) * 1e9) / 2**20)
         return {CACHE: least_mb}, (
             f"{CACHE}: {engine.cache_gb * 1e9 / 2**20:g} MiB hold no completion of "
             f"{engine.longest_tokens} tokens, prompt included; at least {least_mb} are needed"

@@ -51,7 +51,7 @@ and CUDA graphs of one set of batch sizes, of which an adapter makes a second.""
 CPU_CACHE_MB = 256
 """Key-value cache on a CPU."""
 UNPLANNED_SHARE = 0.01
-"""Of the device that has to be free where a cache is stated and weights of an unknown size."""
+"""Of the device that has to be free where a cache is stated and no plan was made."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
