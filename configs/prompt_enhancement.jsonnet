@@ -30,7 +30,7 @@
     image_max_pixels: 512 * 28 * 28,
     max_prompt_tokens: 1024,
   },
-  engine: { type: 'vllm', gpu_memory_utilization: if $.one_gpu then 0.35 else 0.5 },
+  engine: { type: 'vllm', gpu_memory_utilization: 'auto' },
   // The stock pipeline's steps and guidance at half its side: CLIP looks at 224 x 224 pixels.
   renderer: {
     type: 'sd3',
@@ -59,7 +59,7 @@
   optimizer+: {
     backend: if $.world_size == 1 then 'torch' else 'deepspeed',
     zero_stage: 1,  // adapters: see base.libsonnet
-    gradient_checkpointing: true,
+    gradient_checkpointing: if $.gpu_gb >= 141 then 'mlp' else true,
   },
   evaluation+: { every_n_iterations: 25, num_samples: 64 },
   checkpoint+: { save_every_n_iterations: 10, keep_every_n_iterations: 100 },

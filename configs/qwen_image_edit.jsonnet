@@ -1,5 +1,6 @@
 // The main job: Qwen2.5-VL writes an edit description, its hidden states condition the frozen
-// Qwen-Image-Edit DiT, a 72B judge grades the picture. Meant for 8 GPUs of 141 GB (H200); the judge
+// Qwen-Image-Edit DiT, a 72B judge grades the picture. Meant for 8 GPUs of 141 GB (H200), or with
+// `gpu_gb=80` of 80 GB (H100), where the engine sleeps while others work; the judge
 // (scripts/serve_judge.sh) runs elsewhere.
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
@@ -24,6 +25,7 @@ local complex_edit(rows) = {
   base_exp_dir: std.extVar('APP__BASE_EXP_DIR'),
   num_epochs: 3,
   world_size: 8,
+  gpu_gb: 141,
   prompts_per_iteration: 2 * $.world_size,
   generations_per_prompt: 8,
 
@@ -35,8 +37,7 @@ local complex_edit(rows) = {
     dtype: 'bfloat16',
     lora: { r: 32, alpha: 64, target_modules: ['q_proj', 'k_proj', 'v_proj', 'o_proj'] },
   },
-  // A share that holds the weights and the cache of two groups, so that it never has to make room.
-  engine: { type: 'vllm', gpu_memory_utilization: 0.16 },
+  engine: { type: 'vllm', gpu_memory_utilization: 'auto' },
   // The stock pipeline's 50 steps with guidance; qwen_image_edit_fewstep.jsonnet renders 60 times
   // faster.
   renderer: {

@@ -36,7 +36,7 @@ local open_r1(rows) = {
     image_max_pixels: 1024 * 28 * 28,
     max_prompt_tokens: 2048,
   },
-  engine: { type: 'vllm', gpu_memory_utilization: 0.5 },
+  engine: { type: 'vllm', gpu_memory_utilization: 'auto' },
   renderer: { type: 'none' },
   rewards: { accuracy: { type: 'accuracy' }, format: { type: 'format' } },
   data+: {
@@ -49,7 +49,7 @@ local open_r1(rows) = {
   optimizer+: {
     zero_stage: 3,
     max_tokens_per_micro_batch: 12288,  // one group: 2048 + 8 x 1024 at the most
-    gradient_checkpointing: 'mlp',
+    gradient_checkpointing: if $.gpu_gb >= 80 then false else 'mlp',
   },
   evaluation+: { every_n_iterations: 50, num_samples: 100 },
   checkpoint+: { save_every_n_iterations: 25 },

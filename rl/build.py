@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
 from rl.api.data import DataSource, RowRules
-from rl.api.engine import Engine, EngineMemory, EngineSetup
+from rl.api.engine import Engine, EngineClaim, EngineMemory, EngineSetup
 from rl.api.plug import ModelRunner, PlugBase, Resources, Saving, shown
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
@@ -349,11 +349,18 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
         return resolved.policy.cls(resolved.policy.config, setup)
 
 
-def build_engine(resolved: Resolved, policy: Policy, dist: Dist, has_room: bool = True) -> Engine:
-    """Start the engine on the policy's base weights. `has_room`: beside all others on the GPU."""
+def build_engine(
+    resolved: Resolved,
+    policy: Policy,
+    dist: Dist,
+    has_room: bool = True,
+    claim: EngineClaim | None = None,
+) -> Engine:
+    """Start the engine on the policy's base weights. `has_room`: beside all others on the GPU;
+    `claim`: what of it."""
     optimizer = resolved.config.optimizer
     sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
-    setup = EngineSetup(policy, dist.device, dist.world_size, has_room, sharded)
+    setup = EngineSetup(policy, dist.device, dist.world_size, has_room, claim, sharded)
     return resolved.engine.cls(resolved.engine.config, setup)
 
 

@@ -23,11 +23,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
-from rl.preflight import report
+from rl.preflight import host_memory, report
 from rl.ranks import loading, placement, rendezvous
 
+SAME_SIZE = 1.1
+"""A GPU has up to this many times the bytes that its name says."""
 GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
 
@@ -39,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
+    if args.gpu_gb is not None:
+        # Ranks read the config too, and what it derives from the size follows.
+        args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
     try:
         config = load_config(args.config, args.overrides)
         if args.nproc is not None:
@@ -50,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *report.problems(config)])
-            sys.exit(_report(config, args.gpu_gb or config.gpu_gb))
+            sys.exit(_report(config))
         problems += report.problems(config)
         problems = problems or _memory_problems(args, config) or _folder_problems(config.run_dir)
         if problems:
@@ -62,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(launch(args, num_ranks, config.run_dir / "logs"))
 
 
-def _report(config: RunConfig, gpu_gb: float) -> int:
+def _report(config: RunConfig) -> int:
     """`--check ... | head` closes our output early, which changes nothing of what was found."""
-    text, code = report.report(config, gpu_gb)
+    text, code = report.report(config, config.gpu_gb)
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -73,11 +79,28 @@ def _report(config: RunConfig, gpu_gb: float) -> int:
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """Against this machine's GPUs, or those that --gpu-gb speaks of; none on a machine without."""
+    """Against this machine's GPUs, or those that --gpu-gb speaks of; none on a machine without.
+    Others than the config is written for are said, with the size under which it was tried."""
     machine = placement.look_at_machine()
+    num_ranks = config.world_size // args.nnodes
     if args.gpu_gb is not None:
         machine = placement.Machine((args.gpu_gb,) * len(machine.cuda_gb))
-    return report.problems_here(config, machine, config.world_size // args.nnodes)
+
+    def problems_of(config: RunConfig) -> list[str]:
+        return report.problems_here(config, machine, num_ranks, host_memory.here_gb())
+
+    problems = problems_of(config)
+    own_gb = report.own_gpu_gb(build.resolve(config), machine, num_ranks)
+    if own_gb is None or config.gpu_gb <= own_gb <= SAME_SIZE * config.gpu_gb:
+        return problems
+    size = math.floor(own_gb)
+    found = f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}"
+    if problems_of(load_config(args.config, [*args.overrides, f"gpu_gb={size}"])):
+        return problems
+    if problems:
+        return [f"{found}; what the file derives from it fits them with gpu_gb={size}", *problems]
+    _say(f"{found}; with gpu_gb={size} follows what the file derives from it")
+    return []
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -94,7 +117,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--gpu-gb",
         type=_gigabytes,
-        help="GPU size to plan for, GB (default: under --check the config's, else what is found)",
+        help="sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
     )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)

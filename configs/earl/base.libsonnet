@@ -24,7 +24,7 @@
     max_prompt_tokens: 1280,  // a 256x256 picture is 1065
   },
   // EARL's context of 3000: 1280 for the prompt, the rest for the picture (1065 tokens).
-  engine: { type: 'vllm', gpu_memory_utilization: 0.3, max_model_len: 3000 },
+  engine: { type: 'vllm', gpu_memory_utilization: 'auto', max_model_len: 3000 },
   renderer: { type: 'emu3_vq' },
   rewards: { viescore: { type: 'viescore' } },
   // For sqrt(perceptual quality x ground score) instead:
@@ -57,7 +57,8 @@
     betas: [0.9, 0.999],
     // EARL's 8 completions with a prompt each; two groups, whose prompts are there once.
     max_tokens_per_micro_batch: 8 * $.engine.max_model_len,
-    max_kept_tokens: 0,  // weights, moments and gradients leave no room on 80 GB
+    // On 80 GB weights, moments and gradients leave no room for it.
+    max_kept_tokens: if $.gpu_gb >= 141 then null else 0,
     gradient_checkpointing: true,
   },
   evaluation+: { every_n_iterations: 100, temperature: 1.0, top_k: 2048 },

@@ -25,10 +25,15 @@ Residency = Literal["auto", "resident", "sleep"]
 class EngineMemory:
     """What an engine's section says of the GPU memory it takes while awake."""
 
-    share: float
-    """Of the GPU's memory, for weights and key-value cache, 0..1."""
+    share: float | None
+    """Of the GPU's memory, for weights and key-value cache, 0..1; None: what the memory plan finds,
+    which comes with `EngineSetup.claim`."""
     cache_mb: int | None = None
     """A key-value cache, MiB, that is stated instead of that share."""
+    own_gb: float = 1.5
+    """What it keeps of its memory for graphs and buffers, GB, beside its largest step; assumed."""
+    adapter_gb: float = 0.0
+    """The same, besides, where the policy trains an adapter."""
     dtype: Dtype | None = None
     """Of its weights; None: the policy's."""
     max_model_len: int | None = None
@@ -36,6 +41,17 @@ class EngineMemory:
     max_num_seqs: int = 1
     """Completions decoded at the same time."""
     residency: Residency = "resident"
+
+
+@dataclass(frozen=True)
+class EngineClaim:
+    """What the memory plan gives an engine whose section leaves its share open; the same on every
+    rank."""
+
+    cache_bytes: int
+    """Its key-value cache."""
+    share: float
+    """Of the device, 0..1: weights, workspace and that cache."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class EngineSetup:
     """Ranks of the run, each with an engine of its own, over one process group."""
     has_room: bool = True
     """Whether the device holds the engine beside all others."""
+    claim: EngineClaim | None = None
+    """None: its section says what it takes, or nobody knows the sizes."""
     sharded: bool = False
     """Whether the policy's weights will be (ZeRO-3), so that no rank can run parts of it alone."""
 

@@ -145,6 +145,16 @@ class ModelRunner(RunPlug[ConfigT]):
         return {}
 
     @classmethod
+    def host_parameters(cls, config: ConfigT) -> float:
+        """Weights that stay in host memory instead, likewise."""
+        return 0.0
+
+    @classmethod
+    def shares_host_parameters(cls, config: ConfigT) -> bool:
+        """Whether these are pages of their file, once for all ranks of a machine, not copies."""
+        return True
+
+    @classmethod
     def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
         """Values alive at the peak of a forward, by the same parts."""
         return {}

@@ -298,7 +298,8 @@ class RunConfig(Section):
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
     gpu_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
-    for. A start plans for the GPUs it finds; --gpu-gb overrides both."""
+    for, and what a file may derive other keys from. A start plans for the GPUs it finds, and says
+    where they are others; `--gpu-gb 80` is `gpu_gb=80`, and a start that plans for it too."""
     policy: PlugSection
     """A plug of rl/policies."""
     engine: PlugSection

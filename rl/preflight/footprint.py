@@ -13,8 +13,9 @@ from pathlib import Path
 from rl.api.plug import ModelRunner, PlacedConfig
 from rl.build import Plug, Resolved
 from rl.files.weights import num_parameters
-from rl.preflight import memory_plan
-from rl.preflight.engine_memory import InferenceEngine
+from rl.preflight import host_memory, memory_plan
+from rl.preflight.engine_memory import InferenceEngine, pinned_bytes
+from rl.preflight.host_memory import HostPlan
 from rl.preflight.memory_plan import FrozenModel, Plan, PolicyModel, Sizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -22,10 +23,19 @@ SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 """What a model's config.json has to say of it."""
 
 
-def footprint(resolved: Resolved, gpu_gb: float) -> Plan | None:
-    """The plan for one rank's GPU; None where the policy's shape is not known."""
-    found = sizes(resolved)
+def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
+    """The plan for one rank's GPU; None where the policy's shape is not known. `folder`: where its
+    weights lie, once they are here."""
+    found = sizes(resolved, folder)
     return None if found is None else memory_plan.plan(found, gpu_gb)
+
+
+def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> HostPlan | None:
+    """The same for the host memory of a machine with that many ranks."""
+    found = sizes(resolved)
+    if found is None:
+        return None
+    return host_memory.plan(found, memory_plan.plan(found, gpu_gb), gpu_gb, num_ranks)
 
 
 def unknowns(resolved: Resolved) -> list[str]:
@@ -88,12 +98,12 @@ def _prompt_tokens(resolved: Resolved) -> int:
     return int(resolved.policy.config.max_prompt_tokens)
 
 
-def sizes(resolved: Resolved) -> Sizes | None:
+def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
     """What decides the memory of one rank's GPU; None where the policy's shape is not known, or
-    lies on no GPU."""
+    lies on no GPU. `folder`: see `footprint`."""
     config, optimizer = resolved.config, resolved.config.optimizer
     policy = resolved.policy.config
-    model = _policy_model(resolved)
+    model = _policy_model(resolved, folder)
     if model is None or policy_device(resolved) == "cpu":
         return None
     lora = policy.lora
@@ -133,8 +143,8 @@ def _zero_stage(resolved: Resolved) -> int:
     return optimizer.zero_stage if optimizer.backend == "deepspeed" else 0
 
 
-def _policy_model(resolved: Resolved) -> PolicyModel | None:
-    places = resolved.policy.cls.reads_from(resolved.policy.config)
+def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
+    places = [*resolved.policy.cls.reads_from(resolved.policy.config), folder]
     return next((model for place in places if (model := _language_model(place))), None)
 
 
@@ -146,13 +156,17 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     num_bytes = BYTES[stated.dtype or policy.config.dtype]
     # It reads the features of a frozen tower, which ZeRO-3 shards (`engines/vllm/plug.py`).
     without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
-    params = model.params - (model.tower_params if without_tower else 0)
+    tower = 0 if without_tower else model.tower_params
+    params = model.params - model.tower_params + tower
+    asleep = sum(pinned_bytes(count * num_bytes) for count in model.engine_tensors())
     return InferenceEngine(
         share=stated.share,
         cache_gb=None if stated.cache_mb is None else stated.cache_mb * 2**20 / 1e9,
+        own_gb=stated.own_gb + (0 if policy.config.lora is None else stated.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
+        asleep_gb=(asleep + tower * num_bytes) / 1e9,
         kv_bytes=model.kv_bytes(num_bytes),
-        step_bytes=model.mlp_bytes(num_bytes),
+        step_bytes=model.mlp_bytes(num_bytes) + 2 * model.width * num_bytes,
         longest_tokens=stated.max_model_len or longest,
         max_num_seqs=stated.max_num_seqs,
         residency=stated.residency,
@@ -168,6 +182,8 @@ def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
         bytes_per_value=BYTES[config.dtype],
         weights=plug.cls.parameter_counts(plug.config),
         activations=plug.cls.activation_counts(plug.config),
+        host_weights=plug.cls.host_parameters(plug.config),
+        host_shared=plug.cls.shares_host_parameters(plug.config),
     )
 
 

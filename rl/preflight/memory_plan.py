@@ -2,21 +2,27 @@
 
 What: `plan`, plain arithmetic over numbers that `footprint.py` collects; every assumption is in the
 code below and in `Plan.assumptions`. `residency`: whether the inference engine may stay where it is
-while others work. What not: measuring, or reading models: fragmentation and other programs are not
-in it, so a tenth of the GPU is left free; what is wrong with a plan (`memory_remedies.py`).
+while others work; `engine_claim`: what it takes where its section leaves that open. What not:
+measuring, or reading models: fragmentation and other programs are not in it, so a tenth of the GPU
+is left free; what is wrong with a plan (`memory_remedies.py`), host memory (`host_memory.py`).
 
-GB is 1e9 bytes throughout.
+GB is 1e9 bytes throughout. A data-centre GPU has more of them than its name says: about 85 are an
+"H100 80GB", 150 an "H200 141GB". A plan by the name is on the safe side: what fits beside a share
+of the smaller number fits beside the same share of the larger one. A start plans for the bytes that
+it finds.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from rl.api.engine import EngineClaim
 from rl.meter.flops import STAGES, ModelShape, Recompute
-from rl.preflight.engine_memory import InferenceEngine
+from rl.preflight.engine_memory import CACHE_BLOCK, InferenceEngine
 
 CONTEXT_GB = 2.0
 """CUDA context, NCCL buffers and kernels' workspaces of one process."""
@@ -24,9 +30,15 @@ LOGITS_GB = 0.8
 """A chunk of 2**26 float32 logits, its softmax and its gradient."""
 FREE_SHARE = 0.1
 """Of the GPU, left to what no plan knows."""
-PHASES = ("generate", "render", "reference", "learn")
+AWAKE = "generate"
+"""The phase in which an engine that sleeps is awake."""
+PHASES = (AWAKE, "render", "reference", "learn", "step")
 TRAINER = ("render", "reference", "learn")
 """The policy's forwards begin with the first picture's."""
+BUCKET_PARAMS = 5e8
+"""Gradients that DeepSpeed reduces at once, at most."""
+SUBGROUP_PARAMS = 1e9
+"""Parameters that ZeRO-3 steps at once, at most."""
 
 ADAPTABLE = tuple(name for stage in STAGES for name in stage)
 """The linear layers of a decoder's layer."""
@@ -46,6 +58,19 @@ class PolicyModel(ModelShape):
         seven count nothing."""
         sides = (sum(self.shape(module)) for module in modules if module in ADAPTABLE)
         return self.num_layers * rank * sum(sides)
+
+    def engine_tensors(self) -> list[float]:
+        """Parameters of each tensor of the language model as an inference engine fuses them;
+        embedding and head as halves of what is in no layer."""
+        of = {name: math.prod(self.shape(name)) for name in ADAPTABLE}
+        layer = [
+            of["q_proj"] + of["k_proj"] + of["v_proj"],
+            of["o_proj"],
+            of["gate_proj"] + of["up_proj"],
+            of["down_proj"],
+        ]
+        rest = self.params - self.tower_params - self.num_layers * sum(layer)
+        return [*layer * self.num_layers, rest / 2, rest / 2]
 
     def kv_bytes(self, bytes_per_value: int) -> int:
         """Key-value cache of one token."""
@@ -101,6 +126,8 @@ KNOWN: Mapping[str, PolicyModel] = {
     "BAAI/Emu3-Stage1": _EMU3,
     "mair-lab/sft-simple": _EMU3,
     "mair-lab/thinking-sft-simple": _EMU3,
+    "Image-Editing/Emu3-Base-SFT-without_cot-May06_mixed_gc_lr1e-4-checkpoint-4800": _EMU3,
+    "Image-Editing/Emu3-Base-SFT-without_cot-May07_mixed_gc_post_lr1e-4-checkpoint-1200": _EMU3,
 }
 """Models that are usually on the hub rather than on the laptop that checks the config."""
 
@@ -117,11 +144,20 @@ class FrozenModel:
     """Part -> parameters."""
     activations: Mapping[str, float]
     """Part -> values alive at the peak of one forward."""
+    host_weights: float = 0.0
+    """Parameters that stay in host memory."""
+    host_shared: bool = True
+    """As pages of a file, once for all ranks of a machine."""
 
     @property
     def weights_gb(self) -> float:
         """All parts' together."""
         return sum(self.weights.values()) * self.bytes_per_value / 1e9
+
+    def host_gb(self, num_ranks: int) -> float:
+        """Host memory of that many ranks of one machine."""
+        copies = 1 if self.host_shared else num_ranks
+        return copies * self.host_weights * self.bytes_per_value / 1e9
 
 
 @dataclass(frozen=True)
@@ -175,6 +211,8 @@ class Plan:
     assumptions: Sequence[str]
     engine: Row | None = None
     """Whose of the rows is the engine's own memory; None: it has none."""
+    inference: InferenceEngine | None = None
+    """The engine of that row, its cache settled."""
     elsewhere: Mapping[str, float] = field(default_factory=dict)
     """Other device -> GB of the models that lie there, at work."""
 
@@ -210,6 +248,29 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
     return f"the engine has to sleep while others work: {everything}, and a tenth should stay free"
 
 
+def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
+    """What the engine is given where its section states no share, else None."""
+    engine = planned.inference
+    if engine is None or engine.share is not None or engine.cache_gb is None:
+        return None
+    share = math.ceil(engine.claimed_gb(gpu_gb) / gpu_gb * 1e4) / 1e4
+    return EngineClaim(round(engine.cache_gb * 1e9), min(1.0, share))
+
+
+def engine_line(planned: Plan, gpu_gb: float) -> str:
+    """What the engine takes, and how much it decodes at once, in one line."""
+    engine = planned.inference
+    if engine is None:
+        return "the engine samples from the policy itself"
+    claimed_gb = engine.claimed_gb(gpu_gb)
+    return (
+        f"the engine takes {claimed_gb:.1f} GB, {claimed_gb / gpu_gb:.3f} of the GPU: weights "
+        f"{engine.weights_gb:.1f}, workspace {engine.workspace_gb(gpu_gb):.1f} (assumed), a cache "
+        f"of {engine.num_blocks(gpu_gb) * CACHE_BLOCK} tokens; maximum concurrency for "
+        f"{engine.longest_tokens} tokens per request: {engine.at_once(gpu_gb):.2f}x"
+    )
+
+
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     """Memory per GPU when one rank has it to itself, engine, renderer and learner included."""
     weights_gb = sizes.model.params * sizes.bytes_per_weight / 1e9
@@ -217,7 +278,7 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     assumptions = [
         f"one forward: up to {sizes.forward_tokens} tokens; kept until the rewards are there: "
         f"{sizes.kept_tokens}",
-        f"{_trained(sizes) / 1e6:.1f} M trained parameters, float32 moments and gradients",
+        f"{trained_params(sizes) / 1e6:.1f} M trained parameters, float32 moments and gradients",
         *elsewhere,
     ]
     rows = [
@@ -232,18 +293,21 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, ("generate",)))
     else:
-        stated = f"{engine.share:.0%} of the GPU" if engine.cache_gb is None else "as stated"
-        row = Row(f"engine ({stated})", engine.claimed_gb(gpu_gb), ("generate",))
+        others = Plan(rows, ())
+        beside_gb = others.peak_gb if engine.residency == "resident" else others.total_gb(AWAKE)
+        room_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
+        engine = engine.with_cache(sizes.num_completions, gpu_gb, room_gb)
+        row = Row("engine", engine.claimed_gb(gpu_gb), (AWAKE,))
         rows.append(row)
-        assumptions.append(_engine_fit(sizes, engine, gpu_gb))
-    planned = Plan(rows, assumptions, row, _per_device(sizes.frozen))
+    planned = Plan(rows, assumptions, row, engine, _per_device(sizes.frozen))
     chosen = "auto" if engine is None else engine.residency
     if chosen == "auto":
         chosen = residency(planned, gpu_gb)
     return planned.with_engine(PHASES) if chosen == "resident" else planned
 
 
-def _trained(sizes: Sizes) -> float:
+def trained_params(sizes: Sizes) -> float:
+    """The adapter's, or all of the policy's."""
     if sizes.lora_rank is None:
         return sizes.model.params
     return sizes.model.lora_params(sizes.lora_rank, sizes.lora_modules)
@@ -252,7 +316,7 @@ def _trained(sizes: Sizes) -> float:
 def _state_rows(sizes: Sizes, weights_gb: float) -> list[Row]:
     """Weights, what the optimiser holds beside them, gradients."""
     ranks, stage = sizes.world_size, sizes.zero_stage
-    full, trained = sizes.lora_rank is None, _trained(sizes)
+    full, trained = sizes.lora_rank is None, trained_params(sizes)
     # float32 moments, and a float32 master beside weights that are not float32 themselves.
     extra_master = full and sizes.bytes_per_weight != 4
     state_gb = trained * (12 if extra_master else 8) / 1e9 / (ranks if stage >= 1 else 1)
@@ -261,11 +325,31 @@ def _state_rows(sizes: Sizes, weights_gb: float) -> list[Row]:
         Row("policy weights", weights_gb / (ranks if stage == 3 else 1), PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
         # Where no rank waits for another, backwards run while the judge still reads.
-        Row("gradients", gradient_gb, TRAINER if ranks == 1 or stage < 2 else ("learn",)),
+        Row(
+            "gradients",
+            gradient_gb,
+            ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step"),
+        ),
+        Row("the step, working", _step_bytes(trained, ranks, stage) / 1e9, ("step",)),
     ]
+    if stage >= 1:
+        bucket_gb = min(trained, BUCKET_PARAMS) * (4 if not full else sizes.bytes_per_weight) / 1e9
+        rows.append(Row("gradient bucket", bucket_gb, ("learn",)))
     if sizes.reads_reference:
         rows.append(Row("reference weights", weights_gb, ("reference",)))
     return rows
+
+
+def _step_bytes(trained: float, ranks: int, stage: int) -> float:
+    """What an optimiser step wants beside weights, state and gradients.
+
+    AdamW (`foreach`) holds one float32 value per parameter that it steps. ZeRO copies this rank's
+    gradients into one flat tensor first; under stage 1 and 2 they go before AdamW begins, so that
+    it is the one or the other, under stage 3 both for one sub-group at a time.
+    """
+    if stage == 3:
+        return 8 * min(trained / ranks, SUBGROUP_PARAMS)
+    return 4 * trained / (ranks if stage >= 1 else 1)
 
 
 def _forward_rows(sizes: Sizes) -> list[Row]:
@@ -315,17 +399,3 @@ def _per_device(models: Sequence[FrozenModel]) -> dict[str, float]:
             working = sum(model.activations.values()) * model.bytes_per_value / 1e9
             devices[model.device] += model.weights_gb + working
     return dict(devices)
-
-
-def _engine_fit(sizes: Sizes, engine: InferenceEngine, gpu_gb: float) -> str:
-    beside_gb = engine.weights_gb + engine.workspace_gb(gpu_gb)
-    cache_gb = engine.claimed_gb(gpu_gb) - beside_gb
-    if engine.starves(gpu_gb):
-        return "the engine's share leaves no room for one completion beside its weights"
-    num_tokens = int(cache_gb * 1e9 / engine.kv_bytes)
-    per_completion = sizes.prompt_tokens + sizes.completion_tokens
-    at_once = min(engine.max_num_seqs, num_tokens // per_completion)
-    return (
-        f"the engine's cache holds {num_tokens} tokens, {at_once} full-length completions at once "
-        "(more where prompts are shared)"
-    )

@@ -97,13 +97,13 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[dict[str, A
     """(what lets it start, {} if nothing does; what is wrong)."""
     weights = f"its weights alone are {engine.weights_gb:.1f} GB"
     if engine.cache_gb is not None:
-        least_mb = math.ceil(round(engine.least_cache_gb * 1e9) / 2**20)
+        least_mb = math.ceil(round(engine.cache_of_gb(1) * 1e9) / 2**20)
         return {CACHE: least_mb}, (
             f"{CACHE}: {engine.cache_gb * 1e9 / 2**20:g} MiB hold no completion of "
             f"{engine.longest_tokens} tokens, prompt included; at least {least_mb} are needed"
         )
     claimed_gb = engine.claimed_gb(gpu_gb)
-    given = f"{SHARE}: {engine.share:g} of {gpu_gb:g} GB is {claimed_gb:.1f} GB"
+    given = f"{SHARE}: {engine.share} of {gpu_gb:g} GB is {claimed_gb:.1f} GB"
     if claimed_gb > engine.weights_gb:
         weights = (
             f"beside its weights ({engine.weights_gb:.1f} GB) and workspace "
@@ -117,7 +117,9 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[dict[str, A
             "take a larger GPU, a smaller policy.model_path, or engine.dtype 'bfloat16' if it is "
             "wider"
         )
-    return {SHARE: least}, f"{given}, and {weights}; at least {least:g} is needed"
+    return {SHARE: least}, (
+        f"{given}, and {weights}; at least {least:g} is needed ('auto': what it needs)"
+    )
 
 
 def _least_share(engine: InferenceEngine, gpu_gb: float) -> float | None:
@@ -189,7 +191,7 @@ def _fitting_share(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any
     """The largest share of the engine's that lets all fit, if there is one."""
     sizes = _known(resolved)
     engine = sizes.engine
-    if engine is None or engine.cache_gb is not None:
+    if engine is None or engine.share is None or engine.cache_gb is not None:
         return
     least = _least_share(engine, gpu_gb) or math.inf
     for hundredth in range(math.ceil(engine.share * 100) - 1, 0, -1):
@@ -227,9 +229,10 @@ def _candidates(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any]]:
         last = 2 if sizes.reads_reference else 3
         for stage in range(optimizer.zero_stage + 1, last + 1):
             yield "optimizer.zero_stage", stage
-    if sizes.engine is not None and sizes.engine.cache_gb is None:
-        least = _least_share(sizes.engine, gpu_gb)
-        if least is not None and least < sizes.engine.share:
+    engine = sizes.engine
+    if engine is not None and engine.share is not None and engine.cache_gb is None:
+        least = _least_share(engine, gpu_gb)
+        if least is not None and least < engine.share:
             yield SHARE, least
     yield from ((key, saving.value) for key, saving in savings if not saving.exact)
     alone_gb = sum(row.gb for row in _planned(resolved, gpu_gb).rows if "renderer" in row.part)

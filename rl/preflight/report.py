@@ -16,8 +16,9 @@ from typing import Any
 
 from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed
-from rl.preflight import compatibility, footprint, memory_plan
+from rl.preflight import compatibility, footprint, host_memory, memory_plan
 from rl.preflight.dry_run import dry_problems
+from rl.preflight.host_memory import HostPlan
 from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
 from rl.preflight.resume import check_resume
@@ -36,22 +37,50 @@ def problems(config: RunConfig) -> list[str]:
     return found or dry_problems(resolved)
 
 
-def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int) -> list[str]:
-    """What does not fit the GPUs of `machine`, on which `num_ranks` ranks start; [] where the
-    policy lies on none. `problems` comes first."""
+def problems_here(
+    config: RunConfig,
+    machine: placement.Machine,
+    num_ranks: int,
+    host_gb: float | None = None,
+) -> list[str]:
+    """What does not fit the GPUs of `machine`, on which `num_ranks` ranks start, or its memory of
+    `host_gb` (None: unknown); [] where the policy lies on no GPU. `problems` comes first."""
     resolved = build.resolve(config)
-    stated = resolved.policy.config.device
-    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-    sizes_gb = {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
-    own_gb = min((sizes_gb[own] for own in owns if own in sizes_gb), default=None)
+    own_gb = own_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
         return []
+    sizes_gb, owns = _cuda_gb(machine), _own_devices(resolved, num_ranks)
 
     def size_of(device: str) -> float:
         places = [placement.resolve_device(device, own) for own in owns]
         return min((sizes_gb[place] for place in places if place in sizes_gb), default=math.inf)
 
-    return memory_problems(resolved, own_gb, size_of)
+    found = memory_problems(resolved, own_gb, size_of)
+    return found or _host_problems(resolved, own_gb, num_ranks, host_gb)
+
+
+def _host_problems(
+    resolved: build.Resolved, gpu_gb: float, num_ranks: int, host_gb: float | None
+) -> list[str]:
+    planned = footprint.host_footprint(resolved, gpu_gb, num_ranks)
+    return [] if planned is None else host_memory.host_problems(planned, num_ranks, host_gb)
+
+
+def own_gpu_gb(
+    resolved: build.Resolved, machine: placement.Machine, num_ranks: int
+) -> float | None:
+    """The smallest GPU of `machine` on which a rank's policy lies; None where none does."""
+    sizes_gb, owns = _cuda_gb(machine), _own_devices(resolved, num_ranks)
+    return min((sizes_gb[own] for own in owns if own in sizes_gb), default=None)
+
+
+def _own_devices(resolved: build.Resolved, num_ranks: int) -> list[str]:
+    stated = footprint.policy_device(resolved)
+    return [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
+
+
+def _cuda_gb(machine: placement.Machine) -> dict[str, float]:
+    return {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
 
 
 def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
@@ -61,13 +90,19 @@ def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
     except ConfigError as error:
         return _verdict(list(error.problems), [])
     state, conflicts = _resume(config)
+    num_ranks = min(config.world_size, compatibility.RANKS_OF_A_NODE)
+    host_gb = host_memory.here_gb() if host_memory.has_gpus() else None
     unfit = memory_problems(resolved, gpu_gb)
+    unfit += _host_problems(resolved, gpu_gb, num_ranks, host_gb)
     blocks = {
         f"run {config.run_name} in {config.run_dir}: {state}": [],
         "plugs": _plug_lines(resolved),
         "placement": placement.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved),
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
+        f"host memory of a machine with {num_ranks} ranks": _host_lines(
+            resolved, gpu_gb, num_ranks, host_gb
+        ),
         "judge": _judge_lines(resolved),
     }
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
@@ -193,15 +228,35 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
     if planned is None:
         device = footprint.policy_device(resolved)
         return unknown or [f"not planned: policy.device is {device!r}"]
-    lines = [f"{'GB':<28}" + "".join(f"{phase:>10}" for phase in PHASES)]
-    for row in planned.rows:
-        cells = (f"{row.gb:>10.2f}" if phase in row.phases else f"{'':>10}" for phase in PHASES)
-        lines.append(f"{row.part:<28}" + "".join(cells))
-    totals = "".join(f"{planned.total_gb(phase):>10.2f}" for phase in PHASES)
-    lines += [f"{'sum':<28}{totals}", *(f"assumed: {text}" for text in planned.assumptions)]
+    lines = _table(planned, PHASES)
+    lines += [f"assumed: {text}" for text in planned.assumptions]
     if planned.engine is not None:
+        lines.append(memory_plan.engine_line(planned, gpu_gb))
         lines.append(memory_plan.residency_line(planned, gpu_gb))
     return [*lines, *unknown, _room_line(planned, gpu_gb, unfit, unknown)]
+
+
+def _host_lines(
+    resolved: build.Resolved, gpu_gb: float, num_ranks: int, host_gb: float | None
+) -> list[str]:
+    planned = footprint.host_footprint(resolved, gpu_gb, num_ranks)
+    if planned is None:
+        return ["not planned: see above"]
+    there = "" if host_gb is None else f", of {host_gb:.1f} here"
+    return [
+        *_table(planned, host_memory.HOST_PHASES),
+        f"{planned.peak_gb:.1f} GB at its peak{there}; pages of files that are read come besides",
+    ]
+
+
+def _table(planned: Plan | HostPlan, phases: Sequence[str]) -> list[str]:
+    """A line for each part, a column for each phase, and the sums."""
+    lines = [f"{'GB':<28}" + "".join(f"{phase:>10}" for phase in phases)]
+    for row in planned.rows:
+        cells = (f"{row.gb:>10.2f}" if phase in row.phases else f"{'':>10}" for phase in phases)
+        lines.append(f"{row.part:<28}" + "".join(cells))
+    totals = "".join(f"{planned.total_gb(phase):>10.2f}" for phase in phases)
+    return [*lines, f"{'sum':<28}{totals}"]
 
 
 def _room_line(planned: Plan, gpu_gb: float, unfit: Sequence[str], unknown: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rl import build
 from rl.api.data import DataSource
-from rl.api.engine import Engine
+from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.types import Sample
 from rl.config.schema import JudgeConfig, RunConfig
@@ -82,8 +82,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
-        has_room = _engine_has_room(resolved, dist.device, console)
-        engine = build.build_engine(resolved, policy, dist, has_room)
+        has_room, claim = _engine_room(resolved, policy, dist, console)
+        engine = build.build_engine(resolved, policy, dist, has_room, claim)
         stack.callback(engine.close)
         context = _gather_context(resolved, dist, policy, judge, loop)
         for plug in (context.renderer, *context.rewards.values()):
@@ -180,23 +180,31 @@ def _restore(
     return loaded.iteration
 
 
-def _engine_has_room(resolved: build.Resolved, device: str, console: Console) -> bool:
-    """Whether the inference engine may keep its memory while others run, by the memory plan; said
-    aloud where the config leaves it open."""
+def _engine_room(
+    resolved: build.Resolved, policy: Policy, dist: Dist, console: Console
+) -> tuple[bool, EngineClaim | None]:
+    """(whether the inference engine may keep its memory while others run, what it takes where the
+    config leaves that open), by the memory plan for the smallest of the ranks' GPUs; said aloud."""
     stated = resolved.engine.cls.memory(resolved.engine.config)
-    open_to_us = stated is not None and stated.residency == "auto"
-    if not (open_to_us and device.startswith("cuda")):
-        return True
-    gpu_gb = placement.look_at_machine().cuda_gb[int(device.removeprefix("cuda:"))]
-    planned = footprint.footprint(resolved, gpu_gb)
+    if stated is None or not dist.device.startswith("cuda"):
+        return True, None
+    gpu_gb = placement.look_at_machine().cuda_gb[int(dist.device.removeprefix("cuda:"))]
+    gpu_gb = min(dist.gather(gpu_gb))
+    planned = footprint.footprint(resolved, gpu_gb, policy.engine_folder())
+    is_open = stated.residency == "auto"
     if planned is None:
-        weights = footprint.policy_weights(resolved)
-        console.say(
-            f"the inference engine sleeps while others run: nobody knows the sizes of {weights}"
-        )
-        return False
-    console.say(memory_plan.residency_line(planned, gpu_gb))
-    return memory_plan.residency(planned, gpu_gb) == "resident"
+        if is_open:
+            weights = footprint.policy_weights(resolved)
+            console.say(
+                f"the inference engine sleeps while others run: nobody knows the sizes of {weights}"
+            )
+        return not is_open, None
+    claim = memory_plan.engine_claim(planned, gpu_gb)
+    if claim is not None:
+        console.say(memory_plan.engine_line(planned, gpu_gb))
+    if is_open:
+        console.say(memory_plan.residency_line(planned, gpu_gb))
+    return not is_open or memory_plan.residency(planned, gpu_gb) == "resident", claim
 
 
 def _gather_context(

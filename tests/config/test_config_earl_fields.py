@@ -317,4 +317,6 @@ def test_our_ten_configs_say_the_same(tmp_path: Path, name: str) -> None:
     theirs = plain(load(tmp_path, as_flat(name)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
     theirs["policy"].pop("constrained")  # true, the default
+    assert theirs["engine"]["gpu_memory_utilization"] == 0.3  # of 80 GB: 10 completions at once
+    theirs["engine"]["gpu_memory_utilization"] = "auto"
     assert theirs == ours

@@ -6,37 +6,62 @@ import pytest
 
 from rl import build
 from rl.config.schema import load_config
+from rl.ranks.dist import Dist
 from rl.ranks.placement import Machine
 from rl.record.console import Console
 from rl.run import set_up
 
 
-def has_room(monkeypatch, gpu_gb: float, *overrides: str, device: str = "cuda:1") -> bool:
-    """On the second GPU of a machine whose first is too small for anything."""
+class Here:
+    """Of a policy, where its weights lie."""
+
+    def engine_folder(self) -> str:
+        return self.folder
+
+    def __init__(self, folder: str = "") -> None:
+        self.folder = folder
+
+
+def room(monkeypatch, gpu_gb: float, *overrides: str, device: str = "cuda:1", others=()):
+    """(has room, claim) on the second GPU of a machine whose first is too small for anything;
+    `others`: the GPUs of further ranks."""
     monkeypatch.setattr(set_up.placement, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
+    monkeypatch.setattr(Dist, "gather", lambda self, value: [value, *others])
     needed = ("BASE_EXP_DIR", "REWARD_FUNCTION_API_BASE", "RUN_NAME")
     env = {f"APP__{name}": "set" for name in needed}
     config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
     resolved = build.resolve(config)
-    return set_up._engine_has_room(resolved, device, Console(True))
+    return set_up._engine_room(resolved, Here(), Dist(device=device), Console(True))
 
 
 @pytest.mark.parametrize(("gpu_gb", "stays"), [(80.0, False), (400.0, True)])
 def test_the_memory_plan_decides_and_says_why(monkeypatch, capsys, gpu_gb, stays):
-    assert has_room(monkeypatch, gpu_gb) == stays
+    has_room, claim = room(monkeypatch, gpu_gb)
+    assert has_room == stays
     said = capsys.readouterr().out
     assert ("may stay" if stays else "has to sleep") in said and f"of {gpu_gb:g}" in said
+    # 16 completions of 2304 tokens of 57 344 B, and one block.
+    assert claim.cache_bytes == (16 * 2304 + 16) * 57_344
+    assert claim.share == pytest.approx(21.63 / gpu_gb, abs=1e-3)
+    assert "the engine takes 21.6 GB" in said and "16.01x" in said
+
+
+def test_ranks_on_other_gpus_take_the_same(monkeypatch):
+    assert room(monkeypatch, 400.0, others=(80.0,)) == room(monkeypatch, 80.0)
+    tight = "prompts_per_iteration=256"
+    assert room(monkeypatch, 400.0, tight, others=(80.0,)) == room(monkeypatch, 80.0, tight)
+    assert room(monkeypatch, 400.0, tight) != room(monkeypatch, 80.0, tight)
 
 
 def test_a_policy_of_unknown_size_leaves_no_room(monkeypatch, capsys):
-    assert not has_room(
-        monkeypatch, 400.0, "policy.model_path=nobody/knows", "policy.init_text_encoder_from=''"
-    )
+    unknown = ("policy.model_path=nobody/knows", "policy.init_text_encoder_from=''")
+    assert room(monkeypatch, 400.0, *unknown) == (False, None)
     assert "nobody/knows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("choice", ["resident", "sleep"])
 def test_what_the_config_decides_needs_no_plan(monkeypatch, capsys, choice):
-    assert has_room(monkeypatch, 8.0, f"engine.residency={choice}")
-    assert has_room(monkeypatch, 8.0, device="cpu")
+    stated = (f"engine.residency={choice}", "engine.gpu_memory_utilization=0.3")
+    assert room(monkeypatch, 8.0, *stated) == (True, None)
+    assert room(monkeypatch, 8.0, device="cpu") == (True, None)
     assert capsys.readouterr().out == ""

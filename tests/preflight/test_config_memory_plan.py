@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from rl.api.policy import PolicySetup
 from rl.meter.flops import Recompute
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
-from rl.preflight.engine_memory import InferenceEngine
+from rl.preflight import host_memory
+from rl.preflight.engine_memory import InferenceEngine, pinned_bytes
 from rl.preflight.memory_plan import (
     CONTEXT_GB,
     KNOWN,
@@ -27,7 +29,10 @@ from rl.preflight.memory_plan import (
     FrozenModel,
     Plan,
     PolicyModel,
+    Row,
     Sizes,
+    engine_claim,
+    engine_line,
     plan,
     residency,
     residency_line,
@@ -38,7 +43,9 @@ EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer
 ENGINE = InferenceEngine(
     share=0.5,
     cache_gb=None,
+    own_gb=1.5,
     weights_gb=6,
+    asleep_gb=8,
     kv_bytes=16,
     step_bytes=240,
     longest_tokens=100,
@@ -255,18 +262,22 @@ def test_models_on_other_devices_are_named_but_not_counted() -> None:
 
 def test_the_engine_cache() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
-    # step of 8 x 100 tokens of 250 B.
+    # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
     planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
-    assert any("holds 62487500 tokens, 8 full-length" in text for text in planned.assumptions)
+    assert (
+        "a cache of 62487488 tokens; maximum concurrency for 100 tokens per request: 557924.00x"
+        in (engine_line(planned, 17))
+    )
     small = plan(SIZES, gpu_gb=14)
-    assert any("leaves no room for one completion" in text for text in small.assumptions)
+    assert engine_line(small, 14).endswith("maximum concurrency for 100 tokens per request: 0.00x")
     shared = plan(replace(SIZES, engine=None), gpu_gb=17)
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
 
 
-def test_the_least_a_sampler_starts_with() -> None:
+def test_the_least_an_engine_starts_with() -> None:
     many = replace(ENGINE, max_num_seqs=10**6, longest_tokens=65)
-    # Weights, 1.5 GB, a step of 16384 tokens of 240 B (half on a small GPU), 96 tokens in 3 blocks.
+    # Weights, 1.5 GB, a step of 16384 tokens of 240 B (half on a small GPU); 65 tokens in 5 blocks
+    # of 16, and vLLM's own.
     least_gb = 6 + 1.5 + 16384 * 240e-9 + 96 * 16e-9
     assert many.least_gb(80) == pytest.approx(least_gb, rel=1e-12)
     assert many.least_gb(24) == pytest.approx(least_gb - 8192 * 240e-9, rel=1e-12)
@@ -275,3 +286,132 @@ def test_the_least_a_sampler_starts_with() -> None:
     stated = replace(many, share=0.01, cache_gb=1.0)
     assert stated.claimed_gb(80) == pytest.approx(6 + 1.5 + 16384 * 240e-9 + 1)
     assert not stated.starves(80) and replace(stated, cache_gb=95 * 16e-9).starves(80)
+
+
+def test_an_open_share_holds_an_iteration_or_what_there_is_room_for() -> None:
+    """A completion of 100 tokens: 7 blocks of 16 tokens of 16 kB, 1.792 MB; one block is vLLM's."""
+    fat = replace(ENGINE, share=None, kv_bytes=16_000)
+    sizes = replace(SIZES, num_completions=200, engine=fat)
+
+    def claimed(gpu_gb: float, **changes: Any) -> tuple[float, float]:
+        engine = replace(fat, max_num_seqs=1000, **changes)
+        planned = plan(replace(sizes, engine=engine), gpu_gb)
+        claim = engine_claim(planned, gpu_gb)
+        assert claim is not None and planned.inference is not None
+        assert not planned.inference.starves(gpu_gb)
+        return claim.cache_bytes, claim.share
+
+    beside_gb = 6 + 1.5 + 1000 * 100 * 240e-9 * 0.16384  # 16384 of those tokens at once
+    cache_bytes, share = claimed(100)
+    assert cache_bytes == (200 * 7 + 1) * 256_000
+    assert share == pytest.approx((beside_gb + cache_bytes / 1e9) / 100, abs=1e-4)
+    assert share >= (beside_gb + cache_bytes / 1e9) / 100, "vLLM looks whether that much is free"
+    # Nine tenths of the GPU, less the others: room for 100.5 completions, then for none.
+    others_gb = plan(sizes, 1000).with_engine(()).total_gb("generate")
+    tight_gb = (others_gb + beside_gb + 100.5 * 7 * 256e-6) / 0.9
+    small_step_gb = 8192 * 240e-9
+    assert tight_gb < 75, "a GPU on which vLLM's step is half as long"
+    tight_gb -= small_step_gb / 0.9
+    assert claimed(tight_gb)[0] == (100 * 7 + 1) * 256_000
+    assert claimed(tight_gb - 1)[0] == (1 * 7 + 1) * 256_000
+    # An engine that stays is beside the largest of the phases; at most max_num_seqs at once.
+    assert claimed(tight_gb, residency="resident")[0] < claimed(tight_gb)[0]
+    few = plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100)
+    assert few.inference is not None and int(few.inference.at_once(100)) == 8
+    assert engine_claim(plan(SIZES, 100), 100) is None, "its section says what it takes"
+
+
+def test_a_step_of_the_optimiser() -> None:
+    """AdamW's temporaries, or ZeRO's flat gradients: 4 bytes a parameter that this rank steps."""
+    full = replace(SIZES, lora_rank=None)
+    steps = [gb(plan(replace(full, zero_stage=n), 100), "the step, working") for n in range(4)]
+    assert steps == pytest.approx([12, 3, 3, 6])
+    planned = plan(replace(full, zero_stage=2), 100)
+    # Context, weights, masters and moments, gradients, that, and the editor's weights.
+    assert planned.total_gb("step") == pytest.approx(2 + 6 + 9 + 3 + 3 + 40)
+    assert gb(planned, "gradient bucket") == pytest.approx(5e8 * 2 / 1e9)
+
+
+def test_host_memory() -> None:
+    full = replace(SIZES, lora_rank=None, zero_stage=2, reads_reference=True)
+    on_gpu = plan(full, 120)
+    parts = {row.part: row.gb for row in host_memory.plan(full, on_gpu, 120, 4, {}).rows}
+    assert parts == pytest.approx(
+        {
+            "processes": 4 * 4,
+            "engine asleep, pinned": 4 * 8,
+            "reference weights": 4 * 6,
+            "checkpoint: weights, moments": 36,
+        }
+    )
+    # torch pins what is asked for, no power of two above it.
+    exactly = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:1"}
+    [asleep] = [
+        row.gb
+        for row in host_memory.plan(full, on_gpu, 120, 4, exactly).rows
+        if row.part.startswith("engine")
+    ]
+    assert asleep == pytest.approx(4 * 6)
+    # 2 + 6 + 40 + half of the GPU; where 6 GB more have no room, all weights twice on the host.
+    small = host_memory.plan(full, plan(full, 107), 107, 4, {})
+    assert small.total_gb("start") == pytest.approx(16 + 4 * 2 * 6)
+    # An engine that stays pins nothing; an adapter alone is little.
+    stays = plan(replace(SIZES, engine=replace(ENGINE, residency="resident")), 200)
+    assert host_memory.plan(SIZES, stays, 200, 4, {}).peak_gb == pytest.approx(16, abs=1e-3)
+    offloads = replace(EDITOR, host_weights=5e9)
+    assert offloads.host_gb(4) == 10 and replace(offloads, host_shared=False).host_gb(4) == 40
+
+
+def test_a_sleeping_tensor_takes_a_power_of_two() -> None:
+    """The 7B's layer in bfloat16: 31.5, 24.5, 259 and 129.5 MiB, in GPU memory by 2 MiB."""
+    seven = KNOWN["Qwen/Qwen2.5-VL-7B-Instruct"]
+    layer = [pinned_bytes(2 * count) / 2**20 for count in seven.engine_tensors()[:4]]
+    assert layer == [32, 32, 512, 256]
+    assert sum(seven.engine_tensors()) == seven.params - seven.tower_params
+    assert seven.engine_tensors()[-1] == pytest.approx(152064 * 3584, rel=5e-3)
+
+
+def test_host_problems(tmp_path: Path) -> None:
+    planned = host_memory.HostPlan([Row("engine asleep, pinned", 30, ("run",))])
+    assert host_memory.host_problems(planned, 8, None) == []
+    assert host_memory.host_problems(planned, 8, 30) == []
+    [found] = host_memory.host_problems(planned, 8, 20)
+    assert found.startswith("host memory: 30.0 GB in phase 'run' of 8 ranks") and (
+        "PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:1" in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "expected_gb"),
+    [
+        ({}, 64 * 1.024),
+        ({"self/cgroup": "0::/\n", "memory.max": "max\n"}, 64 * 1.024),
+        ({"self/cgroup": "0::/\n", "memory.max": "32000000000\n"}, 32),
+        (  # a group within one that is smaller
+            {
+                "self/cgroup": "0::/a/b\n",
+                "a/b/memory.max": "9000000000\n",
+                "a/memory.max": "8000000000\n",
+            },
+            8,
+        ),
+        (  # version 1
+            {
+                "self/cgroup": "4:cpu:/x\n3:memory:/x\n",
+                "memory/x/memory.limit_in_bytes": "7000000000\n",
+            },
+            7,
+        ),
+    ],
+)
+def test_the_memory_of_this_machine(
+    tmp_path: Path, files: dict[str, str], expected_gb: float
+) -> None:
+    assert host_memory.here_gb(tmp_path) is None
+    files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
+    for name, text in files.items():
+        base = "proc" if name in ("meminfo", "self/cgroup") else "sys/fs/cgroup"
+        file = tmp_path / base / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert host_memory.here_gb(tmp_path) == pytest.approx(expected_gb)

@@ -18,8 +18,11 @@ VOCABULARY = "image_vocabulary"
 class Config(PlugConfig):
     """The engine section."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.35
-    """Share of the GPU's memory for weights and key-value cache while awake."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """Share of the GPU's memory for weights and key-value cache while awake. auto: its weights, its
+    workspace, and a cache for every completion that its rank samples in an iteration, each as long
+    as it may be and with a prompt of its own; where the memory plan has no room for that many, for
+    as many as there is, at least one. Read by nothing on a CPU."""
     kv_cache_memory_mb: Annotated[int, Field(ge=1)] | None = None
     """Key-value cache, MiB, instead of that share; null on a CPU means 256."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None

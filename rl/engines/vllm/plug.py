@@ -44,6 +44,15 @@ ENVIRONMENT = {
 BANNED_BIAS = -1e9
 """Added to a banned id's logit: exp of it is exactly 0 in float32, as in the trainer's softmax."""
 
+OWN_GB, GRAPHS_GB = 1.0, 0.6
+"""What vLLM keeps for itself beside its largest step, assumed: buffers, kernels' workspaces, NCCL;
+and CUDA graphs of one set of batch sizes, of which an adapter makes a second."""
+
+CPU_CACHE_MB = 256
+"""Key-value cache on a CPU."""
+UNPLANNED_SHARE = 0.01
+"""Of the device that has to be free where a cache is stated and no plan was made."""
+
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
 
@@ -105,8 +114,11 @@ class VllmEngine(Engine[Config]):
     @classmethod
     def memory(cls, config: Config) -> EngineMemory:
         """Its share of the GPU, and what it holds there."""
+        share, graphs_gb = config.gpu_memory_utilization, 0 if config.enforce_eager else GRAPHS_GB
         return EngineMemory(
-            share=config.gpu_memory_utilization,
+            share=None if share == "auto" else share,
+            own_gb=OWN_GB + graphs_gb,
+            adapter_gb=graphs_gb if config.adapter == "served" else 0,
             cache_mb=config.kv_cache_memory_mb,
             dtype=None if config.dtype == "auto" else config.dtype,
             max_model_len=config.max_model_len,
@@ -152,7 +164,6 @@ class VllmEngine(Engine[Config]):
             or policy.config.max_prompt_tokens + policy.setup.max_completion_tokens,
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager or not self._on_cuda,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
@@ -174,9 +185,7 @@ class VllmEngine(Engine[Config]):
                 "mm_device_do_normalize": False,
                 "mm_processor_cache_gb": 0,
             }
-        cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else 256)
-        if cache_mb is not None:
-            arguments["kv_cache_memory_bytes"] = cache_mb << 20
+        arguments |= self._memory_arguments()
         if not self._on_cuda:
             # A seeded request whose prompt is cut in two rewinds its generator, which a CPU's
             # cannot do: the engine would die as soon as an iteration's prompts fill a step.
@@ -197,6 +206,27 @@ class VllmEngine(Engine[Config]):
                 "enable_tower_connector_lora": policy.adapts_vision_tower,
             }
         return arguments
+
+    def _memory_arguments(self) -> dict[str, Any]:
+        """What vLLM is told of the memory it may take; told of a cache, it measures nothing, and
+        only looks whether the share is free."""
+        config, claim = self.config, self._setup.claim
+        cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else CPU_CACHE_MB)
+        cache_bytes = None if cache_mb is None else cache_mb << 20
+        share: float | None = None
+        if config.gpu_memory_utilization != "auto":
+            share = config.gpu_memory_utilization
+        elif claim is not None:
+            share, cache_bytes = claim.share, cache_bytes or claim.cache_bytes
+        elif cache_bytes is not None:
+            share = UNPLANNED_SHARE
+        else:
+            raise ValueError(
+                "engine.gpu_memory_utilization: 'auto' is reckoned from the policy's size, which "
+                "neither its name nor its folder tells; give a share, such as 0.35"
+            )
+        stated = {} if cache_bytes is None else {"kv_cache_memory_bytes": cache_bytes}
+        return {"gpu_memory_utilization": share, **stated}
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]

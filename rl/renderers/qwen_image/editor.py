@@ -56,6 +56,9 @@ HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
     )
 }
 
+HUB_MODULATION = 6.80e9
+"""Of the same."""
+
 ConfigT = TypeVar("ConfigT", bound=QwenImageConfig, default=QwenImageConfig)
 
 
@@ -148,6 +151,21 @@ class QwenImageEditor(Renderer[ConfigT]):
         if config.fp8 != "off" and counts:
             counts["transformer"] /= 4 if config.dtype == "float32" else 2
         return counts
+
+    @classmethod
+    def host_parameters(cls, config: ConfigT) -> float:
+        """The transformer's modulation."""
+        folder = Path(config.model_path)
+        if not folder.is_dir():
+            return HUB_MODULATION if config.model_path in HUB_PARAMETERS else 0.0
+        return num_parameters(
+            folder / "transformer", lambda name: bool(MODULATIONS & set(name.split(".")))
+        )
+
+    @classmethod
+    def shares_host_parameters(cls, config: ConfigT) -> bool:
+        """An adapter is fused into each rank's own copy."""
+        return config.lora_path is None
 
     @classmethod
     def activation_counts(cls, config: ConfigT) -> dict[str, float]:
