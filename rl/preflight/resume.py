@@ -1,8 +1,8 @@
 """May a run go on under a config that is not the one it was started with?
 
-What: `check_resume`, by one table. A key that is not in the table breaks the run: what a run was
-optimising, from what data and with which shapes, may not change under one name. What not: reading
-either config.
+What: `check_resume` and `lasting`, by one table. A key that is not in the table breaks the run:
+what a run was optimising, from what data and with which shapes, may not change under one name. What
+not: reading either config.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             "Set them back to resume, or choose another run_name to start afresh."
         )
     return noted
+
+
+def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a resolved config no resume may change, by dotted key."""
+    movable = HARMLESS + NOTED + LENGTH
+    return {key: value for key, value in _flatten(config).items() if not _matches(key, movable)}
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
