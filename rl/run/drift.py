@@ -17,7 +17,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Episode, Prompt
 from rl.record.console import warn
 from rl.rollout.stream import RolloutContext
-from rl.run.stock import Rewards, Stock, word_states
+from rl.run.stock import FixedArm, Rewards, Stock, word_states
 
 if TYPE_CHECKING:
     import torch
@@ -112,30 +112,30 @@ def add_falls(
     metrics: Metrics,
     iteration: int,
     untrained_P: Sequence[Rewards],
-    today: Mapping[str, Sequence[Episode | None]],
+    fixed: Mapping[str, FixedArm],
     dist: Dist,
 ) -> None:
     """What words that training did not change have lost by it, aloud where it is no noise.
-    Collective. `today`: episodes _P by arm."""
-    alarms, can_fall = [], False
-    for arm, episodes_P in today.items():
+    Collective."""
+    alarms, worths = [], []
+    for arm, (_, episodes_P) in fixed.items():
         before_P = [rewards.get(arm) for rewards in untrained_P]
         after_P = [None if episode is None else episode.reward for episode in episodes_P]
-        worth = _compare(before_P, [0.0] * len(before_P), dist)
-        can_fall |= worth is not None and worth.mean > LEAST_FALL
         fall = _compare(before_P, after_P, dist)
+        worth = _compare(before_P, [0.0] * len(before_P), dist)
         _add_paired(metrics, f"drift/{arm}_fall", fall)
-        if fall is None:
+        if fall is None or worth is None:
             continue
+        worths.append(worth.mean)
         if fall.is_alarming:
             alarms.append(
                 f"{_WORDS[arm]} lost {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples)"
             )
         metrics.maximum("drift/alarm", float(bool(alarms)))
-    if not can_fall and iteration == 0 and dist.is_main:
+    if worths and max(worths) < LEAST_FALL and iteration == 0 and dist.is_main:
         warn(
-            "nothing is drawn from the user's own words that the judge would pay for, so their "
-            "reward cannot fall: of drift drift/state_l2 alone will tell"
+            "the user's own words earn nothing under the untrained weights, so drift cannot take "
+            "anything from them: drift/alarm will be silent, drift/state_l2 alone tells"
         )
     if alarms and dist.is_main:
         warn(

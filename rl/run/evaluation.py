@@ -24,7 +24,7 @@ from rl.rollout.stream import RolloutContext
 from rl.run.drift import add_falls, add_state_drift, add_stock_arm
 from rl.run.episode_metrics import add_bare_arm
 from rl.run.held_out import score
-from rl.run.stock import NUM_FIXED_SAMPLES, Rewards, Stock
+from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -68,7 +68,7 @@ def evaluate(
             reference = episode.prompt.sample.reference
             if reference is not None:
                 metrics.add("eval/reference_match", float(episode.action.text == reference))
-        fixed = {"bare": (bare_P, bare_episodes)}
+        fixed: dict[str, FixedArm] = {"bare": (bare_P, bare_episodes)}
         if config.evaluation.reference_drift:
             references_P = [_reference(context, sample) for sample in mine]
             right_P = _score_known(context, prompts_P, references_P, dist)
@@ -77,12 +77,10 @@ def evaluate(
         untrained_P: list[Rewards] = [{} for _ in mine]
         if config.evaluation.stock_arm and context.makes_images:
             stock = Stock(context, run_dir, iteration, dist)
-            words = {arm: words_P for arm, (words_P, _) in fixed.items()}
-            untrained_P = stock.rewards(prompts_P, words, episodes)
+            untrained_P = stock.rewards(prompts_P, fixed, episodes)
             add_stock_arm(metrics, untrained_P, episodes, dist)
             if context.policy.reads_states:
-                today = {arm: episodes_P for arm, (_, episodes_P) in fixed.items()}
-                add_falls(metrics, iteration, untrained_P, today, dist)
+                add_falls(metrics, iteration, untrained_P, fixed, dist)
                 num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
         engine.wake()

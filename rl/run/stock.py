@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 Rewards = Mapping[str, float | None]
 """By arm: 'stock', its variants, and the fixed words'; None: not graded yet."""
-FixedWords = Mapping[str, Sequence[Completion | None]]
-"""By arm: words that training does not change, _P."""
+FixedArm = tuple[Sequence[Completion | None], Sequence[Episode | None]]
+"""Words _P that training does not change, and what today's weights made of them."""
 Weights = Callable[[], AbstractContextManager[None]]
 
 NUM_FIXED_SAMPLES = 8
@@ -76,11 +76,12 @@ class Stock:
     def rewards(
         self,
         prompts_P: Sequence[Prompt],
-        fixed: FixedWords,
+        fixed: Mapping[str, FixedArm],
         episodes_P: Sequence[Episode],
     ) -> list[Rewards]:
-        """_P, by arm; {} where there is no such thing, or no more. `episodes_P`: the policy's own,
-        which stand for it where it `starts_as_stock`. Collective."""
+        """_P, by arm; {} where there is no such thing, or no more. Before training, today's
+        weights' pictures of fixed words are the untrained ones'. `episodes_P`: the policy's own,
+        which stand for the stock arm where it `starts_as_stock`. Collective."""
         path = self._folder / "rewards.jsonl"
         rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
         known = {str(row["key"]): row for row in self._dist.broadcast(rows) if "key" in row}
@@ -104,7 +105,7 @@ class Stock:
     def _draw(
         self,
         prompts_P: Sequence[Prompt],
-        fixed: FixedWords,
+        fixed: Mapping[str, FixedArm],
         episodes_P: Sequence[Episode],
         missing: Sequence[int],
     ) -> dict[int, dict[str, Episode]]:
@@ -114,22 +115,26 @@ class Stock:
             if not self._at_start:
                 self._say_gone(len(missing))
             return {p: {"stock": episodes_P[p]} for p in missing if self._at_start}
+        drawn: dict[int, dict[str, Episode]] = {p: {} for p in missing}
         asked: list[tuple[int, Prompt, dict[str, Completion]]] = []
         for p in missing:
             arms = dict(policy.stock_arms(prompts_P[p]))
-            for arm, words_P in fixed.items() if policy.reads_states else ():
-                if (words := words_P[p]) is not None:
+            for arm, (words_P, today_P) in fixed.items() if policy.reads_states else ():
+                words, today = words_P[p], today_P[p]
+                if self._at_start and today is not None:
+                    drawn[p][arm] = today
+                elif words is not None:
                     arms[arm] = (prompts_P[p], words)
             groups: dict[Prompt, dict[str, Completion]] = {}
             for name, (prompt, completion) in arms.items():
                 groups.setdefault(prompt, {})[name] = completion
             asked += [(p, prompt, named) for prompt, named in groups.items()]
         if not self._dist.any(bool(asked)):
-            return {}
+            return drawn
         weights = self._untrained
         if weights is None:
             self._say_gone(len(missing))
-            return {}
+            return drawn
         rollout = score(
             self._context,
             [prompt for _, prompt, _ in asked],
@@ -138,9 +143,8 @@ class Stock:
             self._dist,
             weights,
         )
-        drawn: dict[int, dict[str, Episode]] = {}
         for (p, _, named), episodes in zip(asked, rollout.episodes, strict=True):
-            drawn.setdefault(p, {}).update(zip(named, episodes, strict=True))
+            drawn[p].update(zip(named, episodes, strict=True))
         return drawn
 
     def _say_gone(self, num: int) -> None:
