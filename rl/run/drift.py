@@ -135,7 +135,8 @@ def add_falls(
     if worths and max(worths) < LEAST_FALL and iteration == 0 and dist.is_main:
         warn(
             "the user's own words earn nothing under the untrained weights, so drift cannot take "
-            "anything from them: drift/alarm will be silent, drift/state_l2 alone tells"
+            "anything from them: drift/alarm will be silent, and drift/state_l2 says how far the "
+            "states have moved, not whether that hurts"
         )
     if alarms and dist.is_main:
         warn(
