@@ -75,7 +75,9 @@ def evaluate(
             _measure(metrics, "eval_reference", [e for e in right_P if e is not None])
             fixed["reference"] = (references_P, right_P)
         untrained_P: list[Rewards] = [{} for _ in mine]
-        if config.evaluation.stock_arm and context.makes_images:
+        # What compares the pictures of a group has no marks for one that is drawn apart.
+        compares = any(reward.scores_groups() for reward in context.rewards.values())
+        if config.evaluation.stock_arm and context.makes_images and not compares:
             stock = Stock(context, run_dir, iteration, dist)
             untrained_P = stock.rewards(prompts_P, fixed, episodes)
             add_stock_arm(metrics, untrained_P, episodes, dist)
