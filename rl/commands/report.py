@@ -176,12 +176,13 @@ def drift_lines(metrics: Sequence[Record]) -> list[str]:
     if alarmed := [str(row["iteration"]) for row in rows if row["drift/alarm"]]:
         lines.append(
             f"  DRIFT: after {', '.join(alarmed)} iterations words that training does not change "
-            "earn less than under the untrained weights:"
+            "had lost more than noise"
         )
-    for arm, words in (("bare", "the user's own"), ("reference", "the right ones")):
+    for arm, words in (("bare", "the user's own words"), ("reference", "the right words")):
         name = f"drift/{arm}_fall"
         if rows and rows[-1].get(name) is not None:
-            lines.append(f"  lost by {words}: {rows[-1][name]:+.3f}{_error(rows[-1], name)}")
+            lost = f"{rows[-1][name]:+.3f}{_error(rows[-1], name)}"
+            lines.append(f"  lost by {words} since training began: {lost}")
     moved = [row for row in metrics if row.get("drift/state_l2") is not None]
     if moved:
         lines.append(

@@ -141,8 +141,8 @@ def add_falls(
     if alarms and dist.is_main:
         warn(
             f"held-out run after {iteration} iterations: {' and '.join(alarms)} of the reward that "
-            "the untrained weights draw from them: what the renderer reads has drifted, and where "
-            "bare_reward falls reward_gain rises (eval/gain_over_stock does not); lower "
+            "they had before training: what the renderer reads has drifted. Where bare_reward "
+            "falls reward_gain rises, eval/gain_over_stock does not. Lower "
             "optimizer.learning_rate or raise algorithm.kl_coeff"
         )
 

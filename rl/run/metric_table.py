@@ -113,8 +113,8 @@ METRICS: dict[str, Metric] = {
     # Drift: only where states of the trained weights condition the renderer
     "drift/bare_fall": Metric(
         "-1..1",
-        "mean over held-out samples of the bare words' reward under the untrained weights minus "
-        "today's",
+        "mean over held-out samples of the bare words' reward before training minus today's: same "
+        "words, same noise",
     ),
     "drift/bare_fall_error": Metric("0..1", "its standard error over the samples"),
     "drift/reference_fall": Metric("-1..1", "the same of the right words, where they are known"),

@@ -84,7 +84,7 @@ class Stock:
         which stand for the stock arm where it `starts_as_stock`. Collective."""
         path = self._folder / "rewards.jsonl"
         rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
-        known = {str(row["key"]): row for row in self._dist.broadcast(rows) if "key" in row}
+        known = {row["key"]: row for row in self._dist.broadcast(rows)}
         keys_P = [self._key(prompt.sample) for prompt in prompts_P]
         missing = [
             p
@@ -150,7 +150,7 @@ class Stock:
     def _say_gone(self, num: int) -> None:
         warn(
             f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is drawn before "
-            "the first iteration, and this run had other samples then, or none"
+            "the first iteration, and then this run had other samples, or none, or no verdict"
         )
 
     def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Stock:
             )
             for p, states in zip(missing, found, strict=True):
                 if states is not None:
-                    aside = paths_P[p].with_suffix(".tmp")
+                    aside = paths_P[p].with_suffix(f".rank{self._dist.rank}")
                     save_file({"states": states}, aside)
                     aside.replace(paths_P[p])
         return [load_file(path)["states"] if path.is_file() else None for path in paths_P]
