@@ -217,6 +217,11 @@
     // Also score the reference completions where the data has them: separates renderer drift from
     // the policy's own mistakes.
     reference_drift: true,
+    // Also draw and grade what the untrained system makes of the user's words, once a run, and tell
+    // at each held-out run what is gained over it and how far training has moved what the renderer
+    // reads. Drawn as every picture of the run is: with the stock pipeline's settings in `renderer`,
+    // it is the stock pipeline. Not where a reward compares a group's pictures (`score_group`).
+    stock_arm: true,
   },
 
   // What is written, how often, and what stays.

@@ -125,6 +125,9 @@ class Policy(RunPlug[PolicyConfigT]):
     """Whether its adapter reaches beyond the language model."""
     reads_states: bool = False
     """Whether `decode_actions` needs what the module's forward gives."""
+    starts_as_stock: ClassVar[bool] = False
+    """Whether what it writes before training stands for the untrained system on held-out samples:
+    of those that write pictures, which have no stock pipeline beside them."""
 
     def __init__(self, config: PolicyConfigT, setup: PolicySetup) -> None:
         """Once per rank: load the weights. ValueError says what the user can mend."""
@@ -164,6 +167,12 @@ class Policy(RunPlug[PolicyConfigT]):
         where there is no such thing."""
         return None
 
+    def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
+        """What the renderer's own pipeline is asked with the user's words alone, without a policy:
+        'stock', and variants of it that are told beside it, by name. Drawn once a run on held-out
+        samples, inside `reference()`. {}: there is no such thing."""
+        return {}
+
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
         """[T] which tokens are trained in this iteration; forced ones are left out besides."""
         return (True,) * len(completion.token_ids)
@@ -173,7 +182,8 @@ class Policy(RunPlug[PolicyConfigT]):
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
         """Understand the rows of one micro-batch. `outputs`: of `module(batch)`, where `batch` is
-        `collate(rows)`, if it `reads_states`; nothing of its graph is kept."""
+        `collate(rows)`, if it `reads_states`; nothing of its graph is kept. A row without tokens,
+        which no engine writes, is one of its `stock_arms`."""
 
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> TokenBatch:

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES_DRAWN = 10
 SMOOTHING_ITERATIONS = 5
+STYLES = {
+    "eval/reward": ("tab:orange", "o-", "held-out prompts"),
+    "eval/stock_reward": ("tab:red", "--", "held-out, the untrained system"),
+    "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
+    "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
+}
+"""Curves of the held-out run: (colour, marks, label)."""
 Record = Mapping[str, Any]
 
 
@@ -144,7 +151,51 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
             f"  the user's own words, as they are: {first['eval/bare_reward']:.3f}; gain over "
             f"them {first['eval/reward_gain']:+.3f} -> {last['eval/reward_gain']:+.3f}"
         )
+    return [*lines, *stock_lines(metrics), *drift_lines(metrics)]
+
+
+def stock_lines(metrics: Sequence[Record]) -> list[str]:
+    """What was gained over the untrained system."""
+    name = "eval/gain_over_stock"
+    rows = [row for row in metrics if row.get(name) is not None]
+    if not rows:
+        return []
+    first, last = (f"{row[name]:+.3f}{_error(row, name)}" for row in (rows[0], rows[-1]))
+    upstream = rows[-1].get("eval/stock_upstream_reward")
+    beside = "" if upstream is None else f" ({upstream:.3f} as upstream calls its text encoder)"
+    return [
+        f"  the untrained system on the user's words: {rows[-1]['eval/stock_reward']:.3f}{beside}; "
+        f"gain over it {first} -> {last}"
+    ]
+
+
+def drift_lines(metrics: Sequence[Record]) -> list[str]:
+    """How far training has moved what the renderer reads, where it reads what is trained."""
+    rows = [row for row in metrics if row.get("drift/alarm") is not None]
+    lines = []
+    if alarmed := [str(row["iteration"]) for row in rows if row["drift/alarm"]]:
+        lines.append(
+            f"  DRIFT: after {', '.join(alarmed)} iterations words that training does not change "
+            "had lost more than noise"
+        )
+    for arm, words in (("bare", "the user's own words"), ("reference", "the right words")):
+        name = f"drift/{arm}_fall"
+        if rows and rows[-1].get(name) is not None:
+            lost = f"{rows[-1][name]:+.3f}{_error(rows[-1], name)}"
+            lines.append(f"  lost by {words} since training began: {lost}")
+    moved = [row for row in metrics if row.get("drift/state_l2") is not None]
+    if moved:
+        lines.append(
+            f"  the states of the user's own words moved by {moved[-1]['drift/state_l2']:.1%} of "
+            f"their length (cosine {moved[-1]['drift/state_cosine']:.3f})"
+        )
     return lines
+
+
+def _error(row: Record, name: str) -> str:
+    """' +- 0.012', where a metric has a standard error."""
+    error = row.get(f"{name}_error")
+    return "" if error is None else f" +- {error:.3f}"
 
 
 def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
@@ -166,18 +217,13 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
     figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
     curves = {
         name: [(row["iteration"], row[name]) for row in metrics if row.get(name) is not None]
-        for name in ("reward/mean", "eval/reward", "eval_reference/reward", "eval/bare_reward")
+        for name in ("reward/mean", *STYLES)
     }
     if curves["reward/mean"]:
         x, y = zip(*curves["reward/mean"], strict=True)
         axes.plot(x, y, color="tab:blue", alpha=0.3, linewidth=1)
         axes.plot(x, smooth(y), color="tab:blue", label="training prompts, sampled")
-    styles = {
-        "eval/reward": ("tab:orange", "o-", "held-out prompts"),
-        "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
-        "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
-    }
-    for name, (color, marks, label) in styles.items():
+    for name, (color, marks, label) in STYLES.items():
         if curves[name]:
             axes.plot(*zip(*curves[name], strict=True), marks, color=color, label=label)
     axes.set(xlabel="iteration", ylabel="reward (0 to 1)", ylim=(0, 1.02), title="Reward")

@@ -207,6 +207,11 @@ class EvaluationConfig(Section):
     reference_drift: bool = True
     """Also score the reference completions where the data has them: separates renderer drift from
     the policy's own mistakes."""
+    stock_arm: bool = True
+    """Also draw and grade what the untrained system makes of the user's words, once a run, and tell
+    at each held-out run what is gained over it and how far training has moved what the renderer
+    reads. Drawn as every picture of the run is: with the stock pipeline's settings in `renderer`,
+    it is the stock pipeline. Not where a reward compares a group's pictures (`score_group`)."""
 
 
 class CheckpointConfig(Section):

@@ -5,7 +5,8 @@ Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -155,9 +156,12 @@ class Inference:
         ids_PG: Sequence[Sequence[Sequence[int]]],
         max_tokens: int,
         dist: Dist,
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`max_tokens`: of a micro-batch. Collective where forwards are."""
+        """`max_tokens`: of a micro-batch. `weights`: under which it forwards, e.g. the policy's
+        `reference`. Collective where forwards are."""
         self._policy = policy
+        self._weights = weights
         self.collective = is_sharded(policy.module)
         micro_batches = pack_groups(prompts_P, ids_PG, max_tokens)
         if self.collective:
@@ -170,7 +174,7 @@ class Inference:
         was_training = module.training
         module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._weights():
                 batch = self._policy.collate(micro_batch.rows)
                 return batch, module(batch)
         finally:

@@ -215,10 +215,17 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         f"to {judge.max_concurrency * config.world_size} in flight, {judge.max_attempts} tries each"
     )
     if config.evaluation.every_n_iterations:
-        runs = 2 if config.evaluation.reference_drift else 1
+        draws = resolved.renderer.cls.makes_images
+        bare = draws and config.bare_arm != "never"
+        arms = 1 + bare + config.evaluation.reference_drift
         held_out = config.evaluation.num_samples * config.images_per_completion * per_picture
         every = config.evaluation.every_n_iterations
-        lines.append(f"held-out run: up to {held_out * runs} more every {every} iterations")
+        own = resolved.policy.cls.starts_as_stock
+        once = 2 * held_out if draws and config.evaluation.stock_arm and not own else 0
+        lines.append(
+            f"held-out run: up to {held_out * arms} more every {every} iterations"
+            + (f", and {once} once for the stock arm" if once else "")
+        )
     return lines
 
 

@@ -1,9 +1,9 @@
 """May a run go on under a config that is not the one it was started with?
 
-What: `check_resume`, by one table: `effect` says of each key whether a change leaves what is
-trained as it is, changes it in a way that one may want, or breaks the run. A key that the table
-does not name breaks it: what a run was optimising, from what data and with which shapes, may not
-change under one name. What not: reading either config.
+What: `check_resume` and `lasting`, by one table: `effect` says of each key whether a change leaves
+what is trained as it is, changes it in a way that one may want, or breaks the run. A key that the
+table does not name breaks it: what a run was optimising, from what data and with which shapes, may
+not change under one name. What not: reading either config.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             "Set them back to resume, or choose another run_name to start afresh."
         )
     return noted
+
+
+def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a resolved config no resume may change, by dotted key."""
+    flat = _flatten(config)
+    return {key: value for key, value in flat.items() if effect(key, config) == "breaks"}
 
 
 def effect(key: str, config: Mapping[str, Any]) -> Effect:

@@ -26,6 +26,8 @@ from rl.meter.flop_meter import Ceilings
 SUMMARY = {
     "reward/mean": "reward",
     "eval/reward": "held-out",
+    "eval/gain_over_stock": "over stock",
+    "drift/state_l2": "states moved",
     "kl/reference_k3": "kl",
     "optimizer/grad_norm": "grad",
     "memory/peak_gb": "peak GB",
@@ -80,6 +82,7 @@ class Console:
         parts = [f"[{iteration}/{num_iterations}]"]
         parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
         parts += [f"{LOST[name]} {metrics[name]:.1%}" for name in LOST if metrics.get(name)]
+        parts += ["DRIFT"] * bool(metrics.get("drift/alarm"))
         if "time/iteration_s" in metrics:
             self._iteration_s.append(metrics["time/iteration_s"])
             mean_s = sum(self._iteration_s) / len(self._iteration_s)

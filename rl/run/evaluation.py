@@ -1,9 +1,12 @@
 """The held-out run of the same rollout: one completion each, fixed noise, the run's own judge.
 
 What: rewards on the first `evaluation.num_samples` validation samples, on the bare arm (the user's
-own words), and on their reference completions where the data has them (a renderer that reads
-drifted states falls there, a policy that writes worse words does not). What not: training. Records
-and pictures land in `<run>/evaluation/it_000000/`.
+own words), and on their reference completions where the data has them; and both beside what the
+untrained weights made of them (a renderer that reads drifted states falls there, a policy that
+writes worse words does not). What not: training; what is drawn once a run (`stock.py`). Records and
+pictures land in `<run>/evaluation/it_000000/`.
+
+Axes: `_P` held-out samples of this rank.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.files.atomic import json_line, write_atomically
-from rl.judge.client import JudgeError
-from rl.learner.micro_batches import Inference
 from rl.ranks.seeding import derive_seed
-from rl.rollout.consensus import refuse_together
-from rl.rollout.stream import RolloutContext, Sampled, begin
+from rl.rollout.stream import RolloutContext
+from rl.run.drift import add_falls, add_state_drift, add_stock_arm
 from rl.run.episode_metrics import add_bare_arm
+from rl.run.held_out import score
+from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -55,7 +58,9 @@ def evaluate(
         completions_P1 = engine.generate(prompts_P, params, seeds_P) if mine else []
         engine.sleep()
         bare_P = [context.policy.pass_through_completion(s) if with_bare else None for s in mine]
-        episodes, bare_episodes = _score(context, prompts_P, completions_P1, bare_P, timer, dist)
+        rollout = score(context, prompts_P, completions_P1, bare_P, dist)
+        episodes = [episode for (episode,) in rollout.episodes]
+        bare_episodes = rollout.bare_episodes
         _measure(metrics, "eval", episodes)
         for episode, bare in zip(episodes, bare_episodes, strict=True):
             add_bare_arm(metrics, "eval/", [episode], bare)
@@ -63,42 +68,50 @@ def evaluate(
             reference = episode.prompt.sample.reference
             if reference is not None:
                 metrics.add("eval/reference_match", float(episode.action.text == reference))
+        fixed: dict[str, FixedArm] = {"bare": (bare_P, bare_episodes)}
         if config.evaluation.reference_drift:
-            known = [prompt for prompt in prompts_P if prompt.sample.reference is not None]
-            references = [
-                [context.policy.encode_completion(str(prompt.sample.reference))] for prompt in known
-            ]
-            nothing = [None] * len(known)
-            scored, _ = _score(context, known, references, nothing, timer, dist)
-            _measure(metrics, "eval_reference", scored)
+            references_P = [_reference(context, sample) for sample in mine]
+            right_P = _score_known(context, prompts_P, references_P, dist)
+            _measure(metrics, "eval_reference", [e for e in right_P if e is not None])
+            fixed["reference"] = (references_P, right_P)
+        untrained_P: list[Rewards] = [{} for _ in mine]
+        # What compares the pictures of a group has no marks for one that is drawn apart.
+        compares = any(reward.scores_groups() for reward in context.rewards.values())
+        if config.evaluation.stock_arm and context.makes_images and not compares:
+            stock = Stock(context, run_dir, iteration, dist)
+            untrained_P = stock.rewards(prompts_P, fixed, episodes)
+            add_stock_arm(metrics, untrained_P, episodes, dist)
+            if context.policy.reads_states:
+                add_falls(metrics, iteration, untrained_P, fixed, dist)
+                num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
+                add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
         engine.wake()
-    _write_records(run_dir / "evaluation" / f"it_{iteration:06d}", episodes, bare_episodes, dist)
+    folder = run_dir / "evaluation" / f"it_{iteration:06d}"
+    _write_records(folder, episodes, bare_episodes, untrained_P, dist)
     return metrics
 
 
-def _score(
+def _reference(context: RolloutContext, sample: Sample) -> Completion | None:
+    """The right words, where they are known."""
+    if sample.reference is None:
+        return None
+    return context.policy.encode_completion(sample.reference)
+
+
+def _score_known(
     context: RolloutContext,
     prompts_P: Sequence[Prompt],
-    completions_P1: Sequence[Sequence[Completion]],
-    bare_P: Sequence[Completion | None],
-    timer: PhaseTimer,
+    words_P: Sequence[Completion | None],
     dist: Dist,
-) -> tuple[list[Episode], list[Episode | None]]:
-    # The noise depends on the sample alone: before and after training differ by the words only.
-    noise_seeds = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
-    ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
-    sampled = Sampled(prompts_P, completions_P1, noise_seeds, ids, bare_P)
-    budget = context.config.optimizer.max_tokens_per_micro_batch
-    forwards = Inference(context.policy, prompts_P, sampled.token_ids, budget, dist)
-    silent = timer.silent()
-    pending = begin(context, sampled, forwards, silent)
-    refusal, episodes = None, []
-    try:
-        episodes = [episodes_1[0] for _, episodes_1 in pending.groups(silent)]
-    except JudgeError as error:
-        refusal = error
-    refuse_together(refusal, dist)
-    return episodes, pending.finished().bare_episodes
+) -> list[Episode | None]:
+    """_P, None where there are no words. Collective."""
+    known = [(p, words) for p, words in enumerate(words_P) if words is not None]
+    asked = [prompts_P[p] for p, _ in known]
+    rollout = score(context, asked, [[words] for _, words in known], [None] * len(known), dist)
+    episodes: list[Episode | None] = [None] * len(prompts_P)
+    for (p, _), (episode,) in zip(known, rollout.episodes, strict=True):
+        episodes[p] = episode
+    return episodes
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:
@@ -114,17 +127,24 @@ def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None
 
 
 def _write_records(
-    folder: Path, episodes: Sequence[Episode], bare_episodes: Sequence[Episode | None], dist: Dist
+    folder: Path,
+    episodes: Sequence[Episode],
+    bare_episodes: Sequence[Episode | None],
+    untrained_P: Sequence[Rewards],
+    dist: Dist,
 ) -> None:
     """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    records = [_record(folder, *pair) for pair in zip(episodes, bare_episodes, strict=True)]
+    arms = zip(episodes, bare_episodes, untrained_P, strict=True)
+    records = [_record(folder, *of_sample) for of_sample in arms]
     gathered = [record for rank in dist.gather(records) for record in rank]
     if dist.is_main:
         write_atomically(folder / "records.jsonl", "".join(map(json_line, gathered)))
 
 
-def _record(folder: Path, episode: Episode, bare: Episode | None) -> Mapping[str, Any]:
+def _record(
+    folder: Path, episode: Episode, bare: Episode | None, untrained: Rewards
+) -> Mapping[str, Any]:
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
     pictures = {
@@ -148,5 +168,6 @@ def _record(folder: Path, episode: Episode, bare: Episode | None) -> Mapping[str
         "reward": episode.reward,
         "parts": dict(episode.parts),
         "bare_reward": None if bare is None else bare.reward,
+        "stock_reward": untrained.get("stock"),
         **files,
     }

@@ -41,7 +41,12 @@ METRICS: dict[str, Metric] = {
         "0..1",
         "mean reward of the bare arm: the user's own words handed on as they are, same noise",
     ),
-    "reward_gain": Metric("-1..1", "mean over episodes of reward - bare reward of its prompt"),
+    "reward_gain": Metric(
+        "-1..1",
+        "mean over episodes of reward - bare reward of its prompt, both under today's weights: "
+        "where these spoil what the renderer reads, the bare reward falls and the gain rises by as "
+        "much (`eval/gain_over_stock` does not)",
+    ),
     "status/scored": Metric("0..1", "share of episodes rendered and graded"),
     "status/policy_failed": Metric("0..1", "share whose completion could not be used"),
     "status/ungraded": Metric("0..1", "share lost to the renderer or the judge"),
@@ -83,6 +88,23 @@ METRICS: dict[str, Metric] = {
     "eval/part/<name>": Metric("as the reward states", "mean of a reward's value or part there"),
     "eval/bare_reward": Metric("0..1", "mean reward of the bare arm there"),
     "eval/reward_gain": Metric("-1..1", "mean of reward - bare reward there"),
+    "eval/stock_reward": Metric(
+        "0..1",
+        "mean reward of the stock arm: the untrained system on the user's words, same noise, drawn "
+        "once; for policies that write pictures their own before training",
+    ),
+    "eval/stock_<variant>_reward": Metric(
+        "0..1",
+        "of a variant of it; `upstream`: the text encoder without token types, as diffusers' own "
+        "Qwen-Image-Edit pipelines call it",
+    ),
+    "eval/stock_ungraded": Metric(
+        "0..1", "share of its samples not graded yet: asked again at the next held-out run"
+    ),
+    "eval/gain_over_stock": Metric(
+        "-1..1", "mean over samples of reward - stock reward: a baseline that no training moves"
+    ),
+    "eval/gain_over_stock_error": Metric("0..1", "its standard error over the samples"),
     "eval/ungraded": Metric("0..1", "share of validation episodes lost to renderer or judge"),
     "eval/reference_match": Metric("0..1", "share of completions equal to the reference"),
     "eval_reference/reward": Metric(
@@ -93,6 +115,26 @@ METRICS: dict[str, Metric] = {
     "eval_reference/reward/<category>": Metric("0..1", "the same over one category"),
     "eval_reference/part/<name>": Metric("as the reward states", "mean of a part there"),
     "eval_reference/ungraded": Metric("0..1", "share of those lost to renderer or judge"),
+    # Drift: only where states of the trained weights condition the renderer
+    "drift/bare_fall": Metric(
+        "-1..1",
+        "mean over held-out samples of the bare words' reward before training minus today's: same "
+        "words, same noise",
+    ),
+    "drift/bare_fall_error": Metric("0..1", "its standard error over the samples"),
+    "drift/reference_fall": Metric("-1..1", "the same of the right words, where they are known"),
+    "drift/reference_fall_error": Metric("0..1", "its standard error"),
+    "drift/alarm": Metric(
+        "0 or 1",
+        "1: one of these falls is more than 3 standard errors and 0.02; said aloud",
+    ),
+    "drift/state_l2": Metric(
+        "1",
+        "distance |h - h0| / |h0| of the bare words' states from the untrained weights', mean over "
+        "the tokens of the first 8 held-out samples: how far, not whether it hurts (two seeds of "
+        "the quickstart reach 0.5, and one of them has lost a shape)",
+    ),
+    "drift/state_cosine": Metric("-1..1", "cosine of the same"),
     # Learner: per trained token unless said otherwise
     "loss/total": Metric("1", "what was minimised: loss/policy + loss/kl, per optimiser step"),
     "loss/policy": Metric("1", "policy-gradient term"),

@@ -13,6 +13,7 @@ from tiny_ranks import run_ranks
 from tiny_run import run_config
 
 from rl.api.plug import PlugConfig, Resources
+from rl.api.policy import PolicyConfig
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import (
@@ -46,6 +47,8 @@ class Gathering:
     """A policy whose every forward is a collective call, as under ZeRO-3."""
 
     reads_states = False
+    starts_as_stock = False
+    config = PolicyConfig(lora=None)
 
     def __init__(self, dist: Dist) -> None:
         self.num_forwards = 0
@@ -61,6 +64,9 @@ class Gathering:
 
     def pass_through_completion(self, sample: Sample) -> Completion:
         return self.encode_completion(sample.instruction)
+
+    def stock_arms(self, prompt: Prompt) -> dict[str, tuple[Prompt, Completion]]:
+        return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
 
     def decode_actions(self, rows: Sequence[Row], batch: None, outputs: None) -> list[Action]:
         self.num_forwards += 1
@@ -125,8 +131,9 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
 
 def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Path) -> None:
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
-    # A group a pack. Two and one samples, one and no reference: three forwards on either rank.
-    assert [seen.pop("forwards") for seen in ranks] == [3, 3]
+    # A group a pack. Two and one samples, one and no reference, two and one stock arms: five
+    # forwards on either rank.
+    assert [seen.pop("forwards") for seen in ranks] == [5, 5]
     assert ranks[0]["eval/reward_gain"] == 0.0
     assert ranks[0]["eval/reward"] == (0.25 + 0.75 + 0.75) / 3
     assert ranks[0]["eval_reference/reward"] == 0.25

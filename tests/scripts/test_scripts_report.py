@@ -64,6 +64,27 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert lines[4] == "  left out: 1 not graded both times"
     assert lines[5] == "  the renderer, given the right words: 0.000 -> 0.900"
     assert lines[6] == "  the user's own words, as they are: 0.150; gain over them +0.050 -> +0.450"
+    assert lines[7].startswith("  drawn: "), "of a run that measured no more"
+
+
+def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
+    path = run_dir / "metrics.jsonl"
+    rows, _ = report.read_rows(path)
+    stock = {"eval/stock_reward": 0.3, "eval/stock_upstream_reward": 0.25}
+    for row, gain, fall in ((rows[0], -0.1, 0.0), (rows[-1], 0.3, 0.06)):
+        row |= stock | {"eval/gain_over_stock": gain, "eval/gain_over_stock_error": 0.05}
+        row |= {"drift/bare_fall": fall, "drift/bare_fall_error": 0.01, "drift/alarm": fall > 0}
+        row |= {"drift/state_l2": 4 * fall, "drift/state_cosine": 1 - fall}
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert report.main([str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[7:11] == [
+        "  the untrained system on the user's words: 0.300 (0.250 as upstream calls its text "
+        "encoder); gain over it -0.100 +- 0.050 -> +0.300 +- 0.050",
+        "  DRIFT: after 8 iterations words that training does not change had lost more than noise",
+        "  lost by the user's own words since training began: +0.060 +- 0.010",
+        "  the states of the user's own words moved by 24.0% of their length (cosine 0.940)",
+    ]
 
 
 def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):

@@ -42,6 +42,7 @@ class Emu3(TrainedPolicy[Config]):
 
     emits = frozenset({"image_tokens"})
     needs = frozenset({"source_codes"})
+    starts_as_stock = True
     loading = loading
     embedding = "model.embed_tokens.weight"
 

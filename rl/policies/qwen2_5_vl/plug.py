@@ -8,7 +8,7 @@ Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     import torch
 
     from rl.policies.qwen2_5_vl.module import QwenModule
+
+NOTHING_WRITTEN = Completion((), (), "stop")
+"""The prompt is all that a stock editor reads."""
 
 
 class Qwen25VL(TrainedPolicy[Config]):
@@ -71,7 +74,8 @@ class Qwen25VL(TrainedPolicy[Config]):
         roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
         self.module = QwenModule(self._ready(model), self, config.max_kept_pictures)
-        self._negatives: LRUCache[bytes, torch.Tensor] = LRUCache(config.max_kept_pictures)
+        self._negatives: LRUCache[tuple[bytes, bool], torch.Tensor]
+        self._negatives = LRUCache(config.max_kept_pictures)
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
@@ -126,6 +130,17 @@ class Qwen25VL(TrainedPolicy[Config]):
         """The instruction itself."""
         return self.encode_completion(sample.instruction)
 
+    def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
+        """An editor reads the prompt and no completion: with M-RoPE, as it was trained, and as
+        upstream's pipeline does. What reads words gets the user's."""
+        if self.setup.kind == "text":
+            return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
+        arms = {"stock": (prompt, NOTHING_WRITTEN)}
+        if prompt.images:  # plain text has the same positions either way
+            upstream = self.prompts.with_text_positions(prompt)
+            arms["stock_upstream"] = (upstream, NOTHING_WRITTEN)
+        return arms
+
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
@@ -135,7 +150,9 @@ class Qwen25VL(TrainedPolicy[Config]):
         prompt and completion as one text. What the base has to say (negative prompts, and all of it
         with `conditioning: base`) comes of forwards made here, as many on every rank.
         """
-        texts = [self.prompts.text(ids) for _, ids in rows]
+        texts = [
+            self.prompts.text(ids) if ids else prompt.sample.instruction for prompt, ids in rows
+        ]
         failures = [None if text else "empty: the completion holds no words" for text in texts]
         if self.setup.kind == "text":
             return [
@@ -174,7 +191,11 @@ class Qwen25VL(TrainedPolicy[Config]):
         words = self.setup.negative_prompt
         if words is None:
             return [None] * len(prompts_B)
-        shown = {self.prompts.picture_key(prompt): prompt for prompt in prompts_B}
+        keys_B = [
+            (self.prompts.picture_key(prompt), self.prompts.has_text_positions(prompt))
+            for prompt in prompts_B
+        ]
+        shown = dict(zip(keys_B, prompts_B, strict=True))
         found = {key: self._negatives[key] for key in shown if key in self._negatives}
         missing = [key for key in shown if key not in found]
         if self._sharded:
@@ -184,7 +205,7 @@ class Qwen25VL(TrainedPolicy[Config]):
             batch, outputs = self._base_forward(rows)
             found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
         self._negatives.update(found)
-        return [found[self.prompts.picture_key(prompt)] for prompt in prompts_B]
+        return [found[key] for key in keys_B]
 
     def _save_rest(self, path: Path) -> None:
         super()._save_rest(path)

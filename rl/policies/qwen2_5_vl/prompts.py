@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     PositionsOf = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     """(ids [P], grids of its pictures [n, 3] or None) -> positions [3, P]."""
 
+_TEXT_POSITIONS = "text_positions"
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 MAX_ROUNDING_PX = 46
 """Two roundings, to multiples of 32 (a thin side may be lifted to 32) and of 28, lengthen a side by
@@ -63,6 +65,14 @@ class QwenPrompts:
             images = (self._sized(source),)
             inputs = dict(self.image_processor(images=list(images), return_tensors="pt"))
         return self._written(sample, words, images, inputs)
+
+    def with_text_positions(self, prompt: Prompt) -> Prompt:
+        """The same prompt as upstream's pipelines feed it: without token types, for want of which
+        transformers numbers a picture's tokens like words. Its `other_words` are alike."""
+        return replace(prompt, model_inputs={**prompt.model_inputs, _TEXT_POSITIONS: True})
+
+    def has_text_positions(self, prompt: Prompt) -> bool:
+        return _TEXT_POSITIONS in prompt.model_inputs
 
     def other_words(self, prompt: Prompt, words: str) -> Prompt:
         """`words` about the same picture, which is not processed again."""
@@ -156,7 +166,11 @@ class QwenPrompts:
 
         ids, groups, prompts = pack(rows)
         prompt_positions = [
-            positions_of(torch.tensor(prompt.token_ids), prompt.model_inputs.get("image_grid_thw"))
+            torch.arange(len(prompt.token_ids)).expand(3, -1)
+            if self.has_text_positions(prompt)
+            else positions_of(
+                torch.tensor(prompt.token_ids), prompt.model_inputs.get("image_grid_thw")
+            )
             for prompt in prompts
         ]
         return TokenBatch(

@@ -1,0 +1,46 @@
+"""Completions of held-out samples, drawn and judged as in training, under noise of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from rl.api.types import Completion, Prompt
+from rl.judge.client import JudgeError
+from rl.learner.micro_batches import Inference
+from rl.ranks.seeding import derive_seed
+from rl.record.console import PhaseTimer
+from rl.rollout.consensus import refuse_together
+from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+
+def score(
+    context: RolloutContext,
+    prompts_P: Sequence[Prompt],
+    completions_PG: Sequence[Sequence[Completion]],
+    bare_P: Sequence[Completion | None],
+    dist: Dist,
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Rollout:
+    """Of this rank's prompts; `weights`: under which the policy's states are taken. Collective:
+    raises `JudgeError` on every rank when one rank's judge refuses."""
+    # The noise depends on the sample alone: what differs otherwise is the words or the weights.
+    noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
+    ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
+    sampled = Sampled(prompts_P, completions_PG, noise_P, ids, bare_P)
+    budget = context.config.optimizer.max_tokens_per_micro_batch
+    forwards = Inference(context.policy, prompts_P, sampled.token_ids, budget, dist, weights)
+    timer = PhaseTimer()  # a phase around this one counts it all
+    pending = begin(context, sampled, forwards, timer)
+    refusal = None
+    try:
+        for _ in pending.groups(timer):
+            pass
+    except JudgeError as error:
+        refusal = error
+    refuse_together(refusal, dist)
+    return pending.finished()

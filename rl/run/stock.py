@@ -1,0 +1,230 @@
+"""What the untrained system makes of the held-out samples: the scale that no training moves.
+
+What: rewards of the stock arm (the renderer's own pipeline on the user's words) and of fixed words
+under the weights before training, and the states of a few samples' words under them. Drawn and
+judged once and kept:
+
+    <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
+    <run>/stock/<key>_stock.png     those pictures
+    <run>/stock/<key>.safetensors   states of the bare words, of the first samples
+
+The key is a hash of the sample and of all that no resume may change, so another held-out set,
+renderer or judge finds nothing and draws anew. What not: today's weights (`evaluation.py`),
+comparing (`drift.py`).
+
+Axes: `_P` prompts on this rank, `_T` tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample
+from rl.files.atomic import json_line, read_rows, write_atomically
+from rl.files.images import png_bytes
+from rl.learner.micro_batches import Inference
+from rl.preflight.resume import lasting
+from rl.record.console import warn
+from rl.rollout.stream import RolloutContext
+from rl.run.held_out import score
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl.ranks.dist import Dist
+
+Rewards = Mapping[str, float | None]
+"""By arm: 'stock', its variants, and the fixed words'; None: not graded yet."""
+FixedArm = tuple[Sequence[Completion | None], Sequence[Episode | None]]
+"""Words _P that training does not change, and what today's weights made of them."""
+Weights = Callable[[], AbstractContextManager[None]]
+
+NUM_FIXED_SAMPLES = 8
+"""Held-out samples, over all ranks, whose words' states are compared: two forwards, and a file of
+[T, D] each (1 MB for 150 words of Qwen2.5-VL-7B)."""
+
+
+class Stock:
+    """Of this rank's held-out samples."""
+
+    def __init__(self, context: RolloutContext, run_dir: Path, iteration: int, dist: Dist) -> None:
+        """`iteration`: how many are done, 0 before training."""
+        self._context = context
+        self._folder = run_dir / "stock"
+        self._dist = dist
+        self._at_start = iteration == 0
+        config = context.config
+        self._settings = json.dumps(lasting(config.model_dump(mode="json")), sort_keys=True)
+        if context.policy.starts_as_stock:
+            sampling = config.evaluation.temperature, config.evaluation.top_k
+            self._settings += f" {sampling}"
+
+    @property
+    def _untrained(self) -> Weights | None:
+        """The weights before training; None: they are gone. Full fine-tuning has them only before
+        its first step: later they would be a second model in memory, and under ZeRO-3 nowhere."""
+        policy = self._context.policy
+        if policy.config.lora is not None:
+            return policy.reference
+        return nullcontext if self._at_start or not policy.reads_states else None
+
+    def rewards(
+        self,
+        prompts_P: Sequence[Prompt],
+        fixed: Mapping[str, FixedArm],
+        episodes_P: Sequence[Episode],
+    ) -> list[Rewards]:
+        """_P, by arm; {} where there is no such thing, or no more. Before training, today's
+        weights' pictures of fixed words are the untrained ones'. `episodes_P`: the policy's own,
+        which stand for the stock arm where it `starts_as_stock`. Collective."""
+        path = self._folder / "rewards.jsonl"
+        rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
+        known = {row["key"]: row for row in self._dist.broadcast(rows)}
+        keys_P = [self._key(prompt.sample) for prompt in prompts_P]
+        missing = [
+            p
+            for p, key in enumerate(keys_P)
+            if key not in known or None in known[key]["rewards"].values()
+        ]
+        if self._dist.any(bool(missing)):
+            drawn = self._draw(prompts_P, fixed, episodes_P, missing)
+            found = [
+                self._row(keys_P[p], prompts_P[p].sample, arms) for p, arms in drawn.items() if arms
+            ]
+            new = [row for rank in self._dist.gather(found) for row in rank]
+            known |= {row["key"]: row for row in new}
+            if new and self._dist.is_main:
+                write_atomically(path, "".join(map(json_line, known.values())))
+        return [known[key]["rewards"] if key in known else {} for key in keys_P]
+
+    def _draw(
+        self,
+        prompts_P: Sequence[Prompt],
+        fixed: Mapping[str, FixedArm],
+        episodes_P: Sequence[Episode],
+        missing: Sequence[int],
+    ) -> dict[int, dict[str, Episode]]:
+        """Episodes by arm of the prompts (p) that are missing. Collective."""
+        policy = self._context.policy
+        if policy.starts_as_stock:
+            if not self._at_start:
+                self._say_gone(len(missing))
+            return {p: {"stock": episodes_P[p]} for p in missing if self._at_start}
+        drawn: dict[int, dict[str, Episode]] = {p: {} for p in missing}
+        asked: list[tuple[int, Prompt, dict[str, Completion]]] = []
+        for p in missing:
+            arms = dict(policy.stock_arms(prompts_P[p]))
+            for arm, (words_P, today_P) in fixed.items() if policy.reads_states else ():
+                words, today = words_P[p], today_P[p]
+                if self._at_start and today is not None:
+                    drawn[p][arm] = today
+                elif words is not None:
+                    arms[arm] = (prompts_P[p], words)
+            groups: dict[Prompt, dict[str, Completion]] = {}
+            for name, (prompt, completion) in arms.items():
+                groups.setdefault(prompt, {})[name] = completion
+            asked += [(p, prompt, named) for prompt, named in groups.items()]
+        if not self._dist.any(bool(asked)):
+            return drawn
+        weights = self._untrained
+        if weights is None:
+            self._say_gone(len(missing))
+            return drawn
+        rollout = score(
+            self._context,
+            [prompt for _, prompt, _ in asked],
+            [list(named.values()) for _, _, named in asked],
+            [None] * len(asked),
+            self._dist,
+            weights,
+        )
+        for (p, _, named), episodes in zip(asked, rollout.episodes, strict=True):
+            drawn[p].update(zip(named, episodes, strict=True))
+        return drawn
+
+    def _say_gone(self, num: int) -> None:
+        warn(
+            f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is drawn before "
+            "the first iteration, and then this run had other samples, or none, or no verdict"
+        )
+
+    def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
+        """Its line, and its pictures beside it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for name, episode in arms.items():
+            if episode.image is not None:
+                files[name] = f"{key}_{name}.png"
+                (self._folder / files[name]).write_bytes(png_bytes(episode.image))
+        rewards = {name: episode.reward for name, episode in arms.items()}
+        return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
+
+    def states(
+        self, prompts_P: Sequence[Prompt], words_P: Sequence[Completion]
+    ) -> list[torch.Tensor | None]:
+        """_P of [T, D]: `word_states` under the untrained weights. Collective."""
+        from safetensors.torch import load_file, save_file
+
+        paths_P = [self._folder / f"{self._key(p.sample)}.safetensors" for p in prompts_P]
+        missing = [p for p, path in enumerate(paths_P) if not path.is_file()]
+        if self._untrained is not None and self._dist.any(bool(missing)):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            found = word_states(
+                self._context,
+                [prompts_P[p] for p in missing],
+                [words_P[p] for p in missing],
+                self._dist,
+                self._untrained,
+            )
+            for p, states in zip(missing, found, strict=True):
+                if states is not None:
+                    aside = paths_P[p].with_suffix(f".rank{self._dist.rank}")
+                    save_file({"states": states}, aside)
+                    aside.replace(paths_P[p])
+        return [load_file(path)["states"] if path.is_file() else None for path in paths_P]
+
+    def _key(self, sample: Sample) -> str:
+        """By content: another data set may call other samples by the same ids."""
+        digest = hashlib.blake2b(self._settings.encode(), digest_size=12)
+        words = [sample.id, sample.instruction, sample.category, dict(sample.hidden)]
+        digest.update(json.dumps(words, sort_keys=True, default=_type_name).encode())
+        for picture in (*sample.sources, sample.target):
+            if picture is not None:
+                digest.update(f"{picture.mode}{picture.size}".encode() + picture.tobytes())
+        for codes in (sample.source_codes, sample.target_codes):
+            if codes is not None:
+                digest.update(f"{codes.shape}".encode() + codes.tobytes())
+        return digest.hexdigest()
+
+
+def _type_name(value: object) -> str:
+    """Of what JSON has no form for: a `repr` may hold an address."""
+    return type(value).__name__
+
+
+def word_states(
+    context: RolloutContext,
+    prompts_P: Sequence[Prompt],
+    words_P: Sequence[Completion],
+    dist: Dist,
+    weights: Weights = nullcontext,
+) -> list[torch.Tensor | None]:
+    """_P of [T, D] on the CPU, the policy's dtype: what the renderer would read where `words_P`
+    stand; None where it would read no states. Collective."""
+    policy = context.policy
+    ids_PG = [[words.token_ids] for words in words_P]
+    budget = context.config.optimizer.max_tokens_per_micro_batch
+    forwards = Inference(policy, prompts_P, ids_PG, budget, dist, weights)
+    states_P: list[torch.Tensor | None] = [None] * len(prompts_P)
+    for micro_batch in forwards.micro_batches:
+        actions = policy.decode_actions(micro_batch.rows, *forwards.forward(micro_batch))
+        rows = zip(micro_batch.members, micro_batch.rows, actions, strict=True)
+        for (p, _), (_, ids), action in rows:
+            if p >= 0 and isinstance(action.payload, HiddenStates):
+                states_P[p] = action.payload.embeds[-len(ids) :].cpu().contiguous()
+    return states_P

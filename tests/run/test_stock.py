@@ -1,0 +1,396 @@
+"""The untrained system as a scale: against the stock pipeline itself, drawn once, moved by nothing;
+and what training has moved, beside it. A tiny policy and editor of the real classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_editor
+import tiny_loop
+import tiny_qwen
+import torch
+from brightness_reward import Brightness
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
+from PIL import Image
+from tiny_act import act_group
+from tiny_policy import make_qwen, move
+from tiny_run import episode, run_config
+
+from rl.algorithm.metrics import Metrics
+from rl.api.plug import PlugConfig, Resources
+from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
+from rl.judge.background import BackgroundLoop
+from rl.policies.emu3.plug import Emu3
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import derive_seed
+from rl.record.console import PhaseTimer
+from rl.renderers import qwen_image_edit
+from rl.rollout.stream import RolloutContext
+from rl.run.drift import Paired, add_falls, paired, state_distance
+from rl.run.evaluation import evaluate
+from rl.run.stock import Stock
+
+AREA_PX = 64 * 64
+WRITTEN = "make the square green"
+SAMPLES = [
+    replace(tiny_qwen.sample(0), reference="blue"),
+    tiny_qwen.sample(1, width=128),
+    replace(tiny_qwen.sample(2), reference="make it red"),
+]
+
+
+class Drawing(qwen_image_edit.QwenImageEdit):
+    """Remembers what it was asked to draw."""
+
+    def __init__(self, config: qwen_image_edit.Config, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self.asked: list[str] = []
+
+    def render(self, jobs: Iterator[RenderJob]) -> Iterator[tuple[int, Any]]:
+        taken = list(jobs)
+        self.asked += [job.sample.id for job in taken]
+        return super().render(taken)
+
+
+class Picky(Brightness):
+    """Gives no answer while it `fails`."""
+
+    fails = False
+
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
+        if self.fails:
+            return RewardOutput(None, failure="timeout: no answer")
+        return await super().grade(reward_input)
+
+
+class Fixed:
+    """An engine that always writes the same."""
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+
+    def generate(self, prompts_P: Sequence, params: object, seeds_P: object) -> list:
+        return [[self._completion] for _ in prompts_P]
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
+
+
+def make_context(
+    models: dict[str, str], loop: BackgroundLoop, guidance: float = 1.0, **section: Any
+) -> RolloutContext:
+    """`section`: keys of the policy's."""
+    keys = {
+        "type": "qwen_image_edit",
+        "model_path": models["editor"],
+        "dtype": "float32",
+        "num_steps": 2,
+        "true_cfg_scale": guidance,
+        "cfg_in_one_forward": False,
+        "output_area_px": AREA_PX,
+        "condition_area_px": AREA_PX,
+        "policy_image_area_px": AREA_PX,
+    }
+    config = qwen_image_edit.Config(**keys)
+    template = qwen_image_edit.QwenImageEdit.prompt_template(config)
+    policy = make_qwen(models["policy"], negative=" ", template=template, **section)
+    resources = Resources(None, "cpu")
+    return RolloutContext(
+        run_config(renderer=keys),
+        policy,
+        Drawing(config, resources),
+        {"bright": Picky(PlugConfig(), resources)},
+        True,
+        loop,
+    )
+
+
+@pytest.fixture
+def context(models: dict[str, str]) -> Iterator[RolloutContext]:
+    with BackgroundLoop() as loop:
+        yield make_context(models, loop)
+
+
+def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str, float]:
+    """A held-out run's metrics."""
+    engine = Fixed(context.policy.encode_completion(WRITTEN))
+    found = evaluate(context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer())
+    return Dist().reduce(found)
+
+
+def records(run_dir: Path, iteration: int) -> list[dict[str, Any]]:
+    path = run_dir / f"evaluation/it_{iteration:06d}/records.jsonl"
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+class WithTokenTypes(torch.nn.Module):
+    """A text encoder that is told what the stock pipeline forgets to tell."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        types = (input_ids == self.model.config.image_token_id).long()
+        return self.model(input_ids=input_ids, mm_token_type_ids=types, **inputs)
+
+
+def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its own `__call__`, prompt and picture in, with and without token types, guided; beside a
+    policy that has been trained."""
+    from transformers import (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    shrunk = stock_edit.calculate_dimensions
+    monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda _, ratio: shrunk(AREA_PX, ratio))
+    monkeypatch.setattr(tiny_editor, "STATE_DIM", tiny_loop.STATE_DIM)
+    parts = tiny_editor.make_stock()
+    tokenizer = tiny_qwen.make_tokenizer()
+    processor = Qwen2_5_VLProcessor(
+        image_processor=tiny_qwen.make_image_processor(),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+    )
+    encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["policy"]).float().eval()
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config)
+    pipeline = QwenImageEditPipeline(
+        scheduler, parts.vae, None, tokenizer, processor, parts.transformer
+    )
+    pipeline.set_progress_bar_config(disable=True)
+
+    with BackgroundLoop() as loop:
+        context = make_context(models, loop, guidance=4.0)
+        move(context.policy)
+        held_out(context, tmp_path, 1)
+    rows = {row["id"]: row for row in tiny_loop.rows_of(tmp_path / "stock/rewards.jsonl")}
+    apart = []
+    for sample in SAMPLES:
+        pictures = []
+        for arm, text_encoder in (("stock", WithTokenTypes(encoder)), ("stock_upstream", encoder)):
+            pipeline.text_encoder = text_encoder
+            [expected] = pipeline(
+                image=sample.source,
+                prompt=sample.instruction,
+                negative_prompt=" ",
+                true_cfg_scale=4.0,
+                num_inference_steps=2,
+                generator=torch.Generator().manual_seed(derive_seed("evaluation", 3, sample.id)),
+            ).images
+            with Image.open(tmp_path / "stock" / rows[sample.id]["files"][arm]) as ours:
+                tiny_editor.assert_same_picture(ours.convert("RGB"), expected)
+            pictures.append(torch.tensor(list(expected.tobytes())))
+        apart.append((pictures[0] - pictures[1]).abs().max())
+    assert min(apart) > 1, "upstream's is another picture"
+
+
+def test_it_is_drawn_once_and_moved_by_nothing(context: RolloutContext, tmp_path: Path) -> None:
+    renderer = context.renderer
+    before = held_out(context, tmp_path, 0)
+    # The policy's words and the bare ones of three, two references, two stock arms of each.
+    assert len(renderer.asked) == 3 + 3 + 2 + 2 * 3
+    assert before["drift/state_l2"] == before["drift/bare_fall"] == before["drift/alarm"] == 0.0
+    assert before["drift/state_cosine"] == pytest.approx(1, abs=1e-6)
+
+    move(context.policy)
+    renderer.asked.clear()
+    after = held_out(context, tmp_path, 1)
+    assert len(renderer.asked) == 3 + 3 + 2, "the rest is in the run folder"
+    for name in ("eval/stock_reward", "eval/stock_upstream_reward"):
+        assert after[name] == before[name]
+    assert after["eval/stock_ungraded"] == 0.0
+    gains = [row["reward"] - row["stock_reward"] for row in records(tmp_path, 1)]
+    expected = paired(gains)
+    assert after["eval/gain_over_stock"] == pytest.approx(expected.mean)
+    assert after["eval/gain_over_stock_error"] == pytest.approx(expected.error)
+    assert after["drift/bare_fall"] == pytest.approx(
+        before["eval/bare_reward"] - after["eval/bare_reward"]
+    )
+    assert after["drift/reference_fall"] == pytest.approx(
+        before["eval_reference/reward"] - after["eval_reference/reward"]
+    )
+
+    moved = []
+    for sample in SAMPLES:
+        prompt = context.policy.build_prompt(sample)
+        bare = context.policy.pass_through_completion(sample)
+        [today] = act_group(context.policy, prompt, [bare])
+        with context.policy.reference():
+            batch = context.policy.collate([(prompt, bare.token_ids)])
+            base = context.policy.module(batch).hidden.detach()[-len(bare.token_ids) :]
+        states = today.payload.embeds[-len(base) :]
+        moved += ((states - base).norm(dim=1) / base.norm(dim=1)).tolist()
+    assert after["drift/state_l2"] == pytest.approx(sum(moved) / len(moved), rel=1e-4)
+    assert after["drift/state_l2"] > 0.05 and after["drift/state_cosine"] < 0.999
+
+
+def test_what_was_not_graded_is_asked_again_and_what_is_another_is_drawn_anew(
+    context: RolloutContext, tmp_path: Path
+) -> None:
+    [reward] = context.rewards.values()
+    reward.fails = True
+    ungraded = held_out(context, tmp_path, 0)
+    assert ungraded["eval/stock_ungraded"] == 1.0
+    assert not {"eval/stock_reward", "eval/gain_over_stock", "drift/alarm"} & ungraded.keys()
+    reward.fails = False
+    move(context.policy)
+    graded = held_out(context, tmp_path, 1)
+    assert graded["eval/stock_ungraded"] == 0.0 and "eval/gain_over_stock" in graded
+
+    def num_missing(**changes: Any) -> int:
+        context.renderer.asked.clear()
+        changed = replace(context, config=run_config(renderer=context.config.renderer, **changes))
+        held_out(changed, tmp_path, 2)
+        return len(context.renderer.asked) - (3 + 3 + 2)
+
+    every = (3 + 2) + 2 * 3  # after training the fixed words are drawn once more
+    assert num_missing(engine={"type": "vllm"}, world_size=1) == 0, "no resume minds those"
+    assert num_missing(seed=4) == every, "other noise"
+    assert num_missing(judge={"model": "another"}) == every
+
+
+@pytest.mark.parametrize("stock_arm", [True, False])
+def test_a_run_may_do_without(context: RolloutContext, tmp_path: Path, stock_arm: bool) -> None:
+    changed = run_config(
+        renderer=context.config.renderer, evaluation={"stock_arm": stock_arm}, bare_arm="never"
+    )
+    found = held_out(replace(context, config=changed), tmp_path, 0)
+    assert {name for name in found if "stock" in name or "drift" in name} == (
+        {
+            "eval/stock_reward",
+            "eval/stock_upstream_reward",
+            "eval/stock_ungraded",
+            "eval/gain_over_stock",
+            "eval/gain_over_stock_error",
+            "drift/reference_fall",
+            "drift/reference_fall_error",
+            "drift/alarm",
+        }
+        if stock_arm
+        else set()
+    )
+
+
+def test_full_finetuning_has_its_untrained_weights_before_the_first_step_only(
+    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with BackgroundLoop() as loop:
+        context = make_context(models, loop, lora=None, conditioning="policy")
+        lost = held_out(context, tmp_path / "late", 1)
+        assert not {name for name in lost if "stock" in name or "drift" in name}
+        assert "3 held-out samples have no stock arm" in capsys.readouterr().err
+        before = held_out(context, tmp_path / "early", 0)
+        assert not list((tmp_path / "late").glob("stock/*"))
+        move(context.policy, 0.02)
+        after = held_out(context, tmp_path / "early", 1)
+    assert after["eval/stock_reward"] == before["eval/stock_reward"]
+    assert after["drift/state_l2"] > 0.01
+
+
+def test_frozen_states_do_not_drift_and_are_not_reported_as_if_they_could(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    with BackgroundLoop() as loop:
+        found = held_out(make_context(models, loop, conditioning="base"), tmp_path, 0)
+    assert "eval/gain_over_stock" in found
+    assert not [name for name in found if name.startswith("drift/")]
+
+
+def test_who_reads_words_gets_the_user_s(models: dict[str, str]) -> None:
+    policy = make_qwen(models["policy"], kind="text")
+    prompt = policy.build_prompt(SAMPLES[0])
+    assert policy.stock_arms(prompt) == {
+        "stock": (prompt, policy.pass_through_completion(SAMPLES[0]))
+    }
+
+
+def test_who_writes_pictures_is_measured_against_its_own_start(tmp_path: Path) -> None:
+    assert Emu3.starts_as_stock
+    policy = SimpleNamespace(
+        starts_as_stock=True, reads_states=False, config=SimpleNamespace(lora=None)
+    )
+    context = SimpleNamespace(policy=policy, config=run_config())
+    prompts_P = [
+        SimpleNamespace(sample=Sample("a", "do")),
+        SimpleNamespace(sample=Sample("b", "do")),
+    ]
+
+    def rewards(iteration: int, *own: float | None) -> list[dict[str, float | None]]:
+        stock = Stock(context, tmp_path, iteration, Dist())
+        return stock.rewards(prompts_P, {}, [episode(reward=reward) for reward in own])
+
+    first = [{"stock": 0.25}, {"stock": None}]
+    assert rewards(0, 0.25, None) == first
+    assert rewards(10, 0.75, 0.5) == first, "its own start is not to be had later"
+    assert rewards(0, 0.25, 0.5) == [{"stock": 0.25}, {"stock": 0.5}]
+
+
+# Numbers, by hand
+
+
+def test_paired_differences() -> None:
+    assert paired([]) is None
+    assert paired([0.5]) == Paired(0.5, None, 1)
+    found = paired([0.1, 0.3, 0.2])
+    assert (found.mean, found.num) == (pytest.approx(0.2), 3)
+    assert found.error == pytest.approx(0.1 / 3**0.5)
+
+
+@pytest.mark.parametrize(
+    ("fall", "alarms"),
+    [
+        (Paired(0.10, 0.03, 64), True),
+        (Paired(0.10, 0.04, 64), False),  # noise
+        (Paired(0.019, 0.001, 64), False),  # sure, and too little to matter
+        (Paired(-0.10, 0.01, 64), False),  # a rise
+        (Paired(0.5, None, 1), False),  # of one sample nobody knows
+    ],
+)
+def test_a_fall_alarms_beyond_noise(fall: Paired, alarms: bool) -> None:
+    assert fall.is_alarming == alarms
+
+
+def test_states_are_compared_token_by_token() -> None:
+    base = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    states = torch.tensor([[3.0, 4.0], [2.0, 0.0]])
+    # Distances 0 and |(2, -2)| / 2 = sqrt 2; cosines 1 and 0.
+    assert state_distance(states, base) == (pytest.approx(2**0.5 / 2), pytest.approx(0.5))
+    assert state_distance(base.bfloat16(), base.bfloat16())[0] == 0.0
+
+
+def test_a_fall_is_said_and_a_healthy_run_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    untrained_P = [{"stock": 0.5, "bare": reward} for reward in (0.9, 0.7, 0.8, 0.8)]
+
+    def told(*today: float | None) -> tuple[dict[str, float], str]:
+        metrics = Metrics()
+        episodes = [episode(reward=reward) for reward in today]
+        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 4, episodes)}, Dist())
+        return Dist().reduce(metrics), capsys.readouterr().err
+
+    metrics, said = told(0.9, 0.7, 0.8, 0.7)
+    assert metrics["drift/bare_fall"] == pytest.approx(0.025) and metrics["drift/alarm"] == 0
+    assert not said
+    metrics, said = told(0.4, 0.2, 0.4, None)
+    # 0.5, 0.5, 0.4: mean 0.467, standard deviation 0.0577, over the root of 3
+    assert metrics["drift/bare_fall_error"] == pytest.approx(0.0577 / 3**0.5, rel=1e-3)
+    assert metrics["drift/alarm"] == 1
+    assert "after 20 iterations: the user's own words lost 0.467 +- 0.033 (3 samples)" in said
