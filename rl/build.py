@@ -21,13 +21,22 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rl.api import find
 from rl.api.data import DataSource, RowRules
 from rl.api.engine import Engine, EngineMemory, EngineSetup
-from rl.api.plug import ModelRunner, PlugBase, Resources, Saving, shown
+from rl.api.plug import (
+    ModelFiles,
+    ModelRunner,
+    PlugBase,
+    Resources,
+    RunPlug,
+    Saving,
+    shown,
+)
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward
 from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
+from rl.files.model_files import model_problems
 from rl.ranks.placement import Claim, claims_of
 
 if TYPE_CHECKING:
@@ -204,7 +213,19 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
     if config is None:
         return None, problems
     plug = Plug(key, config, found)
-    return plug, _answers(plug)
+    return plug, _model_problems(plug) or _answers(plug)
+
+
+def _model_problems(plug: Plug[Any]) -> list[str]:
+    """Asked before its other answers, some of which are read off the files."""
+    if not issubclass(plug.cls, RunPlug):
+        return []
+    models, wrong = ask_plug(plug, plug.cls.models, _are_models, "a list of ModelFiles")
+    return wrong or [f"{plug.key}.{problem}" for problem in model_problems(models)]
+
+
+def _are_models(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(model, ModelFiles) for model in value)
 
 
 def ask_plug(

@@ -9,7 +9,7 @@ and checking a plug (`find.py`).
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, get_args, get_origin
 
@@ -111,8 +111,45 @@ class PlugBase(ABC, Generic[ConfigT]):
         return None
 
 
+SAFETENSORS = ("model.safetensors",)
+"""Weights as transformers saves them."""
+DIFFUSERS_SAFETENSORS = ("diffusion_pytorch_model.safetensors",)
+"""As diffusers does."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """One model that a plug loads: what its folder has to hold."""
+
+    key: str
+    """Of the section, where the folder is named: 'model_path'."""
+    path: str
+    """Folder or hub id."""
+    kinds: Set[str] = frozenset()
+    """What `model_type` (transformers) or `_class_name` (diffusers) of its config file may be;
+    empty: whatever."""
+    classes: Set[str] = frozenset()
+    """What `architectures` may be, where it is stated; empty: whatever."""
+    subfolder: str = ""
+    revision: str | None = None
+    """Of a hub id; None = the newest."""
+    config: str = "config.json"
+    config_required: bool = True
+    weights: Sequence[str] = SAFETENSORS
+    """One of these, or of their indices (`model.safetensors.index.json`) with every file that it
+    names; () = none is read."""
+    files: Sequence[Sequence[str]] = ()
+    """Of each of these one more file must be there."""
+
+
 class RunPlug(PlugBase[ConfigT]):
     """A plug that the rest of the config may contradict: all but data sources."""
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        """What it loads. A start refuses a folder that is not there, holds another model or lacks
+        files; of a hub id it looks at what is in the local cache."""
+        return []
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:

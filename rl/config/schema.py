@@ -331,15 +331,6 @@ def listed(problems: Sequence[str]) -> str:
     return "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems)
 
 
-def missing_model(key: str, path: str) -> list[str]:
-    """What is wrong with a model's path: [] for a folder that is there and for what looks like a
-    hub id ('owner/name', taken on trust: a config is checked without the network)."""
-    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
-    if (path and Path(path).is_dir()) or is_hub_id:
-        return []
-    return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
-
-
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ
 ) -> RunConfig:

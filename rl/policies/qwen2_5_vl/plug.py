@@ -9,11 +9,13 @@ Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
+from rl.api.plug import ModelFiles
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -25,7 +27,6 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.config.schema import RunConfig, missing_model
 from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl.config import Config
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
@@ -38,6 +39,13 @@ if TYPE_CHECKING:
     import torch
 
     from rl.policies.qwen2_5_vl.module import QwenModule
+
+
+KINDS, CLASSES = frozenset({"qwen2_5_vl"}), frozenset({"Qwen2_5_VLForConditionalGeneration"})
+FILES = (
+    ("tokenizer.json", "vocab.json"),
+    ("preprocessor_config.json", "processor_config.json"),
+)
 
 
 class Qwen25VL(TrainedPolicy[Config]):
@@ -74,12 +82,31 @@ class Qwen25VL(TrainedPolicy[Config]):
         self._negatives: LRUCache[bytes, torch.Tensor] = LRUCache(config.max_kept_pictures)
 
     @classmethod
-    def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        found = missing_model("model_path", config.model_path)
-        if config.init_text_encoder_from:
-            found += missing_model("init_text_encoder_from", config.init_text_encoder_from)
-        return found + super().problems(config, run)
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """Weights, tokenizer and image processor; the weights may be an editor's text encoder."""
+        editor, whole = (
+            config.init_text_encoder_from,
+            ModelFiles(
+                "model_path",
+                config.model_path,
+                KINDS,
+                CLASSES,
+                revision=config.revision,
+                files=FILES,
+            ),
+        )
+        if not editor:
+            return [whole]
+        return [
+            replace(whole, config_required=False, weights=()),
+            ModelFiles(
+                "init_text_encoder_from",
+                editor,
+                KINDS,
+                CLASSES,
+                subfolder=config.text_encoder_subfolder,
+            ),
+        ]
 
     @classmethod
     def reads_from(cls, config: Config) -> Sequence[str]:

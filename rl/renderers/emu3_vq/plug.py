@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rl.api.plug import Dtype, FrozenModelConfig, Resources
+from rl.api.plug import Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
-from rl.config.schema import RunConfig
 from rl.ranks.placement import resolve_device
-from rl.renderers.emu3_vq.checkpoint import count_parameters, path_problems, tokenizer_config
+from rl.renderers.emu3_vq.checkpoint import (
+    ORIGINAL,
+    STANDALONE,
+    WHOLE,
+    count_parameters,
+    tokenizer_config,
+)
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -59,9 +64,10 @@ class Emu3Vq(Renderer[Config]):
         return self.loop.render(jobs)
 
     @classmethod
-    def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        """What is wrong with the section, each with its key and remedy; [] when all is well."""
-        return path_problems(config.model_path)
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """The tokenizer, by itself or in a whole Emu3."""
+        kinds = frozenset({ORIGINAL, STANDALONE, WHOLE})
+        return [ModelFiles("model_path", config.model_path, kinds, revision=config.revision)]
 
     @classmethod
     def parameter_counts(cls, config: Config) -> dict[str, float]:

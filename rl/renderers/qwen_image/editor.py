@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import Resources, Saving
+from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving
 from rl.api.renderer import Renderer
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
@@ -24,7 +24,7 @@ from rl.renderers.qwen_image.config import (
     QwenImageConfig,
 )
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
-from rl.renderers.shared.checkpoint_folder import path_problems, side_problems
+from rl.renderers.shared.sides import side_problems
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -39,13 +39,6 @@ SYSTEM_PROMPT = (
 
 DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 """Its tokens (64 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
-
-CHECKPOINT_FILES = (
-    "transformer/config.json",
-    "vae/config.json",
-    "scheduler/scheduler_config.json",
-)
-"""What a local checkpoint must hold, beside the weights."""
 
 HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
     hub_id: {"transformer": 13.63e9, "vae": 0.127e9}
@@ -64,6 +57,8 @@ class QwenImageEditor(Renderer[ConfigT]):
 
     accepts = "hidden_states"
     needs_source = True
+    pipeline: ClassVar[str]
+    """`_class_name` of the stock pipeline."""
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         from rl.renderers.qwen_image.components import load_parts
@@ -126,7 +121,28 @@ class QwenImageEditor(Renderer[ConfigT]):
             )
         if config.lora_weight_name and not config.lora_path:
             problems.append("lora_weight_name: names a file of lora_path, which is not set")
-        return problems + path_problems(config.model_path, CHECKPOINT_FILES)
+        return problems
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        """The pipeline's name where it is stated, and what is loaded of it."""
+
+        def part(subfolder: str, kind: str, **more: Any) -> ModelFiles:
+            return ModelFiles(
+                "model_path",
+                config.model_path,
+                frozenset({kind} if kind else ()),
+                subfolder=subfolder,
+                revision=config.revision,
+                **more,
+            )
+
+        return [
+            part("", cls.pipeline, config="model_index.json", config_required=False, weights=()),
+            part("transformer", "QwenImageTransformer2DModel", weights=DIFFUSERS_SAFETENSORS),
+            part("vae", "AutoencoderKLQwenImage", weights=DIFFUSERS_SAFETENSORS),
+            part("scheduler", "", config="scheduler_config.json", weights=()),
+        ]
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
