@@ -94,6 +94,12 @@ class Resolved:
     validation: Sequence[Plug[DataSource]]
 
     @property
+    def plugs(self) -> Sequence[Plug[Any]]:
+        """All of them, as the config orders them."""
+        parts = (self.policy, self.engine, self.renderer)
+        return [*parts, *self.rewards.values(), *self.train, *self.validation]
+
+    @property
     def model_runners(self) -> Sequence[Plug[ModelRunner]]:
         """The plugs that may run a frozen model."""
         return [self.renderer, *self.rewards.values()]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import Field
@@ -18,7 +19,7 @@ from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
 from rl.api.metric import Metric
-from rl.config.schema import RunConfig, Section
+from rl.config.schema import RunConfig, Section, changed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -60,6 +61,13 @@ class FileConfig(PlugConfig):
     """File or folder."""
 
 
+def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
+    """For `no_effect`: those of `keys` (words; None: of all) that are set away from their defaults.
+    `at`: where the section stands, 'lora.'."""
+    set_ones = changed(section, None if keys is None else keys.split())
+    return [f"{at}{key}: {why}" for key in set_ones]
+
+
 ConfigT = TypeVar("ConfigT", bound=Section, default=PlugConfig)
 
 
@@ -90,6 +98,17 @@ class PlugBase(ABC, Generic[ConfigT]):
         if isinstance(config, FrozenModelConfig):
             return [config.model_path]
         return [config.path] if isinstance(config, FileConfig) and config.path else []
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        """Keys that are set and that nothing reads beside the section's others, as 'key: why';
+        `--check` tells them. What contradicts the others is a problem instead."""
+        found = []
+        if isinstance(config, PlacedConfig) and config.device == "cpu":
+            found += unread(config, "max_memory_gb", "a CPU's memory is not limited")
+        if isinstance(config, FrozenModelConfig) and Path(config.model_path).is_dir():
+            found += unread(config, "revision", "model_path is a folder")
+        return found
 
     def take_metrics(self) -> Mapping[str, float]:
         """What there is to report since the last call: means over what this rank saw, by declared

@@ -9,7 +9,7 @@ refused. `load_config` reads the file and the command line's overrides. What not
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +37,17 @@ class Section(BaseModel):
     @classmethod
     def _locate(cls, value: Any) -> Any:
         return located(value) if isinstance(value, str) else value
+
+
+def changed(section: BaseModel, keys: Iterable[str] | None = None) -> list[str]:
+    """Those of `keys` (None: of all) whose values are not their defaults."""
+    fields = type(section).model_fields
+    return [
+        key
+        for key in (fields if keys is None else keys)
+        if not fields[key].is_required()
+        and getattr(section, key) != fields[key].get_default(call_default_factory=True)
+    ]
 
 
 class SamplingConfig(Section):

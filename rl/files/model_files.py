@@ -27,11 +27,10 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
     for model in models:
         places[model.key, model.path].append(model)
     for (key, path), parts in places.items():
-        is_folder = Path(path).is_dir()
-        if not is_folder and not is_hub_id(path):
-            here = f"(from {Path.cwd()})"
-            yield f"{key}: no folder {path!r} {here}, and not a hub id 'owner/name'"
+        if missing := missing_model(key, path):
+            yield from missing
             continue
+        is_folder = Path(path).is_dir()
         try:
             found = list(_folder_problems(parts) if is_folder else _cached_problems(parts))
         except OSError as error:
@@ -39,9 +38,13 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
         yield from (f"{key}: {problem}" for problem in found)
 
 
-def is_hub_id(path: str) -> bool:
-    """Whether it looks like one ('owner/name', taken on trust: nobody asks the network)."""
-    return path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
+def missing_model(key: str, path: str) -> list[str]:
+    """What is wrong with a model's path: [] for a folder that is there and for what looks like a
+    hub id ('owner/name', taken on trust: a config is checked without the network)."""
+    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
+    if (path and Path(path).is_dir()) or is_hub_id:
+        return []
+    return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 
 
 def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rl.build import ask_plug, claims, row_rules
-from rl.config.schema import RunConfig
+from rl.config.schema import RunConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_base
 from rl.judge.server import start_problems
 from rl.ranks import placement
@@ -66,6 +66,12 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
                 f"{', '.join(lacking)} does not provide; tokenise the data with "
                 "rl prepare"
             )
+    if renderer.cls.prompt_template(renderer.config) is not None:
+        yield from (
+            f"policy.{key}: set, but renderer {renderer.name} brings the words that its text "
+            "encoder was trained under, and the policy writes under those; drop the key"
+            for key in changed(policy.config, sorted(policy.cls.own_words))
+        )
     for plug in (policy, resolved.engine, renderer):
         problems, wrong = _told(plug, plug.cls.problems, resolved.config)
         yield from (f"{plug.key}.{problem}" for problem in problems)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed
@@ -20,6 +19,7 @@ from rl.preflight import compatibility, footprint, memory_plan
 from rl.preflight.dry_run import dry_problems
 from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
+from rl.preflight.no_effect import no_effect
 from rl.preflight.resume import check_resume
 from rl.ranks import placement
 from rl.record.checkpoint import find, read_state
@@ -70,6 +70,8 @@ def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
         "judge": _judge_lines(resolved),
     }
+    if idle := no_effect(resolved):
+        blocks["set, and without effect here"] = idle
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
     found = found or dry_problems(resolved)
@@ -91,12 +93,10 @@ def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
 
 
 def _plug_lines(resolved: build.Resolved) -> list[str]:
-    plugs: list[build.Plug[Any]] = [resolved.policy, resolved.engine, resolved.renderer]
-    plugs += [*resolved.rewards.values(), *resolved.train, *resolved.validation]
-    origins = ("".join(plug.cls.reads_from(plug.config)[:1]) for plug in plugs)
+    origins = ("".join(plug.cls.reads_from(plug.config)[:1]) for plug in resolved.plugs)
     return [
         f"{plug.key:<20} {plug.name:<22} {origin}".rstrip()
-        for plug, origin in zip(plugs, origins, strict=True)
+        for plug, origin in zip(resolved.plugs, origins, strict=True)
     ]
 
 

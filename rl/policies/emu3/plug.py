@@ -10,12 +10,12 @@ Axes: `_G` completions in a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.api.plug import ModelFiles
+from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -99,6 +99,17 @@ class Emu3(TrainedPolicy[Config]):
                 "constraint would know it; end the prefill before it"
             )
         return found
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        for kind, is_on in (
+            ("text", config.train_text_tokens_only),
+            ("vision", config.train_vision_tokens_only),
+        ):
+            if not is_on:
+                keys = f"{kind}_only_cycle_steps {kind}_only_steps"
+                yield from unread(config, keys, f"train_{kind}_tokens_only is false")
 
     def _unused_ids(self, vocab_size: int, picture: ImageVocabulary) -> tuple[int, ...]:
         """Ids that no token has; none where a constraint never offers them.

@@ -8,14 +8,14 @@ Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
-from rl.api.plug import ModelFiles
+from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -52,6 +52,8 @@ class Qwen25VL(TrainedPolicy[Config]):
     """Description states for a diffusion transformer, or the words themselves."""
 
     emits = frozenset({"hidden_states", "text"})
+    own_words = frozenset({"system_prompt"})
+    own_states = frozenset({"conditioning"})
     loading = loading
     embedding = "model.language_model.embed_tokens.weight"
 
@@ -107,6 +109,19 @@ class Qwen25VL(TrainedPolicy[Config]):
                 subfolder=config.text_encoder_subfolder,
             ),
         ]
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if not config.init_text_encoder_from:
+            why = "init_text_encoder_from is empty, and the weights are model_path's"
+            yield from unread(config, "text_encoder_subfolder", why)
+
+    @classmethod
+    def adaptable(cls, config: Config) -> Set[str]:
+        """The vision tower's too, where it is trained."""
+        tower = () if config.freeze_vision_tower else ("qkv", "proj")
+        return super().adaptable(config) | set(tower)
 
     @classmethod
     def reads_from(cls, config: Config) -> Sequence[str]:

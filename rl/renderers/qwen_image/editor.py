@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving
+from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving, unread
 from rl.api.renderer import Renderer
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
+from rl.files.model_files import missing_model
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.qwen_image.config import (
@@ -121,7 +122,22 @@ class QwenImageEditor(Renderer[ConfigT]):
             )
         if config.lora_weight_name and not config.lora_path:
             problems.append("lora_weight_name: names a file of lora_path, which is not set")
+        lora = config.lora_path
+        if lora and not Path(lora).is_file():
+            folder = Path(lora)
+            problems += [] if folder.is_dir() else missing_model("lora_path", lora)
+            name = config.lora_weight_name
+            if folder.is_dir() and name and not (folder / name).is_file():
+                problems.append(f"lora_weight_name: {lora} holds no {name!r}")
         return problems
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if config.true_cfg_scale == 1:
+            yield from unread(config, "negative_prompt cfg_in_one_forward", "true_cfg_scale is 1")
+        if config.height_px is not None:
+            yield from unread(config, "output_area_px", "height_px and width_px are given")
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:

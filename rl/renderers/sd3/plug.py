@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources
+from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, unread
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
 from rl.config.schema import RunConfig
@@ -69,6 +69,12 @@ class SD3(Renderer[Config]):
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
         return side_problems(config, PATCH_PX)
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if config.guidance_scale == 1:
+            yield from unread(config, "negative_prompt cfg_in_one_forward", "guidance_scale is 1")
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
