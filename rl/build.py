@@ -347,6 +347,16 @@ def num_iterations(config: RunConfig, num_samples: int) -> int:
     return max(1, round(config.num_epochs * num_samples / config.prompts_per_iteration))
 
 
+def planned_iterations(resolved: Resolved) -> int | None:
+    """The same before the data is loaded; None where only that would tell."""
+    config = resolved.config
+    counts = [plug.cls.count(plug.config) for plug in resolved.train]
+    if config.num_iterations is not None or config.num_epochs is None or not counts:
+        return config.num_iterations
+    known = [count for count in counts if count is not None]
+    return num_iterations(config, sum(known)) if len(known) == len(counts) else None
+
+
 def sampling_params(config: RunConfig) -> SamplingParams:
     """How training completions are drawn."""
     return SamplingParams(

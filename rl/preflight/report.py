@@ -16,11 +16,14 @@ from collections.abc import Iterable, Sequence
 from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed
 from rl.preflight import compatibility, footprint, memory_plan
+from rl.preflight.disk import disk_lines
 from rl.preflight.dry_run import dry_problems
+from rl.preflight.leaving import leaving_lines
 from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
 from rl.preflight.no_effect import no_effect
 from rl.preflight.resume import check_resume
+from rl.preflight.this_machine import machine_lines, machine_problems
 from rl.ranks import placement
 from rl.record.checkpoint import find, read_state
 from rl.record.scrub import scrubbed
@@ -37,9 +40,11 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int) -> list[str]:
-    """What does not fit the GPUs of `machine`, on which `num_ranks` ranks start; [] where the
-    policy lies on none. `problems` comes first."""
+    """What this machine lacks, and what does not fit the GPUs of `machine`, on which `num_ranks`
+    ranks start; [] where the policy lies on none. `problems` comes first."""
     resolved = build.resolve(config)
+    if lacking := machine_problems(resolved):
+        return lacking
     stated = resolved.policy.config.device
     owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
     sizes_gb = {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
@@ -69,11 +74,15 @@ def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
         "batch": _batch_lines(resolved),
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
         "judge": _judge_lines(resolved),
+        "disk": disk_lines(resolved),
+        "this machine": machine_lines(resolved),
+        "leaves this machine": leaving_lines(resolved),
     }
     if idle := no_effect(resolved):
         blocks["set, and without effect here"] = idle
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
+    found += machine_problems(resolved)
     found = found or dry_problems(resolved)
     last, code = _verdict(found, footprint.unknowns(resolved))
     return "\n".join([*lines, last]), code

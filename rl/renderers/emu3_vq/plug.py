@@ -15,6 +15,7 @@ from pydantic import Field
 from rl.api.plug import Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
+from rl.config.schema import RunConfig
 from rl.ranks.placement import resolve_device
 from rl.renderers.emu3_vq.checkpoint import (
     ORIGINAL,
@@ -26,6 +27,10 @@ from rl.renderers.emu3_vq.checkpoint import (
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
+
+
+CODE_PX = 8
+"""Side of what a code stands for, px."""
 
 
 class Config(FrozenModelConfig):
@@ -82,3 +87,8 @@ class Emu3Vq(Renderer[Config]):
         file = Path(config.model_path) / "config.json"
         stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
         return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}
+
+    @classmethod
+    def picture_area_px(cls, config: Config, run: RunConfig) -> int:
+        """Every token of a completion a code."""
+        return run.sampling.max_completion_tokens * CODE_PX**2

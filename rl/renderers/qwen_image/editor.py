@@ -191,15 +191,22 @@ class QwenImageEditor(Renderer[ConfigT]):
         rows = config.batch_size * (
             2 if config.true_cfg_scale > 1 and config.cfg_in_one_forward else 1
         )
-        fixed = (config.height_px or 0) * (config.width_px or 0)
-        area_px = (fixed or config.output_area_px) + config.condition_area_px
+        area_px = _output_area_px(config) + config.condition_area_px
         return {
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
-            "vae": 8 * 96 * max(fixed or config.output_area_px, config.condition_area_px),
+            "vae": 8 * 96 * max(_output_area_px(config), config.condition_area_px),
         }
+
+    @classmethod
+    def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int:
+        return _output_area_px(config)
 
     @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
         """Fewer pictures at once, then smaller weights."""
         smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
         return [*super().savings(config), *smaller]
+
+
+def _output_area_px(config: QwenImageConfig) -> int:
+    return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px
