@@ -10,9 +10,10 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from rl.api.plug import ModelFiles, RunPlug
+from rl.api.plug import ModelFiles
 from rl.build import Plug, Resolved
 from rl.files.model_files import cached, missing_model
 from rl.judge.endpoint import is_loopback, resolve_api_base
@@ -30,7 +31,7 @@ def leaving_lines(resolved: Resolved) -> list[str]:
 def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
     """(key, hub id, whether it is in the local cache) of every model that a plug loads."""
     found: dict[tuple[str, str], bool] = {}
-    plugs: list[Plug[RunPlug]] = [resolved.policy, *resolved.model_runners]
+    plugs: list[Plug[Any]] = [resolved.policy, *resolved.model_runners]
     for plug in plugs:
         for model in plug.cls.models(plug.config):
             if Path(model.path).is_dir():
