@@ -127,7 +127,7 @@ def _wrong_kind(part: ModelFiles, written: dict[str, Any] | None, where: str) ->
     """Why that config file is not one of a model that can be loaded, or ''."""
     if written is None:
         return f"{where} is damaged: it holds no JSON object; copy or download it again"
-    key = next((key for key in KIND_KEYS if key in written), KIND_KEYS[0])
+    key = next((key for key in KIND_KEYS if key in written), " or ".join(KIND_KEYS))
     stated = [(key, [written.get(key)], part.kinds)]
     architectures = written.get("architectures")
     if isinstance(architectures, list) and architectures:

@@ -29,15 +29,11 @@ CUDA, MIN_DRIVER = 13, 580
 
 def machine_problems(resolved: Resolved) -> list[str]:
     """What this machine lacks; [] where it has no GPU, or the run uses none."""
-    version_found = driver() if _wants_gpu(resolved) and not _torch_is_for_cpu() else ""
-    if not version_found:
+    here = driver() if _wants_gpu(resolved) and _torch_build() != "cpu" else ""
+    if not here:
         return []
-    found = [
-        *_driver_problems(version_found),
-        *_offline_problems(resolved),
-        *disk_problems(resolved),
-    ]
-    return found + (compiler_problems() if _builds_kernels(resolved) else [])
+    found = [*_driver_problems(here), *_offline_problems(resolved), *disk_problems(resolved)]
+    return found + (_compiler_problems() if _builds_kernels(resolved) else [])
 
 
 def machine_lines(resolved: Resolved) -> list[str]:
@@ -50,7 +46,7 @@ def machine_lines(resolved: Resolved) -> list[str]:
     found = driver()
     if not found:
         return [f"no GPU to be seen; the machine that trains needs {needs}"]
-    if _torch_is_for_cpu():
+    if _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
     return [f"NVIDIA driver {found}; needed: {needs}"]
 
@@ -68,7 +64,36 @@ def driver() -> str:
     return words[0] if done.returncode == 0 and words else ""
 
 
-def compiler_problems() -> list[str]:
+def _wants_gpu(resolved: Resolved) -> bool:
+    return any(claim.device != "cpu" for claim in build.claims(resolved))
+
+
+def _torch_build() -> str:
+    """'cpu' or 'cu126', as the installed PyTorch is called; '' as the pinned one is, or none."""
+    try:
+        return version("torch").partition("+")[2]
+    except PackageNotFoundError:
+        return ""
+
+
+def _builds_kernels(resolved: Resolved) -> bool:
+    """An engine of its own has Triton's kernels; PyTorch's eager ones need no compiler."""
+    return not resolved.engine.cls.samples_with_trainer
+
+
+def _driver_problems(found: str) -> list[str]:
+    """Of a driver of that version, for the pinned PyTorch."""
+    major = found.partition(".")[0]
+    is_old = major.isdecimal() and int(major) < MIN_DRIVER
+    if not is_old or _torch_build() or _compatible_cuda() >= CUDA:
+        return []
+    return [
+        f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is built "
+        f"for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
+    ]
+
+
+def _compiler_problems() -> list[str]:
     """As Triton looks for them."""
     stated = os.environ.get("CC")
     found = []
@@ -92,32 +117,6 @@ def compiler_problems() -> list[str]:
             f"with it: apt install {python}-dev, or use a Python that brings its headers"
         )
     return found
-
-
-def _wants_gpu(resolved: Resolved) -> bool:
-    return any(claim.device != "cpu" for claim in build.claims(resolved))
-
-
-def _torch_is_for_cpu() -> bool:
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
-
-
-def _builds_kernels(resolved: Resolved) -> bool:
-    """An engine of its own has Triton's kernels; PyTorch's eager ones need no compiler."""
-    return not resolved.engine.cls.samples_with_trainer
-
-
-def _driver_problems(found: str) -> list[str]:
-    major = found.partition(".")[0]
-    if not major.isdecimal() or int(major) >= MIN_DRIVER or _compatible_cuda() >= CUDA:
-        return []
-    return [
-        f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is built "
-        f"for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
-    ]
 
 
 def _compatible_cuda() -> int:

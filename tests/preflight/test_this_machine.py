@@ -70,6 +70,8 @@ def lacking(*overrides: str) -> list[str]:
 def test_a_machine_with_everything_lacks_nothing(box: Box) -> None:
     box()
     assert lacking() == []
+    box(driver="570.1", torch="2.13.0+cu126")
+    assert lacking() == [], "a PyTorch of one's own for an older driver"
     box(driver="595.10", programs=("clang",))
     assert lacking() == []
     [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart")))
