@@ -286,6 +286,12 @@ _ANSWERS: Sequence[tuple[type[PlugBase[Any]], str, Callable[[Any], bool], str]] 
         lambda found: isinstance(found, PromptTemplate | None),
         "a PromptTemplate, or None",
     ),
+    (
+        Renderer,
+        "state_dim_of",
+        lambda found: found is None or _is_count(found),
+        "a width, or None",
+    ),
     (Renderer, "negative_prompt", lambda found: isinstance(found, str | None), "words, or None"),
     (Policy, "has_frozen_tower", lambda found: isinstance(found, bool), "True or False"),
     (

@@ -65,6 +65,11 @@ class Renderer(ModelRunner[ConfigT]):
         return None
 
     @classmethod
+    def state_dim_of(cls, config: ConfigT) -> int | None:
+        """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
+        return None
+
+    @classmethod
     def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int | None:
         """Of a drawn picture, at the most, for `--check`'s plan of the disk; None: unknown."""
         return None

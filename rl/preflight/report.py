@@ -39,6 +39,11 @@ def problems(config: RunConfig) -> list[str]:
     return found or dry_problems(resolved)
 
 
+def set_in_vain(config: RunConfig) -> list[str]:
+    """Keys that are set and have no effect, as 'key: why'. `problems` comes first."""
+    return no_effect(build.resolve(config))
+
+
 def problems_here(config: RunConfig, machine: placement.Machine, num_ranks: int) -> list[str]:
     """What this machine lacks, and what does not fit the GPUs of `machine`, on which `num_ranks`
     ranks start; [] where the policy lies on none. `problems` comes first."""

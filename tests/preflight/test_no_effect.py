@@ -11,6 +11,7 @@ import tiny_config
 from rl import build
 from rl.preflight import report
 from rl.preflight.no_effect import no_effect
+from rl.simple_launch import main
 
 SHIPPED = [path.stem for path in sorted(Path("configs").glob("*.jsonnet"))]
 DISTINCT = [
@@ -125,6 +126,19 @@ def test_check_tells_it_and_finds_nothing_wrong() -> None:
     assert "without effect" not in plain
 
 
+def test_a_launch_says_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
+    place = f"base_exp_dir={tmp_path}"
+    with pytest.raises(SystemExit) as done:
+        main(["configs/quickstart.jsonnet", place, "optimizer.zero_stage=3"])
+    assert done.value.code == 0
+    assert capsys.readouterr().err.endswith(
+        "set, and without effect here: optimizer.zero_stage: backend 'torch' shards nothing\n"
+    )
+
+
 def test_a_system_prompt_beside_an_editor_is_refused() -> None:
     for name in ("qwen_image_edit", "qwen_image_edit_plus"):
         for words in ("Be bold.", '""'):
@@ -165,6 +179,21 @@ def test_what_would_be_passed_over_in_silence_is_refused(
     assert problem.startswith(message)
 
 
+def test_states_of_another_width_are_refused() -> None:
+    """By what the hub's models are known to have, and by what local ones say."""
+    local = str(Path("tiny_world/weights/rewriter").absolute())
+    for name, model, found, reads in (
+        ("qwen_image_edit", "Qwen/Qwen2.5-VL-3B-Instruct", 2048, 3584),
+        ("quickstart", local, 64, 128),
+    ):
+        changes = [f"policy.model_path={model}", "policy.init_text_encoder_from="]
+        assert report.problems(tiny_config.shipped(name, *changes)) == [
+            f"policy: the hidden states of {model!r} are {found} wide, and renderer "
+            f"(qwen_image_edit) reads {reads}; start from the text encoder that it was trained "
+            "with (policy.model_path, policy.init_text_encoder_from)"
+        ]
+
+
 def test_layers_of_a_trained_tower_may_be_named() -> None:
     tower = ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"]
     assert report.problems(tiny_config.shipped("qwen_image_edit", *tower)) == []
@@ -174,6 +203,9 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
     shape = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(shape))
     change = f"policy.adapter_path={tmp_path}"
+    [lacking] = report.problems(tiny_config.shipped("quickstart", change))
+    assert lacking.startswith(f"policy.adapter_path: {tmp_path} lacks adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     config = tiny_config.shipped("quickstart", change)
     assert report.problems(config) == []
     brought = "policy.lora.target_modules: adapter_path brings its own"

@@ -97,9 +97,11 @@ class Qwen25VL(TrainedPolicy[Config]):
                 files=FILES,
             ),
         )
+        adapter = super().models(config)
         if not editor:
-            return [whole]
+            return [whole, *adapter]
         return [
+            *adapter,
             replace(whole, config_required=False, weights=()),
             ModelFiles(
                 "init_text_encoder_from",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import unread
+from rl.api.plug import ModelFiles, unread
 from rl.api.policy import Decoder, LoraSection, PolicyConfig
 from rl.api.types import Completion, Prompt, Row, TokenBatch
 from rl.config.schema import RunConfig
@@ -21,6 +21,9 @@ from rl.files.weights import align_weights
 from rl.meter.flops import STAGES
 from rl.policies.shared.trained_weights import TrainedWeights
 from rl.record.adapter_base import ADAPTER_CONFIG, read_config
+
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""PEFT's names for them."""
 
 
 class TrainedPolicyConfig(PolicyConfig):
@@ -50,6 +53,14 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
     def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
         """Its `model_path`."""
         return [config.model_path]
+
+    @classmethod
+    def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
+        """The adapter it starts from; a policy adds its weights and words."""
+        adapter = config.adapter_path
+        if not (adapter and Path(adapter, ADAPTER_CONFIG).is_file()):
+            return []
+        return [ModelFiles("adapter_path", adapter, config=ADAPTER_CONFIG, weights=ADAPTER_WEIGHTS)]
 
     @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:

@@ -15,6 +15,7 @@ from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving, un
 from rl.api.renderer import Renderer
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
+from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
@@ -49,6 +50,9 @@ HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
         "Qwen/Qwen-Image-Edit-2511",
     )
 }
+
+HUB_STATE_DIM = 3584
+"""Of Qwen2.5-VL-7B."""
 
 ConfigT = TypeVar("ConfigT", bound=QwenImageConfig, default=QwenImageConfig)
 
@@ -196,6 +200,15 @@ class QwenImageEditor(Renderer[ConfigT]):
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
             "vae": 8 * 96 * max(_output_area_px(config), config.condition_area_px),
         }
+
+    @classmethod
+    def state_dim_of(cls, config: ConfigT) -> int | None:
+        """Known hub ids', or as a local folder's transformer says it."""
+        file = Path(config.model_path, "transformer", "config.json")
+        if not file.is_file():
+            return HUB_STATE_DIM if config.model_path in HUB_PARAMETERS else None
+        stated = (row_of(file.read_bytes()) or {}).get("joint_attention_dim")
+        return stated if isinstance(stated, int) else None
 
     @classmethod
     def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int:
