@@ -58,7 +58,7 @@
   algorithm+: { kl_coeff: 0.01 },  // CLIP can be flattered by odd words: stay near the language model
   optimizer+: {
     backend: if $.world_size == 1 then 'torch' else 'deepspeed',
-    zero_stage: 1,  // adapters: see base.libsonnet
+    [if $.world_size > 1 then 'zero_stage']: 1,  // adapters: see base.libsonnet
     gradient_checkpointing: if $.gpu_gb >= 141 then 'mlp' else true,
   },
   evaluation+: { every_n_iterations: 25, num_samples: 64 },

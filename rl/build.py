@@ -21,13 +21,22 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rl.api import find
 from rl.api.data import DataSource, RowRules
 from rl.api.engine import Engine, EngineClaim, EngineMemory, EngineSetup
-from rl.api.plug import ModelRunner, PlugBase, Resources, Saving, shown
+from rl.api.plug import (
+    ModelFiles,
+    ModelRunner,
+    PlugBase,
+    Resources,
+    RunPlug,
+    Saving,
+    shown,
+)
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward
 from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
+from rl.files.model_files import model_problems
 from rl.ranks.placement import Claim, claims_of
 from rl.ranks.seeding import derive_seed
 
@@ -84,6 +93,12 @@ class Resolved:
     weights_per_row: bool
     """They were given as coefficients: each times its source's rows is the weight."""
     validation: Sequence[Plug[DataSource]]
+
+    @property
+    def plugs(self) -> Sequence[Plug[Any]]:
+        """All of them, as the config orders them."""
+        parts = (self.policy, self.engine, self.renderer)
+        return [*parts, *self.rewards.values(), *self.train, *self.validation]
 
     @property
     def model_runners(self) -> Sequence[Plug[ModelRunner]]:
@@ -205,7 +220,19 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
     if config is None:
         return None, problems
     plug = Plug(key, config, found)
-    return plug, _answers(plug)
+    return plug, _model_problems(plug) or _answers(plug)
+
+
+def _model_problems(plug: Plug[Any]) -> list[str]:
+    """Asked before its other answers, some of which are read off the files."""
+    if not issubclass(plug.cls, RunPlug):
+        return []
+    models, wrong = ask_plug(plug, plug.cls.models, _are_models, "a list of ModelFiles")
+    return wrong or [f"{plug.key}.{problem}" for problem in model_problems(models)]
+
+
+def _are_models(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(model, ModelFiles) for model in value)
 
 
 def ask_plug(
@@ -259,6 +286,12 @@ _ANSWERS: Sequence[tuple[type[PlugBase[Any]], str, Callable[[Any], bool], str]] 
         "prompt_template",
         lambda found: isinstance(found, PromptTemplate | None),
         "a PromptTemplate, or None",
+    ),
+    (
+        Renderer,
+        "state_dim_of",
+        lambda found: found is None or _is_count(found),
+        "a width, or None",
     ),
     (Renderer, "negative_prompt", lambda found: isinstance(found, str | None), "words, or None"),
     (Policy, "has_frozen_tower", lambda found: isinstance(found, bool), "True or False"),
@@ -319,6 +352,16 @@ def num_iterations(config: RunConfig, num_samples: int) -> int:
         return config.num_iterations
     assert config.num_epochs is not None, "compatibility_problems refuses a config with neither"
     return max(1, round(config.num_epochs * num_samples / config.prompts_per_iteration))
+
+
+def planned_iterations(resolved: Resolved) -> int | None:
+    """The same before the data is loaded; None where only that would tell."""
+    config = resolved.config
+    counts = [plug.cls.count(plug.config) for plug in resolved.train]
+    if config.num_iterations is not None or config.num_epochs is None or not counts:
+        return config.num_iterations
+    known = [count for count in counts if count is not None]
+    return num_iterations(config, sum(known)) if len(known) == len(counts) else None
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:

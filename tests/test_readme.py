@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -19,6 +20,7 @@ from rl.api.types import RenderJob, RewardInput, Sample
 from rl.config.schema import load_config
 from rl.preflight import report
 from rl.run.metric_table import page, shipped_rows
+from rl.simple_launch import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -81,3 +83,27 @@ def test_the_plugs_of_write_a_plug_work_as_printed(
     [(_, drawn)] = poster.render([job])
     assert drawn.size == (512, 512) and len(set(drawn.tobytes())) > 1
     assert rich.value == 1.0 and plain.value == pytest.approx(plain.parts["share"] ** 0.5)
+
+
+def test_trainer_and_judge_on_one_machine_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [block] = [block for block in printed("Train yours") if "serve_judge.sh" in block]
+    lines = [line for line in block.split("\n") if line]
+    judge, exports, check, launch = lines[0], lines[1:-2], lines[-2], lines[-1]
+    assert judge == "CUDA_VISIBLE_DEVICES=6,7 scripts/serve_judge.sh"
+    for line in exports:
+        for word in line.removeprefix("export ").split():
+            name, _, value = word.partition("=")
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("APP__BASE_EXP_DIR", str(tmp_path))
+    trained = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    assert sorted([*trained, "6", "7"]) == list("01234567")
+    assert check.replace("--check ", "") == launch
+    words = check.removeprefix("python -m rl.simple_launch ").split()
+    with pytest.raises(SystemExit) as done:
+        main(words)
+    text = " ".join(capsys.readouterr().out.split())
+    assert done.value.code == 0 and text.endswith("nothing is wrong")
+    assert f"prompts 12 an iteration 2 on each of {len(trained)} ranks" in text
+    assert "to the judge" not in text

@@ -9,8 +9,9 @@ and checking a plug (`find.py`).
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import Field
@@ -18,7 +19,7 @@ from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
 from rl.api.metric import Metric
-from rl.config.schema import RunConfig, Section
+from rl.config.schema import RunConfig, Section, changed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -60,6 +61,13 @@ class FileConfig(PlugConfig):
     """File or folder."""
 
 
+def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
+    """For `no_effect`: those of `keys` (words; None: of all) that are set away from their defaults.
+    `at`: where the section stands, 'lora.'."""
+    set_ones = changed(section, None if keys is None else keys.split())
+    return [f"{at}{key}: {why}" for key in set_ones]
+
+
 ConfigT = TypeVar("ConfigT", bound=Section, default=PlugConfig)
 
 
@@ -91,6 +99,17 @@ class PlugBase(ABC, Generic[ConfigT]):
             return [config.model_path]
         return [config.path] if isinstance(config, FileConfig) and config.path else []
 
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        """Keys that are set and that nothing reads beside the section's others, as 'key: why';
+        `--check` tells them. What contradicts the others is a problem instead."""
+        found = []
+        if isinstance(config, PlacedConfig) and config.device == "cpu":
+            found += unread(config, "max_memory_gb", "a CPU's memory is not limited")
+        if isinstance(config, FrozenModelConfig) and Path(config.model_path).is_dir():
+            found += unread(config, "revision", "model_path is a folder")
+        return found
+
     def take_metrics(self) -> Mapping[str, float]:
         """What there is to report since the last call: means over what this rank saw, by declared
         names; those with nothing to say are left out.
@@ -111,8 +130,45 @@ class PlugBase(ABC, Generic[ConfigT]):
         return None
 
 
+SAFETENSORS = ("model.safetensors",)
+"""Weights as transformers saves them."""
+DIFFUSERS_SAFETENSORS = ("diffusion_pytorch_model.safetensors",)
+"""As diffusers does."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """One model that a plug loads: what its folder has to hold."""
+
+    key: str
+    """Of the section, where the folder is named: 'model_path'."""
+    path: str
+    """Folder or hub id."""
+    kinds: Set[str] = frozenset()
+    """What `model_type` (transformers) or `_class_name` (diffusers) of its config file may be;
+    empty: whatever."""
+    classes: Set[str] = frozenset()
+    """What `architectures` may be, where it is stated; empty: whatever."""
+    subfolder: str = ""
+    revision: str | None = None
+    """Of a hub id; None = the newest."""
+    config: str = "config.json"
+    config_required: bool = True
+    weights: Sequence[str] = SAFETENSORS
+    """One of these, or of their indices (`model.safetensors.index.json`) with every file that it
+    names; () = none is read."""
+    files: Sequence[Sequence[str]] = ()
+    """Of each of these one more file must be there."""
+
+
 class RunPlug(PlugBase[ConfigT]):
     """A plug that the rest of the config may contradict: all but data sources."""
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        """What it loads. A start refuses a folder that is not there, holds another model or lacks
+        files; of a hub id it looks at what is in the local cache."""
+        return []
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:

@@ -108,6 +108,12 @@ class Policy(RunPlug[PolicyConfigT]):
     """What each sample must bring, in the words of `DataSource.provides`; a picture only where the
     renderer's template shows one."""
 
+    own_words: ClassVar[Set[str]] = frozenset()
+    """Keys of its section that stand for what a renderer's template says: set beside a renderer
+    that brings one, they are refused."""
+    own_states: ClassVar[Set[str]] = frozenset()
+    """Keys that are read only where the renderer takes hidden states."""
+
     module: torch.nn.Module
     """`module(batch: TokenBatch) -> TokenOutputs`; what the learner trains. Everything a forward
     needs happens inside this one call, so that sharded training (ZeRO-3) can wrap it."""

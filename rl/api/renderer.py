@@ -26,6 +26,7 @@ from rl.api.types import (
     Sample,
     StateKind,
 )
+from rl.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,6 +62,16 @@ class Renderer(ModelRunner[ConfigT]):
     @classmethod
     def negative_prompt(cls, config: ConfigT) -> str | None:
         """What the policy must encode for guidance to steer away from; None: nothing."""
+        return None
+
+    @classmethod
+    def state_dim_of(cls, config: ConfigT) -> int | None:
+        """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
+        return None
+
+    @classmethod
+    def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int | None:
+        """Of a drawn picture, at the most, for `--check`'s plan of the disk; None: unknown."""
         return None
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:

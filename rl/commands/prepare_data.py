@@ -38,7 +38,9 @@ from rl.commands.edit_shards import (
 from rl.data import edit_jsonl, hf_dataset
 from rl.data.emu3_tokens.files import TokenisedEdit
 from rl.data.shared.rows import BadRowError, Columns, Rows
-from rl.renderers.emu3_vq.checkpoint import path_problems
+from rl.files.model_files import model_problems
+from rl.renderers.emu3_vq.plug import Config as VqConfig
+from rl.renderers.emu3_vq.plug import Emu3Vq
 
 if TYPE_CHECKING:
     from rl.renderers.emu3_vq.codec import Emu3Codec
@@ -116,8 +118,9 @@ def positive(text: str) -> int:
 def run_tokenize(options: argparse.Namespace) -> tuple[int, list[str]]:
     names = Tokenising.__dataclass_fields__
     task = Tokenising(**{name: getattr(options, name) for name in names})
-    if problems := path_problems(task.model_path):
-        raise CannotPrepare(problems[0].replace("model_path", "--model-path", 1))
+    tokenizer = VqConfig(model_path=task.model_path, revision=task.revision)
+    for problem in model_problems(Emu3Vq.models(tokenizer)):
+        raise CannotPrepare(problem.replace("model_path", "--model-path", 1))
     rows = open_rows(task)
     continue_only_the_same(options.output_path, asdict(task))
     names_of_rows = row_names(task, len(rows), options.on_bad_row)

@@ -9,7 +9,7 @@ refused. `load_config` reads the file and the command line's overrides. What not
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +37,17 @@ class Section(BaseModel):
     @classmethod
     def _locate(cls, value: Any) -> Any:
         return located(value) if isinstance(value, str) else value
+
+
+def changed(section: BaseModel, keys: Iterable[str] | None = None) -> list[str]:
+    """Those of `keys` (None: of all) whose values are not their defaults."""
+    fields = type(section).model_fields
+    return [
+        key
+        for key in (fields if keys is None else keys)
+        if not fields[key].is_required()
+        and getattr(section, key) != fields[key].get_default(call_default_factory=True)
+    ]
 
 
 class SamplingConfig(Section):
@@ -340,15 +351,6 @@ class ConfigError(ValueError):
 def listed(problems: Sequence[str]) -> str:
     """One bullet each, further lines of a problem under its first."""
     return "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems)
-
-
-def missing_model(key: str, path: str) -> list[str]:
-    """What is wrong with a model's path: [] for a folder that is there and for what looks like a
-    hub id ('owner/name', taken on trust: a config is checked without the network)."""
-    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
-    if (path and Path(path).is_dir()) or is_hub_id:
-        return []
-    return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 
 
 def load_config(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
+from rl.api.plug import unread
 from rl.data.shared.rows import BadRowError, Columns, Rows, RowsConfig, RowsSource, pick
 from rl.ranks.wheels import mend_mismatched_wheels
 
@@ -82,6 +83,12 @@ class HfDataset(RowsSource[Config]):
         except ValueError as error:  # pyarrow's complaint about a file that is no parquet
             return [f"{path}: {error}"]
         return []
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if Path(config.path).is_file():
+            yield from unread(config, "name revision", "path is a file")
 
     @classmethod
     def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:

@@ -1,4 +1,5 @@
-"""Weights: how many a file's header says; where they lie once loaded; the sums of their bits."""
+"""Weights: how many a file holds and whether it is whole, from its header alone; where they lie
+once loaded; the sums of their bits."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ ALIGNMENT_BYTES = 64
 """Of what PyTorch allocates on the CPU."""
 NUM_COLUMNS = 1024
 """Of the matrix in which `bit_sums` lays a tensor out, 64-bit numbers."""
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that was cloned without its content."""
 
 
 def num_parameters(
@@ -72,8 +75,31 @@ def _weights_like(numbers: torch.Tensor) -> torch.Tensor:
     return (mixed ^ (mixed >> 31)) | 1
 
 
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The first 8 bytes are the length of a JSON header."""
+def damage_of(file: Path) -> str:
+    """Why a file of weights is not whole, or ''; only of safetensors is more known than that it is
+    empty, or a pointer of Git LFS."""
+    size = file.stat().st_size
     with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        start = stream.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        return f"{file} is a pointer of Git LFS, not the weights; fetch them (git lfs pull)"
+    again = "copy or download it again"
+    if file.suffix != ".safetensors":
+        return "" if size else f"{file} is empty; {again}"
+    try:
+        ends = [tensor["data_offsets"][1] for tensor in _header(file).values()]
+        expected = 8 + int.from_bytes(start[:8], "little") + max(ends, default=0)
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        return f"{file} has no readable header of safetensors ({size} bytes); {again}"
+    return "" if size == expected else f"{file} has {size} bytes instead of {expected}; {again}"
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """The first 8 bytes are the length of a JSON header. Raises ValueError where it is longer than
+    the file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file}: a header of {length} bytes")
+        header = json.loads(stream.read(length))
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}

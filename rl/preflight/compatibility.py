@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rl.build import ask_plug, claims, row_rules
-from rl.config.schema import RunConfig
+from rl.config.schema import RunConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_base
 from rl.judge.server import start_problems
+from rl.preflight import footprint
 from rl.ranks import placement
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             f"policy {policy.name} gives {' or '.join(sorted(policy.cls.state_kinds))} ones; "
             "choose another policy or renderer"
         )
+    else:
+        yield from _width_problems(resolved)
     sources = [*resolved.train, *resolved.validation]
     for need in sorted(policy.cls.needs):
         lacking = [s.key for s in sources if need not in s.cls.provides(s.config)]
@@ -66,6 +69,12 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
                 f"{', '.join(lacking)} does not provide; tokenise the data with "
                 "rl prepare"
             )
+    if renderer.cls.prompt_template(renderer.config) is not None:
+        yield from (
+            f"policy.{key}: set, but renderer {renderer.name} brings the words that its text "
+            "encoder was trained under, and the policy writes under those; drop the key"
+            for key in changed(policy.config, sorted(policy.cls.own_words))
+        )
     for plug in (policy, resolved.engine, renderer):
         problems, wrong = _told(plug, plug.cls.problems, resolved.config)
         yield from (f"{plug.key}.{problem}" for problem in problems)
@@ -79,6 +88,19 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             f"engine.max_model_len: {length} tokens hold no prompt of {prompt} "
             f"(policy.max_prompt_tokens) with a completion of {longest} "
             f"(sampling.max_completion_tokens); needs {prompt + longest}"
+        )
+
+
+def _width_problems(resolved: Resolved) -> Iterable[str]:
+    """As far as both are known; the rest is found when both are loaded."""
+    sizes = footprint.sizes(resolved)
+    reads = resolved.renderer.cls.state_dim_of(resolved.renderer.config)
+    if sizes is not None and reads is not None and sizes.model.width != reads:
+        yield (
+            f"policy: the hidden states of {footprint.policy_weights(resolved)!r} are "
+            f"{sizes.model.width} wide, and {resolved.renderer.key} ({resolved.renderer.name}) "
+            f"reads {reads}; start from the text encoder that it was trained with "
+            "(policy.model_path, policy.init_text_encoder_from)"
         )
 
 

@@ -12,16 +12,19 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed
 from rl.preflight import compatibility, footprint, host_memory, memory_plan
+from rl.preflight.disk import disk_lines
 from rl.preflight.dry_run import dry_problems
 from rl.preflight.host_memory import HostPlan
+from rl.preflight.leaving import leaving_lines
 from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
+from rl.preflight.no_effect import no_effect
 from rl.preflight.resume import check_resume
+from rl.preflight.this_machine import machine_lines, machine_problems
 from rl.ranks import placement
 from rl.record.checkpoint import find, read_state
 from rl.record.scrub import scrubbed
@@ -37,15 +40,23 @@ def problems(config: RunConfig) -> list[str]:
     return found or dry_problems(resolved)
 
 
+def set_in_vain(config: RunConfig) -> list[str]:
+    """Keys that are set and have no effect, as 'key: why'. `problems` comes first."""
+    return no_effect(build.resolve(config))
+
+
 def problems_here(
     config: RunConfig,
     machine: placement.Machine,
     num_ranks: int,
     host_gb: float | None = None,
 ) -> list[str]:
-    """What does not fit the GPUs of `machine`, on which `num_ranks` ranks start, or its memory of
-    `host_gb` (None: unknown); [] where the policy lies on no GPU. `problems` comes first."""
+    """What this machine lacks, and what does not fit the GPUs of `machine`, on which `num_ranks`
+    ranks start, or its memory of `host_gb` (None: unknown); [] where the policy lies on no GPU.
+    `problems` comes first."""
     resolved = build.resolve(config)
+    if lacking := machine_problems(resolved):
+        return lacking
     own_gb = own_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
         return []
@@ -104,9 +115,15 @@ def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
             resolved, gpu_gb, num_ranks, host_gb
         ),
         "judge": _judge_lines(resolved),
+        "disk": disk_lines(resolved),
+        "this machine": machine_lines(resolved),
+        "leaves this machine": leaving_lines(resolved),
     }
+    if idle := no_effect(resolved):
+        blocks["set, and without effect here"] = idle
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
+    found += machine_problems(resolved)
     found = found or dry_problems(resolved)
     last, code = _verdict(found, footprint.unknowns(resolved))
     return "\n".join([*lines, last]), code
@@ -126,12 +143,10 @@ def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
 
 
 def _plug_lines(resolved: build.Resolved) -> list[str]:
-    plugs: list[build.Plug[Any]] = [resolved.policy, resolved.engine, resolved.renderer]
-    plugs += [*resolved.rewards.values(), *resolved.train, *resolved.validation]
-    origins = ("".join(plug.cls.reads_from(plug.config)[:1]) for plug in plugs)
+    origins = ("".join(plug.cls.reads_from(plug.config)[:1]) for plug in resolved.plugs)
     return [
         f"{plug.key:<20} {plug.name:<22} {origin}".rstrip()
-        for plug, origin in zip(plugs, origins, strict=True)
+        for plug, origin in zip(resolved.plugs, origins, strict=True)
     ]
 
 

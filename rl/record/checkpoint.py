@@ -192,7 +192,7 @@ class Checkpoints:
         whole = [path for path in steps if problem_of(path, hashes=False) is None]
         kept = set(whole[-_NUM_NEWEST_KEPT:])
         every = self._config.keep_every_n_iterations
-        for_ever = {path for path in whole if every and _iteration_of(path) % every == 0} - kept
+        for_ever = {path for path in whole if every and iteration_of(path) % every == 0} - kept
         if self._config.keep == "all":
             kept |= for_ever
         else:
@@ -273,7 +273,7 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
             f"format {formats.CONFIG}"
         )
     is_name = _STEP_NAME.fullmatch(last) is not None
-    if is_name and candidates and _iteration_of(Path(last)) > _iteration_of(candidates[-1]):
+    if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
         remarks.append(
             f"checkpoint {last} was the last to be written and is gone: going on from an older one"
         )
@@ -381,10 +381,11 @@ def _sha256(path: Path) -> str:
 def _steps(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first, whole or not."""
     named = [path for path in folder.glob("step_*") if _STEP_NAME.fullmatch(path.name)]
-    return sorted((path for path in named if path.is_dir()), key=_iteration_of)
+    return sorted((path for path in named if path.is_dir()), key=iteration_of)
 
 
-def _iteration_of(path: Path) -> int:
+def iteration_of(path: Path) -> int:
+    """How many are done in the checkpoint of that name."""
     return int(path.name.removeprefix("step_"))
 
 

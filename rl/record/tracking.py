@@ -61,7 +61,7 @@ class Tracker:
         os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
         if not self._guarded("import", self._import):
             return
-        wanted = _allowed_by_env(config.tracking.wandb)
+        wanted = allowed_by_env(config.tracking.wandb)
         problem = _why_not_online(self._wandb.Settings().base_url) if wanted == "online" else None
         if problem is not None:
             warn(f"wandb: {problem}; going on offline (`wandb sync` uploads it later)")
@@ -195,7 +195,7 @@ def page_id(run_dir: Path) -> str:
     return made
 
 
-def _allowed_by_env(wanted: Mode) -> Mode:
+def allowed_by_env(wanted: Mode) -> Mode:
     """WANDB_MODE, wandb's own switch, may lower the mode, never raise it."""
     named = os.environ.get("WANDB_MODE", wanted)
     return max(wanted, named if named in _ORDER else "off", key=_ORDER.index)

@@ -14,6 +14,8 @@ class Config(QwenImageConfig):
 class QwenImageEdit(QwenImageEditor[Config]):
     """Its text encoder reads the picture, then the instruction."""
 
+    pipeline = "QwenImageEditPipeline"
+
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
         """The picture, then the instruction."""

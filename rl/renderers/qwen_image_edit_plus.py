@@ -28,6 +28,8 @@ class Config(QwenImageConfig):
 class QwenImageEditPlus(QwenImageEditor[Config]):
     """Its text encoder reads a small picture under its number, then the instruction."""
 
+    pipeline = "QwenImageEditPlusPipeline"
+
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
         """The picture under its number, then the instruction."""

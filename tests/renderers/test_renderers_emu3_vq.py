@@ -19,6 +19,7 @@ from transformers import Emu3ImageProcessor, Emu3VQVAE
 
 from rl.api.plug import Resources
 from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.files.model_files import model_problems
 from rl.renderers.emu3_vq import plug as emu3_vq
 from rl.renderers.emu3_vq.codec import Emu3Codec, fit
 from rl.renderers.emu3_vq.loop import Emu3VqLoop
@@ -310,14 +311,13 @@ def test_published_checkpoints_are_counted_by_name() -> None:
     count = sum(p.numel() for p in full.parameters())
     assert emu3_vq.Emu3Vq.parameter_counts(config)["vq"] == pytest.approx(count, rel=1e-4)
     other = emu3_vq.Config(type="emu3_vq", model_path="someone/else")
-    assert (
-        emu3_vq.Emu3Vq.problems(other, None) == [] and emu3_vq.Emu3Vq.parameter_counts(other) == {}
-    )
+    assert emu3_vq.Emu3Vq.parameter_counts(other) == {}
 
 
 def test_wrong_paths_are_named(folder: Path, tmp_path: Path) -> None:
     def problems(path: str) -> list[str]:
-        return emu3_vq.Emu3Vq.problems(emu3_vq.Config(type="emu3_vq", model_path=path), None)
+        config = emu3_vq.Config(type="emu3_vq", model_path=path)
+        return list(model_problems(emu3_vq.Emu3Vq.models(config)))
 
     assert problems(str(folder)) == []
     assert "no folder './nowhere'" in problems("./nowhere")[0]
@@ -326,4 +326,5 @@ def test_wrong_paths_are_named(folder: Path, tmp_path: Path) -> None:
     assert "lacks model.safetensors" in problems(str(tmp_path))[0]
     shutil.copy(folder / "model.safetensors", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "'llama' model, which holds no Emu3" in problems(str(tmp_path))[0]
+    another = "says model_type 'llama', but only 'Emu3VisionVQ' or 'emu3' or 'emu3_vqgan' can be"
+    assert another in problems(str(tmp_path))[0]

@@ -21,6 +21,7 @@ from tiny_pictures import make_picture
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import RenderJob
 from rl.config.messages import sections
+from rl.files.model_files import model_problems
 from rl.renderers import none, qwen_image_edit, qwen_image_edit_plus
 from rl.renderers.qwen_image import config as qwen_image
 from rl.renderers.qwen_image.loop import QwenImageLoop
@@ -126,8 +127,7 @@ def test_a_fixed_size_wins_over_the_area() -> None:
         ({"height_px": 500, "width_px": 512}, "height_px: 500 is not a multiple of 16; try 496"),
         ({"num_steps": 1}, "num_steps"),
         ({"lora_weight_name": "x.safetensors"}, "lora_path"),
-        ({"model_path": "/no/such/folder"}, "/no/such/folder"),
-        ({"model_path": "Qwen-Image-Edit"}, "owner/name"),
+        ({"lora_path": "/no/such/file"}, "/no/such/file"),
     ],
 )
 def test_each_problem_is_named(editor_folder: Path, changes: dict[str, object], named: str) -> None:
@@ -138,6 +138,8 @@ def test_each_problem_is_named(editor_folder: Path, changes: dict[str, object], 
 def test_sound_configs_have_no_problem(editor_folder: Path) -> None:
     unstretched = {"num_steps": 1, "scheduler_overrides": {"shift_terminal": None}}
     assert qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder), None) == []
+    models = qwen_image_edit.QwenImageEdit.models(make_config(editor_folder))
+    assert list(model_problems(models)) == []
     assert (
         qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder, **unstretched), None)
         == []
@@ -148,8 +150,16 @@ def test_sound_configs_have_no_problem(editor_folder: Path) -> None:
 def test_a_folder_that_lacks_a_part_is_named(tmp_path: Path) -> None:
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text("{}")
-    (problem,) = qwen_image_edit.QwenImageEdit.problems(make_config(tmp_path), None)
-    assert "lacks transformer/config.json, scheduler/scheduler_config.json" in problem
+    (problem,) = model_problems(qwen_image_edit.QwenImageEdit.models(make_config(tmp_path)))
+    assert (
+        "/vae/config.json says no model_type or _class_name, but only 'AutoencoderKLQwenImage' can"
+        in problem
+    )
+    (tmp_path / "vae" / "config.json").unlink()
+    (problem,) = model_problems(qwen_image_edit.QwenImageEdit.models(make_config(tmp_path)))
+    weights = "diffusion_pytorch_model.safetensors"
+    assert f"lacks transformer/config.json, transformer/{weights} or transformer/" in problem
+    assert problem.endswith("scheduler/scheduler_config.json; copy or download it again")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tiny_sd3 import TINY, make_jobs
 
 from rl.api.plug import Resources
 from rl.config.messages import sections
+from rl.files.model_files import model_problems
 from rl.renderers.sd3 import plug as sd3
 
 
@@ -63,10 +64,11 @@ def test_the_third_encoder_is_not_even_looked_for(sd3_folder: Path, tmp_path: Pa
     shutil.copytree(sd3_folder, folder)
     for part in ("text_encoder_3", "tokenizer_3"):
         shutil.rmtree(folder / part)
-    (problem,) = sd3.SD3.problems(make_config(folder), None)
-    assert "lacks text_encoder_3/config.json, tokenizer_3/tokenizer_config.json" in problem
+    (problem,) = model_problems(sd3.SD3.models(make_config(folder)))
+    assert "lacks text_encoder_3/config.json, text_encoder_3/model.safetensors or " in problem
     config = make_config(folder, use_t5=False)
-    assert sd3.SD3.problems(config, None) == []
+    assert list(model_problems(sd3.SD3.models(config))) == []
+    assert list(model_problems(sd3.SD3.models(make_config(sd3_folder)))) == []
     assert "text_encoder_3" not in sd3.SD3.parameter_counts(config)
     ((_, picture),) = sd3.SD3(config, Resources(None, "cpu")).render(make_jobs()[:1])
     assert picture.size == (64, 64)
@@ -120,8 +122,6 @@ def test_parameters_are_counted_from_the_folder(sd3_folder: Path) -> None:
     [
         ({"height_px": 500}, "height_px: 500 is not a multiple of 16; try 496"),
         ({"width_px": 1000}, "width_px: 1000 is not a multiple of 16; try 992"),
-        ({"model_path": "/no/such/folder"}, "/no/such/folder"),
-        ({"model_path": "stable-diffusion-3"}, "owner/name"),
     ],
 )
 def test_each_problem_is_named(sd3_folder: Path, changes: dict[str, object], named: str) -> None:

@@ -21,8 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
+from rl.api.plug import unread
 from rl.api.policy import Policy
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.config.schema import RunConfig
 from rl.engines.vllm import start
 from rl.engines.vllm import weights as vllm_weights
 from rl.engines.vllm.config import GRID, Config
@@ -52,6 +54,10 @@ CPU_CACHE_MB = 256
 """Key-value cache on a CPU."""
 UNPLANNED_SHARE = 0.01
 """Of the device that has to be free where a cache is stated and no plan was made."""
+UNMERGEABLE = (
+    "adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; use 'served', or "
+    "optimizer.zero_stage <= 2"
+)
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
@@ -74,10 +80,7 @@ class VllmEngine(Engine[Config]):
         policy = setup.policy
         merges = policy.config.lora is not None and config.adapter == "merged"
         if merges and setup.sharded:
-            raise ValueError(
-                "engine.adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; "
-                "use 'served', or optimizer.zero_stage <= 2"
-            )
+            raise ValueError(f"engine.{UNMERGEABLE}")
         reads_features = (
             policy.image_pixel_bounds is not None
             and policy.has_frozen_tower(policy.config)
@@ -125,6 +128,19 @@ class VllmEngine(Engine[Config]):
             max_num_seqs=config.max_num_seqs,
             residency=config.residency,
         )
+
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> Iterable[str]:
+        """Of an adapter that is summed into weights which no rank holds whole."""
+        optimizer = run.optimizer
+        sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
+        return [UNMERGEABLE] if sharded and config.adapter == "merged" else []
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        if config.kv_cache_memory_mb is None:
+            return []
+        return unread(config, "gpu_memory_utilization", "kv_cache_memory_mb is given")
 
     def _start(self, policy: Policy) -> Any:
         for name, value in ENVIRONMENT.items():

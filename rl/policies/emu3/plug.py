@@ -10,10 +10,12 @@ Axes: `_G` completions in a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -26,7 +28,7 @@ from rl.api.types import (
     TokenOutputs,
     UnusableSampleError,
 )
-from rl.config.schema import RunConfig, missing_model
+from rl.config.schema import RunConfig
 from rl.policies.emu3 import loading
 from rl.policies.emu3.config import Config
 from rl.policies.emu3.prompts import Emu3Prompts
@@ -72,19 +74,43 @@ class Emu3(TrainedPolicy[Config]):
         self.module = Emu3Module(self._ready(model), self, bounds)
 
     @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """Weights, and a tokenizer beside them or elsewhere."""
+        kinds = frozenset({loading.TEXT_MODEL, loading.PUBLISHED_MODEL})
+        weights = ModelFiles("model_path", config.model_path, kinds, revision=config.revision)
+        words = (("tokenizer.json", loading.TIKTOKEN_FILE),)
+        if not config.tokenizer_path:
+            return [replace(weights, files=words), *super().models(config)]
+        tokenizer = ModelFiles(
+            "tokenizer_path",
+            config.tokenizer_path,
+            config_required=False,
+            weights=(),
+            files=words,
+        )
+        return [weights, tokenizer, *super().models(config)]
+
+    @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        found = missing_model("model_path", config.model_path)
-        if config.tokenizer_path:
-            found += missing_model("tokenizer_path", config.tokenizer_path)
-        found += super().problems(config, run)
-        found += config.schedule_problems()
+        found = super().problems(config, run) + config.schedule_problems()
         if "<|image token|>" in config.assistant_prefill:
             found.append(
                 "assistant_prefill: holds '<|image token|>', after which rows begin and no "
                 "constraint would know it; end the prefill before it"
             )
         return found
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        for kind, is_on in (
+            ("text", config.train_text_tokens_only),
+            ("vision", config.train_vision_tokens_only),
+        ):
+            if not is_on:
+                keys = f"{kind}_only_cycle_steps {kind}_only_steps"
+                yield from unread(config, keys, f"train_{kind}_tokens_only is false")
 
     def _unused_ids(self, vocab_size: int, picture: ImageVocabulary) -> tuple[int, ...]:
         """Ids that no token has; none where a constraint never offers them.

@@ -8,12 +8,14 @@ Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
+from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -25,7 +27,6 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.config.schema import RunConfig, missing_model
 from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl.config import Config
 from rl.policies.qwen2_5_vl.prompts import QwenPrompts
@@ -43,10 +44,19 @@ NOTHING_WRITTEN = Completion((), (), "stop")
 """The prompt is all that a stock editor reads."""
 
 
+KINDS, CLASSES = frozenset({"qwen2_5_vl"}), frozenset({"Qwen2_5_VLForConditionalGeneration"})
+FILES = (
+    ("tokenizer.json", "vocab.json"),
+    ("preprocessor_config.json", "processor_config.json"),
+)
+
+
 class Qwen25VL(TrainedPolicy[Config]):
     """Description states for a diffusion transformer, or the words themselves."""
 
     emits = frozenset({"hidden_states", "text"})
+    own_words = frozenset({"system_prompt"})
+    own_states = frozenset({"conditioning"})
     loading = loading
     embedding = "model.language_model.embed_tokens.weight"
 
@@ -78,12 +88,46 @@ class Qwen25VL(TrainedPolicy[Config]):
         self._negatives = LRUCache(config.max_kept_pictures)
 
     @classmethod
-    def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        found = missing_model("model_path", config.model_path)
-        if config.init_text_encoder_from:
-            found += missing_model("init_text_encoder_from", config.init_text_encoder_from)
-        return found + super().problems(config, run)
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """Weights, tokenizer and image processor; the weights may be an editor's text encoder."""
+        editor, whole = (
+            config.init_text_encoder_from,
+            ModelFiles(
+                "model_path",
+                config.model_path,
+                KINDS,
+                CLASSES,
+                revision=config.revision,
+                files=FILES,
+            ),
+        )
+        adapter = super().models(config)
+        if not editor:
+            return [whole, *adapter]
+        return [
+            *adapter,
+            replace(whole, config_required=False, weights=()),
+            ModelFiles(
+                "init_text_encoder_from",
+                editor,
+                KINDS,
+                CLASSES,
+                subfolder=config.text_encoder_subfolder,
+            ),
+        ]
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if not config.init_text_encoder_from:
+            why = "init_text_encoder_from is empty, and the weights are model_path's"
+            yield from unread(config, "text_encoder_subfolder", why)
+
+    @classmethod
+    def adaptable(cls, config: Config) -> Set[str]:
+        """The vision tower's too, where it is trained."""
+        tower = () if config.freeze_vision_tower else ("qkv", "proj")
+        return super().adaptable(config) | set(tower)
 
     @classmethod
     def reads_from(cls, config: Config) -> Sequence[str]:

@@ -6,19 +6,24 @@ What not: prompts and what a completion means (each policy), weights (`trained_w
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.policy import Decoder, PolicyConfig
+from rl.api.plug import ModelFiles, unread
+from rl.api.policy import Decoder, LoraSection, PolicyConfig
 from rl.api.types import Completion, Prompt, Row, TokenBatch
 from rl.config.schema import RunConfig
 from rl.files.weights import align_weights
+from rl.meter.flops import STAGES
 from rl.policies.shared.trained_weights import TrainedWeights
 from rl.record.adapter_base import ADAPTER_CONFIG, read_config
+
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""PEFT's names for them."""
 
 
 class TrainedPolicyConfig(PolicyConfig):
@@ -50,6 +55,14 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         return [config.model_path]
 
     @classmethod
+    def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
+        """The adapter it starts from; a policy adds its weights and words."""
+        adapter = config.adapter_path
+        if not (adapter and Path(adapter, ADAPTER_CONFIG).is_file()):
+            return []
+        return [ModelFiles("adapter_path", adapter, config=ADAPTER_CONFIG, weights=ADAPTER_WEIGHTS)]
+
+    @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
         found = []
@@ -58,7 +71,7 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
             found.append(f"adapter_path: {adapter!r} holds no {ADAPTER_CONFIG}")
         elif adapter:
             try:
-                read_config(Path(adapter))
+                found += _unfit(read_config(Path(adapter)), config.lora)
             except ValueError as error:
                 found.append(f"adapter_path: {error}")
         if adapter and config.lora is None:
@@ -69,7 +82,31 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
                 "attn_implementation: 'varlen' needs bfloat16 or float16 weights on a CUDA device, "
                 f"not dtype {config.dtype} on device {config.device!r}; use 'auto'"
             )
+        if config.lora is not None:
+            known = cls.adaptable(config)
+            found += [
+                f"lora.target_modules: {name!r} is no linear layer that is adapted; known: "
+                + ", ".join(sorted(known))
+                for name in config.lora.target_modules
+                if name not in known
+            ]
+            if not config.lora.target_modules:
+                found.append("lora.target_modules: empty; name layers, or train all (lora: null)")
         return found
+
+    @classmethod
+    def adaptable(cls, config: TrainedConfigT) -> Set[str]:
+        """Names of the linear layers that `lora.target_modules` may name."""
+        return {name for stage in STAGES for name in stage}
+
+    @classmethod
+    def no_effect(cls, config: TrainedConfigT) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if Path(config.model_path).is_dir():
+            yield from unread(config, "revision", "model_path is a folder")
+        if config.lora is not None and config.adapter_path:
+            keys = "target_modules init_seed"
+            yield from unread(config.lora, keys, "adapter_path brings its own", at="lora.")
 
     def _ready(self, model: Any) -> Any:
         """A loaded model as it is trained: adapted, on the policy's device."""
@@ -105,3 +142,14 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
     def _save_rest(self, path: Path) -> None:
         self.module.base_model.config.to_json_file(path / "config.json")
         self.prompts.tokenizer.save_pretrained(path)
+
+
+def _unfit(adapter_config: Mapping[str, Any], lora: LoraSection | None) -> list[str]:
+    """The keys of `lora` that an adapter's own config contradicts."""
+    names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    return [
+        f"lora.{key}: {getattr(lora, key):g} given, but adapter_path's is {adapter_config[name]}: "
+        "make them equal"
+        for key, name in names.items()
+        if lora is not None and adapter_config.get(name, getattr(lora, key)) != getattr(lora, key)
+    ]

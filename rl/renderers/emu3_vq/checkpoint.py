@@ -9,17 +9,17 @@ Three kinds of folder or hub repository are read, none by running its code:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.config.schema import missing_model
 from rl.files.weights import num_parameters
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ORIGINAL, STANDALONE, WHOLE = "Emu3VisionVQ", "emu3_vqgan", "emu3"
+"""`model_type` of BAAI's own tokenizer, of transformers', of a whole Emu3."""
 
 HUB_PARAMETERS: Mapping[str, float] = dict.fromkeys(
     (
@@ -62,7 +62,7 @@ _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv."
 
 def is_original(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is that of BAAI's own tokenizer class."""
-    return config.get("model_type") == "Emu3VisionVQ"
+    return config.get("model_type") == ORIGINAL
 
 
 def tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
         renamed |= {key: config[key] for key in _SHARED_CONFIG_KEYS if key in config}
         width, factors = renamed.get("base_channels", 256), renamed.get("channel_multiplier", [4])
         return renamed | {"hidden_size": width * factors[-1]}
-    if config.get("model_type") == "emu3_vqgan":
+    if config.get("model_type") == STANDALONE:
         return dict(config)
-    if config.get("model_type") == "emu3":
+    if config.get("model_type") == WHOLE:
         return dict(config.get("vq_config") or {})
     raise ValueError(
         f"config.json is that of a {config.get('model_type')!r} model, which holds no Emu3 picture "
@@ -93,22 +93,6 @@ def tensor_name(name: str, original: bool) -> str | None:
     for pattern, replacement in _ORIGINAL_TENSOR_NAMES if original else ():
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def path_problems(model_path: str) -> list[str]:
-    """What keeps a local folder from being loaded; a hub id is believed."""
-    folder = Path(model_path)
-    if not folder.is_dir():
-        return missing_model("model_path", model_path)
-    if not (folder / "config.json").is_file():
-        return [f"model_path: {model_path} lacks config.json"]
-    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
-        return [f"model_path: {model_path} lacks {WEIGHTS} or {INDEX} (only safetensors are read)"]
-    try:
-        tokenizer_config(json.loads((folder / "config.json").read_text()))
-    except ValueError as error:
-        return [f"model_path: {model_path}: {error}"]
-    return []
 
 
 def count_parameters(model_path: str) -> float | None:

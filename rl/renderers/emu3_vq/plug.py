@@ -12,15 +12,25 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rl.api.plug import Dtype, FrozenModelConfig, Resources
+from rl.api.plug import Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import RunConfig
 from rl.ranks.placement import resolve_device
-from rl.renderers.emu3_vq.checkpoint import count_parameters, path_problems, tokenizer_config
+from rl.renderers.emu3_vq.checkpoint import (
+    ORIGINAL,
+    STANDALONE,
+    WHOLE,
+    count_parameters,
+    tokenizer_config,
+)
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
+
+
+CODE_PX = 8
+"""Side of what a code stands for, px."""
 
 
 class Config(FrozenModelConfig):
@@ -59,9 +69,10 @@ class Emu3Vq(Renderer[Config]):
         return self.loop.render(jobs)
 
     @classmethod
-    def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        """What is wrong with the section, each with its key and remedy; [] when all is well."""
-        return path_problems(config.model_path)
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """The tokenizer, by itself or in a whole Emu3."""
+        kinds = frozenset({ORIGINAL, STANDALONE, WHOLE})
+        return [ModelFiles("model_path", config.model_path, kinds, revision=config.revision)]
 
     @classmethod
     def parameter_counts(cls, config: Config) -> dict[str, float]:
@@ -76,3 +87,8 @@ class Emu3Vq(Renderer[Config]):
         file = Path(config.model_path) / "config.json"
         stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
         return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}
+
+    @classmethod
+    def picture_area_px(cls, config: Config, run: RunConfig) -> int:
+        """Every token of a completion a code."""
+        return run.sampling.max_completion_tokens * CODE_PX**2

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import Resources, Saving
+from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving, unread
 from rl.api.renderer import Renderer
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
+from rl.files.atomic import row_of
+from rl.files.model_files import missing_model
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.qwen_image.config import (
@@ -24,7 +26,7 @@ from rl.renderers.qwen_image.config import (
     QwenImageConfig,
 )
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
-from rl.renderers.shared.checkpoint_folder import path_problems, side_problems
+from rl.renderers.shared.sides import side_problems
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -40,13 +42,6 @@ SYSTEM_PROMPT = (
 DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 """Its tokens (64 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
 
-CHECKPOINT_FILES = (
-    "transformer/config.json",
-    "vae/config.json",
-    "scheduler/scheduler_config.json",
-)
-"""What a local checkpoint must hold, beside the weights."""
-
 HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
     hub_id: {"transformer": 13.63e9, "vae": 0.127e9}
     for hub_id in (
@@ -58,6 +53,8 @@ HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
 
 HUB_MODULATION = 6.80e9
 """Of the same."""
+HUB_STATE_DIM = 3584
+"""Of Qwen2.5-VL-7B."""
 
 ConfigT = TypeVar("ConfigT", bound=QwenImageConfig, default=QwenImageConfig)
 
@@ -67,6 +64,8 @@ class QwenImageEditor(Renderer[ConfigT]):
 
     accepts = "hidden_states"
     needs_source = True
+    pipeline: ClassVar[str]
+    """`_class_name` of the stock pipeline."""
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         from rl.renderers.qwen_image.components import load_parts
@@ -129,7 +128,43 @@ class QwenImageEditor(Renderer[ConfigT]):
             )
         if config.lora_weight_name and not config.lora_path:
             problems.append("lora_weight_name: names a file of lora_path, which is not set")
-        return problems + path_problems(config.model_path, CHECKPOINT_FILES)
+        lora = config.lora_path
+        if lora and not Path(lora).is_file():
+            folder = Path(lora)
+            problems += [] if folder.is_dir() else missing_model("lora_path", lora)
+            name = config.lora_weight_name
+            if folder.is_dir() and name and not (folder / name).is_file():
+                problems.append(f"lora_weight_name: {lora} holds no {name!r}")
+        return problems
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if config.true_cfg_scale == 1:
+            yield from unread(config, "negative_prompt cfg_in_one_forward", "true_cfg_scale is 1")
+        if config.height_px is not None:
+            yield from unread(config, "output_area_px", "height_px and width_px are given")
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        """The pipeline's name where it is stated, and what is loaded of it."""
+
+        def part(subfolder: str, kind: str, **more: Any) -> ModelFiles:
+            return ModelFiles(
+                "model_path",
+                config.model_path,
+                frozenset({kind} if kind else ()),
+                subfolder=subfolder,
+                revision=config.revision,
+                **more,
+            )
+
+        return [
+            part("", cls.pipeline, config="model_index.json", config_required=False, weights=()),
+            part("transformer", "QwenImageTransformer2DModel", weights=DIFFUSERS_SAFETENSORS),
+            part("vae", "AutoencoderKLQwenImage", weights=DIFFUSERS_SAFETENSORS),
+            part("scheduler", "", config="scheduler_config.json", weights=()),
+        ]
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
@@ -177,15 +212,31 @@ class QwenImageEditor(Renderer[ConfigT]):
         rows = config.batch_size * (
             2 if config.true_cfg_scale > 1 and config.cfg_in_one_forward else 1
         )
-        fixed = (config.height_px or 0) * (config.width_px or 0)
-        area_px = (fixed or config.output_area_px) + config.condition_area_px
+        area_px = _output_area_px(config) + config.condition_area_px
         return {
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
-            "vae": 8 * 96 * max(fixed or config.output_area_px, config.condition_area_px),
+            "vae": 8 * 96 * max(_output_area_px(config), config.condition_area_px),
         }
+
+    @classmethod
+    def state_dim_of(cls, config: ConfigT) -> int | None:
+        """Known hub ids', or as a local folder's transformer says it."""
+        file = Path(config.model_path, "transformer", "config.json")
+        if not file.is_file():
+            return HUB_STATE_DIM if config.model_path in HUB_PARAMETERS else None
+        stated = (row_of(file.read_bytes()) or {}).get("joint_attention_dim")
+        return stated if isinstance(stated, int) else None
+
+    @classmethod
+    def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int:
+        return _output_area_px(config)
 
     @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
         """Fewer pictures at once, then smaller weights."""
         smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
         return [*super().savings(config), *smaller]
+
+
+def _output_area_px(config: QwenImageConfig) -> int:
+    return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px

@@ -6,19 +6,19 @@ ask with, and encodes its negative prompt itself. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plug import Resources
+from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, unread
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
 from rl.config.schema import RunConfig
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.sd3.config import PATCH_PX, Config
-from rl.renderers.shared.checkpoint_folder import path_problems, side_problems
+from rl.renderers.shared.sides import side_problems
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -68,11 +68,43 @@ class SD3(Renderer[Config]):
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        files = [f"{part}/config.json" for part in _parts(config)]
-        files += [f"tokenizer{n}/tokenizer_config.json" for n in ("", "_2")]
-        files += ["tokenizer_3/tokenizer_config.json"] if config.use_t5 else []
-        files += ["scheduler/scheduler_config.json"]
-        return side_problems(config, PATCH_PX) + path_problems(config.model_path, files)
+        return side_problems(config, PATCH_PX)
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if config.guidance_scale == 1:
+            yield from unread(config, "negative_prompt cfg_in_one_forward", "guidance_scale is 1")
+
+    @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """The pipeline's parts, those that `use_t5` leaves out apart."""
+
+        def part(subfolder: str, *kinds: str, **more: Any) -> ModelFiles:
+            return ModelFiles(
+                "model_path",
+                config.model_path,
+                frozenset(kinds),
+                subfolder=subfolder,
+                revision=config.revision,
+                **more,
+            )
+
+        def tokenizer(name: str) -> ModelFiles:
+            return part(name, config="tokenizer_config.json", weights=())
+
+        projecting = frozenset({"CLIPTextModelWithProjection"})
+        found = [
+            part("transformer", "SD3Transformer2DModel", weights=DIFFUSERS_SAFETENSORS),
+            part("vae", "AutoencoderKL", weights=DIFFUSERS_SAFETENSORS),
+            part("scheduler", config="scheduler_config.json", weights=()),
+            part("text_encoder", "clip_text_model", classes=projecting),
+            part("text_encoder_2", "clip_text_model", classes=projecting),
+            tokenizer("tokenizer"),
+            tokenizer("tokenizer_2"),
+        ]
+        third = [part("text_encoder_3", "t5"), tokenizer("tokenizer_3")]
+        return [*found, *third] if config.use_t5 else found
 
     @classmethod
     def parameter_counts(cls, config: Config) -> dict[str, float]:
@@ -101,6 +133,10 @@ class SD3(Renderer[Config]):
         num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
         return {"transformer": 20 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
+
+    @classmethod
+    def picture_area_px(cls, config: Config, run: RunConfig) -> int:
+        return config.height_px * config.width_px
 
 
 def _parts(config: Config) -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rl.api.plug import Dtype, FrozenModelConfig
-from rl.config.schema import missing_model
 
 
 class Config(FrozenModelConfig):
@@ -22,11 +21,3 @@ class Config(FrozenModelConfig):
     filled up to it on a GPU, and costs as much; a CPU forwards each by itself."""
     scale: Annotated[float, Field(gt=0)] = 2.5
     """Cosine times this is the value."""
-
-    @field_validator("model_path")
-    @classmethod
-    def _can_be_found(cls, path: str) -> str:
-        problems = missing_model("model_path", path)
-        if problems:
-            raise ValueError(problems[0].removeprefix("model_path: "))
-        return path

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rl.api.plug import Resources
+from rl.api.plug import SAFETENSORS, ModelFiles, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.files.weights import num_parameters
@@ -29,6 +29,8 @@ HUB: Mapping[str, tuple[float, tuple[int, int, int]]] = {
     "openai/clip-vit-large-patch14-336": (427.94e6, (336, 14, 1024)),
 }
 """Parameters; the picture's side, px, the patch's side, px, and the width of the vision tower."""
+VISION_DEFAULTS = {"image_size": 224, "patch_size": 32, "hidden_size": 768}
+"""Transformers', for what a config.json leaves out."""
 MAX_WAIT_S = 0.005
 """A renderer hands over a batch of pictures within that time."""
 
@@ -48,6 +50,24 @@ class Clip(Reward[Config]):
         self._worker = BatchWorker(model.compare, config.batch_size, MAX_WAIT_S, "clip")
 
     @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """Both towers with their projections, tokenizer and image processor."""
+        return [
+            ModelFiles(
+                "model_path",
+                config.model_path,
+                frozenset({"clip"}),
+                frozenset({"CLIPModel"}),
+                revision=config.revision,
+                weights=(*SAFETENSORS, "pytorch_model.bin"),
+                files=(
+                    ("tokenizer.json", "vocab.json"),
+                    ("preprocessor_config.json", "processor_config.json"),
+                ),
+            )
+        ]
+
+    @classmethod
     def parameter_counts(cls, config: Config) -> Mapping[str, float]:
         """Known hub ids by table, a local folder by its safetensors headers."""
         if Path(config.model_path).is_dir():
@@ -62,9 +82,9 @@ class Clip(Reward[Config]):
         come one by one."""
         file = Path(config.model_path) / "config.json"
         if file.is_file():
-            stated = json.loads(file.read_text(encoding="utf-8"))["vision_config"]
+            stated = json.loads(file.read_text(encoding="utf-8")).get("vision_config") or {}
             side_px, patch_px, width = (
-                stated[key] for key in ("image_size", "patch_size", "hidden_size")
+                stated.get(key, default) for key, default in VISION_DEFAULTS.items()
             )
         elif config.model_path in HUB:
             side_px, patch_px, width = HUB[config.model_path][1]

@@ -1,0 +1,140 @@
+"""Are the files of a model there, whole, and those of the model that is wanted?
+
+What: `model_problems`, from names, sizes and headers alone, without the network. What not: which
+models a plug loads (`RunPlug.models`), or loading one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.api.plug import ModelFiles
+from rl.files.atomic import row_of
+from rl.files.weights import damage_of
+
+KIND_KEYS = ("model_type", "_class_name")
+"""In a config file of transformers, of diffusers."""
+
+
+def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
+    """What keeps them from being loaded, as 'key: what, remedy'. Of parts of one folder that are
+    another model's only the first is told, and only that."""
+    places = defaultdict(list)
+    for model in models:
+        places[model.key, model.path].append(model)
+    for (key, path), parts in places.items():
+        if missing := missing_model(key, path):
+            yield from missing
+            continue
+        is_folder = Path(path).is_dir()
+        try:
+            found = list(_folder_problems(parts) if is_folder else _cached_problems(parts))
+        except OSError as error:
+            found = [f"{error.filename} cannot be read ({error.strerror})"]
+        yield from (f"{key}: {problem}" for problem in found)
+
+
+def missing_model(key: str, path: str) -> list[str]:
+    """What is wrong with a model's path: [] for a folder that is there and for what looks like a
+    hub id ('owner/name', taken on trust: a config is checked without the network)."""
+    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
+    if (path and Path(path).is_dir()) or is_hub_id:
+        return []
+    return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
+
+
+def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:
+    """A hub repository's file in the local cache; None where it is not there."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return None
+    if not Path(constants.HF_HUB_CACHE, "models--" + repo_id.replace("/", "--")).is_dir():
+        return None  # known before the library's slow import
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(repo_id, name, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _cached_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
+    """Weights that the cache lacks are fetched; what a config file says holds for them too."""
+    for part in parts:
+        file = cached(part.path, os.path.join(part.subfolder, part.config), part.revision)
+        if file is not None:
+            wrong = _wrong_kind(part, row_of(file.read_bytes()), f"{part.path} ({file})")
+            if wrong:
+                yield wrong
+                return
+
+
+def _folder_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
+    lacking: list[str] = []
+    damaged: list[str] = []
+    for part in parts:
+        folder = Path(part.path, part.subfolder)
+        file = folder / part.config
+        if file.is_file():
+            if wrong := _wrong_kind(part, row_of(file.read_bytes()), str(file)):
+                yield wrong
+                return
+        elif part.config_required:
+            lacking.append(os.path.join(part.subfolder, part.config))
+        for names in part.files:
+            if not any((folder / name).is_file() for name in names):
+                lacking.append(" or ".join(os.path.join(part.subfolder, name) for name in names))
+        missing, broken = _weights_problems(part, folder)
+        lacking += missing
+        damaged += broken
+    if lacking:
+        yield f"{part.path} lacks {', '.join(lacking)}; copy or download it again"
+    yield from damaged
+
+
+def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[str]]:
+    """(names of files that are not there, what is wrong with those that are)."""
+    if not part.weights:
+        return [], []
+    for name in part.weights:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            shards = [name]
+        elif index.is_file():
+            weight_map = (row_of(index.read_bytes()) or {}).get("weight_map")
+            values = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
+            shards = sorted(str(value) for value in values)
+            if not shards:
+                return [], [f"{index} names no weights; copy or download it again"]
+        else:
+            continue
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        wrong = (damage_of(folder / shard) for shard in shards if shard not in missing)
+        lacking = [os.path.join(part.subfolder, shard) for shard in missing]
+        return lacking, [problem for problem in wrong if problem]
+    first = os.path.join(part.subfolder, part.weights[0])
+    return [f"{first} or {first}.index.json"], []
+
+
+def _wrong_kind(part: ModelFiles, written: dict[str, Any] | None, where: str) -> str:
+    """Why that config file is not one of a model that can be loaded, or ''."""
+    if written is None:
+        return f"{where} is damaged: it holds no JSON object; copy or download it again"
+    key = next((key for key in KIND_KEYS if key in written), " or ".join(KIND_KEYS))
+    stated = [(key, [written.get(key)], part.kinds)]
+    architectures = written.get("architectures")
+    if isinstance(architectures, list) and architectures:
+        stated.append(("architectures", architectures, part.classes))
+    for key, found, wanted in stated:
+        if wanted and not any(isinstance(name, str) and name in wanted for name in found):
+            says = f"says {key} {found[0]!r}" if found[0] is not None else f"says no {key}"
+            needed = " or ".join(map(repr, sorted(wanted)))
+            return f"{where} {says}, but only {needed} can be loaded here; name such a model"
+    return ""

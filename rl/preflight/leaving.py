@@ -1,0 +1,109 @@
+"""What a run sends to other machines, and whom it asks for what.
+
+What: `leaving_lines`, from the config and the environment, without the network. What not: what
+ranks of several nodes say to each other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl.api.plug import ModelFiles
+from rl.build import Plug, Resolved
+from rl.files.model_files import cached, missing_model
+from rl.judge.endpoint import is_loopback, resolve_api_base
+from rl.record.tracking import allowed_by_env
+
+DATA_FILE = re.compile(r".*\.(jsonl?|txt|csv|parquet|arrow)")
+
+
+def leaving_lines(resolved: Resolved) -> list[str]:
+    """Line by line; ['nothing'] where everything stays."""
+    lines = [*_judge(resolved), *_hub(resolved), *_push(resolved), *_wandb(resolved)]
+    return lines or ["nothing"]
+
+
+def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
+    """(key, hub id, whether it is in the local cache) of every model that a plug loads."""
+    found: dict[tuple[str, str], bool] = {}
+    plugs: list[Plug[Any]] = [resolved.policy, *resolved.model_runners]
+    for plug in plugs:
+        for model in plug.cls.models(plug.config):
+            if Path(model.path).is_dir():
+                continue
+            place = (f"{plug.key}.{model.key}", model.path)
+            found[place] = found.get(place, True) and _is_cached(model)
+    return [(*place, is_cached) for place, is_cached in found.items()]
+
+
+def _is_cached(model: ModelFiles) -> bool:
+    """By its config file or, where it may lack one, by the others that are read."""
+    others = [name for names in model.files for name in names]
+    names = [model.config] if model.config_required else others
+    places = (os.path.join(model.subfolder, name) for name in names)
+    return not names or any(cached(model.path, place, model.revision) for place in places)
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids to ask the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _judge(resolved: Resolved) -> Iterator[str]:
+    judged = [plug for plug in resolved.rewards.values() if plug.cls.needs_judge]
+    config = resolved.config.judge
+    if not judged or not config.api_base:
+        return
+    try:
+        base = resolve_api_base(config.api_base)
+    except ValueError:
+        base = config.api_base  # what is wrong with it is said elsewhere
+    if is_loopback(base):
+        return
+    names = {"source": "source", "target": "target", "image": "rendered"}
+    needs = frozenset().union(*(plug.cls.needs for plug in judged))
+    pictures = ", ".join(word for need, word in names.items() if need in needs)
+    what = f"instructions and {pictures} pictures (up to {config.image_side_px} px)"
+    plain = ", unencrypted" if base.startswith("http:") else ""
+    yield f"to the judge at {urlsplit(base).netloc or base}{plain}: {what if pictures else 'words'}"
+
+
+def _hub(resolved: Resolved) -> Iterator[str]:
+    if is_offline():
+        return
+    asked = {path: is_cached for _, path, is_cached in hub_models(resolved)}
+    for plug in resolved.plugs:
+        for path in plug.cls.reads_from(plug.config):
+            is_file = DATA_FILE.fullmatch(path) or Path(path).exists()
+            if not is_file and not missing_model(plug.key, path):
+                asked.setdefault(path, False)
+    if asked:
+        names = ", ".join(f"{path} (cached)" if here else path for path, here in asked.items())
+        yield f"asked of {_hub_host()}, by name: {names}"
+
+
+def _push(resolved: Resolved) -> Iterator[str]:
+    config = resolved.config.checkpoint
+    every = config.push_to_hub_every_n_iterations
+    if every:
+        place = f"{_hub_host()}/{config.push_to_hub_repo_id}"
+        yield f"to {place}: the model, every {every} iterations"
+
+
+def _wandb(resolved: Resolved) -> Iterator[str]:
+    config = resolved.config.tracking
+    if allowed_by_env(config.wandb) == "online":
+        host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+        shown = f"{config.images_per_iteration} episodes with their words and pictures"
+        every = config.log_episodes_every_n_iterations
+        episodes = f", every {every} iterations {shown}" if every else ""
+        yield f"to {host} (wandb): the config, metrics{episodes}"
+
+
+def _hub_host() -> str:
+    return urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).netloc

@@ -1,0 +1,255 @@
+"""What a machine with a GPU lacks, what the run writes there, and what leaves it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_config
+
+from rl import build
+from rl.config.schema import RunConfig
+from rl.preflight import report, this_machine
+from rl.preflight.disk import disk_need
+from rl.preflight.leaving import leaving_lines
+from rl.preflight.this_machine import machine_lines, machine_problems
+from rl.ranks.placement import Machine
+
+NO_COMPILER = (
+    "this machine: there is no C compiler (gcc, clang), and Triton compiles a launcher for its "
+    "kernels: apt install build-essential, or export CC=<compiler>"
+)
+Box = Callable[..., Path]
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    """A machine with a GPU: its driver, its programs, its Python's headers, PyTorch's build."""
+
+    def make(
+        driver: str = "580.65.06",
+        programs: tuple[str, ...] = ("gcc",),
+        has_headers: bool = True,
+        torch: str = "2.13.0",
+        says: str = "0",
+    ) -> Path:
+        for name in ("bin", "include"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            (tmp_path / name).mkdir()
+        smi = f"#!/bin/sh\necho {driver}\necho {driver}\nexit {says}\n"
+        for program in ("nvidia-smi", *programs):
+            file = tmp_path / "bin" / program
+            file.write_text(smi)
+            file.chmod(0o755)
+        if has_headers:
+            (tmp_path / "include" / "Python.h").touch()
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        headers = lambda name, scheme: str(tmp_path / name)  # noqa: E731
+        monkeypatch.setattr(this_machine.sysconfig, "get_path", headers)
+        monkeypatch.setattr(this_machine, "version", lambda name: torch)
+        monkeypatch.setattr(this_machine.ctypes, "CDLL", no_library)
+        return tmp_path
+
+    return make
+
+
+def no_library(name: str) -> Any:
+    raise OSError(name)
+
+
+def lacking(*overrides: str) -> list[str]:
+    return machine_problems(build.resolve(tiny_config.shipped("quickstart", *overrides)))
+
+
+def test_a_machine_with_everything_lacks_nothing(box: Box) -> None:
+    box()
+    assert lacking() == []
+    box(driver="570.1", torch="2.13.0+cu126")
+    assert lacking() == [], "a PyTorch of one's own for an older driver"
+    box(driver="595.10", programs=("clang",))
+    assert lacking() == []
+    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart")))
+    assert line.startswith("NVIDIA driver 595.10; needed: an NVIDIA driver >= 580 (CUDA 13), a C c")
+
+
+def test_what_is_missing_is_named(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = box(driver="570.86.15", programs=("cc",), has_headers=False)
+    old, compiler, headers = lacking()
+    assert old == (
+        "this machine: NVIDIA driver 570.86.15 is too old for the pinned PyTorch, which is built "
+        "for CUDA 13; install driver 580 or newer"
+    )
+    assert compiler == NO_COMPILER
+    assert headers.startswith(f"this machine: there is no {folder}/include/Python.h, and Triton")
+    assert "apt install python3." in headers
+
+    monkeypatch.setenv("CC", "icx")
+    assert lacking()[1].startswith("this machine: CC is 'icx', which is no program here")
+    monkeypatch.setenv("CC", "cc")
+    assert lacking() == [old, headers]
+
+
+def test_a_newer_cuda_library_makes_up_for_an_old_driver(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's forward compatibility, as in its containers."""
+    box(driver="570.86.15")
+
+    def library(found: int) -> Any:
+        def ask(place: Any) -> int:
+            place._obj.value = found
+            return 0
+
+        return lambda name: SimpleNamespace(cuDriverGetVersion=ask)
+
+    monkeypatch.setattr(this_machine.ctypes, "CDLL", library(13000))
+    assert lacking() == []
+    monkeypatch.setattr(this_machine.ctypes, "CDLL", library(12080))
+    assert len(lacking()) == 1
+
+
+@pytest.mark.parametrize("why", ["no tool", "no device", "hidden", "CPU build", "on the CPU"])
+def test_where_no_gpu_is_used_nothing_is_wrong(
+    why: str, box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box(
+        driver="570.1",
+        programs=(),
+        has_headers=False,
+        torch="2.13.0+cpu" if why == "CPU build" else "2.13.0",
+        says="9" if why == "no device" else "0",
+    )
+    if why == "no tool":
+        monkeypatch.setenv("PATH", "/nowhere")
+    if why == "hidden":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    places = [f"{key}.device=cpu" for key in ("policy", "renderer")] * (why == "on the CPU")
+    assert lacking(*places) == []
+    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart", *places)))
+    assert line.startswith(
+        {
+            "CPU build": "PyTorch is installed for a CPU, and runs on it; on the GPU it needs an N",
+            "on the CPU": "the run uses no GPU",
+        }.get(why, "no GPU to be seen; the machine that trains needs an NVIDIA driver >= 580")
+    )
+
+
+def test_an_engine_without_kernels_needs_no_compiler(box: Box) -> None:
+    box(programs=(), has_headers=False)
+    assert len(lacking()) == 2
+    assert lacking("engine.type=transformers") == []
+
+
+def test_check_and_launch_say_it(box: Box) -> None:
+    box(programs=())
+    config = tiny_config.shipped("quickstart")
+    text, code = report.report(config, 141)
+    assert code == 1 and text.endswith(f"\n1 wrong\n  - {NO_COMPILER}")
+    assert report.problems_here(config, Machine((141.0,)), 1) == [NO_COMPILER]
+
+
+def test_what_the_hub_may_not_be_asked_for_must_be_there(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box()
+    assert len(lacking("policy.model_path=some/one")) == 1, "conftest.py sets HF_HUB_OFFLINE"
+    assert lacking("policy.model_path=some/one")[0].startswith(
+        "policy.model_path: some/one is not in this machine's cache, and HF_HUB_OFFLINE forbids"
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert lacking("policy.model_path=some/one") == []
+
+
+EARL_GB = 8.49e9 * 1e-9
+"""Emu3's parameters."""
+
+
+def test_the_disk_that_earls_run_fills() -> None:
+    """Float32 weights and moments beside bfloat16 weights; a model every 100 of 3000 iterations."""
+    need = disk_need(build.resolve(tiny_config.shipped("sft_s__rl_sc")))
+    assert need.num_iterations == 3000
+    point, _ = need.fixed.values()
+    assert point == pytest.approx(3 * EARL_GB * (12 + 2)), "119 GB each: base.libsonnet says so"
+    kept, pictures, episodes = need.per_iteration.values()
+    assert kept * 3000 == pytest.approx(30 * EARL_GB * 2)
+    # Every 5: 16 pictures on each of 4 ranks with 2 groups' sources and targets, and wandb's.
+    logged = (16 + 2 * 2) * 4 + 16 * 3
+    held_out = 64 * 4  # ours, the bare words, source, target; every 100
+    area_px = 1720 * 8**2
+    assert pictures == pytest.approx((logged / 5 + held_out / 100) * area_px * 2 / 1e9)
+    assert episodes == pytest.approx(128 * (24 * 1720 + 3000) / 5 / 1e9)
+    assert need.total_gb == pytest.approx(
+        sum(need.fixed.values()) + 3000 * (kept + pictures + episodes)
+    )
+
+
+def test_an_adapters_checkpoints_are_small() -> None:
+    """0.3 GB, as qwen_image_edit.jsonnet says."""
+    need = disk_need(build.resolve(tiny_config.shipped("qwen_image_edit")))
+    assert next(iter(need.fixed.values())) == pytest.approx(3 * 0.323, rel=1e-3)
+    assert need.num_iterations is None, "the hub's data is counted when it is loaded"
+
+
+def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box()
+    config = tiny_config.shipped("quickstart")
+    need = disk_need(build.resolve(config)).total_gb
+    for free, wrong in ((need * 1.01, 0), (need * 0.99, 1)):
+        usage = SimpleNamespace(free=free * 1e9)
+        monkeypatch.setattr("rl.preflight.disk.shutil.disk_usage", lambda place, u=usage: u)
+        assert len(lacking()) == wrong
+    assert lacking()[0].startswith("base_exp_dir: the run writes up to ")
+
+
+def test_what_was_written_is_not_counted_again(tmp_path: Path) -> None:
+    config = tiny_config.shipped("quickstart", f"base_exp_dir={tmp_path}")
+    fresh = disk_need(build.resolve(config))
+    step = config.run_dir / "checkpoints" / "step_000030"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    resumed = disk_need(build.resolve(config))
+    assert (fresh.num_iterations, resumed.num_iterations) == (40, 10)
+    before, after = (next(iter(need.fixed.values())) for need in (fresh, resumed))
+    assert after == pytest.approx(before / 3)
+
+
+def leaving(config: RunConfig) -> list[str]:
+    return leaving_lines(build.resolve(config))
+
+
+def test_what_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nowhere")
+    judge, hub = leaving(tiny_config.shipped("qwen_image_edit"))
+    assert judge == (
+        "to the judge at judge:4877, unencrypted: instructions and source, rendered pictures (up "
+        "to 768 px)"
+    )
+    assert hub == (
+        "asked of huggingface.co, by name: Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen-Image-Edit, "
+        "UCSC-VLAA/Complex-Edit"
+    )
+    judge, hub, push, wandb = leaving(tiny_config.shipped("sft_s__rl_sc"))
+    assert hub.endswith(": mair-lab/sft-simple, BAAI/Emu3-Stage1, BAAI/Emu3-VisionTokenizer")
+    assert push == "to huggingface.co/imged_rl__mine: the model, every 100 iterations"
+    assert wandb == (
+        "to api.wandb.ai (wandb): the config, metrics, every 5 iterations 16 episodes with their "
+        "words and pictures"
+    )
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert leaving(tiny_config.shipped("sft_s__rl_sc")) == [judge, push]
+
+
+def test_the_tiny_world_stays_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert leaving(tiny_config.shipped("quickstart")) == ["nothing"]
+    local = tiny_config.shipped("qwen_image_edit", "judge.api_base=http://127.0.0.1:4877")
+    assert not any("judge" in line for line in leaving(local))
