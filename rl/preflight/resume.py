@@ -16,7 +16,7 @@ HARMLESS = (
     "run_name", "base_exp_dir",  # the folder was moved
     "gpu_gb",  # a plan's
     "checkpoint.*", "tracking.*", "evaluation.*", "data.validation*",
-    "judge.api_base", "judge.start_*", "judge.api_key_env", "judge.max_concurrency",
+    "judge.api_base*", "judge.start_*", "judge.api_key_env", "judge.max_concurrency",
     "judge.timeout_s",
     "judge.max_attempts", "judge.backoff_s", "judge.breaker_*", "judge.max_outage_s",
     "judge.max_failure_rate",
