@@ -22,6 +22,7 @@ from rl.config.schema import RunConfig, load_config
 from rl.preflight import report
 from rl.preflight.ask_judge import Heard, ask_judge
 from rl.simple_launch import main
+from tiny_world.judge_server import JudgeServer
 
 KEY = "sk-very-secret-0123456789"
 
@@ -160,3 +161,13 @@ def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(
     with pytest.raises(SystemExit) as ended:
         main(["--online", "config.jsonnet"])
     assert ended.value.code == 2 and "--online goes with --check" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])
+def test_the_tiny_judge_grades_what_a_start_shows_it(name: str) -> None:
+    """Of `tiny_earl` no picture is there before the renderer is."""
+    resolved = build.resolve(load_config(f"configs/{name}.jsonnet"))
+    [source] = build.build_data(resolved, resolved.train)
+    with JudgeServer(resolved.config.judge.model) as judge:
+        heard = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, source[0]))
+    assert heard.problems == [] and len(heard.lines) == len(resolved.rewards)
