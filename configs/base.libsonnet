@@ -159,8 +159,10 @@
 
   // The OpenAI-compatible endpoint that rewards ask.
   judge: {
-    // URL with or without /v1, or a file that holds one. '' = no judge, or one that start_command
-    // starts and that says itself where it is.
+    // URL with or without /v1, or a file that holds one. Several (a list, between commas, a line each
+    // in the file) are one judge at several places: a question goes where the fewest are in flight,
+    // and elsewhere when one is down. '' = no judge, or one that start_command starts and that says
+    // itself where it is.
     api_base: '',
     // Words of a command that starts the judge once on every node, before models are loaded, and
     // that is ended with the run; [] = nothing is started. In them {python} is the Python that runs
@@ -175,7 +177,7 @@
     // NAME of the environment variable that holds the key ('' = none); the key itself is never
     // written anywhere.
     api_key_env: '',
-    // Requests in flight per rank.
+    // Requests in flight per rank, over all of api_base together.
     max_concurrency: 32,
     // Per request, s.
     timeout_s: 120.0,

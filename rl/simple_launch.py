@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *report.problems(config)])
-            sys.exit(_report(config))
+            sys.exit(_report(config, args.online))
         problems += report.problems(config)
         problems = problems or _memory_problems(args, config) or _folder_problems(config.run_dir)
         if problems:
@@ -70,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(launch(args, num_ranks, config.run_dir / "logs"))
 
 
-def _report(config: RunConfig) -> int:
+def _report(config: RunConfig, online: bool) -> int:
     """`--check ... | head` closes our output early, which changes nothing of what was found."""
-    text, code = report.report(config, config.gpu_gb)
+    text, code = report.report(config, config.gpu_gb, online)
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -116,6 +116,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
     add("--rdzv-endpoint", default="", help="host:port of node 0; not for one node")
     add("--check", action="store_true", help="report on the config and start nothing")
+    add("--online", action="store_true", help="with --check: ask the judge one real question too")
     add(
         "--gpu-gb",
         type=_gigabytes,
@@ -129,6 +130,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
     if args.nnodes > 1 and not args.rdzv_endpoint:
         parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
+    if args.online and not args.check:
+        parser.error("--online goes with --check; a start asks the judge by itself")
     words = [_as_here(word) for word in args.words]
     has_script = words[0] == "rl.train" or words[0].endswith(".py")
     args.script = words.pop(0) if has_script else "rl.train"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from PIL import Image
@@ -133,6 +133,34 @@ class _FaultyHandler(JudgeHandler):
 
 
 FaultyJudge.handler = _FaultyHandler
+
+
+class PickyJudge(FaultyJudge):
+    """Refuses parameters, one a request."""
+
+    def __init__(
+        self,
+        *refused: str,
+        status: int = 400,
+        page: str = "Unsupported parameter: 'NAME' is not supported with this model.",
+    ) -> None:
+        """`page`: of a refusal, NAME in place of the parameter."""
+        self.refused = refused
+        self.refusal = Fault(status, body=page)
+        super().__init__()
+
+    def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+        named = next((name for name in self.refused if name in json.loads(body)), None)
+        if named is None:
+            return super().begin(body, headers)
+        faults, self.faults = self.faults, []  # for requests that it takes
+        super().begin(body, headers)
+        self.faults = faults
+        return replace(self.refusal, body=(self.refusal.body or "").replace("NAME", named))
+
+    def log(self) -> list[str]:
+        """Of each request, the optional parameters that it had."""
+        return [" ".join(sorted(asked.keys() - {"model", "messages"})) for asked in self.requests]
 
 
 def said(*blocks: bytes) -> Fault:

@@ -40,17 +40,26 @@ PALETTE_RGB = np.array([RGB[c] for c in COLOURS], np.float32)
 GREYS_RGB = np.array(BACKGROUNDS_RGB, np.float32)
 
 
+class NoSceneError(ValueError):
+    """A picture of the right size that shows something else than shapes."""
+
+
 def grade_semantics(
     source: Image.Image, edited: Image.Image, instruction: str
 ) -> tuple[float, float]:
     """(edit success, nothing else touched), each 0-10.
 
-    ValueError when the instruction is not one of this world or the source is not a scene.
+    Nothing for an edit of what is no scene of this world. ValueError when the instruction is none
+    of this world, or a picture of another size.
     """
-    scene = parse_scene(source)
+    pixels = _pixels(edited)
+    try:
+        scene = parse_scene(source)
+    except NoSceneError:
+        return 0.0, 0.0
     op = read_instruction(instruction, scene)
     expected = apply(scene, op)
-    pixels, background = _pixels(edited), GREYS_RGB[scene.background]
+    background = GREYS_RGB[scene.background]
     target_cell = scene.find(op.shape).cell
     by_cell = {s.cell: s for s in expected.shapes}
     marks = {
@@ -118,7 +127,7 @@ def grade_wish(picture: Image.Image, prompt: str) -> float:
 
 
 def parse_scene(source: Image.Image) -> Scene:
-    """Read a drawn picture back; ValueError when it is not one `scenes.draw` makes."""
+    """Read a drawn picture back; NoSceneError when it is not one `scenes.draw` makes."""
     pixels = _pixels(source)
     background = _background(pixels)
     shapes = []
@@ -128,7 +137,7 @@ def parse_scene(source: Image.Image) -> Scene:
         if found is None:
             continue
         if overlap < 0.9:
-            raise ValueError(f"the source picture shows no circle, square or triangle in {cell}")
+            raise NoSceneError(f"the source picture shows no circle, square or triangle in {cell}")
         colour = np.median(part[_core_and_outside(*found)[0]], axis=0)
         name = COLOURS[int(np.linalg.norm(PALETTE_RGB - colour, axis=1).argmin())]
         shapes.append(Shape(found[0], name, cell, found[1]))

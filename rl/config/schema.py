@@ -159,9 +159,11 @@ class OptimizerConfig(Section):
 class JudgeConfig(Section):
     """The OpenAI-compatible endpoint that rewards ask."""
 
-    api_base: str = ""
-    """URL with or without /v1, or a file that holds one. '' = no judge, or one that start_command
-    starts and that says itself where it is."""
+    api_base: str | list[str] = ""
+    """URL with or without /v1, or a file that holds one. Several (a list, between commas, a line
+    each in the file) are one judge at several places: a question goes where the fewest are in
+    flight, and elsewhere when one is down. '' = no judge, or one that start_command starts and that
+    says itself where it is."""
     start_command: list[str] = []
     """Words of a command that starts the judge once on every node, before models are loaded, and
     that is ended with the run; [] = nothing is started. In them {python} is the Python that runs
@@ -176,7 +178,7 @@ class JudgeConfig(Section):
     """NAME of the environment variable that holds the key ('' = none); the key itself is never
     written anywhere."""
     max_concurrency: Annotated[int, Field(ge=1)] = 32
-    """Requests in flight per rank."""
+    """Requests in flight per rank, over all of api_base together."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Per request, s."""
     max_attempts: Annotated[int, Field(ge=1)] = 6

@@ -7,13 +7,11 @@ Trouble that passes becomes an `Answer` without a value; trouble that needs a pe
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +20,14 @@ from weakref import WeakValueDictionary
 
 from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
-from rl.judge.endpoint import auth_header, remedy_for
-from rl.judge.http import (
-    MAX_ERROR_PAGE_BYTES,
-    SHOWN_HEADER_CHARS,
-    HttpAnswer,
-    JudgeHttp,
-    RequestTrouble,
-)
+from rl.judge.bases import Base, Bases
+from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
+from rl.judge.endpoint import remedy_for
+from rl.judge.http import MAX_ERROR_PAGE_BYTES, SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import PartEncoder
 from rl.judge.reply import UnreadableReplyError, chat_content, served_models
-from rl.judge.retry import Breaker, OutageError, backoff_s, retry_after_s
+from rl.judge.retry import OutageError, backoff_s, retry_after_s
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
 
@@ -45,8 +39,6 @@ SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
 SHOWN_NAME_CHARS = 100
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
-CONTENT = "<content>"
-"""Stands in a request for the question's parts, until they are put in."""
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 
 log = logging.getLogger(__name__)
@@ -62,6 +54,24 @@ class JudgeRefused(JudgeError):  # noqa: N818 (reads as what happened)
 
 class JudgeUnreachableError(JudgeError):
     """Nothing answers there."""
+
+
+@dataclass(eq=False)
+class _Asking:
+    """A question on its way to an answer."""
+
+    question: Question
+    content: Sequence[bytes]
+    repeat: int
+    shape: tuple[bool, ...]
+    replies: list[str] = field(default_factory=list)
+    """Unreadable ones, and the last."""
+    num_sent: int = 0
+    """Requests."""
+    base: Base | None = None
+    """Where it was sent last."""
+    tried: set[Base] = field(default_factory=set)
+    """Where it failed since it paused last."""
 
 
 @dataclass
@@ -82,18 +92,19 @@ class JudgeStats:
 
 
 class JudgeClient:
-    """One connection pool for the process. All coroutines must run in one event loop.
+    """One connection pool per base for the process. All coroutines must run in one event loop.
 
-    Never pickled (it holds the key), and its repr shows the address only.
+    Never pickled (it holds the key), and its repr shows the addresses only.
     """
 
-    def __init__(self, config: JudgeConfig, api_base: str, journal: Path | None = None) -> None:
-        """`api_base`: from `resolve_api_base`. `journal`: JSONL of replies, read now and extended.
+    def __init__(
+        self, config: JudgeConfig, api_base: str | Sequence[str], journal: Path | None = None
+    ) -> None:
+        """`api_base`: from `resolve_api_bases`. `journal`: JSONL of replies, read now and extended.
 
         Raises ValueError when the environment lacks the key that `config.api_key_env` names.
         """
         self.config = config
-        self.api_base = api_base
         # By context: a coroutine has that of the thread which submitted it, as it was then.
         self._journal: ContextVar[ReplyJournal | None] = ContextVar("journal", default=None)
         self._open_journals: list[ReplyJournal] = []
@@ -102,20 +113,16 @@ class JudgeClient:
         self._stats = JudgeStats()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
-        self._answered: set[tuple[bool, ...]] = set()
-        """Shapes of question (True: a text, False: a picture) that got an answer."""
         # Jitter must not draw from the run's random numbers: a retry would change the training.
         self._jitter = random.Random()
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._parts = PartEncoder(config.image_side_px)
-        self._breaker = Breaker(
-            config.breaker_failures, config.breaker_pause_s, config.max_outage_s
-        )
-        self._http = JudgeHttp(api_base, auth_header(config.api_key_env), config.max_concurrency)
+        self._bases = Bases(config, [api_base] if isinstance(api_base, str) else api_base)
 
     def __repr__(self) -> str:
-        return f"JudgeClient({self.api_base!r}, model={self.config.model!r})"
+        urls = ", ".join(repr(base.url) for base in self._bases)
+        return f"JudgeClient({urls}, model={self.config.model!r})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a JudgeClient holds a key and sockets: make one per process instead")
@@ -131,49 +138,70 @@ class JudgeClient:
     def take_stats(self) -> JudgeStats:
         """What happened since the last call; a request under way counts when it ends."""
         taken, self._stats = self._stats, JudgeStats()
-        taken.breaker_openings = self._breaker.num_openings
-        self._breaker.num_openings = 0
+        for base in self._bases:
+            taken.breaker_openings += base.breaker.num_openings
+            base.breaker.num_openings = 0
         return taken
 
+    def dialects(self) -> dict[str, Dialect]:
+        """What each base takes, as far as it was asked."""
+        return {base.url: base.dialect for base in self._bases}
+
+    def adopt(self, dialects: Mapping[str, Dialect]) -> None:
+        """Know what another client has learnt of the same bases."""
+        for base in self._bases:
+            base.dialect = dialects.get(base.url, base.dialect)
+
     async def aclose(self) -> None:
-        await self._http.aclose()
+        await self._bases.aclose()
         for journal in self._open_journals:
             journal.close()
 
     async def check_health(self, wait_s: float = 60.0) -> None:
-        """Prove that the endpoint is there and serves the model, or say what is wrong.
+        """Prove that the judge is there and serves the model, or say what is wrong.
 
-        A server that is still starting has `wait_s` (and one more request) to answer. Raises
+        A server that is still starting has `wait_s` (and one more request) to answer. Of several
+        bases one is enough: the others are held to be down, which is said. Raises
         `JudgeUnreachableError` or `JudgeRefused`.
         """
+        checks = (self._check_base(base, wait_s) for base in self._bases)
+        unreachable = [(base, why) for base, why in await asyncio.gather(*checks) if why]
+        if len(unreachable) == len(list(self._bases)):
+            raise JudgeUnreachableError("\n".join(why for _, why in unreachable))
+        for base, why in unreachable:
+            base.breaker.open(f"is not there ({why})")
+
+    async def _check_base(self, base: Base, wait_s: float) -> tuple[Base, str]:
+        """'' or why it cannot be reached."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                response = await self._exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
-                if response.status in RETRIED_CLIENT_ERRORS:
+                response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
+                if response.status in RETRIED_CLIENT_ERRORS or response.status >= 500:
                     raise self._passing(response)
                 break
             except RequestTrouble as trouble:
                 if time.monotonic() >= deadline:
-                    raise JudgeUnreachableError(
-                        f"no judge at {self.api_base} after {wait_s:.0f} s ({trouble}): start it "
+                    return base, (
+                        f"no judge at {base.url} after {wait_s:.0f} s ({trouble}): start it "
                         "(scripts/serve_judge.sh), or set judge.api_base to where it runs"
-                    ) from None
+                    )
             await asyncio.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
         if response.status != 200:
             self._refuse(response)
         served = None if response.unusable else served_models(response.body)
         if served is None:
             raise JudgeRefused(
-                f"{self.api_base}/models answers, but not as an OpenAI-compatible endpoint: "
+                f"{base.url}/models answers, but not as an OpenAI-compatible endpoint: "
                 f"{self._shown(response)}\nCheck judge.api_base."
             )
         if self.config.model not in served:
             names = ", ".join(self._safe(name, SHOWN_NAME_CHARS) for name in served[:10])
             raise JudgeRefused(
-                f"{self.api_base} does not serve judge.model={self.config.model!r}; it serves: "
+                f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
                 f"{names or 'nothing'}. Set judge.model to one of these."
             )
+        return base, ""
 
     async def ask(
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
@@ -194,138 +222,201 @@ class JudgeClient:
         self._loop = loop
         started = time.monotonic()
         async with self._slots:
-            value, replies, failure, attempts = await self._ask(question, parse, repeat)
-        return Answer(value, tuple(replies), failure, attempts, time.monotonic() - started)
+            content = [await self._parts.encode(part) for part in question.parts]
+            shape = tuple(isinstance(part, str) for part in question.parts)
+            asking = _Asking(question, content, repeat, shape)
+            value, failure = await self._ask(asking, parse)
+        seconds = time.monotonic() - started
+        return Answer(value, tuple(asking.replies), failure, asking.num_sent, seconds)
 
     async def _ask(
-        self, question: Question, parse: Callable[[str], T], repeat: int
-    ) -> tuple[T | None, list[str], str | None, int]:
-        content = [await self._parts.encode(part) for part in question.parts]
-        shape = tuple(isinstance(part, str) for part in question.parts)
-        replies: list[str] = []
-        num_sent = num_tries = 0
+        self, asking: _Asking, parse: Callable[[str], T]
+    ) -> tuple[T, None] | tuple[None, str]:
+        num_tries = 0
         while True:
-            body = self._body(content, question, repeat, num_unreadable=len(replies))
             try:
-                reply, was_sent = await self._reply(body, shape)
+                reply = await self._reply(asking)
             except OutageError as outage:
-                return None, replies, f"outage: {outage}", num_sent
+                return None, f"outage: {outage}"
             except RequestTrouble as trouble:
-                num_sent += 1
                 failure, cause = str(trouble), trouble.cause
                 if cause == "refused":
-                    return None, replies, failure, num_sent
-                # In an outage no try is used up: the breaker sets the pace, `max_outage_s` the end.
-                if not self._is_outage(cause, num_tries + 1):
+                    return None, failure
+                # Where it is down no try is used up: the breaker sets the pace, `max_outage_s` the
+                # end.
+                if not self._is_down(asking.base, cause, num_tries + 1):
                     num_tries += 1
                 pause_s = trouble.retry_after_s or 0.0
                 pause_s += backoff_s(self.config.backoff_s, max(1, num_tries), self._jitter)
             else:
-                num_sent += was_sent
                 num_tries += 1
-                replies.append(reply)
+                asking.replies.append(reply)
                 try:
-                    return parse(reply), replies, None, num_sent
+                    return parse(reply), None
                 except UnreadableReplyError as error:
                     failure, cause, pause_s = f"unreadable: {error}", "unreadable", 0.0
             if num_tries >= self.config.max_attempts:
-                return None, replies, f"{failure} ({num_tries} tries)", num_sent
+                return None, f"{failure} ({num_tries} tries)"
             self._stats.retries[cause] += 1
-            if not self._breaker.is_open:
-                await asyncio.sleep(pause_s)
+            if not self._bases.has_other(asking.tried):
+                asking.tried.clear()
+                if not self._bases.are_down:
+                    await asyncio.sleep(pause_s)
 
-    def _is_outage(self, cause: str, num_tries: int) -> bool:
-        """Whether the last failure says nothing about the question itself.
+    def _is_down(self, base: Base | None, cause: str, num_tries: int) -> bool:
+        """Whether the last failure, at `base`, says nothing about the question itself.
 
         A question whose every try died without an answer, while nobody else got one either, opens
-        the breaker too: with few questions in flight the row would else end them one by one.
+        the breakers too: with few questions in flight the row would else end them one by one.
         """
         is_last_try = num_tries >= self.config.max_attempts
-        nobody_got_through = self._breaker.num_failures_in_row >= num_tries
-        if self._breaker.is_open:
-            return True
+        rows = [base.breaker.num_failures_in_row for base in self._bases]
+        nobody_got_through = all(rows) and sum(rows) >= num_tries
         if cause in ("timeout", "transport") and is_last_try and nobody_got_through:
-            self._breaker.open()
-        return self._breaker.is_open
+            for base in self._bases:
+                if not base.breaker.is_open:
+                    base.breaker.open(f"failed {base.breaker.num_failures_in_row} times in a row")
+        return base is not None and base.breaker.is_open
 
-    def _body(
-        self, content: Sequence[bytes], question: Question, repeat: int, num_unreadable: int
-    ) -> bytes:
-        """The request. Another seed, and a higher temperature, after each unreadable reply."""
-        temperature = question.temperature
+    def _request(self, asking: _Asking) -> Request:
+        """Another seed, and a higher temperature, after each unreadable reply."""
+        num_unreadable = len(asking.replies)
+        temperature = asking.question.temperature
         if temperature is None:
             temperature = self.config.temperature
-        body: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": [CONTENT]}],
             "max_tokens": self.config.max_tokens,
             "temperature": round(temperature + RETRY_TEMPERATURE_STEP * min(num_unreadable, 3), 3),
             # Some models' own defaults (top_p 0.001) would make temperature and seed do nothing.
             "top_p": 1.0,
-            "seed": SEEDS_PER_REPEAT * repeat + num_unreadable,
+            "seed": SEEDS_PER_REPEAT * asking.repeat + num_unreadable,
         }
         guided = self.config.guided_json
         if guided == "always" or (guided == "on_retry" and num_unreadable > 0):
-            schema = {"name": "grade", "schema": question.reply_schema}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        # Pictures are megabytes: they are put in as they are, not escaped again for each question.
-        before, _, after = json.dumps(body).encode().partition(json.dumps(CONTENT).encode())
-        return b"".join([before, b", ".join(content), after])
+            schema = {"name": "grade", "schema": asking.question.reply_schema}
+            parameters["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return Request(parameters, asking.content)
 
-    async def _reply(self, body: bytes, shape: tuple[bool, ...]) -> tuple[str, bool]:
-        """The judge's words, and whether a request was needed for them.
+    async def _reply(self, asking: _Asking) -> str:
+        """The judge's words, from the journal where it has them.
 
         Equal requests wait for each other: whoever comes second finds the first one's reply, as it
         would after a restart. (Without a journal each is sent.)
         """
+        request = self._request(asking)
         journal = self._journal.get()
         if journal is None:
-            return await self._send(body, shape), True
-        key = hashlib.sha256(body).hexdigest()
-        async with self._asking.setdefault(key, asyncio.Lock()):
-            reply = journal.get(key)
+            return await self._send(asking, request)
+        async with self._asking.setdefault(request.key, asyncio.Lock()):
+            reply = journal.get(request.key)
             if reply is not None:
                 self._stats.reused += 1
-                return reply, False
-            reply = await self._send(body, shape)
-            journal.put(key, reply)
-            return reply, True
+                return reply
+            reply = await self._send(asking, request)
+            journal.put(request.key, reply)
+            return reply
 
-    async def _send(self, body: bytes, shape: tuple[bool, ...]) -> str:
-        is_probe = await self._breaker.admit()
+    async def _send(self, asking: _Asking, request: Request) -> str:
+        base, is_probe = await self._bases.admit(asking.tried)
+        asking.base = base
         try:
-            started = time.monotonic()
-            timeout_s = self.config.timeout_s
-            response = await self._exchange("POST", "/chat/completions", body, timeout_s)
-            self._stats.latencies_s.append(time.monotonic() - started)
-        except RequestTrouble:
-            self._breaker.failed(is_probe)
+            try:
+                response = await self._post(base, asking, request)
+                self._expect_like_others(base, response, asking.shape)
+            except RequestTrouble:
+                base.breaker.failed(is_probe)
+                raise
+            self._bases.succeeded(base)
+            return self._read(base, response, asking.shape)
+        except RequestTrouble as trouble:
+            asking.tried.add(base)
+            base.rests_until = time.monotonic() + (trouble.retry_after_s or 0.0)
             raise
         finally:
-            self._breaker.release(is_probe)
-        self._breaker.succeeded()
-        return self._read(response, shape)
+            self._bases.release(base, is_probe)
 
-    async def _exchange(
-        self, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> HttpAnswer:
-        """One request. Raises `RequestTrouble` when nobody is there to answer: also for 5xx."""
-        self._stats.requests += 1
-        self._in_flight += 1
-        self._stats.max_in_flight = max(self._stats.max_in_flight, self._in_flight)
-        try:
-            response = await self._http.request(method, path, body, timeout_s)
-        finally:
-            self._in_flight -= 1
+    async def _post(self, base: Base, asking: _Asking, request: Request) -> HttpAnswer:
+        """The answer to `request`, asked as the base takes it.
+
+        The first question that is refused for its parameters finds out which are taken; those that
+        are refused beside it wait, and are sent once more. Raises `RequestTrouble` when nobody is
+        there to answer.
+        """
+        while True:
+            without = base.dialect.without(request)
+            response, refused = await self._post_without(base, asking, request, without)
+            if not refused:
+                base.dialect.learn(request, without, response.status)
+                break
+            async with base.learning:
+                if base.dialect.without(request) == without:
+                    response = await self._find_out(base, asking, request, without | refused)
+                    break
         if response.status >= 500:
             raise self._passing(response)
         return response
 
-    def _read(self, response: HttpAnswer, shape: tuple[bool, ...]) -> str:
+    async def _find_out(
+        self, base: Base, asking: _Asking, request: Request, without: Set[str]
+    ) -> HttpAnswer:
+        """Leave out what is refused, each time at least one parameter more, until there is another
+        answer; if it is a reply, what was left out is remembered."""
+        refused: Set[str] = without
+        while refused:
+            self._stats.retries["parameter"] += 1
+            response, refused = await self._post_without(base, asking, request, without)
+            without |= refused
+        if news := base.dialect.learn(request, without, response.status):
+            log.warning("the judge at %s %s from now on", base.url, in_words(news, without))
+        return response
+
+    async def _post_without(
+        self, base: Base, asking: _Asking, request: Request, without: Set[str]
+    ) -> tuple[HttpAnswer, set[str]]:
+        """The answer, and which parameters it refuses."""
+        asking.num_sent += 1
+        started = time.monotonic()
+        body, timeout_s = request.body(without), self.config.timeout_s
+        response = await self._exchange(base, "POST", "/chat/completions", body, timeout_s)
+        if response.status < 500:
+            self._stats.latencies_s.append(time.monotonic() - started)
+        sent = request.sent(without).keys()
+        return response, refused_parameters(response.status, response.body, sent)
+
+    async def _exchange(
+        self, base: Base, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> HttpAnswer:
+        """One request. Raises `RequestTrouble` when nobody answers."""
+        self._stats.requests += 1
+        self._in_flight += 1
+        self._stats.max_in_flight = max(self._stats.max_in_flight, self._in_flight)
+        try:
+            return await base.http.request(method, path, body, timeout_s)
+        finally:
+            self._in_flight -= 1
+
+    def _expect_like_others(
+        self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]
+    ) -> None:
+        """Raises `RequestTrouble` for a base that refuses what others take: one that came back set
+        up wrongly is down, and no reason to stop."""
+        status, said = response.status, self._shown(response)
+        refuses = status != 200 and status not in RETRIED_CLIENT_ERRORS
+        others = (other for other in self._bases if other is not base)
+        if not refuses or (shape in base.answered and status in REFUSED_QUESTION):
+            return
+        if any(shape in other.answered for other in others):
+            if not base.breaker.is_open:
+                base.breaker.open(f"refuses (HTTP {status} {said})")
+            raise RequestTrouble(f"http_{status}", said)
+
+    def _read(self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]) -> str:
         status = response.status
         if status in RETRIED_CLIENT_ERRORS:
             raise self._passing(response)
-        if status in REFUSED_QUESTION and shape in self._answered:
+        if status in REFUSED_QUESTION and shape in base.answered:
             # It has graded others like this, so the set-up is right: this one is too long, or
             # moderated. (A judge may take one picture and refuse two: that is the set-up.)
             raise RequestTrouble("refused", f"HTTP {status} {self._shown(response)}")
@@ -338,7 +429,7 @@ class JudgeClient:
         except UnreadableReplyError as error:
             detail = f"HTTP 200 without a reply ({error}): {self._shown(response)}"
             raise RequestTrouble("unreadable", detail) from None
-        self._answered.add(shape)
+        base.answered.add(shape)
         return reply
 
     def _passing(self, response: HttpAnswer) -> RequestTrouble:
@@ -347,10 +438,10 @@ class JudgeClient:
 
     def _refuse(self, response: HttpAnswer) -> NoReturn:
         location = response.location and self._safe(response.location, SHOWN_HEADER_CHARS)
+        said = self._shown(response)
         raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {response.status} "
-            f"{self._shown(response)}\n"
-            f"{remedy_for(response.status, location, self.config)}"
+            f"the judge refused: {response.request} -> HTTP {response.status} {said}\n"
+            f"{remedy_for(response.status, said, location, self.config)}"
         )
 
     def _shown(self, response: HttpAnswer) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ from rl.config.schema import JudgeConfig
 from rl.record.untrusted import shown
 
 DEFAULT_PORT = 4877
-"""Of scripts/serve_judge.sh; a file may hold a bare host."""
+"""Of scripts/serve_judge.sh; a file may hold bare hosts."""
 MAX_FILE_CHARS = 4096
 MAX_REASON_CHARS = 200
 
@@ -24,20 +25,43 @@ _DNS_NAME = re.compile(r"(?=.{1,253}\Z)([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,6
 _VERSION = re.compile(r"v\d[a-z0-9]*")
 
 
-def resolve_api_base(value: str) -> str:
-    """`judge.api_base` as the URL that requests are appended to, e.g. 'http://host:4877/v1'.
+def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
+    """`judge.api_base` as the URLs that requests are appended to, 'http://host:4877/v1', each once.
 
-    Takes a URL with or without '/v1' and trailing slash, 'host:port', or a file whose first line
-    holds a URL, a host, or host:port. Raises ValueError naming the key and the remedy.
+    Takes, as a list or between commas: a URL with or without '/v1' and trailing slash, 'host:port',
+    or a file that holds a URL, a host, or host:port, or several, a line each. Raises ValueError
+    naming the key and the remedy.
     """
-    value = value.strip()
-    if value.lower() in ("", "none"):
+    words = [value] if isinstance(value, str) and _is_file(value.strip()) else _words(value)
+    if not words:
         raise ValueError(
             "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
             "a file that holds it, or have the run start one by judge.start_command"
         )
+    return tuple(dict.fromkeys(url for word in words for url in _resolve(word)))
+
+
+def resolve_api_base(value: str | Sequence[str]) -> str:
+    """The same of a judge that is at one place."""
+    bases = resolve_api_bases(value)
+    if len(bases) > 1:
+        raise ValueError(
+            f"judge.api_base names {len(bases)} places, and a judge that judge.start_command "
+            "starts is at one: drop start_command, or all but one"
+        )
+    return bases[0]
+
+
+def _words(value: str | Sequence[str]) -> list[str]:
+    given = [value] if isinstance(value, str) else value
+    words = (word.strip() for text in given for word in text.split(","))
+    return [word for word in words if word.lower() not in ("", "none")]
+
+
+def _resolve(value: str) -> list[str]:
+    value = value.strip()
     if "://" in value or _HOST_AND_PORT.fullmatch(value):
-        return _normalise(value, f"judge.api_base={value!r}")
+        return [_normalise(value, f"judge.api_base={value!r}")]
     if not _is_file(value):
         raise ValueError(
             f"judge.api_base={value!r} is neither a URL (http://host:{DEFAULT_PORT}), nor "
@@ -54,22 +78,30 @@ def _is_file(value: str) -> bool:
         return False
 
 
-def _from_file(path: Path) -> str:
+def _from_file(path: Path) -> list[str]:
     where = f"judge.api_base: the file {path}"
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            words = file.read(MAX_FILE_CHARS).split()
+            text = file.read(MAX_FILE_CHARS)
     except OSError as error:
         raise ValueError(f"{where} cannot be read ({error.strerror})") from None
-    if not words:
+    lines = [line.split() for line in text.split("\n") if line.strip()]
+    if not lines:
         raise ValueError(f"{where} is empty; write the judge's URL or host into it")
-    held = words[0]
-    if "://" not in held and _HOST_AND_PORT.fullmatch(held) is None:
-        if _HOST.fullmatch(held) is None:
-            raise ValueError(f"{where} holds {held[:80]!r}, which is neither a URL nor a host")
-        host, slash, path_part = held.partition("/")
-        held = f"{host}:{DEFAULT_PORT}{slash}{path_part}"
-    return _normalise(held, where)
+    if len(text) == MAX_FILE_CHARS and len(lines) > 1:
+        lines.pop()  # it may go on
+    # Words beside the first place have always been let pass, and are comments.
+    held = [words[0] for words in lines if words is lines[0] or len(words) == 1]
+    return [_normalise(_with_port(word, where), where) for word in held]
+
+
+def _with_port(held: str, where: str) -> str:
+    if "://" in held or _HOST_AND_PORT.fullmatch(held):
+        return held
+    if _HOST.fullmatch(held) is None:
+        raise ValueError(f"{where} holds {held[:80]!r}, which is neither a URL nor a host")
+    host, slash, path_part = held.partition("/")
+    return f"{host}:{DEFAULT_PORT}{slash}{path_part}"
 
 
 def _normalise(url: str, where: str) -> str:
@@ -140,13 +172,50 @@ def auth_header(api_key_env: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
-    """What a person can do about a refusal."""
+_TOO_LONG = re.compile(
+    r"context (?:length|window|size)|max_model_len|maximum (?:model|context)|too many tokens|"
+    r"too (?:long|large)|exceed\w* .*(?:context|length|tokens)|reduce the (?:length|input)",
+    re.IGNORECASE,
+)
+_TOO_MANY_PICTURES = re.compile(
+    r"at most \d+ (?:\w+ )?(?:image|picture)|too many images|limit-mm-per-prompt|multiple images|"
+    r"only (?:one|a single|1) image",
+    re.IGNORECASE,
+)
+_NO_PICTURES = re.compile(
+    r"\b(?:no|not|unsupported|unknown)\b[^.]*(?:image|multi-?modal|vision)|"
+    r"(?:image|multi-?modal|vision)\w*\b[^.]*(?:\bnot\b|n't\b|unsupported|only supported)|"
+    r"content.{0,40}(?:must|should) be a (?:valid )?string",
+    re.IGNORECASE,
+)
+
+
+def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig) -> str:
+    """What a person can do about a refusal. `said`: the body, as it is shown."""
     if status in (401, 403):
         held = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
         return (
             "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
             f"({held})."
+        )
+    if _TOO_MANY_PICTURES.search(said):
+        return (
+            "Remedy: a question shows up to two pictures, and this endpoint takes fewer: serve it "
+            "with two (vllm serve --limit-mm-per-prompt '{\"image\": 2}', as "
+            f"scripts/serve_judge.sh does), or set judge.model={config.model!r} to one that takes "
+            "them."
+        )
+    if status == 413 or _TOO_LONG.search(said):
+        return (
+            f"Remedy: pictures of judge.image_side_px={config.image_side_px}, the question and a "
+            f"reply of judge.max_tokens={config.max_tokens} are too much for it: lower these, or "
+            "serve it with a longer context (JUDGE_MAX_LEN of scripts/serve_judge.sh, vllm serve "
+            "--max-model-len)."
+        )
+    if _NO_PICTURES.search(said):
+        return (
+            f"Remedy: judge.model={config.model!r} takes no pictures, at least not so; set it to a "
+            "vision-language model, and serve that with its vision part."
         )
     if status == 404:
         return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."

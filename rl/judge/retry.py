@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import re
@@ -52,70 +51,51 @@ def retry_after_s(header: str | None, now: datetime | None = None) -> float | No
 
 
 class OutageError(Exception):
-    """The breaker has been open for longer than `max_outage_s`."""
+    """Nobody has answered for longer than `max_outage_s`."""
 
 
 class Breaker:
-    """Holds requests back while a service is down. Belongs to one event loop.
+    """Says when a service that is down may be asked.
 
-    Closed: all pass. `failures_to_open` failures in a row open it. Open: nobody passes for
-    `pause_s`, then one probe at a time; a probe that succeeds closes it. Those who wait give up
-    (`OutageError`) once the service has been down for `max_outage_s`.
+    Closed: always. `failures_to_open` failures in a row open it. Open: not for `pause_s`, then one
+    probe at a time; a probe that succeeds closes it.
     """
 
-    def __init__(self, failures_to_open: int, pause_s: float, max_outage_s: float) -> None:
+    def __init__(self, failures_to_open: int, pause_s: float, name: str = "the judge") -> None:
+        """`name`: in what is said of it."""
         self._failures_to_open = failures_to_open
         self._pause_s = pause_s
-        self._max_outage_s = max_outage_s
-        self._closed = asyncio.Event()
-        self._closed.set()
+        self._name = name
         self._is_probing = False
         self._next_probe_at = 0.0
         self._down_since = 0.0
+        self.is_open = False
         self.num_failures_in_row = 0
         self.num_openings = 0
-
-    @property
-    def is_open(self) -> bool:
-        return not self._closed.is_set()
 
     @property
     def down_s(self) -> float:
         """How long the present row of failures has lasted, s."""
         return time.monotonic() - self._down_since if self.num_failures_in_row else 0.0
 
-    async def admit(self) -> bool:
-        """Wait until a request may go. True: it is the probe, and `release` must follow.
+    @property
+    def next_probe_s(self) -> float:
+        """Until an open one may be probed, s; 0: now."""
+        wait_s = self._next_probe_at - time.monotonic()
+        return max(0.0, self._pause_s if self._is_probing and wait_s <= 0 else wait_s)
 
-        A probe that is due goes even past `max_outage_s`: otherwise a service that came back
-        between two iterations would never be noticed.
-        """
-        while self.is_open:
-            wait_s = self._next_probe_at - time.monotonic()
-            if wait_s <= 0 and not self._is_probing:
-                self._is_probing = True
-                return True
-            left_s = self._max_outage_s - self.down_s
-            if left_s <= 0:
-                raise OutageError(f"no answer for {self.down_s:.0f} s")
-            wait_s = wait_s if wait_s > 0 else self._pause_s
-            try:
-                async with asyncio.timeout(min(wait_s, left_s)):
-                    await self._closed.wait()
-            except TimeoutError:
-                continue
-        return False
+    def begin_probe(self) -> None:
+        """`end_probe` must follow."""
+        self._is_probing = True
 
-    def release(self, is_probe: bool) -> None:
-        """The admitted request has ended, however it ended."""
-        if is_probe:
-            self._is_probing = False
+    def end_probe(self) -> None:
+        self._is_probing = False
 
     def succeeded(self) -> None:
         if self.is_open:
-            log.warning("the judge answers again after %.0f s", self.down_s)
+            log.warning("%s answers again after %.0f s", self._name, self.down_s)
         self.num_failures_in_row = 0
-        self._closed.set()
+        self.is_open = False
 
     def failed(self, is_probe: bool) -> None:
         if self.num_failures_in_row == 0:
@@ -124,14 +104,16 @@ class Breaker:
         if is_probe:
             self._next_probe_at = time.monotonic() + self._pause_s
         elif not self.is_open and self.num_failures_in_row >= self._failures_to_open:
-            self.open()
+            self.open(f"failed {self.num_failures_in_row} times in a row")
 
-    def open(self) -> None:
-        self._closed.clear()
+    def open(self, why: str) -> None:
+        """`why`: what it did, in words."""
+        if self.num_failures_in_row == 0:
+            self._down_since = time.monotonic()
+            self.num_failures_in_row = 1
+        self.is_open = True
         self._next_probe_at = time.monotonic() + self._pause_s
         self.num_openings += 1
         log.warning(
-            "the judge failed %d times in a row: one probe every %.0f s until it answers",
-            self.num_failures_in_row,
-            self._pause_s,
+            "%s %s: one probe every %.0f s until it answers", self._name, why, self._pause_s
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.build import ask_plug, claims, row_rules
 from rl.config.schema import RunConfig, changed
-from rl.judge.endpoint import auth_header, resolve_api_base
+from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.preflight import footprint
 from rl.ranks import placement
@@ -154,7 +154,7 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
         yield from start_problems(judge)
     else:
         try:
-            resolve_api_base(judge.api_base)
+            resolve_api_bases(judge.api_base)
         except ValueError as error:
             yield str(error)
     try:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 SIDE_PX = 64
 SLOW_S = 10.0
+READABLE = frozenset({"source", "image", "target", "text", "reference"})
+"""What can be made up of what a reward needs: nobody knows what hidden keys hold."""
 
 
 def dry_problems(resolved: Resolved) -> list[str]:
@@ -38,36 +40,40 @@ def dry_problems(resolved: Resolved) -> list[str]:
 
 
 def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
-    """A reward that reads hidden keys is left out: nobody knows what they hold."""
-    reads_hidden = plug.cls.needs - {"source", "image", "target", "text", "reference"}
-    if plug.cls.needs_judge or plug.cls.runs_model or reads_hidden:
+    if plug.cls.needs_judge or plug.cls.runs_model or plug.cls.needs - READABLE:
         return []
-    given = _made_up(resolved)
-    try:
-        reward = plug.cls(plug.config, Resources(None, "cpu"))
-    except find.STRANGE as error:
-        return [f"{plug.key}: making {plug.name} raises {find.described(error)}"]
-
-    async def ask() -> RewardOutput:
-        if reward.scores_groups():
-            return (await score_group({plug.key: reward}, [given, given]))[0][plug.key]
-        return (await grade({plug.key: reward}, given))[plug.key]
-
     with _said_if_slow(plug):
-        output = asyncio.run(ask())
+        given = made_up(resolved, _picture())
+        _, problems = asyncio.run(graded(plug, Resources(None, "cpu"), given))
+    return problems
+
+
+async def graded(
+    plug: Plug[Reward], resources: Resources, given: RewardInput
+) -> tuple[RewardOutput | None, list[str]]:
+    """What a reward says of one picture, made for it and closed again, and what is wrong with the
+    reward. Raises `JudgeError`."""
     try:
-        reward.close()
+        reward = await asyncio.to_thread(plug.cls, plug.config, resources)
     except find.STRANGE as error:
-        return [f"{plug.key}: closing {plug.name} raises {find.described(error)}"]
+        return None, [f"{plug.key}: making {plug.name} raises {find.described(error)}"]
+    if reward.scores_groups():
+        output = (await score_group({plug.key: reward}, [given, given]))[0][plug.key]
+    else:
+        output = (await grade({plug.key: reward}, given))[plug.key]
+    try:
+        await asyncio.to_thread(reward.close)
+    except find.STRANGE as error:
+        return None, [f"{plug.key}: closing {plug.name} raises {find.described(error)}"]
     if not output.traceback:
-        return []
+        return output, []
     had = ", ".join(name for name in ("source", "target") if getattr(given.sample, name))
     sample = f"a made-up sample with {had or 'no pictures'}"
     if given.image is None:
         sample += " and nothing rendered"
     place = output.traceback.rstrip().split("\n")
     lines = [line.strip() for line in place if line.strip().startswith("File ")]
-    return [f"{plug.key}: {plug.name} {output.failure} ({lines[-1]}) on {sample}"]
+    return None, [f"{plug.key}: {plug.name} {output.failure} ({lines[-1]}) on {sample}"]
 
 
 def _data(resolved: Resolved) -> list[str]:
@@ -97,19 +103,19 @@ def _said_if_slow(plug: Plug[Any]) -> Iterator[None]:
         timer.cancel()
 
 
-def _made_up(resolved: Resolved) -> RewardInput:
-    """With what every sample of this config has."""
+def made_up(resolved: Resolved, picture: Image) -> RewardInput:
+    """With what every sample of this config has, each picture this one."""
     sources = [*resolved.train, *resolved.validation]
     carried = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
     sample = Sample(
         "made-up",
         "paint it red",
-        sources=(_picture(),) if "source" in carried else (),
-        target=_picture() if "target" in carried else None,
+        sources=(picture,) if "source" in carried else (),
+        target=picture if "target" in carried else None,
         reference="a red square" if "reference" in carried else None,
     )
     draws = resolved.renderer.cls.makes_images
-    return RewardInput(sample, "a red square on a white floor", _picture() if draws else None)
+    return RewardInput(sample, "a red square on a white floor", picture if draws else None)
 
 
 def _picture() -> Image:
@@ -123,7 +129,7 @@ def _renderer(resolved: Resolved) -> list[str]:
     plug = resolved.renderer
     if plug.cls.runs_model or plug.cls.accepts == "hidden_states":
         return []
-    sample = _made_up(resolved).sample
+    sample = made_up(resolved, _picture()).sample
     payload: Any = "a red square"
     if plug.cls.accepts == "image_tokens":
         import numpy as np

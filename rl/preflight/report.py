@@ -9,13 +9,16 @@ seconds on a laptop.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shlex
 from collections.abc import Iterable, Sequence
 
 from rl import build
 from rl.config.schema import ConfigError, RunConfig, listed
+from rl.judge.endpoint import resolve_api_bases
 from rl.preflight import compatibility, footprint, host_memory, memory_plan
+from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.disk import disk_lines
 from rl.preflight.dry_run import dry_problems
 from rl.preflight.host_memory import HostPlan
@@ -94,8 +97,9 @@ def _cuda_gb(machine: placement.Machine) -> dict[str, float]:
     return {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
 
 
-def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
-    """(what the run would be, exit code: 1 when something is wrong); the last lines say which."""
+def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str, int]:
+    """(what the run would be, exit code: 1 when something is wrong); the last lines say which.
+    `online`: with what the judge says when it is asked."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
@@ -125,6 +129,11 @@ def report(config: RunConfig, gpu_gb: float) -> tuple[str, int]:
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
     found += machine_problems(resolved)
     found = found or dry_problems(resolved)
+    if online and not found:
+        heard = _heard(resolved)
+        if heard.lines:
+            lines += ["judge, asked now", *_indented(heard.lines)]
+        found = heard.problems
     last, code = _verdict(found, footprint.unknowns(resolved))
     return "\n".join([*lines, last]), code
 
@@ -217,7 +226,9 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         return ["is not asked"]
     pictures = config.generations_per_prompt * config.images_per_completion
     training = config.prompts_per_iteration * pictures * per_picture
-    lines = [f"{judge.model} at {judge.api_base or 'the URL that start_command tells'}"]
+    places = [judge.api_base] if isinstance(judge.api_base, str) else judge.api_base
+    where = ", ".join(filter(None, places)) or "the URL that start_command tells"
+    lines = [f"{judge.model} at {where}"]
     if judge.start_command:
         lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
@@ -242,6 +253,15 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
             + (f", and {once} once for the stock arm" if once else "")
         )
     return lines
+
+
+def _heard(resolved: build.Resolved) -> Heard:
+    judge = resolved.config.judge
+    if not resolved.needs_judge:
+        return Heard(lines=["no reward asks one"])
+    if judge.start_command:
+        return Heard(lines=["not asked: it is there once the run has started it, and asked then"])
+    return asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
 
 
 def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ HARMLESS = (
     "evaluation.num_samples", "evaluation.temperature", "evaluation.top_k",
     "evaluation.reference_drift", "data.validation.*",
     # Where the judge is and how patiently it is asked, not what it says.
-    "judge.api_base", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
+    "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
     "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
     "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate",
     "optimizer.gradient_checkpointing",  # the same kernels over the same numbers, twice

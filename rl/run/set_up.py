@@ -7,6 +7,7 @@ it is open (`run.py`), the loop (`train.py`), how parts are made (`build.py`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,13 +18,15 @@ from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.types import Sample
 from rl.config.schema import JudgeConfig, RunConfig
+from rl.files.atomic import write_atomically
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
-from rl.judge.endpoint import resolve_api_base
+from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
 from rl.meter import flop_meter
 from rl.preflight import footprint, memory_plan
+from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.resume import check_resume
 from rl.ranks import placement, rendezvous
 from rl.ranks.dist import Dist
@@ -64,7 +67,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         sources = build.build_data(resolved, resolved.train)
         prompt_order, held_out = _open_data(resolved, sources, stack)
         # Is it readable?
-        prompt_order.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)
+        [sample] = prompt_order.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
@@ -74,7 +77,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         dtype = str(resolved.policy.config.dtype)
         ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
-        judge = _open_judge(resolved, dist, loop, stack, console)
+        judge = _open_judge(resolved, dist, loop, stack, console, sample)
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)
@@ -251,22 +254,44 @@ def _plug_metrics(
 
 
 def _open_judge(
-    resolved: build.Resolved, dist: Dist, loop: BackgroundLoop, stack: ExitStack, console: Console
+    resolved: build.Resolved,
+    dist: Dist,
+    loop: BackgroundLoop,
+    stack: ExitStack,
+    console: Console,
+    sample: Sample,
 ) -> JudgeClient | None:
-    """Reach the judge before a model is loaded: one that is not there is found in seconds."""
+    """Reach the judge, and ask it about `sample`, before a model is loaded: one that is not there,
+    or cannot grade, is found in seconds."""
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
     if config.start_command:
         log = resolved.config.run_dir / "logs" / f"judge_{dist.rank}.log"
         console.say(f"starting the judge; its output: {log}")
-        api_base = _start_judge(config, log, dist, loop, stack)
+        api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
     else:
-        api_base = resolve_api_base(config.api_base)
-        console.say(f"asking the judge at {api_base} whether it is there")
-    judge = JudgeClient(config, api_base)
+        api_bases = resolve_api_bases(config.api_base)
+        console.say(f"asking the judge at {', '.join(api_bases)} whether it is there")
+    judge = JudgeClient(config, api_bases)
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     loop.submit(judge.check_health()).result()
+    # Each node's own judge, or the one of all, is asked once.
+    asks = dist.local_rank == 0 if config.start_command else dist.is_main
+    heard = Heard()
+    if asks:
+        heard = loop.submit(ask_judge(resolved, api_bases, 0.0, sample)).result()
+    for line in heard.lines:
+        console.say(line)
+    told = dist.gather((heard.problems, heard.dialects))
+    if problems := [problem for found, _ in told for problem in found]:
+        raise JudgeError("\n".join(problems))
+    for _, dialects in told:
+        judge.adopt(dialects)
+    if dist.is_main:
+        left_out = {base: sorted(dialect.names) for base, dialect in judge.dialects().items()}
+        file = resolved.config.run_dir / "judge" / "left_out.json"
+        write_atomically(file, json.dumps(left_out, indent=2) + "\n")
     return judge
 
 

@@ -1,0 +1,142 @@
+"""Which optional parameters an endpoint takes, learnt from what it refuses.
+
+What: `Request`, one question as it may be sent; `refused_parameters`, what an error page says is
+not taken; `Dialect`, what is remembered of it. What not: asking (`client.py`).
+
+Servers say it in many ways, and not all name a code: "Unsupported parameter: 'max_tokens' ..."
+(OpenAI), "Unrecognized request argument supplied: seed" (Azure), "does not support parameters:
+['seed']" (LiteLLM), `extra_forbidden` at ('body', 'seed') (pydantic: vLLM, Mistral), 'Unknown name
+"seed": Cannot find field' (Gemini), "property 'seed' is unsupported" (Groq), "unknown field `seed`"
+(serde: TGI), "`temperature` and `top_p` cannot both be specified" (Anthropic). Hence a sentence of
+the page that names a parameter which was sent, and refuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+CONTENT = "<content>"
+"""Stands in a request for the question's parts, until they are put in."""
+RENAMED = {"max_tokens": "max_completion_tokens"}
+"""What is asked for under another name before it is left out."""
+NAMES = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_completion_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "seed": "seed",
+    "response_format": r"response_format|json[ _]?schema|structured[ _]outputs?|guided[ _]\w+",
+}
+"""Optional parameter -> how an error page names it."""
+LENGTHS = frozenset({"max_tokens", "max_completion_tokens"})
+REFUSING_STATUSES = frozenset({400, 422, 500, 501})
+"""500: LiteLLM's proxy and llama.cpp's server have said it so."""
+
+_REFUSAL = re.compile(
+    r"unsupported|unrecogni[sz]ed|unknown|unexpected|unavailable|deprecated|"
+    r"extra_forbidden|extra inputs|extra fields|cannot find field|"
+    r"(?:\bnot|n't)(?: \w+)? (?:support|permit|allow|recogni[sz]e|accept|available|implement)|"
+    r"cannot (?:both )?be (?:used|set|specified)"
+)
+_VALUE_REFUSAL = re.compile(
+    # A model that samples in one way, and an end of the range that others take for 'off'.
+    r"only .*\b(?:is|are) (?:allowed|supported)|must be (?:strictly|> ?0|in range \(0)"
+)
+"""Not of a length: what is too long for the context is no dialect."""
+_SENTENCE_END = re.compile(r"[.!;]\s|\n|\}\s*,\s*\{")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One question as the judge would be asked if it took everything."""
+
+    parameters: Mapping[str, Any]
+    """Of the body; its one message's content is `[CONTENT]`."""
+    content: Sequence[bytes]
+    """JSON of the message's parts."""
+
+    @cached_property
+    def key(self) -> str:
+        """Under which its reply is journalled: the same whatever an endpoint refuses."""
+        return hashlib.sha256(self.body(frozenset())).hexdigest()
+
+    def sent(self, without: Set[str]) -> dict[str, Any]:
+        """The parameters that are sent where those of `without` are not taken."""
+        sent = {name: value for name, value in self.parameters.items() if name not in without}
+        for old, new in RENAMED.items():
+            if old in without and old in self.parameters and new not in without:
+                sent[new] = self.parameters[old]
+        return sent
+
+    def body(self, without: Set[str]) -> bytes:
+        # Pictures are megabytes: they are put in as they are, not escaped again for each question.
+        text = json.dumps(self.sent(without)).encode()
+        before, _, after = text.partition(json.dumps(CONTENT).encode())
+        return b"".join([before, b", ".join(self.content), after])
+
+
+@dataclass
+class Dialect:
+    """What one endpoint does not take. A name that it once took is refused for a value only."""
+
+    names: set[str] = field(default_factory=set)
+    values: set[tuple[str, str]] = field(default_factory=set)
+    """(name, value as JSON)."""
+    taken: set[str] = field(default_factory=set)
+    """Parameters of requests that it answered."""
+
+    def without(self, request: Request) -> frozenset[str]:
+        """What to leave out of `request`."""
+        values = request.parameters.items()
+        refused = {name for name, value in values if (name, json.dumps(value)) in self.values}
+        return frozenset(self.names | refused)
+
+    def learn(self, request: Request, without: Set[str], status: int) -> set[str]:
+        """`request` was sent without these; returns what is news, if it was answered."""
+        if status != 200:
+            return set()
+        news = set(without - self.without(request))
+        for name in news:
+            if name in self.taken and name in request.parameters:
+                self.values.add((name, json.dumps(request.parameters[name])))
+            else:
+                self.names.add(name)
+        self.taken |= request.sent(without).keys() & NAMES.keys()
+        return news
+
+
+def in_words(news: Set[str], without: Set[str]) -> str:
+    """'takes no seed, and max_completion_tokens for max_tokens'."""
+    renamed = {old for old, new in RENAMED.items() if old in news and new not in without}
+    words = [f"no {name}" for name in sorted(news - renamed)]
+    return "takes " + " and ".join([*words, *(f"{RENAMED[old]} for {old}" for old in renamed)])
+
+
+def refused_parameters(status: int, page: bytes, sent: Set[str]) -> set[str]:
+    """Which of the optional parameters in `sent` an answer says it does not take; usually none."""
+    if status not in REFUSING_STATUSES:
+        return set()
+    # JSON inside JSON: quotes behind backslashes, and line ends spelt out.
+    text = re.sub(r"\\+u00(?:22|27|60)", "'", page.decode("utf-8", "replace"))
+    text = re.sub(r"\\+n", "\n", text).replace("\\", "").lower()
+    found: set[str] = set()
+    for sentence in _SENTENCE_END.split(text):
+        refuses = bool(_REFUSAL.search(sentence))
+        if not refuses and not _VALUE_REFUSAL.search(sentence):
+            continue
+        named = {
+            name
+            for name, words in NAMES.items()
+            if name in sent and re.search(rf"(?<!\w)(?:{words})(?!\w)", sentence)
+        }
+        if not refuses:
+            named -= LENGTHS
+        # One of two is too many: nucleus mass 1 says nothing, a temperature does.
+        found |= named - {"temperature"} if "top_p" in named and "both" in sentence else named
+    return found

@@ -1,0 +1,184 @@
+"""Ask the judge for real before a model is loaded: at every start, and by `--check --online`.
+
+What: `ask_judge`: every reward that asks the judge grades one picture, at every place where the
+judge answers, over the client and the code that grade in training. What not: the judge's own
+questions (`rl/rewards/`), whether there is an endpoint at all (`JudgeClient.check_health`). No
+torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rl.api.judge import Answer, Question
+from rl.api.plug import Resources
+from rl.api.reward import Reward
+from rl.api.types import RewardInput, Sample
+from rl.build import Plug, Resolved
+from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
+from rl.judge.dialect import Dialect
+from rl.judge.endpoint import remedy_for
+from rl.preflight.dry_run import READABLE, graded, made_up
+from rl.record.console import duration
+from rl.record.scrub import scrub
+from rl.record.untrusted import shown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+T = TypeVar("T")
+
+SHOWN_REPLY_CHARS = 300
+
+
+@dataclass
+class Heard:
+    """What came of asking."""
+
+    problems: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """What was answered, and which places are down though others are not."""
+    dialects: dict[str, Dialect] = field(default_factory=dict)
+    """By place."""
+
+
+async def ask_judge(
+    resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
+) -> Heard:
+    """`wait_s`: how long a judge that is still starting has. `sample`: of the run's data; what it
+    lacks is made up, and the picture to be graded is its source, as if nothing had been edited."""
+    asked = (_ask_base(resolved, base, wait_s, sample) for base in api_bases)
+    heard, down = Heard(), []
+    for base, found in zip(api_bases, await asyncio.gather(*asked), strict=True):
+        if isinstance(found, JudgeUnreachableError):
+            down.append(str(found))
+            continue
+        heard.problems += found.problems
+        heard.lines += found.lines
+        heard.dialects[base] = found.dialects[base]
+    if heard.dialects:
+        heard.lines += down
+    else:
+        heard.problems += down
+    return heard
+
+
+async def _ask_base(
+    resolved: Resolved, base: str, wait_s: float, sample: Sample | None
+) -> Heard | JudgeUnreachableError:
+    client = JudgeClient(resolved.config.judge, base)
+    heard = Heard(dialects=client.dialects())
+    try:
+        await client.check_health(wait_s)
+        for plug in resolved.rewards.values():
+            if plug.cls.needs_judge:
+                await _ask_reward(resolved, plug, client, base, sample, heard)
+    except JudgeUnreachableError as error:
+        return error
+    except JudgeError as error:
+        heard.problems.append(f"judge: {error}")
+    finally:
+        await client.aclose()
+    return heard
+
+
+async def _ask_reward(
+    resolved: Resolved,
+    plug: Plug[Reward],
+    client: JudgeClient,
+    base: str,
+    sample: Sample | None,
+    heard: Heard,
+) -> None:
+    reads_hidden = plug.cls.needs - READABLE
+    if plug.cls.runs_model or (reads_hidden and sample is None):
+        why = "loads a model" if plug.cls.runs_model else "reads hidden keys of the data"
+        heard.lines.append(f"{plug.key}: not asked, since it {why}")
+        return
+    config = resolved.config.judge
+    listening = _Listening(client)
+    resources = Resources(listening, "cpu")
+    limit_s = 2 * config.timeout_s
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(limit_s):
+            output, problems = await graded(plug, resources, _given(resolved, sample))
+    except TimeoutError:
+        output, problems = None, [f"{plug.key}: {base} did not answer within {limit_s:g} s"]
+        problems[0] += _remedy("timeout", client)
+    failed = next((answer for answer in listening.answers if answer.failure), None)
+    if not problems and failed is not None:
+        problems = [f"{plug.key}: {base} {_said(failed, client)}"]
+    heard.problems += problems
+    if problems or output is None:
+        return
+    num_unreadable = sum(len(answer.replies) - 1 for answer in listening.answers)
+    heard.lines.append(
+        f"{plug.key}: {base} answered {len(listening.answers)} questions in "
+        f"{duration(time.monotonic() - started)}"
+        + (f", {num_unreadable} replies unreadable" if num_unreadable > 0 else "")
+        + (f", value {output.value:.3g}" if output.value is not None else f", {output.failure}")
+    )
+
+
+def _said(failed: Answer[Any], client: JudgeClient) -> str:
+    """What the judge said that cannot be read, or why it said nothing."""
+    failure = str(failed.failure)
+    if not failed.replies:
+        return f"gave no answer: {failure}{_remedy(failure, client)}"
+    config = client.config
+    reply = shown(scrub(failed.replies[-1], (config.api_key_env,)), SHOWN_REPLY_CHARS)
+    return (
+        f"answers, but not as asked: {failure}; it said: {reply or '(nothing)'}\nRemedy: set "
+        "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="
+        f"{config.max_tokens} if the reply is cut or empty (a model that thinks first spends it on "
+        f"that); else another judge.model={config.model!r}."
+    )
+
+
+def _remedy(failure: str, client: JudgeClient) -> str:
+    config = client.config
+    if failure.startswith("http_"):
+        return f"\n{remedy_for(500, failure, None, config)}"
+    return (
+        "\nRemedy: look into the endpoint's own log; raise judge.timeout_s="
+        f"{config.timeout_s:g} if it is slow."
+    )
+
+
+class _Listening:
+    """The judge, and what it answered."""
+
+    def __init__(self, client: JudgeClient) -> None:
+        self.config = client.config
+        self.answers: list[Answer[Any]] = []
+        self._client = client
+
+    async def ask(
+        self, question: Question, parse: Callable[[str], T], repeat: int = 0
+    ) -> Answer[T]:
+        answer = await self._client.ask(question, parse, repeat)
+        self.answers.append(answer)
+        return answer
+
+
+def _given(resolved: Resolved, sample: Sample | None) -> RewardInput:
+    made = made_up(resolved, _noise(resolved.config.judge.image_side_px))
+    if sample is None:
+        return made
+    sources = sample.sources or made.sample.sources
+    full = replace(sample, sources=sources, target=sample.target or made.sample.target)
+    return replace(made, sample=full, image=made.image and (full.source or made.image))
+
+
+def _noise(side_px: int) -> Image:
+    """As large as the judge is ever shown one; its PNG has about as many bytes as a photo's."""
+    from PIL import Image
+
+    pixels = random.Random(0).randbytes(side_px * side_px)
+    return Image.frombytes("L", (side_px, side_px), pixels).convert("RGB")

@@ -1,0 +1,190 @@
+"""One judge at several places: the load, a place that dies and comes back, and all of them down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from tiny_faulty_judge import Fault, FaultyJudge, PickyJudge, pair_question, quick_config, read_pair
+from tiny_ranks import held_port
+
+from rl.api.judge import Answer
+from rl.judge.client import JudgeClient, JudgeRefused, JudgeUnreachableError
+
+GONE = Fault(reset=True)
+
+
+def told(
+    judges: Sequence[FaultyJudge | str],
+    script: Callable[[JudgeClient], Awaitable[Any]],
+    **config: Any,
+) -> tuple[Any, JudgeClient]:
+    """What `script` returns; the client is closed afterwards."""
+    bases = [judge if isinstance(judge, str) else judge.api_base for judge in judges]
+
+    async def run() -> tuple[Any, JudgeClient]:
+        client = JudgeClient(quick_config(**config), bases)
+        try:
+            return await script(client), client
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+async def ask(client: JudgeClient, count: int, first: int = 0) -> list[Answer[Any]]:
+    """That many questions at once, each another."""
+    numbers = range(first, first + count)
+    return list(
+        await asyncio.gather(*(client.ask(pair_question(str(n)), read_pair) for n in numbers))
+    )
+
+
+def all_graded(answers: Sequence[Answer[Any]]) -> bool:
+    return all(answer.value == (8.0, 6.5) for answer in answers)
+
+
+def test_the_fewest_in_flight_come_first() -> None:
+    """One place takes 10 times as long: it gets a tenth or so."""
+    with (
+        FaultyJudge(after=Fault(stall_s=0.2)) as slow,
+        FaultyJudge(after=Fault(stall_s=0.02)) as fast,
+    ):
+        answers, client = told([slow, fast], lambda c: ask(c, 40), max_concurrency=6)
+    shares = len(slow.requests), len(fast.requests)
+    print(f"\n| slow {shares[0]}, fast {shares[1]} |", end="")
+    assert all_graded(answers) and sum(shares) == 40
+    assert 3 <= shares[0] <= 13 and abs(slow.max_open - fast.max_open) <= 1
+    assert client.take_stats().max_in_flight == 6, "over both together"
+
+
+def test_one_that_dies_and_comes_back_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        answers = await ask(client, 12)
+        dying.after = GONE
+        answers += await ask(client, 24, first=100)
+        while_down = len(dying.requests)
+        answers += await ask(client, 12, first=200)
+        assert len(dying.requests) - while_down <= 2, "one probe a pause"
+        dying.after = Fault()
+        await asyncio.sleep(0.6)
+        answers += await ask(client, 12, first=300)  # one of them is the probe
+        back = len(dying.requests)
+        answers += await ask(client, 12, first=400)
+        assert len(dying.requests) - back > 2, "it has its share again"
+        return answers
+
+    with FaultyJudge() as dying, FaultyJudge() as other:
+        answers, client = told(
+            [dying, other], script, breaker_failures=4, breaker_pause_s=0.5, max_concurrency=8
+        )
+    assert all_graded(answers)
+    assert all(answer.attempts <= 3 for answer in answers), "another place is asked at once"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, said
+    assert said[0].startswith(f"the judge at {dying.api_base} failed 4 times in a row: one probe")
+    assert said[1].startswith(f"the judge at {dying.api_base} answers again after ")
+    assert client.take_stats().breaker_openings == 1
+
+
+def test_another_place_is_asked_without_a_pause() -> None:
+    with FaultyJudge(after=Fault(500)) as broken, FaultyJudge() as other:
+        answers, _ = told([broken, other], lambda c: ask(c, 4), backoff_s=60.0)
+    assert all_graded(answers) and max(answer.seconds for answer in answers) < 10
+    assert {answer.attempts for answer in answers} == {1, 2}
+
+
+def test_one_that_asks_to_be_left_alone_is() -> None:
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        return [*await ask(client, 2), *await ask(client, 20, first=100)]
+
+    busy = Fault(429, headers={"Retry-After": "60"})
+    with FaultyJudge(after=busy) as limited, FaultyJudge() as other:
+        answers, client = told([limited, other], script, max_concurrency=2)
+    assert all_graded(answers) and len(limited.requests) == 1
+    assert client.take_stats().retries == {"http_429": 1}
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_all_down_is_an_outage(comes_back: bool) -> None:
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        asking = asyncio.ensure_future(ask(client, 6))
+        await asyncio.sleep(0.5)
+        if comes_back:
+            other.after = Fault()
+        return await asking
+
+    outage_s = 20.0 if comes_back else 0.8
+    config = {"max_outage_s": outage_s, "max_attempts": 2, "breaker_failures": 3}
+    with FaultyJudge(after=GONE) as one, FaultyJudge(after=GONE) as other:
+        answers, client = told([one, other], script, **config)
+    if comes_back:
+        assert all_graded(answers)
+    else:
+        assert {(answer.failure or "").partition(":")[0] for answer in answers} == {"outage"}
+        assert all(answer.seconds < 6 for answer in answers)
+    assert client.take_stats().breaker_openings == 2
+
+
+def test_a_lone_question_outlives_an_outage_of_both() -> None:
+    async def script(client: JudgeClient) -> Answer[Any]:
+        asking = asyncio.ensure_future(client.ask(pair_question(), read_pair))
+        await asyncio.sleep(0.6)
+        one.after = Fault()
+        return await asking
+
+    with FaultyJudge(after=GONE) as one, FaultyJudge(after=GONE) as other:
+        answer, _ = told([one, other], script, max_attempts=2)
+    assert answer.value is not None and answer.attempts > 2
+
+
+def test_one_that_refuses_what_another_takes_is_held_to_be_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It came back with another model: no reason to stop. One that all refuse is."""
+
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        answers = await ask(client, 4)
+        changed.after = Fault(404, body="no such model")
+        answers += await ask(client, 8, first=100)
+        other.after = Fault(404, body="no such model")
+        with pytest.raises(JudgeRefused, match="no such model"):
+            await asyncio.gather(
+                *(client.ask(pair_question("a", "b"), read_pair) for _ in range(2))
+            )
+        return answers
+
+    with FaultyJudge() as changed, FaultyJudge() as other:
+        answers, _ = told([changed, other], script, breaker_pause_s=30.0)
+    assert all_graded(answers)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"{changed.api_base} refuses (HTTP 404 no such model): one probe every 30 s" in said
+
+
+def test_each_place_has_its_own_dialect() -> None:
+    with PickyJudge("seed") as picky, FaultyJudge() as other:
+        answers, client = told([picky, other], lambda c: ask(c, 12), max_concurrency=4)
+    assert all_graded(answers)
+    assert ["seed" in request for request in picky.requests].count(True) <= 4
+    assert "seed" not in picky.requests[-1] and all("seed" in r for r in other.requests)
+    assert client.dialects()[picky.api_base].names == {"seed"}
+
+
+def test_health_needs_one_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        await client.check_health(0.0)
+        return await ask(client, 6)
+
+    with held_port() as port, FaultyJudge() as judge:
+        nowhere = f"http://127.0.0.1:{port}/v1"
+        answers, _ = told([nowhere, judge], script, breaker_pause_s=30.0)
+        assert all_graded(answers) and len(judge.requests) == 6
+        [said] = [record.getMessage() for record in caplog.records]
+        assert f"the judge at {nowhere} is not there (no judge at {nowhere} after 0 s" in said
+        with pytest.raises(JudgeUnreachableError) as error:
+            told([nowhere, f"{nowhere}/too"], lambda c: c.check_health(0.0))
+        assert nowhere in str(error.value) and f"{nowhere}/too" in str(error.value)
+        with pytest.raises(JudgeRefused, match=r"does not serve judge\.model='other'"):
+            told([nowhere, judge], lambda c: c.check_health(0.0), model="other")

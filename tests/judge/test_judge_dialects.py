@@ -1,0 +1,243 @@
+"""Judges that do not take every parameter: asked once, remembered. `-s` prints the request log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_faulty_judge import (
+    GOOD,
+    Fault,
+    FaultyJudge,
+    PickyJudge,
+    pair_question,
+    quick_config,
+    read_pair,
+)
+
+from rl.api.judge import Answer
+from rl.judge.client import JudgeClient, JudgeRefused
+from rl.judge.dialect import refused_parameters
+
+SENT = {"model", "messages", "max_tokens", "temperature", "top_p", "seed"}
+
+DIALECTS = {
+    "OpenAI": """{"error": {"message": "Unsupported parameter: 'NAME' is not supported with this
+        model.", "type": "invalid_request_error", "param": "NAME"}}""",
+    "OpenAI, a value": """{"error": {"message": "Unsupported value: 'NAME' does not support 0 with
+        this model. Only the default (1) value is supported.", "code": "unsupported_value"}}""",
+    "OpenAI, new": """{"error": {"message": "Unknown parameter: 'NAME'.", "type": "error"}}""",
+    "Azure": '{"error": {"message": "Unrecognized request argument supplied: NAME"}}',
+    "Azure, .NET": r'{"message": "\u0027NAME\u0027 is not supported by this model"}',
+    "LiteLLM": r"""{"error": {"message": "litellm.UnsupportedParamsError: anthropic does not
+        support parameters: ['NAME'], for model=claude. To drop these, set
+        `litellm.drop_params=True` or for proxy:\n\n`litellm_settings:\n drop_params: true`\n"}}""",
+    "LiteLLM, old": """{"message": "ollama does not support parameters: {'NAME': 1}, for x"}""",
+    "LiteLLM, a value": """{"message": "gpt-5 models don't support NAME=0. Only NAME=1 is it."}""",
+    "Anthropic": '{"error": {"message": "`NAME` is deprecated for this model."}}',
+    "Bedrock": '{"message": "The model returned: NAME: Extra inputs are not permitted"}',
+    "vLLM, old": """{"message": "[{'type': 'extra_forbidden', 'loc': ('body', 'NAME'), 'msg':
+        'Extra inputs are not permitted', 'input': 42}]", "code": 400}""",
+    "Mistral": r"""{"message": "{\"detail\": [{\"type\": \"extra_forbidden\", \"loc\": [\"body\",
+        \"NAME\"], \"msg\": \"Extra inputs are not permitted\", \"input\": 0.0}]}"}""",
+    "Gemini": r"""[{"error": {"message": "Invalid JSON payload received. Unknown name \"NAME\":
+        Cannot find field.", "status": "INVALID_ARGUMENT"}}]""",
+    "Groq": """{"error": {"message": "property 'NAME' is unsupported, did you mean 'n'?"}}""",
+    "TGI": """Failed to deserialize the JSON body into the target type: unknown field `NAME`,
+        expected one of `model`, `messages` at line 1 column 9""",
+    "xAI": '{"code": "invalid", "error": "Argument not supported on this model: NAME"}',
+    "llama.cpp": '{"error": {"code": 500, "message": "Unsupported param: NAME"}}',
+    "Python": "create() got an unexpected keyword argument 'NAME'",
+    "a gateway": '{"message": "Bad.", "code": "unsupported_parameter", "param": "NAME"}',
+}
+"""Pages, as threads about them quote them."""
+STATUSES = {"LiteLLM, old": 500, "llama.cpp": 500, "Mistral": 422, "TGI": 422}
+"""Others say 400."""
+
+
+def page_of(dialect: str, name: str = "NAME") -> str:
+    return " ".join(DIALECTS[dialect].replace("NAME", name).split())
+
+
+def picky(dialect: str, *refused: str) -> PickyJudge:
+    return PickyJudge(*refused, status=STATUSES.get(dialect, 400), page=page_of(dialect))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("parameter", ["max_tokens", "temperature", "seed"])
+def test_each_dialect_is_understood(name: str, parameter: str) -> None:
+    status = STATUSES.get(name, 400)
+    text = page_of(name, parameter).encode()
+    assert refused_parameters(status, text, SENT) == {parameter}
+    assert refused_parameters(status, text, SENT - {parameter}) == set(), "it was not sent"
+    for other in (200, 401, 403, 404, 413, 429, 503):
+        assert refused_parameters(other, text, SENT) == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "refused"),
+    [
+        ("`temperature` and `top_p` cannot both be specified for this model.", {"top_p"}),
+        ("invalid temperature: only 0.6 is allowed for this model", {"temperature"}),
+        ("Input validation error: `top_p` must be > 0.0 and < 1.0", {"top_p"}),
+        ("temperature must be in range (0, +inf)", {"temperature"}),
+        (r"Unknown name \"seed\": Cannot find field.\nUnknown name \"top_p\": Cannot find field.",
+         {"seed", "top_p"}),
+        ("This response_format type is unavailable now", {"response_format"}),
+        ("The json_schema is not supported by this backend", {"response_format"}),
+        # What is no dialect stays what it was.
+        ("max_tokens is too large: 5000. This model supports at most 4096 tokens.", set()),
+        ("max_tokens=512 is not possible: only 100 tokens are allowed here", set()),
+        ("'max_tokens' must be at least 1, got -3", set()),
+        ("This model's maximum context length is 2048 tokens. However, you requested 512 output "
+         "tokens (max_tokens). Please reduce the length of the input", set()),
+        ("At most 1 image(s) may be provided in one request.", set()),
+        ("llama is not a multimodal model", set()),
+        ("Your request was rejected by our safety system: a seed of doubt", set()),
+        ("unknown variant `image_url`, expected `text`", set()),
+        ("'messages.0' : property 'metadata' is unsupported", set()),
+        ("Unsupported image. The temperature of this picture is fine.", set()),
+        ("", set()),
+    ],
+)  # fmt: skip
+def test_what_is_refused_and_what_is_not(page: str, refused: set[str]) -> None:
+    sent = SENT | {"response_format"}
+    assert refused_parameters(400, page.encode(), sent) == refused
+
+
+def asked(
+    client: JudgeClient, words: Sequence[str], at_once: bool = False, repeat: int = 0
+) -> list[Answer[Any]]:
+    async def run() -> list[Answer[Any]]:
+        asking = [client.ask(pair_question(text), read_pair, repeat) for text in words]
+        try:
+            if at_once:
+                return list(await asyncio.gather(*asking))
+            return [await one for one in asking]
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("dialect", ["OpenAI", "Azure", "LiteLLM, old", "Mistral", "Gemini", "TGI"])
+def test_three_refused_parameters_cost_three_requests_once(
+    dialect: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with picky(dialect, "max_tokens", "temperature", "seed") as judge:
+        client = JudgeClient(quick_config(max_tokens=300), judge.api_base)
+        answers = asked(client, "abc")
+    assert [answer.value for answer in answers] == [(8.0, 6.5)] * 3
+    print("", *judge.log(), sep="\n| ")
+    assert judge.log() == [
+        "max_tokens seed temperature top_p",
+        "max_completion_tokens seed temperature top_p",
+        "max_completion_tokens seed top_p",
+        *["max_completion_tokens top_p"] * 3,
+    ]
+    assert [answer.attempts for answer in answers] == [4, 1, 1]
+    assert judge.requests[-1]["max_completion_tokens"] == 300
+    assert client.take_stats().retries == {"parameter": 3}
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said == (
+        f"the judge at {judge.api_base} takes no seed and no temperature and max_completion_tokens "
+        "for max_tokens from now on"
+    )
+
+
+def test_questions_at_once_find_it_out_once(caplog: pytest.LogCaptureFixture) -> None:
+    """All are on their way when the first is refused: each of them once, the rest by one alone."""
+    with PickyJudge("max_tokens", "temperature", "seed") as judge:
+        client = JudgeClient(quick_config(), judge.api_base)
+        answers = asked(client, "abcdefgh", at_once=True)
+    assert all(answer.value == (8.0, 6.5) for answer in answers)
+    assert len(judge.requests) == 8 + 2 + 8
+    assert len(caplog.records) == 1 and sum(answer.attempts for answer in answers) == 18
+
+
+def test_a_length_that_is_refused_under_both_names_is_left_out() -> None:
+    with picky("Groq", "max_tokens", "max_completion_tokens") as judge:
+        [answer] = asked(JudgeClient(quick_config(), judge.api_base), "a")
+    assert answer.value is not None and judge.log()[2:] == ["seed temperature top_p"]
+
+
+def test_a_schema_that_is_refused_at_a_retry_is_left_out() -> None:
+    with PickyJudge("response_format") as judge:
+        judge.faults = [Fault(reply="hm")]
+        client = JudgeClient(quick_config(guided_json="on_retry"), judge.api_base)
+        answers = asked(client, "ab")
+    assert [answer.attempts for answer in answers] == [3, 1]
+    assert ["response_format" in log for log in judge.log()] == [False, True, False, False]
+
+
+def test_a_parameter_that_was_taken_is_refused_for_a_value_only() -> None:
+    """The temperature of a retry may be beyond what the endpoint takes; others are not."""
+
+    class Cool(FaultyJudge):
+        def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+            fault = super().begin(body, headers)
+            if json.loads(body).get("temperature", 0) > 1:
+                return Fault(400, body="Unsupported value: 'temperature' does not support 1.2")
+            return fault
+
+    with Cool([Fault(reply="hm")]) as judge:
+        client = JudgeClient(quick_config(temperature=0.9), judge.api_base)
+        answers = asked(client, "ab")
+    assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2
+    assert [r.get("temperature") for r in judge.requests] == [0.9, 1.2, None, 0.9]
+
+
+def test_one_that_refuses_what_is_not_sent_any_more_ends_at_once() -> None:
+    page = page_of("OpenAI", "seed")
+    with FaultyJudge(after=Fault(400, body=page)) as judge, pytest.raises(JudgeRefused) as refused:
+        asked(JudgeClient(quick_config(), judge.api_base), "a")
+    assert len(judge.requests) == 2 and "'seed' is not supported" in str(refused.value)
+
+
+def test_nothing_is_learnt_from_a_refusal_that_no_answer_follows() -> None:
+    faults = [Fault(400, body=page_of("OpenAI", "seed")), Fault(400, body="no pictures, please")]
+    with FaultyJudge(faults) as judge:
+        client = JudgeClient(quick_config(), judge.api_base)
+        with pytest.raises(JudgeRefused, match="no pictures, please"):
+            asked(client, "a")
+        assert client.dialects()[judge.api_base].names == set()
+
+
+def test_the_journal_knows_a_question_whatever_is_refused(tmp_path: Path) -> None:
+    """A run that began with another endpoint, or with a release that sent everything."""
+    path = tmp_path / "replies.jsonl"
+    varied = [Fault(reply=f'{{"score": [{n}, 1]}}') for n in range(8)]
+    with PickyJudge("max_tokens", "seed") as judge:
+        judge.faults = list(varied)
+        first = asked(JudgeClient(quick_config(), judge.api_base, path), "abc")
+    with FaultyJudge(varied) as judge:
+        second = asked(JudgeClient(quick_config(), judge.api_base, path), "abc")
+        third = asked(JudgeClient(quick_config(), judge.api_base, path), "abc", repeat=1)
+        assert len(judge.requests) == 3, "only what was never asked"
+    assert [a.value for a in second] == [a.value for a in first]
+    assert [a.attempts for a in second] == [0, 0, 0] and third[0].value == (0.0, 1.0)
+
+
+def test_what_one_client_learnt_another_knows() -> None:
+    with PickyJudge("max_tokens", "temperature") as judge:
+        one, other = (JudgeClient(quick_config(), judge.api_base) for _ in range(2))
+        asked(one, "a")
+        other.adopt(one.dialects())
+        asked(other, "b")
+    assert len(judge.requests) == 3 + 1
+
+
+def test_a_key_in_the_refusal_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", "sk-very-secret-0123456789")
+    caplog.set_level(logging.DEBUG)
+    page = page_of("OpenAI", "seed") + "sk-very-secret-0123456789"
+    with FaultyJudge([Fault(400, body=page)]) as judge:
+        [answer] = asked(JudgeClient(quick_config(api_key_env="MY_JUDGE"), judge.api_base), "a")
+    assert answer.replies == (GOOD,) and "sk-very" not in caplog.text

@@ -1,0 +1,173 @@
+"""The judge is asked for real before a model is loaded, and what it says is told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+import tiny_loop
+from PIL import Image
+from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge
+from tiny_ranks import held_port
+
+from rl import build
+from rl.api.types import Sample
+from rl.config.schema import RunConfig, load_config
+from rl.preflight import report
+from rl.preflight.ask_judge import Heard, ask_judge
+from rl.simple_launch import main
+from tiny_world.judge_server import JudgeServer
+
+KEY = "sk-very-secret-0123456789"
+
+
+def config_of(folder: Path, *bases: str, **changes: Any) -> RunConfig:
+    judge = {"api_base": list(bases), "model": MODEL, "backoff_s": 0.01, "image_side_px": 64}
+    config = tiny_config.real(folder, judge=judge | changes.pop("judge", {}), **changes)
+    return load_config(tiny_config.write(folder, config))
+
+
+def told(folder: Path, *bases: str, **changes: Any) -> tuple[str, int]:
+    """What `--check --online` says, and the exit code."""
+    return report.report(config_of(folder, *bases, **changes), 141, online=True)
+
+
+def pictures(request: dict[str, Any]) -> list[Image.Image]:
+    urls = [p["image_url"]["url"] for p in request["messages"][0]["content"] if "image_url" in p]
+    return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+
+
+def test_each_reward_asks_what_it_asks_in_training(tmp_path: Path) -> None:
+    quality = {"type": "edit_quality", "n_evals": 1, "temperature": 0.0}
+    rewards = {"vie": {"type": "viescore"}, "quality": quality}
+    with FaultyJudge([Fault(reply="hm"), Fault(reply='{"alignment": 1, "quality": 0.5}')]) as judge:
+        text, code = told(tmp_path, judge.api_base, rewards=rewards)
+    assert code == 0 and text.endswith("nothing is wrong")
+    asked = [[picture.size for picture in pictures(request)] for request in judge.requests]
+    assert asked[:2] == [[(64, 64)] * 2] * 2 and sorted(asked[2:]) == [[(64, 64)], [(64, 64)] * 2]
+    assert [request["seed"] for request in judge.requests] == [0, 1, 0, 0]
+    assert f"rewards.vie: {judge.api_base} answered 2 questions in " in text
+    assert ", value 0.65\n" in text and ", 1 replies unreadable, value 0.8\n" in text
+
+
+REFUSED = {
+    "wrong key": (
+        Fault(401, body=f"Incorrect API key provided: {KEY}."),
+        "HTTP 401 Incorrect API key provided: <MY_JUDGE>.\n    Remedy: judge.api_key_env must name",
+    ),
+    "no pictures": (
+        Fault(400, body="llama is not a multimodal model"),
+        "takes no pictures, at least not so; set it to a vision-language model",
+    ),
+    "no pictures, by another word": (
+        Fault(404, body="No endpoints found that support image input"),
+        "takes no pictures, at least not so; set it to a vision-language model",
+    ),
+    "no pictures, llama.cpp": (
+        Fault(500, body="image input is not supported - hint: you may need to provide the mmproj"),
+        "takes no pictures, at least not so; set it to a vision-language model",
+    ),
+    "one picture": (
+        Fault(400, body="At most 1 image(s) may be provided in one request."),
+        "--limit-mm-per-prompt '{\"image\": 2}'",
+    ),
+    "context": (
+        Fault(400, body="The decoder prompt (length 2180) is longer than the maximum model length"),
+        "lower these, or serve it with a longer context",
+    ),
+    "too many bytes": (Fault(413, body="Request Entity Too Large"), "judge.image_side_px=64, the"),
+    "no such path": (Fault(404, body="?"), "Remedy: check the path in judge.api_base and judge.m"),
+    "prose": (
+        Fault(reply="A lovely picture,\x1b[1m I would say 8."),
+        "unreadable: no JSON object (2 tries); it said: A lovely picture,\\x1b[1m I would say 8.\n",
+    ),
+    "too few": (Fault(reply='{"score": [8]}'), '1 numbers under "score", 2 asked for (2 tries)'),
+    "out of range": (Fault(reply='{"score": [800, 1]}'), '"score" outside 0..10 (2 tries); it'),
+    "silence": (Fault(reply=""), "it said: (nothing)\n    Remedy: set judge.guided_json="),
+    "broken": (Fault(503, body="out of memory"), "gave no answer: http_503: out of memory (2 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_told_with_its_remedy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", KEY)
+    fault, sentence = REFUSED[name]
+    with FaultyJudge(after=fault) as judge:
+        changes = {"api_key_env": "MY_JUDGE", "max_attempts": 2}
+        text, code = told(tmp_path, judge.api_base, judge=changes)
+    assert code == 1 and sentence in text and KEY not in text, text
+
+
+def test_a_wrong_model_and_a_judge_that_is_down(tmp_path: Path) -> None:
+    with FaultyJudge() as judge:
+        text, code = told(tmp_path, judge.api_base, judge={"model": "Qwen/Qwen2.5-VL-72B"})
+        assert code == 1 and "it serves: tiny-judge. Set judge.model to one of these" in text
+        assert judge.requests == []
+    with held_port() as port:
+        started = time.monotonic()
+        text, code = told(tmp_path, f"http://127.0.0.1:{port}")
+    assert code == 1 and f"no judge at http://127.0.0.1:{port}/v1 after 0 s" in text
+    assert time.monotonic() - started < 10
+
+
+def test_a_judge_that_hangs_is_not_waited_for_long(tmp_path: Path) -> None:
+    with FaultyJudge(after=Fault(stall_s=3.0)) as judge:
+        text, code = told(tmp_path, judge.api_base, judge={"timeout_s": 0.3})
+    assert code == 1 and "did not answer within 0.6 s\n    Remedy: look into" in text
+
+
+def test_of_several_places_each_is_asked_and_one_may_be_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with held_port() as port, PickyJudge("seed") as one, FaultyJudge() as other:
+        nowhere = f"http://127.0.0.1:{port}"
+        text, code = told(tmp_path, one.api_base, nowhere, other.api_base)
+        assert code == 0 and f"no judge at {nowhere}/v1" in text
+        assert f"the judge at {one.api_base} takes no seed from now on" in caplog.text
+        assert len(one.requests) == 2 + 2 and len(other.requests) == 2
+        other.after = Fault(reply="hm")
+        text, code = told(tmp_path, one.api_base, other.api_base)
+    assert code == 1 and f"rewards.vie: {other.api_base} answers, but not as asked" in text
+
+
+def test_the_runs_own_words_and_pictures_are_asked_about(tmp_path: Path) -> None:
+    source = Image.new("RGB", (40, 30), "red")
+    sample = Sample("one", "erase the circle", sources=(source,))
+    with FaultyJudge() as judge:
+        resolved = build.resolve(config_of(tmp_path, judge.api_base))
+        heard = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, sample))
+    assert isinstance(heard, Heard) and heard.problems == []
+    shown = sorted((pictures(request) for request in judge.requests), key=len)
+    assert [[p.tobytes() for p in row] for row in shown] == [[source.tobytes()] * n for n in (1, 2)]
+    assert "erase the circle" in str(judge.requests)
+
+
+def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FaultyJudge() as judge:
+        judge.models = Fault(500)
+        assert report.report(config_of(tmp_path, judge.api_base), 141)[1] == 0
+    text, code = told(tmp_path, judge={"start_command": tiny_loop.JUDGE})
+    assert code == 0 and "not asked: it is there once the run has started it" in text
+    with pytest.raises(SystemExit) as ended:
+        main(["--online", "config.jsonnet"])
+    assert ended.value.code == 2 and "--online goes with --check" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])
+def test_the_tiny_judge_grades_what_a_start_shows_it(name: str) -> None:
+    """Of `tiny_earl` no picture is there before the renderer is."""
+    resolved = build.resolve(load_config(f"configs/{name}.jsonnet"))
+    [source] = build.build_data(resolved, resolved.train)
+    with JudgeServer(resolved.config.judge.model) as judge:
+        heard = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, source[0]))
+    assert heard.problems == [] and len(heard.lines) == len(resolved.rewards)

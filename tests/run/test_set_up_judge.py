@@ -1,0 +1,73 @@
+"""A run asks its judge before it loads a model; what it learns there all of its ranks know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_loop
+from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge
+
+from rl import build
+from rl.config.schema import load_config
+from rl.judge.client import JudgeError
+from rl.ranks.dist import Dist
+from rl.run import set_up
+
+
+class LoadingError(Exception):
+    """The first model would be loaded now."""
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise LoadingError
+
+    monkeypatch.setattr(build, "build_policy", load)
+
+
+def opened(folder: Path, judge: FaultyJudge) -> None:
+    config = tiny_loop.config_of({"policy": str(folder), "editor": str(folder)}, folder)
+    config["judge"] = {"api_base": judge.api_base, "model": MODEL, "max_attempts": 1}
+    with set_up.open_run(load_config(tiny_loop.write_config(folder, config)), Dist()):
+        raise AssertionError("there is nothing to be opened")
+
+
+def test_a_judge_that_cannot_be_read_is_found_first(tmp_path: Path) -> None:
+    with (
+        FaultyJudge(after=Fault(reply="A lovely picture.")) as judge,
+        pytest.raises(JudgeError, match=r"^rewards\.viescore: .* it said: A lovely picture\."),
+    ):
+        opened(tmp_path, judge)
+    assert len(judge.requests) == 2
+
+
+def test_what_the_question_taught_is_known_and_not_counted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clients = []
+
+    class Kept(set_up.JudgeClient):
+        def __init__(self, *given: object) -> None:
+            super().__init__(*given)  # type: ignore[arg-type]
+            clients.append(self)
+
+    monkeypatch.setattr(set_up, "JudgeClient", Kept)
+    with PickyJudge("max_tokens", "seed") as judge, pytest.raises(LoadingError):
+        opened(tmp_path, judge)
+    [client] = clients
+    assert client.dialects()[judge.api_base].names == {"max_tokens", "seed"}
+    stats = client.take_stats()
+    assert stats.requests == 1 and not stats.retries, "whether anybody is there"
+    assert len(judge.requests) == 2 + 1 + 2
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.endswith(" takes no seed and max_completion_tokens for max_tokens from now on")
+    left_out = json.loads((tmp_path / "tiny/judge/left_out.json").read_text())
+    assert left_out == {judge.api_base: ["max_tokens", "seed"]}
+    told = capsys.readouterr().out
+    assert f"rewards.viescore: {judge.api_base} answered 2 questions in " in told
