@@ -1,0 +1,102 @@
+"""Our losses beside what TRL computes of the same tensors (frozen by `make_trl_fixture.py`)."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl.algorithm.advantages import group_advantages
+from rl.algorithm.losses import loss_named
+from rl.algorithm.objective import objective
+from rl.api.loss import Denominators, divisor
+from rl.api.types import TrainSequence
+from rl.config.schema import AlgorithmConfig
+from rl.learner.loss_inputs import loss_inputs
+
+FIXTURE = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
+CASES = [(batch, case) for batch in FIXTURE["batches"] for case in batch["cases"]]
+
+OURS = {"bnpo": "dapo"}
+"""TRL's name -> ours, where it is another: its token mean of a micro-batch, of which it had one."""
+
+
+def case_id(case: dict[str, Any]) -> str:
+    return f"{case['loss']}-beta {case['beta']}-{case['correction']}"
+
+
+def config_of(case: dict[str, Any]) -> AlgorithmConfig:
+    """The case's settings under our keys; what `cispo` clips below is left to its default."""
+    below = {} if case["loss"] == "cispo" else {"clip_low": FIXTURE["clip_low"]}
+    return AlgorithmConfig(
+        loss=OURS.get(case["loss"], case["loss"]),
+        **below,
+        clip_high=FIXTURE["clip_high"],
+        kl_coeff=case["beta"],
+        kl_estimator="k3",
+        kl_placement="loss",
+        importance_correction=case["correction"],
+        importance_cap=FIXTURE["importance_cap"],
+    )
+
+
+def our_step(batch: dict[str, Any], config: AlgorithmConfig) -> tuple[float, torch.Tensor]:
+    """(value, [B, C] gradient by log-prob), float32 and by the learner's own way, as in a run."""
+    mask = torch.tensor(batch["mask"]).bool()
+    logprobs = torch.tensor(batch["new"]).requires_grad_()
+    planned = Denominators(
+        num_tokens=mask.sum().item(),
+        num_sequences=mask.any(-1).sum().item(),
+        num_completions=len(mask),
+        max_completion_tokens=FIXTURE["max_completion_tokens"],
+    )
+    sequences = [
+        TrainSequence(tuple(row), advantage, tuple(sampler))
+        for row, advantage, sampler in zip(
+            mask.tolist(), batch["advantages"], batch["sampler"], strict=True
+        )
+    ]
+    rows = [(None, [0] * mask.shape[1])] * len(mask)
+    x = loss_inputs(config, rows, sequences, logprobs, batch["old"], planned)
+    reference = torch.tensor(batch["reference"]).masked_fill(~mask, 0.0)
+    total = objective(config, x, reference if config.kl_coeff else None).total
+    total.backward()
+    # TRL's means over completions count one that has no loss token, ours do not: it is 0 in both.
+    share = 1.0
+    if divisor(loss_named(config.loss), planned) == planned.num_sequences:
+        share = planned.num_sequences / planned.num_completions
+    return share * total.item(), share * logprobs.grad
+
+
+@pytest.mark.parametrize(("batch", "case"), CASES, ids=[case_id(case) for _, case in CASES])
+def test_a_step_is_trls_in_value_and_gradient(batch: dict[str, Any], case: dict[str, Any]) -> None:
+    value, gradient = our_step(batch, config_of(case))
+    assert value == pytest.approx(case["value"], rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(gradient, torch.tensor(case["gradient"]), rtol=1e-6, atol=1e-7)
+
+
+def test_the_tensors_reach_every_branch() -> None:
+    """Ratios beyond both bounds under advantages of both signs, weights cut, tokens left out."""
+    for batch in FIXTURE["batches"]:
+        new, old, sampler = (torch.tensor(batch[name]) for name in ("new", "old", "sampler"))
+        mask, advantages = torch.tensor(batch["mask"]).bool(), torch.tensor(batch["advantages"])
+        ratio = (new - old).exp()
+        for beyond in (ratio < 1 - FIXTURE["clip_low"], ratio > 1 + FIXTURE["clip_high"]):
+            for sign in (advantages > 0, advantages < 0):
+                assert (beyond & sign[:, None] & mask).any()
+        cut = (old - sampler).exp() > FIXTURE["importance_cap"]
+        assert (cut & mask).any() and not mask.any(-1).all() and not mask.all()
+
+
+def test_trls_advantages_are_ours_but_for_the_sample_deviation() -> None:
+    """TRL divides by (n - 1) under the root, we by n: a factor that every completion shares."""
+    group = FIXTURE["group"]
+    factor = math.sqrt(group / (group - 1))
+    for batch in FIXTURE["batches"]:
+        for start in range(0, len(batch["rewards"]), group):
+            rewards = batch["rewards"][start : start + group]
+            ours = group_advantages(rewards, "group_std", 1e-4 / factor)
+            theirs = [factor * a for a in batch["advantages"][start : start + group]]
+            assert ours == pytest.approx(theirs, rel=1e-5)
