@@ -1,4 +1,4 @@
-"""Workers in fresh processes, told in turn to run an iteration each."""
+"""Workers in processes of their own, told in turn to run an iteration each."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Contestant:
     def __init__(self, work: Callable[..., None], *arguments: Any, **options: Any) -> None:
         """`work(connection, *arguments, **options)` builds its side and obeys orders."""
         os.environ["OMP_NUM_THREADS"] = "1"
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.ready"])
+        self._connection, theirs = context.Pipe()
         self._output = Path(tempfile.mkstemp(prefix="contestant-", suffix=".log")[1])
-        self._process = spawn.Process(
+        self._process = context.Process(
             target=_in_silence, args=(self._output, work, theirs, *arguments), kwargs=options
         )
         self._process.start()

@@ -14,8 +14,6 @@ completions, so 'stock' tells the trainer after its making that vLLM does.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -43,7 +41,6 @@ from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers import qwen_image_edit
 from rl.rewards import viescore
 from rl.rollout.prompt_order import PromptOrder
@@ -59,10 +56,7 @@ def run(
 ) -> None:
     """A worker's life. `samples`: whether the rollout's cost is paid, too."""
     warnings.filterwarnings("ignore")
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    sys.modules["vllm"] = None  # type: ignore[assignment] # nothing samples; TRL takes 20 s over it
     torch.set_num_threads(1)
-    mend_mismatched_wheels()
     assert shape.true_cfg_scale == 1.0, "the peer has no guidance"
     post = Post(connection, {part: part for part in PARTS})
     Peer(folder, shape, api_base, tuning, samples, post).train()

@@ -183,7 +183,7 @@ def typed(clone: Path, lines: list[str], **environment: str) -> str:
         env=kept | {"PATH": path, "CLONE": str(clone), **environment},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
