@@ -116,6 +116,7 @@ class Peer:
             max_completion_length=self._shape.completion_tokens,
             max_steps=len(self._rows) // num_groups,
             beta=0.04,
+            use_bias_correction_kl=False,  # a KL as GRPO has it, which is ours
             learning_rate=1e-4,
             temperature=1.0,
             loss_type="grpo",
