@@ -18,11 +18,21 @@ from benchmarks.defeats import SAVINGS
 from benchmarks.judge_stub import judge_process
 from benchmarks.post import POLICY_PARTS, TOWER, Measured
 from benchmarks.toy import Shape
+from benchmarks.trl_tunings import Tuning
 from rl.files.atomic import read_rows
 from rl.meter.flops import LanguageModel, prefix_tree_pairs
 from rl.ranks.rendezvous import on_one_node
 
 STOCK, TUNED, OURS = "TRL stock", "TRL tuned", "this project"
+MEMO, PREFIX, PREFIXES = "TRL + tower", "TRL + prefix", "TRL + prefixes"
+PEERS: Mapping[str, Tuning] = {
+    STOCK: Tuning(tuned=False),
+    TUNED: Tuning(),
+    MEMO: Tuning(remembers_tower=True),
+    PREFIX: Tuning(remembers_tower=True, prompt_once="without gradients"),
+    PREFIXES: Tuning(remembers_tower=True, prompt_once="always"),
+}
+"""From what one writes first to the strongest that we could build."""
 ONE_STEP_OFF = "this project, one step off"
 Record = dict[str, Any]
 Make = Callable[[], Contestant]
@@ -34,11 +44,8 @@ def sides(folder: Path, shape: Shape, api_base: str, samples: bool) -> dict[str,
     trl = functools.partial(
         Contestant, trl_side.run, folder, shape, api_base=api_base, samples=samples
     )
-    return {
-        STOCK: functools.partial(trl, tuned=False),
-        TUNED: functools.partial(trl, tuned=True),
-        OURS: functools.partial(ours, folder, shape, api_base, samples=samples),
-    }
+    peers = {name: functools.partial(trl, tuning=tuning) for name, tuning in PEERS.items()}
+    return {**peers, OURS: functools.partial(ours, folder, shape, api_base, samples=samples)}
 
 
 def ours(folder: Path, shape: Shape, api_base: str, **options: Any) -> Contestant:
@@ -60,11 +67,11 @@ def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Re
     return record
 
 
-def head_to_head(folder: Path, shape: Shape, num_rounds: int) -> Record:
-    """Stock, tuned and this project in turn; then one iteration of each under the FLOP counter."""
+def head_to_head(folder: Path, shape: Shape, num_rounds: int, limit_s: float) -> Record:
+    """The peers and this project in turn; then one iteration of each under the FLOP counter."""
     with judge_process() as api_base:
         makers = sides(folder, shape, api_base, samples=True)
-        rounds, counted = interleave(makers, num_rounds, count_flops=True)
+        rounds, counted = interleave(makers, num_rounds, True, limit_s)
     records = {name: as_record(rounds[name], counted[name]) for name in makers}
     over = _over_minimum(records[OURS], shape, language_model(folder))
     return {"shape": vars(shape), "sides": records, "over_minimum": over}

@@ -115,7 +115,7 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
         "judge": {"api_base": api_base, "model": "stub-judge", "max_concurrency": 64},
         "data": {"train": [samples]},
         "sampling": {"max_completion_tokens": shape.completion_tokens},
-        "algorithm": {"kl_coeff": 0.04, "zero_spread_groups": "keep"},
+        "algorithm": {"loss": "grpo", "kl_coeff": 0.04, "zero_spread_groups": "keep"},
         "optimizer": {"backend": "torch", "learning_rate": 1e-4},
         "evaluation": {"every_n_iterations": 0},
         "checkpoint": {"save_every_n_iterations": 10**6},

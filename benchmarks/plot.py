@@ -7,11 +7,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiments import ONE_STEP_OFF, OURS, STOCK, TUNED, Record
+from benchmarks.experiments import (
+    MEMO,
+    ONE_STEP_OFF,
+    OURS,
+    PREFIX,
+    PREFIXES,
+    STOCK,
+    TUNED,
+    Record,
+)
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY_PARTS
-from benchmarks.report import SIDES, cpu_s, median_s
+from benchmarks.report import cpu_s, median_s
 
-COLOURS = {STOCK: "#b8b8b8", TUNED: "#6b6b6b", OURS: "#d1495b", ONE_STEP_OFF: "#edae49"}
+COLOURS = {
+    STOCK: "#c8c8c8",
+    TUNED: "#9a9a9a",
+    MEMO: "#6b8ba4",
+    PREFIX: "#3d6482",
+    PREFIXES: "#1b3a4b",
+    OURS: "#d1495b",
+    ONE_STEP_OFF: "#edae49",
+}
 
 
 def plot(results: Record, path: Path) -> None:
@@ -32,7 +49,7 @@ def plot(results: Record, path: Path) -> None:
 def _plot_growth(axis: Any, records: Mapping[str, Record]) -> None:
     shapes = [name for name in records if name.startswith("G = ")]
     sizes = [records[name]["shape"]["group"] for name in shapes]
-    for side in SIDES:
+    for side in records["G = 8"]["sides"]:
         seconds = [
             statistics.median(cpu_s(records[name]["sides"][side], POLICY_PARTS)) for name in shapes
         ]
@@ -43,22 +60,24 @@ def _plot_growth(axis: Any, records: Mapping[str, Record]) -> None:
 
 
 def _plot_parts(axis: Any, record: Record) -> None:
-    bottoms = [0.0] * len(SIDES)
+    sides = record["sides"]
+    bottoms = [0.0] * len(sides)
     groups: list[tuple[str, Sequence[str]]] = [("policy side", POLICY_PARTS)]
     groups += [(part, (part,)) for part in PARTS if part not in POLICY_PARTS]
     for i, (name, parts) in enumerate(groups):
-        heights = [statistics.median(cpu_s(record["sides"][side], parts)) for side in SIDES]
+        heights = [statistics.median(cpu_s(side, parts)) for side in sides.values()]
         if max(heights) < 0.01:
             continue
-        axis.bar(SIDES, heights, bottom=bottoms, label=name, color=f"C{i}", width=0.6)
+        axis.bar(list(sides), heights, bottom=bottoms, label=name, color=f"C{i}", width=0.6)
         bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
     axis.set(title="one iteration, G = 8", ylabel="CPU s")
+    axis.tick_params(axis="x", rotation=20)
     axis.legend(frameon=False, fontsize="small")
 
 
 def _plot_memory(axis: Any, peaks: Mapping[str, Mapping[str, float]]) -> None:
     sizes = [int(group) for group in peaks]
-    for side in SIDES:
+    for side in peaks["8"]:
         axis.plot(sizes, [p[side] for p in peaks.values()], "o-", color=COLOURS[side], label=side)
     axis.set(title="memory above baseline", xlabel="completions per prompt", ylabel="MB")
     axis.set(ylim=(0, None))
@@ -67,8 +86,8 @@ def _plot_memory(axis: Any, peaks: Mapping[str, Mapping[str, float]]) -> None:
 
 def _plot_waits(axis: Any, records: Sequence[Record]) -> None:
     latencies_s = [record["latency_s"] for record in records]
-    for side, colour in COLOURS.items():
+    for side in records[0]["sides"]:
         waited = [median_s(record["sides"][side], [JUDGE_WAIT]) for record in records]
-        axis.plot(latencies_s, waited, "o-", color=colour, label=side)
+        axis.plot(latencies_s, waited, "o-", color=COLOURS[side], label=side)
     axis.set(title="waiting for the judge", xlabel="judge's latency, s", ylabel="s per iteration")
     axis.legend(frameon=False)

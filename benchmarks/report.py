@@ -6,13 +6,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.defeats import SAVINGS
-from benchmarks.experiments import OURS, STOCK, TUNED, Record
+from benchmarks.experiments import OURS, TUNED, Record
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY_PARTS
 
 WHOLE = tuple(PARTS)
-PEERS = (STOCK, TUNED)
-SIDES = (*PEERS, OURS)
-RATIOS = ("stock/ours", "tuned/ours")
 COUNTS = (
     "token positions",
     "pictures in the vision tower",
@@ -55,32 +52,62 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def _seconds(record: Record, parts: Iterable[str]) -> list[str]:
-    """Each side's median CPU seconds, and the peers' over ours."""
-    *peers, ours = (cpu_s(record["sides"][side], parts) for side in SIDES)
-    cells = [f"{statistics.median(seconds):.2f}" for seconds in (*peers, ours)]
-    for peer in peers:
-        middle, low, high = ratio(peer, ours)
-        cells.append(f"{middle:.1f}x ({low:.1f} to {high:.1f})")
-    return cells
+def lead(record: Record) -> str:
+    """Beside the peer that comes nearest, and what the others are worth."""
+    sides = dict(record["sides"])
+    ours = sides.pop(OURS)
+    over = {
+        name: gflop(side, POLICY_PARTS) / gflop(ours, POLICY_PARTS) for name, side in sides.items()
+    }
+    nearest = min(over, key=over.__getitem__)
+    others = ", ".join(
+        f"{over[name]:.1f}x than {name}" for name in sorted(over, key=over.__getitem__)[1:]
+    )
+    return (
+        f"Beside {nearest}, the policy side takes {over[nearest]:.1f}x fewer FLOPs and "
+        f"{cpu_ratio(sides[nearest], ours)} fewer CPU seconds. (FLOPs: {others}.)"
+    )
 
 
 def head_to_head(record: Record) -> str:
-    """CPU seconds by part and their ratios, FLOPs, counts."""
-    sides = [record["sides"][side] for side in SIDES]
-    seconds, work = [], []
+    """What the policy side takes, a peer a row; then the iteration by part."""
+    sides = record["sides"]
+    return f"{_policy_side(sides)}\n\n{_by_part(sides)}"
+
+
+def _policy_side(sides: Mapping[str, Record]) -> str:
+    rows = []
+    for name, side in sides.items():
+        seconds, flops = cpu_s(side, POLICY_PARTS), gflop(side, POLICY_PARTS)
+        over = ["", ""]
+        if name != OURS:
+            over = [
+                cpu_ratio(side, sides[OURS]),
+                f"{flops / gflop(sides[OURS], POLICY_PARTS):.2f}x",
+            ]
+        cells = [f"{statistics.median(seconds):.2f}", over[0], f"{flops:.1f}", over[1]]
+        rows.append([name, *cells, *(str(side["counts"].get(count, 0)) for count in COUNTS[:3])])
+    head = ["policy side of an iteration", "CPU s", "over ours", "GFLOP", "over ours", *COUNTS[:3]]
+    return table(head, rows)
+
+
+def _by_part(sides: Mapping[str, Record]) -> str:
+    rows = []
     for name, parts in _PART_ROWS:
-        if max(max(cpu_s(side, parts)) for side in sides) >= 5e-3:
-            seconds.append([name, *_seconds(record, parts)])
-        flops = [gflop(side, parts) for side in sides]
-        if max(flops) > 0:
-            work.append([f"{name}, GFLOP", *(f"{n:.1f}" for n in flops), *_over(flops)])
-    for name in COUNTS:
-        counts = [side["counts"].get(name, 0) for side in sides]
-        work.append([name, *map(str, counts), *_over(counts)])
-    head = [*SIDES, *RATIOS]
-    seconds_table = table(["CPU s per iteration", *head], seconds)
-    return f"{seconds_table}\n\n{table(['work per iteration', *head], work)}"
+        seconds = [cpu_s(side, parts) for side in sides.values()]
+        if max(map(max, seconds)) >= 5e-3:
+            cells = [f"{statistics.median(one):.2f}" for one in seconds]
+            flops = [f"{gflop(side, parts):.1f}" for side in sides.values()]
+            rows.append([name, *(f"{s} / {n}" for s, n in zip(cells, flops, strict=True))])
+    for name in COUNTS[3:]:
+        rows.append([name, *(str(side["counts"].get(name, 0)) for side in sides.values())])
+    return table(["CPU s / GFLOP per iteration", *sides], rows)
+
+
+def cpu_ratio(peer: Record, ours: Record, parts: Sequence[str] = POLICY_PARTS) -> str:
+    """CPU seconds of a peer over ours, with the smallest and largest of the rounds."""
+    middle, low, high = ratio(cpu_s(peer, parts), cpu_s(ours, parts))
+    return f"{middle:.1f}x ({low:.1f} to {high:.1f})"
 
 
 _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
@@ -91,33 +118,34 @@ _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
 )
 
 
-def _over(values: Sequence[float], form: str = "{:.2f}x") -> list[str]:
-    """The peers' over ours, which comes last."""
-    *peers, ours = values
-    return [form.format(peer / ours) if ours else "" for peer in peers]
-
-
 def sweep(records: Mapping[str, Record]) -> str:
-    """One row per shape: the policy side."""
+    """One row per shape: the policy side, each peer over ours. A peer that a shape was not measured
+    with is an empty cell."""
+    peers = list(dict.fromkeys(p for record in records.values() for p in record["sides"]))
+    peers.remove(OURS)
     rows = []
     for name, record in records.items():
-        flops = [gflop(record["sides"][side], POLICY_PARTS) for side in SIDES]
-        over_minimum = f"{record['over_minimum']:.3f}"
-        rows.append([name, *_seconds(record, POLICY_PARTS), *_over(flops, "{:.1f}x"), over_minimum])
-    flops_head = [*(f"FLOPs {peers}" for peers in RATIOS), "ours over the minimum"]
-    return table(["policy side, CPU s", *SIDES, *RATIOS, *flops_head], rows)
+        ours = record["sides"][OURS]
+        cells = [f"{statistics.median(cpu_s(ours, POLICY_PARTS)):.2f}"]
+        for peer in peers:
+            side = record["sides"].get(peer)
+            flops = side and gflop(side, POLICY_PARTS) / gflop(ours, POLICY_PARTS)
+            cells.append(f"{cpu_ratio(side, ours)}; {flops:.1f}x" if side else "")
+        rows.append([name, *cells, f"{record['over_minimum']:.3f}"])
+    head = ["policy side: CPU s over ours; FLOPs over ours", "ours, CPU s"]
+    return table([*head, *peers, "ours over the minimum, FLOPs"], rows)
 
 
 def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:
     """MB above baseline over G, and what one more completion takes."""
     rows = [
-        [f"G = {group}", *(f"{peaks[side]:.0f}" for side in SIDES), _share(peaks)]
+        [f"G = {group}", *(f"{peak:.0f}" for peak in peaks.values()), _share(peaks)]
         for group, peaks in peaks_by_group.items()
     ]
     slopes = memory_slopes(peaks_by_group)
-    growth = [f"{slopes[side]:.1f}" for side in SIDES]
+    growth = [f"{slope:.1f}" for slope in slopes.values()]
     rows.append(["one more completion", *growth, _share(slopes)])
-    return table(["peak MB above baseline", *SIDES, "ours/tuned"], rows)
+    return table(["peak MB above baseline", *slopes, "ours/tuned"], rows)
 
 
 def _share(of: Mapping[str, float]) -> str:
@@ -130,7 +158,7 @@ def memory_slopes(peaks_by_group: Mapping[str, Mapping[str, float]]) -> dict[str
     few, many = groups[0], groups[-1]
     return {
         side: (peaks_by_group[many][side] - peaks_by_group[few][side]) / (int(many) - int(few))
-        for side in SIDES
+        for side in peaks_by_group[few]
     }
 
 

@@ -2,10 +2,11 @@
 
     .venv/bin/python -m pip install -r benchmarks/requirements.txt
     .venv/bin/python -m benchmarks.side_by_side                everything: half an hour on one core
-    .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, a few minutes
+    .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, ten minutes or so
     .venv/bin/python -m benchmarks.side_by_side --only latency ranks
 
-The experiments in order; a report (Markdown), its records (JSON) and a plot (PNG) in `--out`.
+The experiments in order; a report (Markdown), its records (JSON) and a plot (PNG) in `--out`, where
+what is not measured anew is kept.
 
 How to read it. Every side is a process with one thread; they run an iteration each in turn, the
 first round is dropped, ratios are taken within a round, and the median of them is given with the
@@ -18,6 +19,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -48,6 +50,8 @@ SWEEP = {
 }
 EXPERIMENTS = ("sweep", "memory", "latency", "ranks", "savings")
 QUICK = ("G = 8", "T = 72")
+QUICK_LIMIT_S = 300.0
+"""Of each shape's rounds: on a busy machine there are fewer of them, never none."""
 LATENCY_SHAPE = replace(BASE, group=4, num_groups=2)
 LATENCIES_S = (0.0, 0.5, 2.0, 8.0)
 SAVINGS_SHAPE = Shape(completion_tokens=64, ragged=True, num_equal=2, true_cfg_scale=4.0)
@@ -61,8 +65,13 @@ Qwen-Image-Edit (DiT of 2 layers, 4 steps, 128x128), on the same samples and inj
 
 - **TRL stock**: `GRPOTrainer` 1.16 with a reward function as one writes it first; diffusers' own
   pipeline renders, one picture at a time.
-- **TRL tuned**: the same trainer as well as its design allows; a group is conditioned in one batch
-  and rendered by this project's own renderer, judged meanwhile, source latents cached.
+- **TRL tuned**: a group per micro-batch, conditioned in one batch without the head, rendered by
+  this project's own renderer and judged meanwhile; source latents cached; no checkpointing.
+- **TRL + tower**: tuned, with a vision tower that remembers a picture (`trl_tunings.py`, 15 lines).
+- **TRL + prefix**: that, and completions read their prompt's keys and values where no gradient is
+  wanted: conditioning and reference (one method of the trainer overridden, 60 lines).
+- **TRL + prefixes**: that in the trained forward as well, the strongest that we could build. Each
+  is asserted equal to the plain path, values and gradients, in its first iteration.
 - **this project**: `rl.train`, unmodified.
 
 Sampling is transformers' `generate` on every side. The policy side is preprocessing, conditioning,
@@ -72,11 +81,12 @@ rounds (smallest to largest)."""
 
 def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """The experiments by name, in order."""
-    rounds = asked.rounds
+    rounds, limit_s = asked.rounds, QUICK_LIMIT_S if asked.quick else math.inf
     shapes = {name: SWEEP[name] for name in QUICK} if asked.quick else SWEEP
     return {
         "sweep": lambda: {
-            name: experiments.head_to_head(folder, shape, rounds) for name, shape in shapes.items()
+            name: experiments.head_to_head(folder, shape, rounds, limit_s)
+            for name, shape in shapes.items()
         },
         "memory": lambda: {
             str(group): experiments.memory(folder, replace(BASE, group=group))
@@ -116,7 +126,6 @@ def written(results: dict[str, Any]) -> str:
     where = [f"{name} {value}" for name, value in results["host"].items()]
     begun = [f"- {name}: {how}" for name, how in results["measured"].items()]
     parts = ["# Side by side", LEGEND, "; ".join(where) + ".", "\n".join(begun)]
-    parts += ["## Goals", goals(results)]
     sections: dict[str, Callable[[Any], str]] = {
         "latency": report.latencies,
         "memory": report.memory,
@@ -124,11 +133,13 @@ def written(results: dict[str, Any]) -> str:
         "savings": report.savings,
     }
     if "sweep" in results:
-        parts += ["## One group of 8", report.head_to_head(results["sweep"]["G = 8"])]
+        eight = results["sweep"]["G = 8"]
+        parts += ["## One group of 8", report.lead(eight), report.head_to_head(eight)]
         parts += ["## Sweep", report.sweep(results["sweep"])]
     for name, show in sections.items():
         if name in results:
             parts += [f"## {name.capitalize()}", show(results[name])]
+    parts += ["## Goals", goals(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -136,23 +147,26 @@ def main() -> None:
     """See the file's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side")
     parser.add_argument("--quick", action="store_true", help="two shapes, nothing else")
-    parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, help="add to what is in --out")
+    parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, help="these experiments")
     parser.add_argument("--rounds", type=int, default=5, help="after the one that is dropped")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     records = asked.out / "side_by_side.json"
     results: dict[str, Any] = {"measured": {}}
-    if asked.only and records.exists():
+    if (asked.only or asked.quick) and records.exists():
         results = json.loads(records.read_text())
     results["host"] = host()
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as temporary:
         toy.save_models(Path(temporary))
         experiments_by_name = plan(Path(temporary), asked)
         for name in asked.only or (["sweep"] if asked.quick else experiments_by_name):
-            results["measured"][name] = provenance()
-            print(f"{name}: {results['measured'][name]}", file=sys.stderr, flush=True)
-            results[name] = experiments_by_name[name]()
+            kept = results.get(name, {}) if asked.quick else {}
+            measured = f"{name} ({', '.join(QUICK)})" if asked.quick else name
+            results["measured"][measured] = provenance()
+            print(f"{name}: {results['measured'][measured]}", file=sys.stderr, flush=True)
+            found = experiments_by_name[name]()
+            results[name] = kept | found if kept else found
             records.write_text(json.dumps(results, indent=1) + "\n")
     text = written(results)
     (asked.out / "side_by_side.md").write_text(text)

@@ -1,12 +1,12 @@
 """The peer: TRL's `GRPOTrainer` with a reward function that conditions, renders and asks a judge.
 
-What: two ways to run it. 'stock' is what a user writes first: one completion at a time through
-forward, diffusers' own `QwenImageEditPipeline` and the judge (four questions in flight, once all is
-rendered), gradient checkpointing, TRL's importance-sampling pass. 'tuned' is the same trainer as
-well as its design allows: no checkpointing, no such pass, a group per micro-batch, a reward
-function that preprocesses a picture once, conditions the group in one batch without the head,
-renders it in one batch with this project's own renderer, source latents cached, and judges while it
-renders. What not: anything of TRL's changed; completions come in by its own `rollout_func`.
+What: 'stock' is what a user writes first: one completion at a time through forward, diffusers' own
+`QwenImageEditPipeline` and the judge (four questions in flight, once all is rendered), gradient
+checkpointing, TRL's importance-sampling pass. 'tuned' has no checkpointing, no such pass, a group
+per micro-batch, and a reward function that preprocesses a picture once, conditions the group in one
+batch without the head, renders it in one batch with this project's own renderer, source latents
+cached, and judges while it renders; `trl_tunings.py` adds to it. What not: anything of TRL's
+changed; completions come in by its own `rollout_func`.
 
 TRL runs its importance-sampling pass whenever vLLM samples. Here nothing samples but the injected
 completions, so 'stock' tells the trainer after its making that vLLM does.
@@ -14,7 +14,6 @@ completions, so 'stock' tells the trainer after its making that vLLM does.
 
 from __future__ import annotations
 
-import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -29,13 +28,19 @@ from benchmarks import toy
 from benchmarks.our_side import SAMPLER_LOGPROB
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
+from benchmarks.trl_tunings import (
+    Tuning,
+    assert_equal,
+    prompt_once,
+    remember_tower,
+    trainer_class,
+)
 from rl.api.data import RowRules
 from rl.api.plug import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers import qwen_image_edit
 from rl.rewards import viescore
 from rl.rollout.prompt_order import PromptOrder
@@ -47,27 +52,26 @@ PICTURES_AT_THE_JUDGE = 2
 
 
 def run(
-    connection: Connection, folder: Path, shape: Shape, api_base: str, tuned: bool, samples: bool
+    connection: Connection, folder: Path, shape: Shape, api_base: str, tuning: Tuning, samples: bool
 ) -> None:
     """A worker's life. `samples`: whether the rollout's cost is paid, too."""
     warnings.filterwarnings("ignore")
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     torch.set_num_threads(1)
-    mend_mismatched_wheels()
     assert shape.true_cfg_scale == 1.0, "the peer has no guidance"
     post = Post(connection, {part: part for part in PARTS})
-    Peer(folder, shape, api_base, tuned, samples, post).train()
+    Peer(folder, shape, api_base, tuning, samples, post).train()
 
 
 class Peer:
     """A trainer and its reward function."""
 
     def __init__(
-        self, folder: Path, shape: Shape, api_base: str, tuned: bool, samples: bool, post: Post
+        self, folder: Path, shape: Shape, api_base: str, tuning: Tuning, samples: bool, post: Post
     ) -> None:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
         self._shape = shape
+        self._tuning = tuning
         self._post = post
         self._processor = make_processor(folder / "policy")
         self._tokenizer = self._processor.tokenizer
@@ -78,19 +82,30 @@ class Peer:
         self._rows = ordered_samples(shape)
         self._sample_of = {row.instruction: row for row in self._rows}
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "policy")
-        self._renderer = make_renderer(folder, shape) if tuned else make_pipeline(folder, shape)
-        self._trainer = self._make_trainer(model, folder, tuned)
+        make = make_renderer if tuning.tuned else make_pipeline
+        self._renderer = make(folder, shape)
+        self._trainer = self._make_trainer(model, folder)
         self._watch()
+        if tuning.remembers_tower:
+            remember_tower(self._body)
+        self._proven = False
+
+    @property
+    def _body(self) -> Any:
+        """The `Qwen2_5_VLModel` under head and adapter."""
+        return self._trainer.model.get_base_model().model
 
     def _make_reward(self, api_base: str) -> Any:
         judge = JudgeClient(JudgeConfig(api_base=api_base, model="stub-judge"), api_base)
         return viescore.VieScore(viescore.Config(type="viescore"), Resources(judge, "cpu"))
 
-    def _make_trainer(self, model: Any, folder: Path, tuned: bool) -> Any:
+    def _make_trainer(self, model: Any, folder: Path) -> Any:
         from datasets import Dataset
         from peft import LoraConfig
         from trl import GRPOConfig, GRPOTrainer
 
+        tuned, once = self._tuning.tuned, self._tuning.prompt_once
+        trainer_type = GRPOTrainer if once == "never" else trainer_class(once == "always")
         group, num_groups = self._shape.group, self._shape.num_groups
         config = GRPOConfig(
             output_dir=str(folder / "trl"),
@@ -101,6 +116,7 @@ class Peer:
             max_completion_length=self._shape.completion_tokens,
             max_steps=len(self._rows) // num_groups,
             beta=0.04,
+            use_bias_correction_kl=False,  # a KL as GRPO has it, which is ours
             learning_rate=1e-4,
             temperature=1.0,
             loss_type="grpo",
@@ -124,7 +140,7 @@ class Peer:
             target_modules=toy.LORA["target_modules"],
             task_type="CAUSAL_LM",
         )
-        trainer = GRPOTrainer(
+        trainer = trainer_type(
             model=model,
             reward_funcs=self.tuned_reward if tuned else self.stock_reward,
             args=config,
@@ -251,13 +267,31 @@ class Peer:
     def _condition_tuned(
         self, row: Sample, source: Image.Image, texts: list[str]
     ) -> list[torch.Tensor]:
-        """One right-padded batch of the group without the head; the picture preprocessed once."""
+        """A group at once without the head; the picture preprocessed once."""
         prompt = self._inputs([source], [self._prompt_text(row)])
         ids_G = [torch.tensor(toy.completion_ids(self._tokenizer, text)) for text in texts]
+        if self._tuning.prompt_once == "never":
+            return self._in_one_batch(prompt, ids_G)
+        completion_ids = torch.nn.utils.rnn.pad_sequence(ids_G, batch_first=True)
+        of_prompt, of_rows = prompt_once(self._body, prompt, completion_ids)
+        states_G = [
+            torch.cat([of_prompt[NUM_DROPPED_TOKENS:], states[: len(ids)]])
+            for states, ids in zip(of_rows, ids_G, strict=True)
+        ]
+        if not self._proven:
+            self._proven = True
+            for ours, plain in zip(states_G, self._in_one_batch(prompt, ids_G), strict=True):
+                assert_equal(ours, plain)
+        return states_G
+
+    def _in_one_batch(
+        self, prompt: dict[str, torch.Tensor], ids_G: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Right-padded, each row with a prompt of its own."""
         pad = torch.nn.utils.rnn.pad_sequence
         completion_ids = pad(ids_G, batch_first=True)
         completion_mask = pad([torch.ones_like(ids) for ids in ids_G], batch_first=True)
-        num_rows = len(texts)
+        num_rows = len(ids_G)
         inputs = {
             name: tensor.repeat(num_rows, *[1] * (tensor.ndim - 1))
             for name, tensor in prompt.items()
@@ -268,8 +302,7 @@ class Peer:
             ("mm_token_type_ids", torch.zeros_like(completion_ids)),
         ):
             inputs[name] = torch.cat([inputs[name], tail], dim=1)
-        body = self._trainer.model.get_base_model().model
-        hidden = body(**inputs, use_cache=False).last_hidden_state
+        hidden = self._body(**inputs, use_cache=False).last_hidden_state
         num_prompt = prompt["input_ids"].shape[1]
         return [
             states[NUM_DROPPED_TOKENS : num_prompt + len(ids)]

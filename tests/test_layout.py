@@ -48,7 +48,7 @@ FLOORS = [
     {"run"},
     {"train"},
     {"commands", "simple_launch"},
-    {"__main__"},
+    {"__main__", "test_distributed_env"},
 ]
 """Rooms (or files beside them). Imports go down, or stay in one room."""
 

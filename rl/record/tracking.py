@@ -186,11 +186,22 @@ class Tracker:
 
 
 def page_id(run_dir: Path) -> str:
-    """The run's wandb id, made once and kept in the run folder, so that a resume finds its page."""
+    """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell.
+
+    It is WANDB_RUN_ID where that is set when the run begins. Later the folder's wins: one that is
+    still exported for another run must not tear this one's page in two.
+    """
     path = run_dir / "wandb_id.txt"
+    wanted = os.environ.get("WANDB_RUN_ID", "").strip()
     if path.exists():
-        return path.read_text(encoding="utf-8").strip()
-    made = uuid.uuid4().hex[:12]
+        kept = path.read_text(encoding="utf-8").strip()
+        if wanted not in ("", kept):
+            warn(
+                f"wandb: the run goes on on its own page, {kept} ({path}); WANDB_RUN_ID={wanted} "
+                "is not heeded (move that file away to begin a page of that id)"
+            )
+        return kept
+    made = wanted or uuid.uuid4().hex[:12]
     write_atomically(path, made + "\n")
     return made
 

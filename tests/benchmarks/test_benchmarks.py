@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_rounding import NATS
 
-from benchmarks import goals, our_side, report, toy
+from benchmarks import goals, our_side, report, toy, trl_side, trl_tunings
 from benchmarks.contest import Contestant
 from benchmarks.defeats import SAVINGS
-from benchmarks.experiments import OURS, STOCK, TUNED
+from benchmarks.experiments import OURS, PREFIXES, STOCK, TUNED
 from benchmarks.judge_stub import judge_process
 from benchmarks.meter import Meter
 from benchmarks.toy import Shape
@@ -79,16 +80,29 @@ def test_ratios_are_medians_of_the_rounds_own() -> None:
     parts = ["policy side"]
     assert report.ratio(report.cpu_s(peer, parts), report.cpu_s(ours, parts)) == (8.0, 5.0, 9.0)
     assert report.cpu_s(peer) == [9.0, 11.0, 10.0]
-    record = {"over_minimum": 1.02, "sides": {STOCK: peer, TUNED: peer, OURS: ours}}
-    assert "| policy side | 9.00 | 9.00 | 1.00 | 8.0x (5.0 to 9.0) |" in report.head_to_head(record)
-    assert "| 7.5x | 7.5x | 1.020 |" in report.sweep({"G = 8": record})
+    nearer = side([4.0, 4.0, 4.0], 6.0)
+    record = {"over_minimum": 1.02, "sides": {STOCK: peer, PREFIXES: nearer, OURS: ours}}
+    shown = report.head_to_head(record)
+    assert f"| {STOCK} | 9.00 | 8.0x (5.0 to 9.0) | 30.0 | 7.50x |" in shown
+    assert f"| {OURS} | 1.00 |  | 4.0 |  |" in shown
+    assert "| policy side | 9.00 / 30.0 | 4.00 / 6.0 | 1.00 / 4.0 |" in shown
+    assert report.lead(record) == (
+        f"Beside {PREFIXES}, the policy side takes 1.5x fewer FLOPs and 4.0x (2.0 to 4.0) fewer "
+        f"CPU seconds. (FLOPs: 7.5x than {STOCK}.)"
+    )
+    earlier = {"over_minimum": 1.03, "sides": {STOCK: peer, OURS: ours}}
+    lines = report.sweep({"G = 8": record, "G = 4": earlier}).split("\n")
+    both = "8.0x (5.0 to 9.0); 7.5x"
+    assert lines[2] == f"| G = 8 | 1.00 | {both} | 4.0x (2.0 to 4.0); 1.5x | 1.020 |"
+    assert lines[3] == f"| G = 4 | 1.00 | {both} |  | 1.030 |"
 
 
 def test_goals_say_what_was_met_and_skip_what_was_not_measured() -> None:
     ours, peer = side([1.0], 4.0), side([7.0], 30.0)
-    record = {"over_minimum": 1.06, "sides": {STOCK: peer, TUNED: peer, OURS: ours}}
+    sides = {STOCK: peer, TUNED: peer, PREFIXES: peer, OURS: ours}
+    record = {"over_minimum": 1.06, "sides": sides}
     shown = goals.goals({"sweep": {"T = 72": record}})
-    assert shown.count("| yes |") == 2 and shown.count("| no |") == 1
+    assert shown.count("| yes |") == 3 and shown.count("| no |") == 1
     peaks = {str(g): {STOCK: 30.0 * g, TUNED: 50.0 * g, OURS: 100 + 10.0 * g} for g in (4, 16)}
     assert report.memory_slopes(peaks) == {STOCK: 30.0, TUNED: 50.0, OURS: 10.0}
 
@@ -125,6 +139,47 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
     assert [len(one) for one in ids][2:] == shape.completion_lens()[2:]
     for text, one in zip(texts, ids, strict=True):
         assert tokenizer.decode(one, skip_special_tokens=True) == text
+
+
+def test_the_peers_tunings_are_the_plain_path(folder: Path) -> None:
+    """A prompt forwarded once, its picture remembered: states and gradients of the padded batch."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    shape = Shape(group=3, picture_px=112, completion_tokens=9, ragged=True)
+    row, processor = toy.make_sample(0, shape), trl_side.make_processor(folder / "policy")
+    text = "<|vision_start|><|image_pad|><|vision_end|>" + row.instruction
+    prompt = dict(processor(text=[text], images=[row.source], return_tensors="pt"))
+    texts = toy.make_completions(row.instruction, shape)
+    ids = [torch.tensor(toy.completion_ids(processor.tokenizer, text)) for text in texts]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True)
+    batch = {name: torch.cat([tensor] * 3) for name, tensor in prompt.items()}
+    for name, tail in (
+        ("input_ids", padded),
+        ("attention_mask", mask),
+        ("mm_token_type_ids", torch.zeros_like(padded)),
+    ):
+        batch[name] = torch.cat([batch[name], tail], dim=1)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "policy")
+    body, weight = model.model, model.model.language_model.layers[0].self_attn.k_proj.weight
+    num_prompt = prompt["input_ids"].shape[1]
+    plain = body(**batch, use_cache=False).last_hidden_state
+    expected = torch.autograd.grad(plain[:, num_prompt:][mask.bool()].square().sum(), weight)[0]
+
+    trl_tunings.remember_tower(body)
+    tower, looks = body.visual.forward, []
+    body.visual.forward = lambda *args, **kwargs: looks.append(1) or tower(*args, **kwargs)
+    for _ in range(2):
+        of_prompt, of_rows = trl_tunings.prompt_once(body, prompt, padded)
+    assert len(looks) == 1
+    found = torch.autograd.grad(of_rows[mask.bool()].square().sum(), weight)[0]
+    torch.testing.assert_close(of_prompt, plain[0, :num_prompt], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        of_rows[mask.bool()], plain[:, num_prompt:][mask.bool()], rtol=0, atol=1e-5
+    )
+    trl_tunings.assert_equal(found, expected, scale=float(expected.abs().max()))
+    with pytest.raises(AssertionError, match="beside the plain path's"):
+        trl_tunings.assert_equal(found + 1, expected, scale=0.0)
 
 
 @pytest.mark.slow

@@ -117,6 +117,36 @@ def test_without_wandb_installed_the_run_goes_on(tmp_path, monkeypatch, capfd):
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
+def test_an_exported_run_id_is_the_page_of_a_run_that_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_RUN_ID", "sft_s__rl_sc")
+    for resumed_in_another_shell in (False, True):
+        if resumed_in_another_shell:
+            monkeypatch.delenv("WANDB_RUN_ID")
+        page = tracker(tmp_path, "offline")
+        assert wandb.run.id == "sft_s__rl_sc"
+        use(page)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("WANDB_RUN_ID", "of_another_run")
+    assert page_id(tmp_path / "run") == "sft_s__rl_sc"
+    said = capsys.readouterr().err
+    assert "its own page, sft_s__rl_sc" in said and "WANDB_RUN_ID=of_another_run" in said
+    assert page_id(tmp_path / "new") == "of_another_run"
+
+
+def test_an_exported_run_id_that_wandb_refuses_is_a_line_and_not_kept(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("WANDB_RUN_ID", "sft/s:1")
+    page = tracker(tmp_path, "offline")
+    assert page.mode == "off"
+    use(page)
+    assert "Run ID cannot contain the characters" in capsys.readouterr().err
+    monkeypatch.delenv("WANDB_RUN_ID")
+    page = tracker(tmp_path, "offline")
+    assert page.mode == "offline"
+    use(page)
+
+
 @pytest.mark.parametrize(
     ("environ", "line", "limit_s"),
     [

@@ -1,0 +1,175 @@
+"""What is left to a user of TRL who has batched and cached everything, in forty lines of his own.
+
+What: a vision tower that remembers a picture, and a trainer that forwards a prompt once for all of
+its completions. Either gives the plain path's numbers, asserted at its first use (`EQUAL`). What
+not: a line of TRL's or transformers' changed.
+
+Axes: `_G` completions of one prompt, `P` its tokens, `T` completion tokens, `D` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from cachetools import LRUCache
+
+EQUAL = 1e-4
+"""Nats, and units of hidden states or gradients of the order of 1: float32 in another order."""
+PICTURES_REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How far a user has gone."""
+
+    tuned: bool = True
+    """False: a reward function as one writes it first."""
+    remembers_tower: bool = False
+    """A picture goes through the tower once an iteration, not once per completion and pass."""
+    prompt_once: Literal["never", "without gradients", "always"] = "never"
+    """Where completions read their prompt's keys and values instead of forwarding it again:
+    conditioning and reference, or the forward that is trained as well."""
+
+
+def remember_tower(body: Any) -> None:
+    """`body`: a `Qwen2_5_VLModel` whose tower is frozen; only this one remembers."""
+    plain = body.get_image_features
+    known: LRUCache[bytes, torch.Tensor] = LRUCache(PICTURES_REMEMBERED)
+
+    def remembered(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Any) -> Any:
+        features = []
+        sizes = image_grid_thw.prod(-1).tolist()
+        for patches, grid in zip(pixel_values.split(sizes), image_grid_thw, strict=True):
+            key = patches.numpy().tobytes()
+            if key not in known:
+                with torch.no_grad():
+                    known[key] = plain(patches, grid[None], **kwargs).pooler_output[0]
+            features.append(known[key])
+        return SimpleNamespace(pooler_output=tuple(features))
+
+    body.get_image_features = remembered
+
+
+def prompt_once(
+    body: Any, prompt: Mapping[str, torch.Tensor], completion_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([P, D], [G, T, D]): the last hidden states of one prompt and of its completions.
+
+    Args:
+        prompt: of one row, as the processor gives it, without padding.
+        completion_ids: [G, T], right-padded; what stands behind a completion's end is undefined.
+    """
+    body.rope_deltas = None
+    first = body(**prompt, use_cache=True)
+    num_rows, num_tokens = completion_ids.shape
+    num_prompt = prompt["input_ids"].shape[1]
+    start = num_prompt + int(body.rope_deltas)
+    first.past_key_values.batch_repeat_interleave(num_rows)
+    positions = torch.arange(start, start + num_tokens)
+    rows = body(
+        input_ids=completion_ids,
+        position_ids=positions.expand(3, num_rows, num_tokens),
+        past_key_values=first.past_key_values,
+        attention_mask=torch.ones(num_rows, num_prompt + num_tokens, dtype=torch.long),
+    )
+    body.rope_deltas = None
+    return first.last_hidden_state[0], rows.last_hidden_state
+
+
+def trainer_class(trained: bool) -> type:
+    """A `GRPOTrainer` with one method overridden. `trained`: also where there are gradients."""
+    from trl import GRPOTrainer
+
+    class PromptOnce(GRPOTrainer):
+        _proven: set[bool] = set()
+
+        def _get_per_token_logps_and_entropies(
+            self,
+            model: Any,
+            input_ids: torch.Tensor,
+            attention_mask: torch.Tensor,
+            logits_to_keep: int,
+            batch_size: int | None = None,
+            compute_entropy: bool = False,
+            compute_aux_loss: bool = False,
+            **pictures: Any,
+        ) -> Any:
+            with_gradient = torch.is_grad_enabled()
+            plain = super()._get_per_token_logps_and_entropies
+            where = (model, input_ids, attention_mask, logits_to_keep, batch_size)
+            if with_gradient and not trained:
+                return plain(*where, compute_entropy, compute_aux_loss, **pictures)
+            whole = self.accelerator.unwrap_model(model).get_base_model()
+            rows = (input_ids, attention_mask, logits_to_keep)
+            logprobs, entropies = _logprobs(whole, *rows, compute_entropy, pictures)
+            if with_gradient not in self._proven:
+                self._proven.add(with_gradient)
+                mask = attention_mask[:, -logits_to_keep:].bool()
+                theirs, _, _ = plain(*where, False, False, **pictures)
+                _prove_equal(logprobs[mask], theirs[mask], whole if with_gradient else None)
+            return logprobs, entropies, None
+
+    return PromptOnce
+
+
+def _logprobs(
+    whole: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    num_tokens: int,
+    with_entropies: bool,
+    pictures: Mapping[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """([G, T] nats, [G, T] entropies if asked for) at temperature 1. Rows may be of several
+    prompts, for TRL shuffles an iteration's; each row brings the picture of its prompt."""
+    num_prompt = input_ids.shape[1] - num_tokens
+    assert attention_mask[:, :num_prompt].all(), "prompts are equally long"
+    grids = pictures["image_grid_thw"]
+    patches = pictures["pixel_values"].split(grids.prod(-1).tolist())
+    rows_of: dict[bytes, list[int]] = {}
+    for row, ids in enumerate(input_ids[:, :num_prompt]):
+        rows_of.setdefault(ids.numpy().tobytes(), []).append(row)
+    order: list[int] = []
+    hidden = []
+    for rows in rows_of.values():
+        one = rows[:1]
+        assert all(torch.equal(patches[row], patches[one[0]]) for row in rows)
+        prompt = {
+            "input_ids": input_ids[one, :num_prompt],
+            "attention_mask": attention_mask[one, :num_prompt],
+            "mm_token_type_ids": pictures["mm_token_type_ids"][one, :num_prompt],
+            "pixel_values": patches[one[0]],
+            "image_grid_thw": grids[one],
+        }
+        of_prompt, of_rows = prompt_once(whole.model, prompt, input_ids[rows, num_prompt:])
+        last = of_prompt[-1:].expand(len(rows), 1, -1)
+        hidden.append(torch.cat([last, of_rows[:, :-1]], dim=1))
+        order += rows
+    logits = whole.lm_head(torch.cat(hidden)[torch.tensor(order).argsort()]).float()
+    log_softmax = logits.log_softmax(-1)
+    logprobs = log_softmax.gather(-1, input_ids[:, num_prompt:, None]).squeeze(-1)
+    if not with_entropies:
+        return logprobs, None
+    with torch.no_grad():
+        return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def _prove_equal(ours: torch.Tensor, theirs: torch.Tensor, trained: Any | None) -> None:
+    """Values; with a model also the gradients of its trained weights."""
+    assert_equal(ours, theirs)
+    if trained is None:
+        return
+    weights = [weight for weight in trained.parameters() if weight.requires_grad]
+    grads = [torch.autograd.grad(x.sum(), weights, retain_graph=True) for x in (ours, theirs)]
+    for mine, plain in zip(*grads, strict=True):
+        assert_equal(mine, plain, scale=float(plain.abs().max()))
+
+
+def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 1.0) -> None:
+    """To `EQUAL` of `scale`, or of 1 where that is more."""
+    worst = float((ours - theirs).detach().abs().max())
+    assert worst <= EQUAL * max(1.0, scale), f"{worst} beside the plain path's {scale}"

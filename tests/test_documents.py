@@ -1,0 +1,408 @@
+"""Every command and config block of the documents that the four systems come from.
+
+`tests/documents/*.md` hold them verbatim. A line of them is
+
+    run       executed by a test of this file, at tiny size: as it stands, placeholders filled in,
+              or, where it names a script of its own repository or the author's disk, as the line of
+              ours beside it. What a machine may lack has a stand-in: `nvidia-smi` and the judge;
+    checked   read and compared with what ours say, not executed;
+    network   not tried: it fetches or asks a service;
+    theirs    not tried: a tool of the machine, or another environment, and nothing of ours.
+
+Of those that need neither a network nor anything foreign, four of five are run.
+`python tests/test_documents.py` prints the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+from PIL import Image
+from tiny_rewards import make
+
+from rl.api.types import RewardInput, Sample
+from rl.config.schema import load_config
+from rl.rewards import edit_quality
+from rl.rewards.clip import plug as clip
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("qwen_image_edit", "earl", "reasoning", "prompt_enhancement")
+Fate = Literal["run", "checked", "network", "theirs"]
+
+
+class Line(NamedTuple):
+    document: str
+    begins: str
+    """How a command, or a block of config or Python, begins."""
+    fate: Fate
+    ours: str = ""
+    """'run', 'checked': what is typed or read in its place; else why it is not tried."""
+
+
+TINY = (
+    "engine='{type: \"transformers\"}' num_iterations=1 prompts_per_iteration=2 "
+    "generations_per_prompt=4 evaluation.num_samples=2 optimizer.warmup_iterations=0"
+)
+TINY_PROMPTS = f"python -m rl.simple_launch configs/tiny_prompts.jsonnet {TINY}"
+LINES = [
+    Line("qwen_image_edit", "conda activate", "theirs", "an environment; scripts/_install.sh"),
+    Line("qwen_image_edit", "cd /home/coder", "run", 'cd "$CLONE"'),
+    Line("qwen_image_edit", "python test_setup.py", "run",
+         "python -m rl.simple_launch --check configs/quickstart.jsonnet"),
+    Line("qwen_image_edit", "export OPENAI_API_KEY=", "run"),
+    Line("qwen_image_edit", "echo $OPENAI_API_KEY", "run"),
+    Line("qwen_image_edit", "bash run_8gpu.sh", "run",
+         f"python -m rl.simple_launch --nproc 2 configs/quickstart.jsonnet {TINY} "
+         "judge.api_key_env=OPENAI_API_KEY"),
+    Line("qwen_image_edit", "tail -f outputs/grpo_clean", "run",
+         "tail -n 1 runs/quickstart/metrics.jsonl"),
+    Line("qwen_image_edit", "- **Model**", "checked", "configs/qwen_image_edit.jsonnet"),
+    Line("qwen_image_edit", "- **DeepSpeed**", "checked", "configs/qwen_image_edit.jsonnet"),
+    Line("qwen_image_edit", "reward = 0.6 *", "checked", "rl/rewards/edit_quality.py"),
+    Line("qwen_image_edit", "nvidia-smi", "theirs", "NVIDIA's driver"),
+    Line("earl", "git clone", "network", "their repository"),
+    Line("earl", "cd EARL", "run", 'cd "$CLONE"'),
+    Line("earl", "python -m venv", "theirs", "an environment; scripts/_install.sh"),
+    Line("earl", "source .rl_venv", "theirs", "an environment; scripts/_install.sh"),
+    Line("earl", "pip install torch==2.6.0", "network", "torch of CUDA 12.4; here 2.13"),
+    Line("earl", "pip install flash-attn", "network", "optional here: pyproject.toml"),
+    Line("earl", "pip install -r rl/req", "network", "rl/requirements.txt, of requirements.lock"),
+    Line("earl", "nano rl_venv", "theirs", "an editor; vLLM is told at run time"),
+    Line("earl", "_MULTIMODAL_MODELS", "checked", "SERVED_AS in rl/engines/vllm/start.py"),
+    Line("earl", "./rl/scripts/setup_datasets.sh", "network", "some 100 GB from the hub"),
+    Line("earl", "NUM_GPUS=", "run"),
+    Line("earl", "torchrun", "run"),
+    Line("earl", "export VLLM_USE_V1=0", "run"),
+    Line("earl", "vllm serve", "network", "147 GB of weights; scripts/serve_judge.sh"),
+    Line("earl", "CONFIG_NAME=", "run"),
+    Line("earl", "export APP__", "run"),
+    Line("earl", "export WANDB_RUN_ID=", "run"),
+    Line("earl", "export PYTHONPATH=", "run"),
+    Line("earl", "python -m rl.simple_launch", "run"),
+    Line("earl", "- `sft_s__rl_s.jsonnet`", "checked", "configs/, as the launch line names them"),
+    Line("earl", "{", "run"),
+    Line("reasoning", "flexai training run", "network", "FlexAI; its arguments are checked"),
+    Line("reasoning", "accelerate launch", "run",
+         f"python -m rl.simple_launch --nproc 2 configs/tiny_reasoning.jsonnet {TINY}"),
+    Line("reasoning", "flexai", "network", "FlexAI, an account"),
+    Line("prompt_enhancement", "pip install", "network", "requirements.txt, of requirements.lock"),
+    Line("prompt_enhancement", "CUDA_VISIBLE_DEVICES=", "run"),
+    Line("prompt_enhancement", "PYTORCH_CUDA_ALLOC_CONF=", "run"),
+    Line("prompt_enhancement", "NCCL_DEBUG=", "run"),
+    Line("prompt_enhancement", "python test_grpo_system.py", "run",
+         "python -m rl.simple_launch --check configs/tiny_prompts.jsonnet"),
+    Line("prompt_enhancement", "./run_multi_gpu_training.sh", "run",
+         f"{TINY_PROMPTS} run_name=placed policy.device=cpu renderer.device=cpu "
+         "rewards.clip.device=cpu"),
+    Line("prompt_enhancement", "python train_grpo.py", "run", TINY_PROMPTS),
+    Line("prompt_enhancement", "python test_qwen.py", "run",
+         'python -m rl enhance --adapter runs/tiny_prompts --device cpu "a cat"'),
+    Line("prompt_enhancement", "python test_integrated_system.py", "run",
+         "python -m rl report runs/tiny_prompts"),
+    Line("prompt_enhancement", "python test_clip_reward.py", "run", "rl/rewards/clip/"),
+    Line("prompt_enhancement", "from models.qwen_wrapper", "run", "rl/enhance.py"),
+    Line("prompt_enhancement", "qwen = QwenWrapper(\n", "run", "rl/enhance.py"),
+    Line("prompt_enhancement", "from models.clip_reward", "run", "rl/rewards/clip/"),
+]  # fmt: skip
+
+
+@cache
+def lines_of(document: str) -> list[str]:
+    """Its commands, a line each; its other blocks whole."""
+    text = (ROOT / "tests/documents" / f"{document}.md").read_text(encoding="utf-8")
+    return [line for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
+            for line in _lines(kind, block)]  # fmt: skip
+
+
+def _lines(kind: str, block: str) -> Iterator[str]:
+    if kind == "text" and "`sft_" not in block and "`" in block:
+        yield from re.findall(r"`([^`]+)`", block)
+    elif kind == "bash":
+        for line in re.sub(r" *\\\n *", " ", block).split("\n"):
+            command = re.sub(r"(^|\s)#.*", "", line).strip()
+            yield from filter(None, command.partition(" -- ")[::2])
+    else:
+        yield block.rstrip("\n")
+
+
+def fates() -> list[tuple[Line, str]]:
+    """(what is said of it, the line), in the documents' order; the first that fits."""
+    return [
+        (
+            next(said for said in LINES if said.document == name and line.startswith(said.begins)),
+            line,
+        )
+        for name in DOCUMENTS
+        for line in dict.fromkeys(lines_of(name))
+    ]
+
+
+def of(document: str, *beginnings: str) -> list[str]:
+    """What is typed for those lines; each must be one that is run."""
+    typed = []
+    for begins in beginnings:
+        found = [(said, line) for said, line in fates()
+                 if said.document == document and line.startswith(begins)]  # fmt: skip
+        assert found and all(said.fate == "run" for said, _ in found), begins
+        typed += [said.ours or line for said, line in found]
+    return typed
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone whose `runs` and configs are the test's own, and a machine with `$GPUS` GPUs."""
+    for name in ("rl", "tiny_world"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "bin").mkdir()
+    driver = tmp_path / "bin/nvidia-smi"
+    driver.write_text("#!/bin/sh\nfor i in $(seq $GPUS); do echo NVIDIA H100; done\n")
+    driver.chmod(0o755)
+    return tmp_path
+
+
+def typed(clone: Path, lines: list[str], **environment: str) -> str:
+    """What a shell says to them; each has to succeed."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "WANDB" not in k}
+    path = f"{clone / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", "\n".join(lines)],
+        cwd=clone,
+        env=kept | {"PATH": path, "CLONE": str(clone), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_each_line_has_its_fate_and_four_of_five_that_can_are_run() -> None:
+    found = fates()
+    assert {said for said, _ in found} == set(LINES), "a line that no document has"
+    tried = [said.fate for said, _ in found if said.fate in ("run", "checked")]
+    assert tried.count("run") >= 0.8 * len(tried)
+
+
+# --- Qwen-Image-Edit --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_editors_session(clone: Path) -> None:
+    beginnings = ("cd ", "python test_setup.py", "export ", "echo ", "bash run_8gpu.sh", "tail ")
+    out = typed(clone, of("qwen_image_edit", *beginnings), PYTHONPATH=str(ROOT))
+    assert "nothing is wrong\n" in out
+    [last] = [json.loads(line) for line in out.split("\n") if line.startswith('{"iteration"')]
+    assert last["reward/mean"] >= 0
+
+
+def test_the_editors_settings_are_the_shipped_configs() -> None:
+    """Its ZeRO-2 is stage 1 here, which is what adapters want (base.libsonnet)."""
+    bullets = next(line for line in lines_of("qwen_image_edit") if line.startswith("- **Model**"))
+    said = dict(re.findall(r"^- \*\*(.+)\*\*: (.+)$", bullets, re.M))
+    config = load_config(ROOT / "configs/qwen_image_edit.jsonnet", (), {
+        "APP__RUN_NAME": "a", "APP__BASE_EXP_DIR": "b", "APP__REWARD_FUNCTION_API_BASE": "http://c",
+    })  # fmt: skip
+    policy, lora = config.policy, config.policy["lora"]
+    [train] = config.data.train
+    instruction = train["columns"]["instruction"]
+    assert said == {
+        "Model": policy["model_path"],
+        "Method": f"GRPO with LoRA (r={lora['r']}, α={lora['alpha']})",  # noqa: RUF001
+        "Batch size": f"1 per GPU × 2 accumulation = {config.prompts_per_iteration} effective",  # noqa: RUF001
+        "Learning rate": f"{config.optimizer.learning_rate:.0e}".replace("e-0", "e-"),
+        "Precision": policy["dtype"],
+        "Dataset": "Complex-Edit (complexity "
+        f"{int(re.sub(r'[^0-9]', '', instruction)) + 1}, real images)",
+        "Generations": f"{config.generations_per_prompt} per prompt",
+        "Epochs": f"{config.num_epochs:g}",
+    }
+    assert train["path"].endswith("/Complex-Edit") and train["split"].startswith("test_real")
+    assert set(lora["target_modules"]) == {"q_proj", "v_proj", "k_proj", "o_proj"}
+
+
+def test_the_editors_reward_is_edit_quality() -> None:
+    [formula] = [line for line in lines_of("qwen_image_edit") if line.startswith("reward =")]
+    config = edit_quality.Config()
+    weights = (config.alignment_weight, config.quality_weight)
+    assert formula == "reward = {} * alignment_score + {} * quality_score".format(*weights)
+
+
+# --- EARL -------------------------------------------------------------------------------------
+
+AT_TINY_SIZE = """(import 'documented.jsonnet') + {
+  model_path: 'pkg://tiny_world/weights/emu3', tokenizer_path: null,
+  assistant_prefill: '<|image start|>',
+  num_iterations: 1, episodes_per_iteration: 8, generations_per_sample: 4,
+  max_response_tokens: 32, max_prompt_len: 64, model_context_size: 96,
+  val_paths_file: [], push_to_hub_every_n_iterations: null,
+  policy: { dtype: 'float32' },
+  renderer: { model_path: 'pkg://tiny_world/weights/emu3_vq', dtype: 'float32' },
+  optimizer: { backend: 'torch' },
+  judge: { image_side_px: 64 },
+  data: { train: [{ type: 'tiny_world.data.shape_tokens', num_samples: 8, seed: 1 }] },
+}"""
+
+
+def documented_block() -> str:
+    return next(line for line in lines_of("earl") if line.startswith("{"))
+
+
+@pytest.mark.slow
+def test_earls_training_script(clone: Path) -> None:
+    """Its step 2 line by line, and the documented block, made tiny, as the config that it names."""
+    from tiny_world.judge_server import JudgeServer
+
+    (clone / "configs/documented.jsonnet").write_text(documented_block())
+    (clone / "configs/mine.jsonnet").write_text(AT_TINY_SIZE)
+    lines = of(
+        "earl", "cd EARL", "export VLLM_USE_V1=0", "CONFIG_NAME=", "export APP__DATA_DIR",
+        "export APP__BASE_EXP_DIR", "export APP__REWARD_FUNCTION_API_BASE", "export APP__RUN_NAME",
+        "export WANDB_RUN_ID", "NUM_GPUS=", "export PYTHONPATH", "python -m rl.simple_launch",
+    )  # fmt: skip
+    with JudgeServer("Qwen/Qwen2.5-VL-72B-Instruct") as judge:
+        address = judge.api_base.removeprefix("http://").removesuffix("/v1")
+        script = "\n".join(lines).replace("<config_name>", "mine")
+        script = script.replace("<reward_server_ip>:4877", address)
+        typed(clone, [script], GPUS="1", WANDB_MODE="offline")
+    [run] = (clone / "RL_EXPERIMENTS").iterdir()
+    assert run.name == "mine" and (run / "metrics.jsonl").is_file()
+    assert (run / "wandb_id.txt").read_text() == "mine\n"
+    [page] = run.glob("wandb/offline-run-*")
+    assert page.name.endswith("-mine")
+
+
+@pytest.mark.slow
+def test_earls_ranks_hear_each_other(clone: Path) -> None:
+    """Before its PYTHONPATH is set: the script finds the package it lies in."""
+    out = typed(clone, of("earl", "NUM_GPUS=", "torchrun"), GPUS="2")
+    assert "PyTorch GLOO is successful!\n" in out
+
+
+def test_earls_ten_configs_are_there() -> None:
+    [names] = [line for line in lines_of("earl") if line.startswith("- `sft_s__rl_s")]
+    listed = re.findall(r"^- `(.+)`:", names, re.M)
+    assert sorted(listed) == [file.name for file in sorted((ROOT / "configs").glob("sft_*"))]
+
+
+def test_earls_patch_of_vllm_is_made_at_run_time() -> None:
+    from rl.engines.vllm.start import SERVED_AS
+
+    [patch] = [line for line in lines_of("earl") if line.startswith("_MULTIMODAL_MODELS")]
+    [(architecture, served_as)] = re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', patch)
+    assert {architecture: served_as} == SERVED_AS
+
+
+def test_what_earls_names_lead_to() -> None:
+    """`pip install -r` and the download stop at the network; until then they are ours."""
+    file, names = ROOT / "rl/requirements.txt", []
+    while file.suffix == ".txt":
+        [inner] = re.findall(r"^-r (.+)$", file.read_text(), re.M)
+        file = (file.parent / inner).resolve()
+        names.append(file.name)
+    assert names == ["requirements.txt", "requirements.lock"] and file.is_file()
+    done = subprocess.run(
+        ["./rl/scripts/setup_datasets.sh", "none"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.partition(";")[0]) == (
+        2, "setup_datasets.sh: no set none",
+    )  # fmt: skip
+
+
+# --- reasoning --------------------------------------------------------------------------------
+
+
+def test_the_reasoners_arguments_are_the_shipped_configs() -> None:
+    [line] = [line for line in lines_of("reasoning") if line.startswith("accelerate launch")]
+    words = shlex.split(line)
+    given = {
+        word.removeprefix("--").partition("=")[0]: words[number + 1 :]
+        for number, word in enumerate(words)
+        if word.startswith("--")
+    }
+    config = load_config(ROOT / "configs/vlm_reasoning.jsonnet", (), {
+        "APP__RUN_NAME": "a", "APP__BASE_EXP_DIR": "b",
+    })  # fmt: skip
+    lora = config.policy["lora"]
+    assert given["model_name_or_path"][0] == config.policy["model_path"]
+    assert float(given["learning_rate"][0]) == config.optimizer.learning_rate
+    assert given["dtype"][0] == config.policy["dtype"]
+    assert int(given["max_prompt_length"][0]) == config.policy["max_prompt_tokens"]
+    assert int(given["max_completion_length"][0]) == config.sampling.max_completion_tokens
+    assert given["lora_target_modules"][:2] == lora["target_modules"]
+    assert "use_vllm" in given and config.engine["type"] == "vllm"
+    assert "gradient_checkpointing" in given and config.optimizer.gradient_checkpointing
+    assert "log_completions" in given and config.tracking.log_episodes_every_n_iterations
+    assert words[2].endswith("deepspeed_zero3.yaml") and config.optimizer.zero_stage == 3
+    assert config.world_size == 2, "--accels 2"
+
+
+@pytest.mark.slow
+def test_the_reasoners_session(clone: Path) -> None:
+    typed(clone, of("reasoning", "accelerate launch"), PYTHONPATH=str(ROOT))
+    assert (clone / "runs/tiny_reasoning/metrics.jsonl").is_file()
+
+
+# --- prompt enhancement -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_rewriters_session(clone: Path) -> None:
+    variables = of(
+        "prompt_enhancement", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG"
+    )
+    out = typed(
+        clone,
+        [f"export {variable}" for variable in variables]
+        + of(
+            "prompt_enhancement", "python test_grpo_system.py", "./run_multi_gpu_training.sh",
+            "python train_grpo.py", "python test_qwen.py", "python test_integrated_system.py",
+        ),
+        PYTHONPATH=str(ROOT),
+    )  # fmt: skip
+    assert '"original": "a cat"' in out or '"prompt": "a cat"' in out
+    assert {run.name for run in (clone / "runs").iterdir()} == {"placed", "tiny_prompts"}
+
+
+@pytest.mark.slow
+def test_the_rewriters_classes() -> None:
+    """Its `QwenWrapper` is `Enhancer`, its `CLIPRewardCalculator` the reward `clip`."""
+    from rl.enhance import Enhancer
+
+    assert of("prompt_enhancement", "from models", "qwen = QwenWrapper(", "python test_clip")
+    [options] = [
+        line for line in lines_of("prompt_enhancement") if line.startswith("qwen = QwenWrapper(\n")
+    ]
+    given: dict[str, object] = {}
+    exec(options, {"QwenWrapper": lambda **words: given.update(words)})
+    model = "pkg://tiny_world/weights/rewriter"
+    enhancer = Enhancer(model_path=model, device=str(given["device"]), system_prompt="Rewrite.")
+    how = {name: given[name] for name in ("max_new_tokens", "temperature")}
+    result = enhancer.enhance("a cat", **how)
+    assert (result.original, bool(result.enhanced)) == ("a cat", True)
+    results = enhancer.enhance_batch(["cat", "dog", "bird"], **how)
+    assert [each.original for each in results] == ["cat", "dog", "bird"]
+
+    section = {"type": "clip", "model_path": "pkg://tiny_world/weights/clip", "dtype": "float32"}
+    reward = make(clip, clip.Config.model_validate(section))
+    picture = Image.new("RGB", (64, 64), "red")
+    graded = asyncio.run(reward.grade(RewardInput(Sample("a", "a cat"), "a rewriting", picture)))
+    assert 0 <= graded.value <= 1
+    reward.close()
+
+
+if __name__ == "__main__":
+    for said, line in fates():
+        print(f"{said.fate:8} {said.document:19} {line.partition(chr(10))[0][:60]:60} {said.ours}")
