@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from rl.api.plug import ModelFiles
 from rl.build import Plug, Resolved
 from rl.files.model_files import cached, missing_model
-from rl.judge.endpoint import is_loopback, resolve_api_base
+from rl.judge.endpoint import is_loopback, resolve_api_bases
 from rl.record.tracking import allowed_by_env
 
 DATA_FILE = re.compile(r".*\.(jsonl?|txt|csv|parquet|arrow)")
@@ -60,17 +60,18 @@ def _judge(resolved: Resolved) -> Iterator[str]:
     if not judged or not config.api_base:
         return
     try:
-        base = resolve_api_base(config.api_base)
+        bases = resolve_api_bases(config.api_base)
     except ValueError:
-        base = config.api_base  # what is wrong with it is said elsewhere
-    if is_loopback(base):
-        return
+        return  # what is wrong with it is said elsewhere
     names = {"source": "source", "target": "target", "image": "rendered"}
     needs = frozenset().union(*(plug.cls.needs for plug in judged))
     pictures = ", ".join(word for need, word in names.items() if need in needs)
     what = f"instructions and {pictures} pictures (up to {config.image_side_px} px)"
-    plain = ", unencrypted" if base.startswith("http:") else ""
-    yield f"to the judge at {urlsplit(base).netloc or base}{plain}: {what if pictures else 'words'}"
+    for base in bases:
+        if not is_loopback(base):
+            plain = ", unencrypted" if base.startswith("http:") else ""
+            place = f"{urlsplit(base).netloc}{plain}"
+            yield f"to the judge at {place}: {what if pictures else 'words'}"
 
 
 def _hub(resolved: Resolved) -> Iterator[str]:
