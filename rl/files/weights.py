@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     """[3] int64 on the tensor's device: its bytes read as 64-bit numbers and laid out as a matrix,
-    weighed by row, by column, and what is left over.
+    weighed by row, by column, and what is left over; [1] where that is all.
 
     A changed bit, and a value or a row in another's place, changes them. Nothing the size of the
     tensor is made or leaves the device: two reads of it, where a hash would bring it to the host.
@@ -60,16 +61,17 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     numbers = flat.view(torch.int64)
     num_whole = len(numbers) // NUM_COLUMNS * NUM_COLUMNS
     matrix, tail = numbers[:num_whole].view(-1, NUM_COLUMNS), numbers[num_whole:]
-    lines = (matrix.sum(1), matrix.sum(0), tail)
-    return torch.stack([(line * _weights_like(line)).sum() for line in lines])
+    lines = (matrix.sum(1), matrix.sum(0), tail) if len(matrix) else (tail,)
+    return torch.stack([(line * _line_weights(len(line), line.device)).sum() for line in lines])
 
 
-def _weights_like(numbers: torch.Tensor) -> torch.Tensor:
+@lru_cache(maxsize=64)
+def _line_weights(length: int, device: torch.device) -> torch.Tensor:
     """[n] int64, odd, as good as random: splitmix64 of 1 .. n (Steele et al. 2014, "Fast
     splittable pseudorandom number generators"), its shifts signed."""
     import torch
 
-    mixed = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    mixed = torch.arange(1, length + 1, device=device)
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
     return (mixed ^ (mixed >> 31)) | 1

@@ -34,7 +34,7 @@ def test_weights_have_another_fingerprint_exactly_when_they_changed(
     assert adapters.fingerprint(weights) != first
 
 
-def test_24_bytes_a_tensor_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_24_bytes_a_tensor_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes: list[int] = []
     to_host = torch.Tensor.cpu
 
@@ -45,7 +45,7 @@ def test_24_bytes_a_tensor_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
     large = torch.zeros(2049, 2048, dtype=torch.bfloat16)
     adapters.fingerprint({"a": torch.zeros(8, 128), "b": large})
-    assert num_bytes == [2 * 24]
+    assert num_bytes == [8 + 24]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

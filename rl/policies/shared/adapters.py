@@ -29,7 +29,7 @@ def peft_name(parameter_name: str) -> str:
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     """blake2b over names, dtypes, shapes and `bit_sums`, in name order: what comes to the host is
-    24 bytes a tensor, at once."""
+    24 bytes a tensor at most, at once."""
     import torch
 
     names = sorted(tensors)
@@ -37,7 +37,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in names:
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
     if names:
-        sums = torch.stack([bit_sums(tensors[name]) for name in names])
+        sums = torch.cat([bit_sums(tensors[name]) for name in names])
         digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()
 
