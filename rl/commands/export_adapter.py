@@ -21,6 +21,7 @@ from typing import Any
 
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
+from rl.files.model_files import model_problems
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.emu3.plug import Emu3
 from rl.policies.qwen2_5_vl import loading as qwen_loading
@@ -119,7 +120,10 @@ def policy_config(
         section = {**section, "init_text_encoder_from": text_encoder_from}
     policy, _ = POLICIES[section["type"]]
     config, problems = validate(policy.Config, section, at="policy")
-    problems = problems or policy.problems(config, RunConfig.model_construct())
+    problems = problems or [
+        *model_problems(policy.models(config)),
+        *policy.problems(config, RunConfig.model_construct()),
+    ]
     if problems:
         remedy = "say where the base lies with --base (and --text-encoder-from)"
         raise ValueError("\n".join([*problems, remedy]))

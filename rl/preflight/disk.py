@@ -8,6 +8,7 @@ loaded, what they write is told for one.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def disk_need(resolved: Resolved) -> DiskNeed:
 
 def free_gb(folder: Path) -> float:
     """On the file system where `folder` is, or will be."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    places = (folder, *folder.absolute().parents)
+    there = next(place for place in places if os.path.exists(place))
     return shutil.disk_usage(there).free / 1e9
 
 

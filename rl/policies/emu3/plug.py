@@ -80,7 +80,7 @@ class Emu3(TrainedPolicy[Config]):
         weights = ModelFiles("model_path", config.model_path, kinds, revision=config.revision)
         words = (("tokenizer.json", loading.TIKTOKEN_FILE),)
         if not config.tokenizer_path:
-            return [replace(weights, files=words), *super().models(config)]
+            return [replace(weights, files=words)]
         tokenizer = ModelFiles(
             "tokenizer_path",
             config.tokenizer_path,
@@ -88,7 +88,7 @@ class Emu3(TrainedPolicy[Config]):
             weights=(),
             files=words,
         )
-        return [weights, tokenizer, *super().models(config)]
+        return [weights, tokenizer]
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:

@@ -101,11 +101,9 @@ class Qwen25VL(TrainedPolicy[Config]):
                 files=FILES,
             ),
         )
-        adapter = super().models(config)
         if not editor:
-            return [whole, *adapter]
+            return [whole]
         return [
-            *adapter,
             replace(whole, config_required=False, weights=()),
             ModelFiles(
                 "init_text_encoder_from",

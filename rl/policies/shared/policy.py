@@ -17,13 +17,16 @@ from rl.api.plug import ModelFiles, unread
 from rl.api.policy import Decoder, LoraSection, PolicyConfig
 from rl.api.types import Completion, Prompt, Row, TokenBatch
 from rl.config.schema import RunConfig
+from rl.files.model_files import model_problems
 from rl.files.weights import align_weights
 from rl.meter.flops import STAGES
 from rl.policies.shared.trained_weights import TrainedWeights
 from rl.record.adapter_base import ADAPTER_CONFIG, read_config
 
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-"""PEFT's names for them."""
+ADAPTER_FILES: Mapping[str, Any] = {
+    "config": ADAPTER_CONFIG,
+    "weights": ("adapter_model.safetensors", "adapter_model.bin"),
+}
 
 
 class TrainedPolicyConfig(PolicyConfig):
@@ -55,14 +58,6 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         return [config.model_path]
 
     @classmethod
-    def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
-        """The adapter it starts from; a policy adds its weights and words."""
-        adapter = config.adapter_path
-        if not (adapter and Path(adapter, ADAPTER_CONFIG).is_file()):
-            return []
-        return [ModelFiles("adapter_path", adapter, config=ADAPTER_CONFIG, weights=ADAPTER_WEIGHTS)]
-
-    @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
         found = []
@@ -72,6 +67,7 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         elif adapter:
             try:
                 found += _unfit(read_config(Path(adapter)), config.lora)
+                found += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
             except ValueError as error:
                 found.append(f"adapter_path: {error}")
         if adapter and config.lora is None:
