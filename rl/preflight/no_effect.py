@@ -58,6 +58,12 @@ def _rules(resolved: Resolved) -> Sequence[Rule]:
             "clip_low clip_high",
             "one update an iteration and max_staleness 0: the ratio is 1",
         ),
+        (
+            algorithm.loss == "cispo" and not is_on_policy,
+            "algorithm",
+            "clip_low",
+            "'cispo' has no lower bound",
+        ),
         (algorithm.kl_coeff == 0, "algorithm", "kl_estimator kl_placement", "kl_coeff is 0"),
         (
             algorithm.advantage_scale == "none",
