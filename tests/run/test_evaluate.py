@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rl.api.reward import Reward
 from rl.api.types import (
     Action,
     Completion,
+    HiddenStates,
     Prompt,
     RewardInput,
     RewardOutput,
@@ -74,6 +76,30 @@ class Gathering:
         return [Action("words", "words") for _ in rows]
 
 
+class GatheringStates(Gathering):
+    """The same where states condition the renderer: its module is what gathers."""
+
+    reads_states = True
+    config = PolicyConfig()
+
+    def __init__(self, dist: Dist) -> None:
+        super().__init__(dist)
+        self.module.forward = self._forward
+
+    def _forward(self, rows: Sequence[Row]) -> None:
+        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
+
+    def collate(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return rows
+
+    def reference(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def decode_actions(self, rows: Sequence[Row], batch: object, outputs: None) -> list[Action]:
+        self.num_forwards += 1
+        return [Action("words", HiddenStates(torch.ones(2 + len(ids), 3))) for _, ids in rows]
+
+
 class Greedy:
     """An engine that always writes the same."""
 
@@ -109,7 +135,18 @@ class Fixed(Reward):
 
 def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
     dist = Dist.from_env("cpu")
-    policy = Gathering(dist)
+    found = {}
+    for policy in (Gathering(dist), GatheringStates(dist)):
+        name = type(policy).__name__
+        metrics = evaluate_samples(policy, num_samples, Path(folder, name), dist)
+        found[name] = {"forwards": policy.num_forwards, **metrics}
+    dist.close()
+    return found
+
+
+def evaluate_samples(
+    policy: Gathering, num_samples: int, folder: Path, dist: Dist
+) -> dict[str, float]:
     # Only one sample has a reference, so only one rank scores one.
     samples = [
         Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
@@ -123,22 +160,25 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
             True,
             loop,
         )
-        metrics = evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
-    seen = dist.reduce(metrics)
-    dist.close()
-    return {"forwards": policy.num_forwards, **seen}
+        metrics = evaluate(context, Greedy(), samples, 0, folder, dist, PhaseTimer())
+    return dist.reduce(metrics)
 
 
 def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Path) -> None:
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
     # A group a pack. Two and one samples, one and no reference, two and one stock arms: five
-    # forwards on either rank.
-    assert [seen.pop("forwards") for seen in ranks] == [5, 5]
-    assert ranks[0]["eval/reward_gain"] == 0.0
-    assert ranks[0]["eval/reward"] == (0.25 + 0.75 + 0.75) / 3
-    assert ranks[0]["eval_reference/reward"] == 0.25
-    lines = (tmp_path / "evaluation/it_000000/records.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["id"] for line in lines) == ["0", "1", "2"]
+    # forwards on either rank; and two for states of the bare words, under two weights.
+    for name, num_forwards in (("Gathering", 5), ("GatheringStates", 5 + 2 * 2)):
+        one, other = (rank[name] for rank in ranks)
+        assert one == other and one["forwards"] == num_forwards
+        assert one["eval/reward_gain"] == one["eval/gain_over_stock"] == 0.0
+        assert one["eval/reward"] == one["eval/stock_reward"] == (0.25 + 0.75 + 0.75) / 3
+        assert one["eval_reference/reward"] == 0.25
+        for file in ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl"):
+            lines = (tmp_path / name / file).read_text().splitlines()
+            assert sorted(json.loads(line)["id"] for line in lines) == ["0", "1", "2"]
+    assert one["drift/state_l2"] == one["drift/bare_fall"] == one["drift/reference_fall"] == 0.0
+    assert "drift/alarm" not in ranks[0]["Gathering"]
 
 
 def refused_run(folder: str) -> str:

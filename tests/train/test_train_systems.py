@@ -52,6 +52,15 @@ def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> No
     draws = system != "tiny_reasoning"
     assert (episodes[0]["image_file"] is not None) == draws
     assert ("reward_gain" in rows[1]) == (system == "tiny_prompts"), "who has words of his own"
+    # What no trained state conditions cannot drift, and is not said to have drifted by nothing.
+    assert not [name for row in rows for name in row if name.startswith("drift/")]
+    for row in (rows[0], rows[3]):
+        assert ("eval/gain_over_stock" in row) == ("eval/stock_reward" in row) == draws
+        assert row.get("eval/stock_reward") == rows[0].get("eval/stock_reward")
+        if system == "tiny_prompts":
+            assert row["eval/stock_reward"] == row["eval/bare_reward"], "the words as they are"
+    if system == "tiny_earl":
+        assert rows[0]["eval/gain_over_stock"] == 0, "its own start"
 
 
 @pytest.mark.slow
