@@ -32,7 +32,8 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
         return model.model_validate_json(json.dumps(values), strict=True), []
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
-        return None, [_sentence(model, problem, at) for problem in errors]
+        # Each alternative of a union has its own error.
+        return None, list(dict.fromkeys(_sentence(model, problem, at) for problem in errors))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -53,7 +54,7 @@ def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[B
 
 
 def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> str:
-    loc = [str(part) for part in problem["loc"] if part != "[key]"]
+    loc = [str(part) for part in problem["loc"] if part not in ("[key]", *_ALTERNATIVES)]
     key = ".".join([at, *loc] if at else loc)
     given = _shown(problem["input"])
     kind = problem["type"]
@@ -67,7 +68,8 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
         return f"{key}: missing{about}"
     if kind == "string_pattern_mismatch":
         return f"{key}: {given} given, must match {problem['ctx']['pattern']}{about}"
-    allowed = _allowed(field) or problem["msg"].removeprefix("Input should be ")
+    is_item = loc[-1].isdigit()
+    allowed = (not is_item and _allowed(field)) or problem["msg"].removeprefix("Input should be ")
     quotes = isinstance(problem["input"], str) and "must be" not in allowed and _is_number(field)
     remedy = "; strings are not taken for numbers: drop the quotes" if quotes else ""
     return f"{key}: {given} given, must be {allowed}{remedy}{about}"
@@ -127,6 +129,8 @@ def _metadata(field: FieldInfo) -> list[Any]:
 
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_ALTERNATIVES = ("str", "list[str]")
+"""As pydantic names them in the place of an error."""
 
 
 def _is_number(field: FieldInfo | None) -> bool:
@@ -143,6 +147,8 @@ def _allowed(field: FieldInfo | None) -> str:
             words += [repr(value) for value in typing.get_args(annotation)]
         elif annotation in _NAMES:
             words.append(_NAMES[annotation])
+        elif words and annotation == list[str]:
+            words.append("a list of them")
         else:
             return ""
     signs = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}

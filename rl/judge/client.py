@@ -157,19 +157,22 @@ class JudgeClient:
         for journal in self._open_journals:
             journal.close()
 
-    async def check_health(self, wait_s: float = 60.0) -> None:
-        """Prove that the judge is there and serves the model, or say what is wrong.
+    async def check_health(self, wait_s: float = 60.0) -> list[str]:
+        """Prove that the judge is there and serves the model, or say what is wrong; returns the
+        bases that answer.
 
         A server that is still starting has `wait_s` (and one more request) to answer. Of several
         bases one is enough: the others are held to be down, which is said. Raises
         `JudgeUnreachableError` or `JudgeRefused`.
         """
         checks = (self._check_base(base, wait_s) for base in self._bases)
-        unreachable = [(base, why) for base, why in await asyncio.gather(*checks) if why]
-        if len(unreachable) == len(list(self._bases)):
-            raise JudgeUnreachableError("\n".join(why for _, why in unreachable))
-        for base, why in unreachable:
-            base.breaker.open(f"is not there ({why})")
+        found = await asyncio.gather(*checks)
+        if all(why for _, why in found):
+            raise JudgeUnreachableError("\n".join(why for _, why in found))
+        for base, why in found:
+            if why:
+                base.breaker.open(f"is not there ({why})")
+        return [base.url for base, why in found if not why]
 
     async def _check_base(self, base: Base, wait_s: float) -> tuple[Base, str]:
         """'' or why it cannot be reached."""
@@ -270,12 +273,13 @@ class JudgeClient:
         the breakers too: with few questions in flight the row would else end them one by one.
         """
         is_last_try = num_tries >= self.config.max_attempts
-        rows = [base.breaker.num_failures_in_row for base in self._bases]
+        breakers = [each.breaker for each in self._bases]
+        rows = [breaker.num_failures_in_row for breaker in breakers]
         nobody_got_through = all(rows) and sum(rows) >= num_tries
         if cause in ("timeout", "transport") and is_last_try and nobody_got_through:
-            for base in self._bases:
-                if not base.breaker.is_open:
-                    base.breaker.open(f"failed {base.breaker.num_failures_in_row} times in a row")
+            for breaker in breakers:
+                if not breaker.is_open:
+                    breaker.open(f"failed {breaker.num_failures_in_row} times in a row")
         return base is not None and base.breaker.is_open
 
     def _request(self, asking: _Asking) -> Request:
@@ -332,7 +336,8 @@ class JudgeClient:
             return self._read(base, response, asking.shape)
         except RequestTrouble as trouble:
             asking.tried.add(base)
-            base.rests_until = time.monotonic() + (trouble.retry_after_s or 0.0)
+            if trouble.retry_after_s:
+                base.rests_until = time.monotonic() + trouble.retry_after_s
             raise
         finally:
             self._bases.release(base, is_probe)

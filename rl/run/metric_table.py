@@ -64,7 +64,9 @@ METRICS: dict[str, Metric] = {
     "judge/reused_replies": Metric(
         "replies", "taken from the journal: asked before in this iteration, or before a crash"
     ),
-    "judge/retries": Metric("requests", "requests repeated after a failure or unreadable reply"),
+    "judge/retries": Metric(
+        "requests", "requests repeated after a failure, an unreadable reply or a refused parameter"
+    ),
     "judge/breaker_openings": Metric("1", "times the circuit breaker opened"),
     # Tokens
     "tokens/completion_mean": Metric("tokens", "mean completion length, stop token included"),

@@ -275,12 +275,12 @@ def _open_judge(
         console.say(f"asking the judge at {', '.join(api_bases)} whether it is there")
     judge = JudgeClient(config, api_bases)
     stack.callback(lambda: loop.submit(judge.aclose()).result())
-    loop.submit(judge.check_health()).result()
+    up = loop.submit(judge.check_health()).result()
     # Each node's own judge, or the one of all, is asked once.
     asks = dist.local_rank == 0 if config.start_command else dist.is_main
     heard = Heard()
     if asks:
-        heard = loop.submit(ask_judge(resolved, api_bases, 0.0, sample)).result()
+        heard = loop.submit(ask_judge(resolved, up, 0.0, sample)).result()
     for line in heard.lines:
         console.say(line)
     told = dist.gather((heard.problems, heard.dialects))

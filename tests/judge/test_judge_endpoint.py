@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.judge.endpoint import auth_header, is_loopback, resolve_api_base
+from rl.judge.endpoint import auth_header, is_loopback, resolve_api_base, resolve_api_bases
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,41 @@ def test_files(held: str, resolved: str, tmp_path: Path) -> None:
     path = tmp_path / "judge_host"
     path.write_text(held)
     assert resolve_api_base(str(path)) == resolved
+
+
+A, B = "http://a:4877/v1", "https://b.example/v1"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["a:4877", "https://b.example"],
+        "http://a:4877, https://b.example/v1/",
+        ["a:4877,https://b.example", "http://a:4877/v1"],
+        "FILE",
+        ["FILE"],
+        "a:4877,FILE",
+    ],
+)
+def test_several_places(given: str | list[str], tmp_path: Path) -> None:
+    file = tmp_path / "judges"
+    file.write_text("a the first\n\nsome words\nhttps://b.example\na:4877\n")
+    words = [given] if isinstance(given, str) else given
+    named = [word.replace("FILE", str(file)) for word in words]
+    assert resolve_api_bases(named[0] if isinstance(given, str) else named) == (A, B)
+    with pytest.raises(ValueError, match=r"names 2 places.* drop start_command, or all but one"):
+        resolve_api_base(named[0] if isinstance(given, str) else named)
+
+
+def test_one_wrong_place_of_several_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "judges"
+    file.write_text("http://a:4877\nb@d!\n")
+    for given, wrong in (["a:4877", "judge"], "'judge' is neither"), (str(file), "'b@d!'"):
+        with pytest.raises(ValueError, match=r"judge\.api_base.*") as error:
+            resolve_api_bases(given)
+        assert wrong in str(error.value)
+    with pytest.raises(ValueError, match=r"judge\.api_base is empty"):
+        resolve_api_bases(["", " "])
 
 
 @pytest.mark.parametrize("given", ["", "none", "None", "  "])

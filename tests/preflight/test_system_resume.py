@@ -69,7 +69,7 @@ def test_what_does_not_touch_the_training_passes_in_silence():
         num_iterations=1000,
         checkpoint={"save_every_n_iterations": 5},
         tracking={"wandb": "offline"},
-        judge={"api_base": "http://elsewhere:1", "max_concurrency": 2, "timeout_s": 9},
+        judge={"api_base": ["http://a:1", "b:2"], "max_concurrency": 2, "timeout_s": 9},
         evaluation={"every_n_iterations": 5},
         data={
             "train": [{"type": "edit_jsonl", "path": "train.jsonl"}],
