@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,13 @@ log-probs, reference, forward, backward and optimiser step. Ratios are medians o
 rounds (smallest to largest)."""
 
 
-def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """The experiments by name, in order."""
+def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    """The experiments by name, in order: a call each, or one for each of their shapes."""
     rounds, limit_s = asked.rounds, QUICK_LIMIT_S if asked.quick else math.inf
     shapes = {name: SWEEP[name] for name in QUICK} if asked.quick else SWEEP
     return {
-        "sweep": lambda: {
-            name: experiments.head_to_head(folder, shape, rounds, limit_s)
+        "sweep": {
+            name: partial(experiments.head_to_head, folder, shape, rounds, limit_s)
             for name, shape in shapes.items()
         },
         "memory": lambda: {
@@ -161,13 +162,18 @@ def main() -> None:
         toy.save_models(Path(temporary))
         experiments_by_name = plan(Path(temporary), asked)
         for name in asked.only or (["sweep"] if asked.quick else experiments_by_name):
-            kept = results.get(name, {}) if asked.quick else {}
-            measured = f"{name} ({', '.join(QUICK)})" if asked.quick else name
-            results["measured"][measured] = provenance()
-            print(f"{name}: {results['measured'][measured]}", file=sys.stderr, flush=True)
-            found = experiments_by_name[name]()
-            results[name] = kept | found if kept else found
-            records.write_text(json.dumps(results, indent=1) + "\n")
+            if not asked.quick:  # all of it is measured anew
+                results.pop(name, None)
+                results["measured"].pop(name, None)
+            measure = experiments_by_name[name]
+            steps = measure if isinstance(measure, dict) else {"": measure}
+            for shape, step in steps.items():
+                title = f"{name} {shape}".strip()
+                results["measured"][title] = provenance()
+                print(f"{title}: {results['measured'][title]}", file=sys.stderr, flush=True)
+                found = step()
+                results[name] = results.get(name, {}) | {shape: found} if shape else found
+                records.write_text(json.dumps(results, indent=1) + "\n")
     text = written(results)
     (asked.out / "side_by_side.md").write_text(text)
     print(text)
