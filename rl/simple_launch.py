@@ -121,7 +121,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--gpu-gb",
         type=_gigabytes,
-        help="sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
+        help="sets the config's gpu_gb; a start is then held to it, not to the GPUs it finds",
     )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
