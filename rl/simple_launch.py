@@ -29,8 +29,8 @@ from rl.config.shipped import find_config
 from rl.preflight import host_memory, report
 from rl.ranks import loading, placement, rendezvous
 
-SAME_SIZE = 1.1
-"""A GPU has up to this many times the bytes that its name says."""
+SAME_SIZE = (0.97, 1.1)
+"""A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
 GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
 
@@ -93,11 +93,15 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
 
     problems = problems_of(config)
     own_gb = report.own_gpu_gb(build.resolve(config), machine, num_ranks)
-    if own_gb is None or config.gpu_gb <= own_gb <= SAME_SIZE * config.gpu_gb:
+    if own_gb is None or SAME_SIZE[0] <= own_gb / config.gpu_gb <= SAME_SIZE[1]:
         return problems
     size = math.floor(own_gb)
     found = f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}"
-    if problems_of(load_config(args.config, [*args.overrides, f"gpu_gb={size}"])):
+    try:
+        is_better = not problems_of(load_config(args.config, [*args.overrides, f"gpu_gb={size}"]))
+    except ConfigError:  # a file may refuse a size
+        is_better = False
+    if not is_better:
         return problems
     if problems:
         return [f"{found}; what the file derives from it fits them with gpu_gb={size}", *problems]
@@ -120,7 +124,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--gpu-gb",
         type=_gigabytes,
-        help="sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
+        help="sets the config's gpu_gb; a start is then held to it, not to the GPUs it finds",
     )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)

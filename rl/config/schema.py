@@ -317,7 +317,7 @@ class RunConfig(Section):
     gpu_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
     for, and what a file may derive other keys from. A start plans for the GPUs it finds, and says
-    where they are others; `--gpu-gb 80` is `gpu_gb=80`, and a start that plans for it too."""
+    where they are others; `--gpu-gb 80` is `gpu_gb=80`, and a start held to it."""
     policy: PlugSection
     """A plug of rl/policies."""
     engine: PlugSection

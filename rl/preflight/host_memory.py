@@ -86,7 +86,8 @@ def host_problems(planned: HostPlan, num_ranks: int, here_gb: float | None) -> l
     if any(row.part.startswith("engine") for row in parts):
         remedy += (
             f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 keeps torch from rounding what is pinned up to "
-            "powers of two, engine.residency=resident pins nothing where the GPU has room"
+            "powers of two (and pins it anew at every sleep), engine.residency=resident pins "
+            "nothing, where the GPU has room"
         )
     return [
         f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} of {num_ranks} ranks on a "

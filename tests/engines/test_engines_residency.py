@@ -13,16 +13,13 @@ from rl.run import set_up
 
 
 class Here:
-    """Of a policy, where its weights lie."""
+    """Of a loaded policy, where its weights lie."""
 
-    def engine_folder(self) -> str:
-        return self.folder
-
-    def __init__(self, folder: str = "") -> None:
-        self.folder = folder
+    def __init__(self, folder: str) -> None:
+        self.engine_folder = lambda: folder
 
 
-def room(monkeypatch, gpu_gb: float, *overrides: str, device: str = "cuda:1", others=()):
+def room(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folder=""):
     """(has room, claim) on the second GPU of a machine whose first is too small for anything;
     `others`: the GPUs of further ranks."""
     monkeypatch.setattr(set_up.placement, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
@@ -31,7 +28,7 @@ def room(monkeypatch, gpu_gb: float, *overrides: str, device: str = "cuda:1", ot
     env = {f"APP__{name}": "set" for name in needed}
     config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
     resolved = build.resolve(config)
-    return set_up._engine_room(resolved, Here(), Dist(device=device), Console(True))
+    return set_up._engine_room(resolved, Here(folder), Dist(device=device), Console(True))
 
 
 @pytest.mark.parametrize(("gpu_gb", "stays"), [(80.0, False), (400.0, True)])
@@ -57,6 +54,9 @@ def test_a_policy_of_unknown_size_leaves_no_room(monkeypatch, capsys):
     unknown = ("policy.model_path=nobody/knows", "policy.init_text_encoder_from=''")
     assert room(monkeypatch, 400.0, *unknown) == (False, None)
     assert "nobody/knows" in capsys.readouterr().out
+    # Once it is loaded, its folder tells.
+    has_room, claim = room(monkeypatch, 400.0, *unknown, folder="tiny_world/weights/policy")
+    assert has_room and claim is not None
 
 
 @pytest.mark.parametrize("choice", ["resident", "sleep"])

@@ -194,6 +194,14 @@ def test_parameters_are_counted_from_the_folder(editor_folder: Path) -> None:
         "vae": sum(p.numel() for p in stock.vae.parameters()),
     }
     assert qwen_image_edit.QwenImageEdit.parameter_counts(make_config(Path("owner/unknown"))) == {}
+    assert qwen_image_edit.QwenImageEdit.host_parameters(make_config(editor_folder)) == modulation
+    assert qwen_image_edit.QwenImageEdit.host_parameters(make_config(Path("owner/unknown"))) == 0
+
+
+def test_a_fused_adapter_makes_copies_of_what_ranks_share() -> None:
+    for lora_path, shares in ((None, True), ("lightx2v/Qwen-Image-Lightning", False)):
+        config = qwen_image_edit.Config(type="x", lora_path=lora_path)
+        assert qwen_image_edit.QwenImageEdit.shares_host_parameters(config) == shares
 
 
 def test_half_precision_weights_run_in_float32(tmp_path: Path) -> None:
