@@ -31,7 +31,8 @@ class EngineMemory:
     cache_mb: int | None = None
     """A key-value cache, MiB, that is stated instead of that share."""
     own_gb: float = 1.5
-    """What it keeps of its memory for graphs and buffers, GB, beside its largest step; assumed."""
+    """What it keeps of its memory for graphs and buffers, asleep too, GB; assumed. Its largest step
+    comes besides."""
     adapter_gb: float = 0.0
     """The same, besides, where the policy trains an adapter."""
     dtype: Dtype | None = None

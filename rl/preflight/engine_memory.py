@@ -42,7 +42,7 @@ class InferenceEngine:
     cache_gb: float | None
     """A key-value cache that is stated instead of that share."""
     own_gb: float
-    """What it keeps for itself (CUDA graphs, buffers); assumed."""
+    """What it keeps for itself, asleep too (CUDA graphs, buffers); assumed."""
     weights_gb: float
     """Its copy's."""
     asleep_gb: float

@@ -210,7 +210,7 @@ class Plan:
     """With the engine as it will be: there all the time, or while it samples."""
     assumptions: Sequence[str]
     engine: Row | None = None
-    """Whose of the rows is the engine's own memory; None: it has none."""
+    """Whose of the rows is what an engine frees that sleeps; None: it has none."""
     inference: InferenceEngine | None = None
     """The engine of that row, its cache settled."""
     elsewhere: Mapping[str, float] = field(default_factory=dict)
@@ -297,8 +297,8 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         beside_gb = others.peak_gb if engine.residency == "resident" else others.total_gb(AWAKE)
         room_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
         engine = engine.with_cache(sizes.num_completions, gpu_gb, room_gb)
-        row = Row("engine", engine.claimed_gb(gpu_gb), (AWAKE,))
-        rows.append(row)
+        row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, (AWAKE,))
+        rows += [row, Row("engine's own, asleep too", engine.own_gb, PHASES)]
     planned = Plan(rows, assumptions, row, engine, _per_device(sizes.frozen))
     chosen = "auto" if engine is None else engine.residency
     if chosen == "auto":
