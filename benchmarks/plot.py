@@ -18,7 +18,7 @@ from benchmarks.experiments import (
     Record,
 )
 from benchmarks.post import JUDGE_WAIT, PARTS, POLICY_PARTS
-from benchmarks.report import cpu_s, median_s
+from benchmarks.report import cpu_s, gflop, median_s
 
 COLOURS = {
     STOCK: "#c8c8c8",
@@ -52,11 +52,9 @@ def _plot_growth(axis: Any, records: Mapping[str, Record]) -> None:
     for side in records["G = 8"]["sides"]:
         if not all(side in records[name]["sides"] for name in shapes):
             continue  # measured with other peers, at another time
-        seconds = [
-            statistics.median(cpu_s(records[name]["sides"][side], POLICY_PARTS)) for name in shapes
-        ]
-        axis.plot(sizes, seconds, "o-", color=COLOURS[side], label=side)
-    axis.set(title="policy side", xlabel="completions per prompt", ylabel="CPU s", ylim=(0, None))
+        work = [gflop(records[name]["sides"][side], POLICY_PARTS) for name in shapes]
+        axis.plot(sizes, work, "o-", color=COLOURS[side], label=side)
+    axis.set(title="policy side", xlabel="completions per prompt", ylabel="GFLOP", ylim=(0, None))
     axis.set_xticks(sizes)
     axis.legend(frameon=False)
 

@@ -106,8 +106,10 @@ def _by_part(sides: Mapping[str, Record]) -> str:
 
 def cpu_ratio(peer: Record, ours: Record, parts: Sequence[str] = POLICY_PARTS) -> str:
     """CPU seconds of a peer over ours, with the smallest and largest of the rounds."""
-    middle, low, high = ratio(cpu_s(peer, parts), cpu_s(ours, parts))
-    return f"{middle:.1f}x ({low:.1f} to {high:.1f})"
+    seconds = cpu_s(ours, parts)
+    middle, low, high = ratio(cpu_s(peer, parts), seconds)
+    spread = f"{low:.1f} to {high:.1f}" if len(seconds) > 1 else "one round"
+    return f"{middle:.1f}x ({spread})"
 
 
 _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (

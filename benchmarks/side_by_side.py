@@ -1,7 +1,7 @@
 """This project beside TRL 1.16 and diffusers' pipeline, on the same tiny models and completions.
 
     .venv/bin/python -m pip install -r benchmarks/requirements.txt
-    .venv/bin/python -m benchmarks.side_by_side                everything: half an hour on one core
+    .venv/bin/python -m benchmarks.side_by_side                everything: an hour on one core
     .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, ten minutes or so
     .venv/bin/python -m benchmarks.side_by_side --only latency ranks
 

@@ -1,4 +1,4 @@
-"""What is left to a user of TRL who has batched and cached everything, in forty lines of his own.
+"""What a user of TRL can still do who has batched and cached all, in some eighty lines.
 
 What: a vision tower that remembers a picture, and a trainer that forwards a prompt once for all of
 its completions. Either gives the plain path's numbers, asserted at its first use (`EQUAL`). What
