@@ -11,7 +11,6 @@ goes on with those that are not finished. What is read of a held-out run is the 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
+
+from rl.files.atomic import read_rows
 
 HELD_OUT = {"tiny_reasoning": "eval/part/accuracy"}
 """What is read of a held-out run where it is not the reward."""
@@ -114,8 +115,7 @@ def _train(out: Path, wanted: tuple[str, int]) -> None:
 
 
 def _read(out: Path, config: str, seed: int) -> Seed:
-    lines = (out / _name(config, seed) / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows, _ = read_rows(out / _name(config, seed) / "metrics.jsonl")
     key = HELD_OUT.get(config, "eval/reward")
     dead = [row["groups/dead"] for row in rows if "groups/dead" in row]
     means = [fmean(dead[start : start + LAST]) for start in range(len(dead) - LAST + 1)]
