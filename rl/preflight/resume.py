@@ -25,7 +25,7 @@ HARMLESS = (
     "tracking.images_per_iteration",
     # The held-out curve goes on under another meaning; nothing is trained on it.
     "evaluation.num_samples", "evaluation.temperature", "evaluation.top_k",
-    "evaluation.reference_drift", "data.validation.*",
+    "evaluation.reference_drift", "evaluation.stock_arm", "data.validation.*",
     # Where the judge is and how patiently it is asked, not what it says.
     "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
     "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",

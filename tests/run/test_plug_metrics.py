@@ -120,7 +120,7 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     config, dist = resolved.config, Dist()
     made = made_of(resolved)
     run = Run.__new__(Run)
-    run.said = set()
+    run.said, run.held_out = set(), []
     run.dist, run.timer, run.console, run.judge = dist, PhaseTimer(), Console(True), None
     run.num_skipped_rows, run.num_iterations = 0, 3
     run.prompt_order = SimpleNamespace(num_replaced=0)
@@ -231,7 +231,7 @@ def test_a_held_out_run_reports_nothing(
 ) -> None:
     made = made_of(resolved)
     run = Run.__new__(Run)
-    run.said = set()
+    run.said, run.held_out = set(), []
     run.config = resolved.config.model_copy(
         update={
             "evaluation": resolved.config.evaluation.model_copy(update={"every_n_iterations": 1})

@@ -29,7 +29,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(folder: Path, judge: FaultyJudge) -> None:
-    config = tiny_loop.config_of({"policy": str(folder), "editor": str(folder)}, folder)
+    config = tiny_loop.config_of({"policy": "some/base", "editor": "some/editor"}, folder)
     config["judge"] = {"api_base": judge.api_base, "model": MODEL, "max_attempts": 1}
     with set_up.open_run(load_config(tiny_loop.write_config(folder, config)), Dist()):
         raise AssertionError("there is nothing to be opened")
