@@ -25,6 +25,7 @@ from benchmarks.gpu_models import (
     editor_parts,
     make_group,
     make_policy,
+    nothing_on_disk,
     run_config,
     shape_of,
 )
@@ -114,7 +115,7 @@ def _run(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> None:
             max_staleness=case.max_staleness,
         )
         with _made_before(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
-            with open_run(config, bench.dist) as run:
+            with nothing_on_disk(), open_run(config, bench.dist) as run:
                 train(run)
             timed, _ = read_rows(run.run_dir / "metrics.jsonl")
     timed = [row for row in timed if "loss/total" in row][NUM_WARM_UP:][:NUM_TIMED]
@@ -185,7 +186,7 @@ def sampler(bench: Bench) -> None:
         learner = Learner(policy, config, bench.dist, num_iterations=1)
         free_gb = _free_gb(bench.device)
         start_s = time.perf_counter()
-        with _dummy_weights():
+        with _dummy_weights(), nothing_on_disk():
             engine: Any = build.build_engine(build.resolve(config), policy, bench.dist)
         took_s, engine_gb = time.perf_counter() - start_s, free_gb - _free_gb(bench.device)
         try:

@@ -7,7 +7,7 @@ values, as long as they are not zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -174,8 +174,13 @@ def make_policy(bench: Bench, config: RunConfig) -> Policy:
     def load_model(section: Any) -> Any:
         return random_policy_model(bench, section.dtype, register())
 
-    with mock.patch.object(loading, "load_model", load_model):
+    with mock.patch.object(loading, "load_model", load_model), nothing_on_disk():
         return build.build_policy(build.resolve(config), bench.dist)
+
+
+def nothing_on_disk() -> AbstractContextManager[object]:
+    """The policy's folder holds no weights, and the editor's is not there: nobody looks."""
+    return mock.patch.object(build, "model_problems", lambda models: ())
 
 
 def run_config(

@@ -25,3 +25,4 @@ for _name in (
 ):
     with suppress(ImportError):  # the peer is not there in every environment
         importlib.import_module(_name)
+del sys.modules["vllm"]  # others may fork off here that want it

@@ -343,7 +343,7 @@ def test_the_reasoners_arguments_are_the_shipped_configs() -> None:
     assert int(given["max_completion_length"][0]) == config.sampling.max_completion_tokens
     assert given["lora_target_modules"][:2] == lora["target_modules"]
     assert "use_vllm" in given and config.engine["type"] == "vllm"
-    assert "gradient_checkpointing" in given and config.optimizer.gradient_checkpointing
+    assert "gradient_checkpointing" in given  # ours: where the GPU has less than 80 GB
     assert "log_completions" in given and config.tracking.log_episodes_every_n_iterations
     assert words[2].endswith("deepspeed_zero3.yaml") and config.optimizer.zero_stage == 3
     assert config.world_size == 2, "--accels 2"

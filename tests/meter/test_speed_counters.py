@@ -293,8 +293,9 @@ def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
 
 
 def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
-    """Three renderings of each picture, with guidance: the policy's words, the user's own and the
-    right ones; it is looked at, and encoded, once."""
+    """Five renderings of each picture, with guidance: the policy's words, the user's own, the right
+    ones, and the stock arm's two; it is looked at, and encoded, once. What they steer away from is
+    read once, and once more without token types, for the arm that does not give them."""
     held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.policy
@@ -306,8 +307,9 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
         encoded = rows_of_calls(loop.parts.vae.encoder)
         decoded = rows_of_calls(loop.parts.vae.decoder)
         run.evaluate_if_due(0)
-        assert sum(prepared) == sum(looked_at) == sum(encoded) == len(steered_from) == 2
-        assert 2 * 2 < sum(decoded) <= 2 * 3
+        assert sum(prepared) == sum(looked_at) == sum(encoded) == 2
+        assert len(steered_from) == 2 * 2
+        assert 2 * 2 < sum(decoded) <= 2 * 5
 
 
 def test_an_iteration_of_earl(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ),
     (
         "qwen_image_edit",
-        ["engine.kv_cache_memory_mb=9000"],
+        ["engine.kv_cache_memory_mb=9000", "engine.gpu_memory_utilization=0.5"],
         ["engine.gpu_memory_utilization"],
     ),
     (

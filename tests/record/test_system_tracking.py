@@ -267,4 +267,4 @@ class _Hangs:
 def test_wandb_s_own_switch_lowers_the_mode_only(monkeypatch, wanted, from_env, allowed):
     if from_env:
         monkeypatch.setenv("WANDB_MODE", from_env)
-    assert tracking._allowed_by_env(wanted) == allowed
+    assert tracking.allowed_by_env(wanted) == allowed
