@@ -141,8 +141,8 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "done"),
-    # The held-out run before training renders twice: completions, and references.
-    [pytest.param("3", 0, id="first-iteration"), pytest.param("5", 2, id="third-iteration")],
+    # The held-out run before training renders thrice: completions, references, the stock arm.
+    [pytest.param("4", 0, id="first-iteration"), pytest.param("6", 2, id="third-iteration")],
 )
 def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
     models: dict[str, str], straight: Path, tmp_path: Path, count: str, done: int
