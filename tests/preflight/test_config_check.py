@@ -398,17 +398,11 @@ def test_what_is_kept_for_the_backward(
 
 
 SHIPPED = sorted(Path("configs").glob("*.jsonnet"))
-ENVIRONMENT = {
-    "APP__BASE_EXP_DIR": "runs",
-    "APP__RUN_NAME": "mine",
-    "APP__REWARD_FUNCTION_API_BASE": "http://judge:4877",
-    "APP__DATA_DIR": "nowhere",
-}
 
 
 @cache
 def shipped(name: str, *overrides: str) -> RunConfig:
-    return load_config(f"configs/{name}.jsonnet", overrides, ENVIRONMENT)
+    return load_config(f"configs/{name}.jsonnet", overrides, tiny_config.ENVIRONMENT)
 
 
 def unfit(config: RunConfig, gpu_gb: float) -> list[str]:
