@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -50,6 +53,13 @@ elif MODE == "mistake" and LAST:
     resolve_api_base("/no/such/file")
 elif MODE == "exit" and LAST:
     sys.exit(7)
+elif MODE.startswith("aborts at the end"):
+    libc = ctypes.CDLL(None)
+    assert libc.__cxa_atexit(libc.abort, None, None) == 0  # as a C++ library's destructor may
+    threading.Thread(target=lambda: (time.sleep(0.5), note("thread", "joined"))).start()
+    atexit.register(note, "handler", "called")
+    sys.stdout.write("the last word")
+    sys.exit(int(MODE.split()[-1]))
 elif MODE == "killed" and LAST:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     note("child", str(child.pid))

@@ -3,11 +3,13 @@
 `python -m rl.ranks.worker <log folder> <note folder> <module | script.py> [arguments ...]` ties its
 life to the launcher's, sends its output where the launcher said, runs the script, and notes how it
 ended where the launcher reads it: a sentence for an error that was foreseen (its traceback goes to
-the rank's log), else the traceback.
+the rank's log), else the traceback. The exit code is the script's, whatever the libraries that it
+loaded do once Python is gone.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -23,6 +25,7 @@ from rl.ranks.signals import die_with_parent
 
 def main() -> None:
     """Run the script as `__main__`, with `sys.argv` as if it had been started directly."""
+    ending = _Ending()
     die_with_parent()
     log_dir, note_dir, target, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])
@@ -39,8 +42,10 @@ def main() -> None:
             runpy.run_path(target, run_name="__main__")
         else:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
+        ending.code = 0
     except SystemExit as error:
         _note_end(note, f"SystemExit: {error.code}")
+        ending.code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     except Exception as error:
         trace = _own_traceback(error)
@@ -50,7 +55,25 @@ def main() -> None:
             with open(log, "a", encoding="utf-8") as file:
                 print(trace, file=file)
         print(text or trace, file=sys.stderr)
+        ending.code = 1
         sys.exit(1)
+
+
+class _Ending:
+    """Ends the process with `code`, if the script came to one, instead of Python's own last step:
+    there the destructors of C++ libraries (Gloo's threads beside vLLM's) have been seen to abort a
+    run that was done, and vLLM's to list on stderr what they still hold."""
+
+    code: int | None = None
+
+    def __init__(self) -> None:
+        atexit.register(self._leave)  # the first to register is the last to be called
+
+    def _leave(self) -> None:
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
 
 
 def _note_end(note: Path, reason: str) -> None:

@@ -158,6 +158,18 @@ def test_an_exit_code_is_passed_on(launch: Launch) -> None:
     assert "rank 0 failed: exit code 7" in errors
 
 
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_library_that_aborts_at_the_very_end_does_not_change_the_exit_code(
+    launch: Launch, tmp_path: Path, code: int
+) -> None:
+    process = launch(f"aborts at the end {code}")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert "SIGABRT" not in errors
+    assert output.endswith("the last word"), "what Python does before its end is done"
+    assert (tmp_path / "thread_0").exists() and (tmp_path / "handler_0").exists()
+
+
 def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_path: Path) -> None:
     process = launch("killed", "--nproc", "2")
     _, errors = process.communicate(timeout=120)

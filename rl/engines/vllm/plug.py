@@ -13,7 +13,6 @@ Axes: `_P` prompts, `_G` completions in a group.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import warnings
@@ -152,9 +151,6 @@ class VllmEngine(Engine[Config]):
             import torch._dynamo
 
             torch._dynamo.config.disable = True
-        if self._setup.world_size > 1 and not self._on_cuda:
-            # Registered before vLLM's own handlers, it runs after them.
-            atexit.register(start.mute_teardown)
         folder = policy.engine_folder()
         # Some of it warns before its own configuration says how loud it may be.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -104,11 +102,3 @@ def shut_down(core: Any, keeps_group: bool) -> None:
         core.shutdown()
     finally:
         td.destroy_process_group = destroy
-
-
-def mute_teardown() -> None:
-    """An engine that stays until its process ends (see `close`) still holds Triton's objects, and
-    their binding lists all of them on stderr once Python is gone. On a CPU only: a GPU's teardown
-    may have something to say."""
-    sys.stderr.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
