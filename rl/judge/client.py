@@ -199,7 +199,7 @@ class JudgeClient:
                 f"{self._shown(response)}\nCheck judge.api_base."
             )
         if self.config.model not in served:
-            names = ", ".join(self._safe(name, SHOWN_NAME_CHARS) for name in served[:10])
+            names = ", ".join(shown(name, SHOWN_NAME_CHARS) for name in served[:10])
             raise JudgeRefused(
                 f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
                 f"{names or 'nothing'}. Set judge.model to one of these."
@@ -318,9 +318,7 @@ class JudgeClient:
             if reply is not None:
                 self._stats.reused += 1
                 return reply
-            reply = await self._send(asking, request)
-            journal.put(request.key, reply)
-            return reply
+            return journal.put(request.key, await self._send(asking, request))
 
     async def _send(self, asking: _Asking, request: Request) -> str:
         base, is_probe = await self._bases.admit(asking.tried)
@@ -430,7 +428,7 @@ class JudgeClient:
         if response.unusable:
             raise RequestTrouble("unreadable", f"HTTP 200 with a body {response.unusable}")
         try:
-            reply = chat_content(response.body)
+            reply = scrub(chat_content(response.body))
         except UnreadableReplyError as error:
             detail = f"HTTP 200 without a reply ({error}): {self._shown(response)}"
             raise RequestTrouble("unreadable", detail) from None
@@ -442,7 +440,7 @@ class JudgeClient:
         return RequestTrouble(f"http_{response.status}", self._shown(response), pause_s)
 
     def _refuse(self, response: HttpAnswer) -> NoReturn:
-        location = response.location and self._safe(response.location, SHOWN_HEADER_CHARS)
+        location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
         said = self._shown(response)
         raise JudgeRefused(
             f"the judge refused: {response.request} -> HTTP {response.status} {said}\n"
@@ -454,7 +452,4 @@ class JudgeClient:
         if response.unusable and (response.status == 200 or not response.body):
             return f"(a body {response.unusable})"
         body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
-        return self._safe(body, SHOWN_BODY_CHARS) or "(empty body)"
-
-    def _safe(self, text: str, max_chars: int) -> str:
-        return shown(scrub(text, (self.config.api_key_env,)), max_chars)
+        return shown(body, SHOWN_BODY_CHARS) or "(empty body)"

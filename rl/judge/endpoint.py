@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rl.config.schema import JudgeConfig
+from rl.record.secrets import MIN_CHARS, is_placeholder, remember
 from rl.record.untrusted import shown
 
 DEFAULT_PORT = 4877
@@ -154,10 +155,12 @@ def is_loopback(api_base: str) -> bool:
 def auth_header(api_key_env: str) -> dict[str, str]:
     """The header that carries the key; {} for a judge without one.
 
-    Raises ValueError when the environment lacks the variable, or holds what no header takes.
+    From then on the key is known as one, whatever its variable is called. Raises ValueError when
+    the environment lacks the variable, holds what no header takes, or what is too short for a key.
     """
     if not api_key_env:
         return {}
+    remember(api_key_env)
     key = os.environ.get(api_key_env, "").strip()
     if not key:
         raise ValueError(
@@ -168,6 +171,13 @@ def auth_header(api_key_env: str) -> dict[str, str]:
         raise ValueError(
             f"judge.api_key_env names {api_key_env}, whose value no HTTP header takes: it holds a "
             f"line end or a character beyond ASCII. Copy the key anew into {api_key_env}"
+        )
+    if len(key) < MIN_CHARS and not is_placeholder(key):
+        raise ValueError(
+            f"judge.api_key_env names {api_key_env}, whose value has {len(key)} characters: one of "
+            f"fewer than {MIN_CHARS} could not be kept out of the logs, where words hold it by "
+            f"chance. Copy the key whole into {api_key_env}; for a judge that wants none set "
+            f"judge.api_key_env: '', or {api_key_env}=EMPTY"
         )
     return {"Authorization": f"Bearer {key}"}
 

@@ -15,6 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from rl.judge.endpoint import is_loopback
+from rl.record.scrub import scrub
 from rl.record.untrusted import shown
 
 CONNECT_TIMEOUT_S = 10.0
@@ -37,7 +38,7 @@ class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never
     """One request that brought no answer that could be used."""
 
     def __init__(self, cause: str, detail: str, retry_after_s: float | None = None) -> None:
-        super().__init__(f"{cause}: {detail}")
+        super().__init__(f"{cause}: {scrub(detail)}")
         self.cause = cause
         self.retry_after_s = retry_after_s
 

@@ -1,5 +1,6 @@
 """Replies already paid for, on disk: a resumed iteration asks only for what it does not have, and
-is exact even under a judge that samples. No lock: one process per file."""
+is exact even under a judge that samples. Scrubbed of keys, and readable to this user alone. No
+lock: one process per file."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import logging
 from pathlib import Path
 
 from rl.files.atomic import lines_of, row_of
+from rl.files.private import open_private
+from rl.record.scrub import scrub
 
 log = logging.getLogger(__name__)
 
@@ -18,16 +21,18 @@ class ReplyJournal:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_private(path, "a")
 
     def get(self, key: str) -> str | None:
         return self._replies.get(key)
 
-    def put(self, key: str, reply: str) -> None:
-        """On disk (past this process, not past a power cut) when this returns."""
-        self._replies[key] = reply
-        self._file.write(json.dumps({"key": key, "reply": reply}) + "\n")
+    def put(self, key: str, reply: str) -> str:
+        """On disk (past this process, not past a power cut) when this returns; returns the reply as
+        it is kept, which is how a resumed run will read it."""
+        kept = self._replies.setdefault(key, scrub(reply))
+        self._file.write(json.dumps({"key": key, "reply": kept}) + "\n")
         self._file.flush()
+        return kept
 
     def close(self) -> None:
         self._file.close()

@@ -25,7 +25,6 @@ from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
 from rl.preflight.dry_run import READABLE, graded, made_up
 from rl.record.console import duration
-from rl.record.scrub import scrub
 from rl.record.untrusted import shown
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def _said(failed: Answer[Any], client: JudgeClient) -> str:
     if not failed.replies:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
     config = client.config
-    reply = shown(scrub(failed.replies[-1], (config.api_key_env,)), SHOWN_REPLY_CHARS)
+    reply = shown(failed.replies[-1], SHOWN_REPLY_CHARS)
     return (
         f"answers, but not as asked: {failure}; it said: {reply or '(nothing)'}\nRemedy: set "
         "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="

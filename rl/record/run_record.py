@@ -29,7 +29,7 @@ from rl.files.atomic import append_line, json_line, write_atomically
 from rl.files.images import png_bytes
 from rl.ranks.dist import Dist
 from rl.record.rewind import rewind
-from rl.record.scrub import scrub, scrubbed
+from rl.record.scrub import scrubbed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -133,7 +133,7 @@ class RunRecord:
                 row = provenance(episode, advantage)
                 row |= {"rank": self._dist.rank, "member": g}
                 row |= files | {"image_file": image}
-                lines.append(scrub(json_line(row), self._secret_names))
+                lines.append(json_line(scrubbed(row, self._secret_names)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(lines), encoding="utf-8")

@@ -1,26 +1,36 @@
 """Text from outside the process, made fit to be shown and to be written.
 
-What: one escaped, shortened line of it for messages, logs and the screen; text without the halves
-of surrogate pairs, which no UTF-8 file takes. What not: its meaning (`judge/reply.py`), keys
-(`scrub.py`).
+What: one escaped, shortened line of it for messages, logs and the screen, keys scrubbed; text
+without the halves of surrogate pairs, which no UTF-8 file takes. What not: its meaning
+(`judge/reply.py`). What escapes all that is printed is `terminal.py`; here a message is cut.
 """
 
 from __future__ import annotations
 
+from rl.record.scrub import scrub
+
 
 def shown(text: str, max_chars: int) -> str:
-    """`text` as one printable line of at most about `max_chars` characters.
+    """`text` as one printable line of at most about `max_chars` characters, without keys.
 
     Line ends become spaces; whatever a terminal acts upon (control characters, ANSI sequences,
     changes of direction, invisible characters) becomes its escape.
     """
+    text = scrub(text)  # first: half a key, cut off, is not known as one
     line = " ".join(text[: 4 * max_chars].split())
-    escaped = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in line[: max_chars + 1]
+    escaped_line = escaped(line[: max_chars + 1])
+    is_whole = len(text) <= 4 * max_chars and len(escaped_line) <= max_chars
+    return escaped_line if is_whole else f"{escaped_line[:max_chars]}..."
+
+
+def escaped(text: str, but: str = "") -> str:
+    """`text` with the escape of whatever a terminal acts upon, except the characters `but`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in but else char.encode("unicode_escape").decode("ascii")
+        for char in text
     )
-    is_whole = len(text) <= 4 * max_chars and len(escaped) <= max_chars
-    return escaped if is_whole else f"{escaped[:max_chars]}..."
 
 
 def without_lone_surrogates(text: str) -> str:
