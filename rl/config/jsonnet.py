@@ -1,7 +1,8 @@
 """A Jsonnet file and the command line's overrides, as plain values.
 
 What: `evaluate`, with `APP__` environment variables as external ones and every mistake as a
-sentence that names its place. What not: what the values mean (`schema.py`).
+sentence that names its place. What not: which files it may import (`imports.py`), what the values
+mean (`schema.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import _jsonnet
 
-from rl.config.shipped import configs_folder
+from rl.config.imports import Importer
 
 _SET = """
 local set(x, path, value, key) =
@@ -44,9 +45,13 @@ def evaluate(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The file with its overrides as plain values. A missing variable is noted and stood in for,
     so that the rest of the file is still checked. What it imports and its own folder lacks
-    (`base.libsonnet`) comes from the shipped configs."""
+    (`base.libsonnet`) comes from the shipped configs; nothing comes from outside its project."""
     if not _is_utf8(str(path.resolve())):
         return None, [f"{str(path)!r}: a config's path has to be UTF-8; rename the file or folder"]
+    try:
+        importer = Importer(path, env)
+    except ValueError as error:
+        return None, [str(error)]
     variables = {
         name: value
         for name, value in env.items()
@@ -63,7 +68,7 @@ def evaluate(
             problems.append(f"override {override!r}: write key.sub=value")
             continue
         try:
-            literal = _jsonnet_value(value, variables, env)
+            literal = _jsonnet_value(value, variables, env, importer)
         except ValueError as error:
             problems.append(f"override {key}: {error}")
             continue
@@ -72,7 +77,7 @@ def evaluate(
         try:
             values = json.loads(
                 _jsonnet.evaluate_snippet(
-                    "overrides", _SET + text, ext_vars=variables, jpathdir=str(configs_folder())
+                    "overrides", _SET + text, ext_vars=variables, import_callback=importer
                 )
             )
         except RuntimeError as error:
@@ -94,15 +99,22 @@ def _is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _jsonnet_value(text: str, variables: Mapping[str, str], env: Mapping[str, str]) -> str:
+def _jsonnet_value(
+    text: str, variables: Mapping[str, str], env: Mapping[str, str], importer: Importer
+) -> str:
     """An override's right-hand side as a JSON literal."""
+    known = dict(variables)
     try:
-        return str(_jsonnet.evaluate_snippet("value", text, ext_vars=dict(variables)))
+        return str(
+            _jsonnet.evaluate_snippet("value", text, ext_vars=known, import_callback=importer)
+        )
     except RuntimeError as error:
         name = _undefined(str(error))
         if name is not None:
             raise ValueError(_missing_variable(name, "", env)) from error
-        if text[:1] in ("{", "[", "'", '"') or "external variable" in str(error):
+        if text[:1] in ("{", "[", "'", '"') or re.search(
+            "external variable|couldn.t open import", str(error)
+        ):
             raise ValueError(f"{text} is not Jsonnet: {_message(str(error))}") from error
         return json.dumps(text)
 

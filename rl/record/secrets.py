@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,11 +34,11 @@ _NO_SECRET = re.compile(
     r"SIZE|LIMIT|COUNT|TIMEOUT|TTL|ENABLED|DISABLED|MODE|TYPE|ALGORITHM|ENV|ID)"
 )
 """Whole names of what lies beside a secret."""
-_PLACEHOLDERS = frozenset(
-    "empty none null nil no na off false unset unused ignored anything whatever local localhost any "
-    "dummy fake test testing placeholder example changeme key apikey yourapikey token dummykey "
-    "fakekey testkey emptykey nokey nokeyrequired notneeded notrequired noauth nonerequired xxx x "
-    "vllm sglang ollama lmstudio llamacpp disabled required optional anonymous unlimited".split()
+_PLACEHOLDERS = re.compile(
+    r"(?:sk)?(?:|empty|none|null|nil|na|unset|unused|ignored|any|anything|whatever|local|localhost|x+|"
+    r"(?:my|your|dummy|fake|test|empty|no|any)?(?:api)?(?:key|token)|nokeyrequired|dummy|fake|test|"
+    r"testing|placeholder|example|changeme|no|off|false|noauth|not(?:needed|required|used)|vllm|"
+    r"sglang|ollama|lmstudio|llamacpp|disabled|required|optional|anonymous|unlimited)"
 )
 """What people give to servers that want no key, and settings that are none."""
 
@@ -56,8 +57,7 @@ def remember(name: str) -> None:
 
 def is_placeholder(value: str) -> bool:
     """Whether `value` is what one writes where no key is wanted: EMPTY, none, sk-no-key."""
-    word = re.sub(r"[\W_]", "", value.lower())
-    return not word or word in _PLACEHOLDERS or word.removeprefix("sk") in _PLACEHOLDERS
+    return _PLACEHOLDERS.fullmatch(re.sub(r"[\W_]", "", value.lower())) is not None
 
 
 def secrets(also_names: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
@@ -89,7 +89,7 @@ def is_secret_name(name: str) -> bool:
     if _NO_SECRET.fullmatch(upper):
         return False
     words = upper.split("_")
-    pairs = (f"{a}_{b}" for a, b in zip(words, words[1:], strict=False))
+    pairs = (f"{a}_{b}" for a, b in pairwise(words))
     return bool(_LONG_WORDS.search(upper)) or any(map(_WORD.fullmatch, (*words, *pairs)))
 
 
