@@ -29,6 +29,7 @@ from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
 from rl.preflight import host_memory, report
 from rl.ranks import loading, placement, rendezvous
+from rl.record import terminal
 
 SAME_SIZE = (0.97, 1.1)
 """A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
@@ -39,6 +40,7 @@ GRACE_S = 300
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 128+n ended by signal n,
     else the first failing rank's own."""
+    terminal.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:

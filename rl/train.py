@@ -22,6 +22,7 @@ from rl.config.schema import load_config
 from rl.ranks import error_messages, loading, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
+from rl.record import terminal
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_of
@@ -31,6 +32,7 @@ from rl.run.set_up import RunFinishedError, open_run
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, or go on training, the run that the config names."""
+    terminal.guard()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         sys.exit("usage: python -m rl.train config.jsonnet [key=value ...]")

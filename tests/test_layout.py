@@ -51,6 +51,8 @@ FLOORS = [
     {"__main__", "test_distributed_env"},
 ]
 """Rooms (or files beside them). Imports go down, or stay in one room."""
+ENTRY = "rl.ranks.worker"
+"""A program of its own, which no other file imports: it stands above the rooms."""
 
 FENCES = {
     "vllm": r"rl/engines/vllm/\w+\.py",
@@ -149,8 +151,25 @@ def test_imports_only_go_down() -> None:
         if found.module.startswith("rl.") and found.file != ROOT / "rl" / "__init__.py"
         for here, there in [(room_of(module_name(found.file)), room_of(found.module))]
         if here != there and floor(there) >= floor(here)
+        if module_name(found.file) != ENTRY or floor(there) > floor("record")
     ]
     assert not upward, upward
+    assert not [found.place for found in IMPORTS if found.module == ENTRY]
+
+
+def test_every_program_guards_what_it_prints() -> None:
+    """Of what `main` and the rest of a program do, this comes first (`rl/record/terminal.py`)."""
+    open_ones = {
+        "rl/__main__.py",  # becomes another program at once
+        "rl/test_distributed_env.py",  # calls another's `main`
+        "rl/judge/guard.py",  # prints into the judge's log, its own words
+        "rl/rewards/accuracy/maths_worker.py",  # speaks to its parent through a pipe
+    }
+    programs = [file for file in (ROOT / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
+    assert len(programs) > len(open_ones)
+    for file in programs:
+        guards = "    terminal.guard()\n" in file.read_text()
+        assert guards == (str(file.relative_to(ROOT)) not in open_ones), file
 
 
 def test_no_two_files_need_each_other() -> None:

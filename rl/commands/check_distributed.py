@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rl.ranks.dist import Dist
+from rl.record import terminal
 
 if TYPE_CHECKING:
     from rl.engines.vllm.communicator import Sum
@@ -33,6 +34,7 @@ NUM_VALUES = 1_000_003
 
 def main() -> None:
     """On every rank; the exit code is the answer."""
+    terminal.guard()
     dist = Dist.from_env()
     with patience(TIMEOUT_S, dist.rank):
         for name, device, sum_ in communicators(dist):

@@ -23,11 +23,13 @@ from rl.data import prompts as prompt_files
 from rl.data.shared.jsonl import numbered_lines, read_rows
 from rl.enhance import DEFAULT_MODEL, MAX_NEW_TOKENS, Enhanced, Enhancer
 from rl.files.atomic import json_line
+from rl.record import terminal
 
 MAX_PICTURE_SIDE_PX = 8192
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    terminal.guard()
     args = _parser().parse_args(arguments)
     try:
         prompts, pictures = read_prompts(args)
@@ -42,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
         )
-        opened = args.out.open("w", encoding="utf-8") if args.out else nullcontext(sys.stdout)
-        with opened as out:
+        to_file = args.out and args.out.open("w", encoding="utf-8")
+        with to_file or nullcontext(terminal.for_data()) as out:
             for result in results:
                 print(json_line(as_row(result)), end="", file=out, flush=True)
     except (ValueError, OSError) as error:

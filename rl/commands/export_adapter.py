@@ -27,7 +27,7 @@ from rl.policies.emu3.plug import Emu3
 from rl.policies.qwen2_5_vl import loading as qwen_loading
 from rl.policies.qwen2_5_vl.plug import Qwen25VL
 from rl.policies.shared.policy import TrainedPolicy
-from rl.record import adapter_base
+from rl.record import adapter_base, terminal
 from rl.record.adapter_base import ADAPTER_CONFIG
 from rl.record.checkpoint import model_folder, read_state
 
@@ -40,6 +40,7 @@ POLICIES: Mapping[str, tuple[type[TrainedPolicy[Any]], Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    terminal.guard()
     parser = argparse.ArgumentParser(
         prog="rl export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

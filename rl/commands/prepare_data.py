@@ -39,6 +39,7 @@ from rl.data import edit_jsonl, hf_dataset
 from rl.data.emu3_tokens.files import TokenisedEdit
 from rl.data.shared.rows import BadRowError, Columns, Rows
 from rl.files.model_files import model_problems
+from rl.record import terminal
 from rl.renderers.emu3_vq.plug import Config as VqConfig
 from rl.renderers.emu3_vq.plug import Emu3Vq
 
@@ -70,6 +71,7 @@ class Tokenising:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when the list is written; 1 with a message when it cannot be."""
+    terminal.guard()
     options = parse(arguments)
     try:
         with locked(options.output_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from rl.api.data import RowRules
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.shared.rows import BadRowError
+from rl.record import terminal
 
 LIST = "tokenized_datalist.json"
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -25,6 +26,7 @@ INSIDE_A_SET = {"list", "feature", "train", "validation", "val", "test"}
 
 def main() -> int:
     """0 when every list loads; 1 with what is wrong when one does not."""
+    terminal.guard()
     data = Path(sys.argv[1])
     try:
         for archive in files_in(data):

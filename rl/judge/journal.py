@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from rl.files.atomic import lines_of, row_of
-from rl.files.private import open_private
+from rl.files.private import private
 from rl.record.scrub import scrub
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class ReplyJournal:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
-        self._file = open_private(path, "a")
+        self._file = open(path, "a", encoding="utf-8", opener=private)  # noqa: SIM115 - `close`
 
     def get(self, key: str) -> str | None:
         return self._replies.get(key)

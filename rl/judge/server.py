@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from rl.config.schema import JudgeConfig
+from rl.files.private import private
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.endpoint import MAX_FILE_CHARS, resolve_api_base
 from rl.ranks.rendezvous import INIT_METHOD
@@ -76,7 +77,7 @@ class StartedJudge:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._url_file.unlink(missing_ok=True)  # a run that was killed leaves its own
         command = _filled(config, self._url_file)
-        with log.open("ab") as output:
+        with open(log, "ab", opener=private) as output:
             output.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             output.flush()
             self._log_start = output.tell()

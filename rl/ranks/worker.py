@@ -19,8 +19,10 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from rl.files.private import private
 from rl.ranks import error_messages, loading
 from rl.ranks.signals import die_with_parent
+from rl.record import terminal
 
 
 def main() -> None:
@@ -31,6 +33,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     log = Path(log_dir) / f"rank_{rank}.log"
     _send_output_to(log, on_console=rank == 0)
+    terminal.guard()
     note = Path(note_dir) / f"rank_{rank}.json"
     note.write_text(json.dumps({"process_group": os.getpgid(0)}))
     sys.argv = [target, *args]
@@ -52,8 +55,8 @@ def main() -> None:
         text = error_messages.sentence(error)
         _note_end(note, text or trace)
         if text is not None:
-            with open(log, "a", encoding="utf-8") as file:
-                print(trace, file=file)
+            with open(log, "a", encoding="utf-8", opener=private) as file:
+                print(terminal.plain(trace), file=file)
         print(text or trace, file=sys.stderr)
         ending.code = 1
         sys.exit(1)
@@ -101,7 +104,9 @@ def _send_output_to(path: Path, on_console: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if on_console and sys.stdout.isatty():
         return
-    file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open until the end
+    file = open(  # noqa: SIM115 - open until the end
+        path, "a", buffering=1, encoding="utf-8", opener=private
+    )
     file.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n")
     if on_console:
         sys.stdout, sys.stderr = _Copied(sys.stdout, file), _Copied(sys.stderr, file)

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from rl.meter import flop_meter
 from rl.meter.flop_meter import Ceilings
+from rl.record.terminal import beneath, plain
 
 SUMMARY = {
     "reward/mean": "reward",
@@ -60,14 +61,14 @@ class Console:
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
         """`enabled`: rank 0. `stream`: default stdout."""
         self._rich = RichConsole(
-            file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True
+            file=stream or beneath(sys.stdout), quiet=not enabled, highlight=False, soft_wrap=True
         )
         self._live = enabled and self._rich.is_terminal
         self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
 
     def say(self, text: str) -> None:
         """One plain line."""
-        self._rich.print(text, markup=False)
+        self._rich.print(plain(text), markup=False)
 
     def status(self, text: str) -> Status | None:
         """A live line on a terminal, else None."""
@@ -75,7 +76,7 @@ class Console:
 
     def phase(self, name: str, seconds: float, note: str) -> None:
         """The line of a finished phase."""
-        self._rich.print(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip(), markup=False)
+        self.say(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip())
 
     def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
         """The line of a finished iteration; `iteration` counts from 1."""
@@ -167,7 +168,8 @@ class Phase:
     def show(self) -> None:
         """Put this phase on the live line."""
         if self.status is not None:
-            self.status.update(escape(f"{self.name}: {self.text}" if self.text else self.name))
+            text = f"{self.name}: {self.text}" if self.text else self.name
+            self.status.update(escape(plain(text)))
 
 
 class PhaseTimer:

@@ -27,6 +27,7 @@ from rl.api.types import Episode
 from rl.config.schema import RunConfig
 from rl.files.atomic import append_line, json_line, write_atomically
 from rl.files.images import png_bytes
+from rl.files.private import private
 from rl.ranks.dist import Dist
 from rl.record.rewind import rewind
 from rl.record.scrub import scrubbed
@@ -136,7 +137,8 @@ class RunRecord:
                 lines.append(json_line(scrubbed(row, self._secret_names)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(lines), encoding="utf-8")
+        with open(path, "w", encoding="utf-8", opener=private) as file:
+            file.writelines(lines)
 
     def _write_image(self, image: Image | None, stem: str) -> str | None:
         """Path relative to the run folder, or None without a picture."""

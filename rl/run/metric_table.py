@@ -21,6 +21,7 @@ from rl.api import find
 from rl.api.metric import Metric
 from rl.api.plug import PlugBase
 from rl.config.schema import ConfigError, listed, load_config
+from rl.record import terminal
 from rl.run.plug_metrics import prefix_of, rows_of
 
 METRICS: dict[str, Metric] = {
@@ -278,6 +279,7 @@ with those of your plugs.
 def main(argv: Sequence[str]) -> None:
     """Print the page: of what is shipped, or of the run that `config.jsonnet [key=value ...]`
     describes."""
+    terminal.guard()
     if not argv:
         print(page(shipped_rows()), end="")
         return

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-
 import tiny_config
+
 from rl import simple_launch
 from rl.config.imports import ROOT_VARIABLE
 from rl.config.jsonnet import evaluate

@@ -79,7 +79,8 @@ def _corpus() -> list[str]:
 @torch.no_grad()
 def _inherit(policy, tokenizer, folder: Path) -> None:
     """Everything but the vocabulary, and of that the words which both have."""
-    parent, words = load_policy(folder), AutoTokenizer.from_pretrained(folder).get_vocab()
+    parent = load_policy(folder)
+    words = AutoTokenizer.from_pretrained(folder).get_vocab()  # nosec B615 - a local folder
     vocabulary = ("model.language_model.embed_tokens.weight", "lm_head.weight")
     state, inherited = policy.state_dict(), parent.state_dict()
     for name in vocabulary:

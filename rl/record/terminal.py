@@ -1,0 +1,64 @@
+"""What is printed, made fit for a terminal in the one place that all of it passes.
+
+What: `guard`, which every program of ours calls first: from then on whatever Python prints in the
+process, by us, by a library's log or by a traceback, reaches the terminal and the logs without keys
+and with the escape of whatever a terminal acts upon. What not: colours and live lines, which only
+`console.py` draws, on the stream beneath; what C libraries and child processes write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from rl.record.scrub import scrub
+from rl.record.untrusted import escaped
+
+
+def guard() -> None:
+    """Guard this process's standard output and error, for good; a second call changes nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Guarded):
+            setattr(sys, name, Guarded(stream))
+
+
+def plain(text: str) -> str:
+    """`text` without keys and terminal commands; its line ends and tabs stay."""
+    return escaped(scrub(text), but="\n\t")
+
+
+def beneath(stream: TextIO) -> TextIO:
+    """The stream itself, without a guard."""
+    return stream.beneath if isinstance(stream, Guarded) else stream
+
+
+def for_data() -> TextIO:
+    """Standard output for rows that a program reads: as they are, except on a terminal."""
+    stream = beneath(sys.stdout)
+    return sys.stdout if stream.isatty() else stream
+
+
+class Guarded:
+    """A text stream that passes on `plain` text. It says that it is no terminal, so that libraries
+    send it no commands either."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.beneath = stream
+
+    def write(self, text: str) -> int:
+        """A line that begins anew at the left, as progress bars do, may."""
+        redrawn = "\r" if text.startswith("\r") else ""
+        self.beneath.write(redrawn + plain(text[len(redrawn) :]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def isatty(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.beneath, name)

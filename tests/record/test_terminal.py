@@ -1,0 +1,109 @@
+"""What is printed acts upon no terminal and shows no key, whoever prints it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.commands import report
+from rl.files.private import private
+from rl.record import terminal
+from rl.record.console import Console, PhaseTimer, warn
+
+KEY = "sk-0123456789"
+EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"
+TELLING = ("\x1b", "\x07", "\x9b", "\u202e", "\u200b", "\x08", "\ud83d", KEY)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", KEY)
+
+
+def assert_harmless(text: str) -> None:
+    assert "\\x1b[2J" in text and "<SOME_API_KEY>" in text, text
+    assert not [sign for sign in TELLING if sign in text], text
+
+
+def log(text: str) -> None:
+    """As Python does where nobody has set up logging."""
+    assert logging.lastResort is not None
+    logging.lastResort.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
+
+
+def test_whatever_python_prints_is_guarded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # put back afterwards
+    terminal.guard()
+    terminal.guard()
+    assert not sys.stdout.isatty() and terminal.beneath(sys.stdout) is not sys.stdout
+    for say in (print, warn, log, sys.stderr.write, Console(enabled=True).say):
+        say(EVIL)
+        seen = "".join(capsys.readouterr())
+        assert_harmless(seen)
+        assert "\r" not in seen
+    timer = PhaseTimer(Console(enabled=True))
+    with timer.phase("judge") as phase:
+        phase.note(EVIL)
+    assert_harmless(capsys.readouterr().out)
+    sys.stderr.writelines(["a\tb\n", "größer, 好\n", "\r 50 %|###"])
+    assert capsys.readouterr().err == "a\tb\ngrößer, 好\n\r 50 %|###"
+
+
+def test_data_for_a_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    terminal.guard()
+    assert terminal.for_data() is stream
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert isinstance(terminal.for_data(), terminal.Guarded)
+
+
+def test_a_traceback_that_nobody_foresaw_is_guarded_too() -> None:
+    code = f"from rl.record import terminal; terminal.guard(); raise ValueError({EVIL!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert_harmless(done.stderr)
+
+
+def test_a_report_on_a_run_with_hostile_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of categories come from the data, and stand in lines of their own."""
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\nno json\n')
+    for iteration in (0, 1):
+        folder = tmp_path / "evaluation" / f"it_{iteration:06d}"
+        folder.mkdir(parents=True)
+        record = {"id": "a", "category": f"{EVIL}\nforged", "reward": 0.5, "instruction": EVIL}
+        record |= {"source_file": None, "image_file": None, "completion": EVIL}
+        (folder / "records.jsonl").write_text(json.dumps(record))
+    assert report.main([str(tmp_path)]) == 0
+    seen = capsys.readouterr()
+    assert_harmless(seen.out)
+    assert not [line for line in seen.out.split("\n") if line.strip().startswith("forged")]
+
+
+def test_private_files_have_no_other_readers(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("old\n")
+    old.chmod(0o666)
+    before = os.umask(0)
+    try:
+        for path in (old, new):
+            with open(path, "a", opener=private) as file:
+                file.write("said\n")
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+    assert old.read_text() == "old\nsaid\n"
