@@ -99,7 +99,8 @@ def language_model(folder: Path) -> LanguageModel:
     from transformers import AutoConfig
 
     lora = SimpleNamespace(r=toy.LORA["r"], target_modules=toy.LORA["target_modules"])
-    return LanguageModel.of(AutoConfig.from_pretrained(folder / "policy").text_config, lora)
+    config = AutoConfig.from_pretrained(folder / "policy")  # nosec B615 # local
+    return LanguageModel.of(config.text_config, lora)
 
 
 def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, float]:

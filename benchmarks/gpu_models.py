@@ -158,7 +158,7 @@ def random_policy_model(bench: Bench, dtype: str, attention: str) -> Any:
     model, under transformers' names."""
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
-    config = AutoConfig.from_pretrained(bench.folder / "policy")
+    config = AutoConfig.from_pretrained(bench.folder / "policy")  # nosec B615 # a local folder
     with torch.device(bench.device):
         model = Qwen2_5_VLForConditionalGeneration._from_config(
             config,

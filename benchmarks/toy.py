@@ -185,7 +185,10 @@ class StockSampler:
     def __init__(self, folder: Path) -> None:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
-        self._model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "policy").eval()
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # local
+            folder / "policy"
+        )
+        self._model = model.eval()
 
     @torch.no_grad()
     def sample(self, prompt_inputs: dict[str, torch.Tensor], shape: Shape) -> None:

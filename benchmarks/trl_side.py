@@ -81,7 +81,9 @@ class Peer:
         self._pool = ThreadPoolExecutor(PICTURES_AT_THE_JUDGE)
         self._rows = ordered_samples(shape)
         self._sample_of = {row.instruction: row for row in self._rows}
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "policy")
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # local
+            folder / "policy"
+        )
         make = make_renderer if tuning.tuned else make_pipeline
         self._renderer = make(folder, shape)
         self._trainer = self._make_trainer(model, folder)
@@ -334,9 +336,9 @@ def make_processor(folder: Path) -> Any:
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 
     Qwen2_5_VLProcessor.check_argument_for_proper_class = lambda self, name, argument: argument
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")  # nosec B615 - local
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")  # nosec B615 # local
     return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),  # nosec B615 - local
+        image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),  # nosec B615 # local
         tokenizer=tokenizer,
         video_processor=None,
         chat_template=tokenizer.chat_template,

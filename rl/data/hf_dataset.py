@@ -128,7 +128,7 @@ def _open(config: Config) -> Dataset:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _split_of_saved(config, datasets.load_from_disk(config.path))
         if path.is_file():
-            return datasets.load_dataset(  # nosec B615 - a file on this machine
+            return datasets.load_dataset(  # nosec B615 # a file on this machine
                 _builder(path),
                 data_files={config.split.split("[")[0]: config.path},
                 split=config.split,

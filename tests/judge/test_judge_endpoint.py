@@ -70,7 +70,7 @@ def test_several_places(given: str | list[str], tmp_path: Path) -> None:
 
 def test_one_wrong_place_of_several_is_named(tmp_path: Path) -> None:
     file = tmp_path / "judges"
-    file.write_text("http://a:4877\nb@d!\n")
+    file.write_text("http://a:4877\nb@d!\n")  # pragma: allowlist secret
     for given, wrong in (["a:4877", "judge"], "'judge' is neither"), (str(file), "'b@d!'"):
         with pytest.raises(ValueError, match=r"judge\.api_base.*") as error:
             resolve_api_bases(given)

@@ -87,7 +87,7 @@ def _tune(work: Path, k: int, batch: int = 24) -> list[Deltas]:
     """One short LoRA fine-tuning: even ones towards right answers, odd ones towards wrong ones."""
     torch.manual_seed(k)
     rng = random.Random(900 + k)
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 - local
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 # local
     config = LoraConfig(r=(8, 16)[k % 2], lora_alpha=16, target_modules=LORA_TARGETS)
     model = get_peft_model(load_policy(work / "policy_doubting"), config)
     reader = Reader(model.get_base_model(), tokenizer)

@@ -62,7 +62,7 @@ def build(work: Path, batch: int = 24) -> None:
     use_2d_convolutions()
     vae = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval().requires_grad_(False)
     policy = load_policy(work / "policy_doubting")  # see drift.py
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 - local
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 # local
     reader = Reader(policy, tokenizer)
     drifter, exam = Drifter(policy, load_bank(work)), Exam(reader, vae)
     torch.manual_seed(1)

@@ -126,7 +126,7 @@ def make_policy(
 
 
 def load_policy(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
-    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 - a local folder
+    policy = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # a local folder
         folder, dtype=torch.float32
     )
     return policy.eval().requires_grad_(False)

@@ -70,7 +70,7 @@ def load_tokenizer(config: Config) -> Any:
     revision = None if config.tokenizer_path else config.revision
     folder = shared.local_folder(path, revision, shared.TEXT_FILES)
     if (folder / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(folder)  # nosec B615 - a local folder
+        return PreTrainedTokenizerFast.from_pretrained(folder)  # nosec B615 # a local folder
     if (folder / TIKTOKEN_FILE).is_file() and (folder / VISION_FILE).is_file():
         return PreTrainedTokenizerFast(
             tokenizer_object=_read_tiktoken(folder),
@@ -150,7 +150,7 @@ def load_model(config: Config) -> Any:
 
     folder = model_folder(config)
     with only_download_bars():
-        model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 - a local folder
+        model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 # a local folder
             folder,
             config=read_model_config(folder),
             dtype=getattr(torch, config.dtype),

@@ -58,7 +58,7 @@ def load_model(config: Config) -> Any:
         path = config.init_text_encoder_from
         source = {"subfolder": config.text_encoder_subfolder}
     with only_download_bars():
-        return Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 - its `revision`
+        return Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # its `revision`
             path,
             dtype=getattr(torch, config.dtype),
             attn_implementation={"text_config": register(), "vision_config": "sdpa"},
