@@ -30,6 +30,8 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
     try:
         # Through JSON, because strict mode would refuse a Python list for a tuple.
         return model.model_validate_json(json.dumps(values), strict=True), []
+    except RecursionError:
+        return None, [_too_deep(at)]
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         # Each alternative of a union has its own error.
@@ -58,6 +60,8 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     key = ".".join([at, *loc] if at else loc)
     given = _shown(problem["input"])
     kind = problem["type"]
+    if kind == "json_invalid":  # of what `json.dumps` has written
+        return _too_deep(at)
     if kind == "extra_forbidden":
         return f"{key}: unknown key; {_nearest_key(model, loc)}"
     if kind == "value_error":  # a section's own words, which name the key
@@ -73,6 +77,10 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     quotes = isinstance(problem["input"], str) and "must be" not in allowed and _is_number(field)
     remedy = "; strings are not taken for numbers: drop the quotes" if quotes else ""
     return f"{key}: {given} given, must be {allowed}{remedy}{about}"
+
+
+def _too_deep(at: str) -> str:
+    return f"{at or 'the config'}: holds lists or sections that are nested too deeply; flatten it"
 
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:

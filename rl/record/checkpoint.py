@@ -37,6 +37,7 @@ from rl.ranks.dist import Dist
 from rl.record import hub
 from rl.record.console import warn
 from rl.record.scrub import scrub
+from rl.record.untrusted import shown
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,9 @@ KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 LAST_WRITTEN = "last_checkpoint.txt"
 _NUM_NEWEST_KEPT = 2
+_MAX_SHOWN_CHARS = 300
+"""Of what a manifest says."""
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
 _ASIDE_NAME = re.compile(r"\.tmp-(?:damaged-|pruned-)?step_\d{6,}")
@@ -330,17 +334,27 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"no readable manifest.json: {error}"
-    for name, (size, sha256) in files.items():
-        file = path / name
+    except _UNREADABLE as error:
+        return f"no readable manifest.json: {shown(str(error), _MAX_SHOWN_CHARS)}"
+    differences = (_difference(path, name, *entry, hashes) for name, entry in files.items())
+    return next(filter(None, differences), None)
+
+
+def _difference(folder: Path, name: str, size: object, sha256: object, hashes: bool) -> str | None:
+    """Of a file from what the manifest says of it."""
+    file = folder / name
+    try:
         if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if hashes and _sha256(file) != sha256:
-            return f"{name} does not match its sha256"
-    return None
+            problem = "is missing"
+        elif file.stat().st_size != size:
+            problem = f"has {file.stat().st_size} bytes instead of {size}"
+        elif hashes and _sha256(file) != sha256:
+            problem = "does not match its sha256"
+        else:
+            return None
+    except OSError as error:  # a name longer than a file system takes
+        problem = f"cannot be read ({error.strerror})"
+    return shown(f"{name} {problem}", _MAX_SHOWN_CHARS)
 
 
 def too_new(folder: Path) -> str:

@@ -15,9 +15,11 @@ from rl.api.plug import ConfigT, FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
 from rl.data.shared.pictures import UnusableError, check_header, decode, locate
+from rl.record.untrusted import shown
 
 PictureCheck = Literal["exists", "header", "pixels"]
 MAX_PROBLEMS_SHOWN = 10
+MAX_SENTENCE_CHARS = 1000
 _LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
     "exists": lambda _located, _max_side_px: None,
     "header": check_header,
@@ -195,10 +197,12 @@ class Rows:
         return f"{self.origin}, row {self.numbers[index]}"
 
     def _sentence(self, index: int, error: Exception) -> str:
+        """One line, though a row's own words are in it."""
+        what = str(error)
         if isinstance(error, KeyError):
             keys = ", ".join(map(str, self.rows[index])) or "nothing"
-            return f"{self._place(index)}: has no {error.args[0]!r}; it has {keys}"
-        return f"{self._place(index)}: {error}"
+            what = f"has no {error.args[0]!r}; it has {keys}"
+        return f"{self._place(index)}: {shown(what, MAX_SENTENCE_CHARS)}"
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
         given = pick(row, self.columns.id, None) if self.columns.id else None

@@ -64,7 +64,7 @@ class Emu3VqLoop:
             for name, codes in _missing_pictures(sample):
                 if reason := self._refuse(codes):
                     raise ValueError(
-                        f"sample {sample.id}: its {name} cannot be drawn: {reason}; tokenise the "
+                        f"sample {sample.id!r}: its {name} cannot be drawn: {reason}; tokenise the "
                         "data with the renderer's own model_path (rl prepare)"
                     )
                 wanted[_key(codes)] = codes

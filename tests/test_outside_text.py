@@ -1,0 +1,190 @@
+"""Whatever outsiders write, it is read or refused by a sentence: no other error, nothing that a
+terminal acts upon. By hypothesis: the same examples each time, the smallest that fails is shown."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl.api.data import RowRules
+from rl.commands import report
+from rl.config.schema import ConfigError, load_config
+from rl.data import edit_jsonl
+from rl.data.shared.rows import BadRowError
+from rl.files.atomic import json_line, read_rows, row_of
+from rl.judge import reply
+from rl.judge.retry import RETRY_AFTER_CAP_S, retry_after_s
+from rl.record import checkpoint
+from rl.record.scrub import scrub
+from rl.record.terminal import plain
+from rl.record.untrusted import shown
+
+few = settings(
+    max_examples=30,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+KEY = "sk-0123/456789+ab"
+NASTY = ["\x1b[2J", "\u202e", "\u2028", "\x85", "\ud800", "\0", "\r", "\n", "NaN", "[" * 2000, KEY]
+words = st.one_of(
+    st.text(st.characters(codec=None), max_size=20),
+    st.sampled_from([*NASTY, "9" * 5000, "x" * 5000, "/", "..", "a" * 300, "-0", "1e999"]),
+)
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), words),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def json_like(key: str) -> st.SearchStrategy[str]:
+    """JSON with `key` in it, whole or damaged, or any text."""
+    whole = st.builds(lambda value, rest: json.dumps({**rest, key: value}), values, objects)
+    cut = st.builds(lambda text, at: text[: at % (len(text) + 1)], whole, st.integers(0, 200))
+    return st.one_of(whole, cut, words, st.builds(lambda a, b: a + b, words, whole))
+
+
+objects = st.dictionaries(words, values, max_size=3)
+bodies = st.one_of(
+    st.binary(max_size=60), json_like("score").map(lambda text: text.encode("utf-8", "replace"))
+)
+
+
+@pytest.fixture(autouse=True)
+def a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", KEY)
+
+
+def assert_fit_to_be_shown(sentence: str) -> None:
+    """Line ends are ours."""
+    assert all(line.isprintable() for line in sentence.split("\n")), repr(sentence)
+    assert KEY not in sentence and len(sentence) < 20_000
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@few
+@given(json_like("score"), st.integers(1, 3))
+def test_a_judges_reply_is_numbers_in_range_or_unreadable(text: str, count: int) -> None:
+    readers: list[Callable[[], tuple[float, ...]]] = [
+        lambda: reply.read_scores(text, count, 0, 10),
+        lambda: reply.read_fields(text, ["score"], 0, 10),
+    ]
+    for read in readers:
+        try:
+            scores = read()
+        except reply.UnreadableReplyError as error:
+            assert_fit_to_be_shown(str(error))
+        else:
+            assert all(0 <= score <= 10 for score in scores)
+
+
+@few
+@given(bodies, values, words)
+def test_a_judges_body_and_headers_are_read_or_refused(body: bytes, value: Any, said: str) -> None:
+    chat = json.dumps({"choices": [{"message": {"content": value}}], "data": [{"id": value}]})
+    for received in (body, chat.encode()):
+        names = reply.served_models(received)
+        assert names is None or all(isinstance(name, str) for name in names)
+        try:
+            reply.chat_content(received).encode()
+        except reply.UnreadableReplyError as error:
+            assert_fit_to_be_shown(str(error))
+    seconds = retry_after_s(said)
+    assert seconds is None or 0 <= seconds <= RETRY_AFTER_CAP_S
+
+
+@few
+@given(words, words, st.sampled_from([KEY, KEY.replace("/", "\\/"), "%73k-0123%2f456789%2bab"]))
+def test_any_text_is_shown_and_printed_without_commands_and_keys(a: str, b: str, key: str) -> None:
+    line = shown(a + key + b, 100)
+    assert line.isprintable() and len(line) <= 103
+    assert_fit_to_be_shown(plain(a + " " + key + " " + b).replace("\t", ""))
+    assert key not in scrub(a + key + b)
+    assert json.loads(scrub(json.dumps({"said": a + key + b})))
+
+
+@few
+@given(st.lists(st.one_of(objects.map(json.dumps), json_like("instruction")), max_size=3))
+def test_rows_become_samples_or_sentences(rows: list[str]) -> None:
+    with folder() as place:
+        path = place / "rows.jsonl"
+        path.write_bytes("\n".join(rows).encode("utf-8", "surrogatepass"))
+        columns = {"source": "", "target": ""}
+        config = edit_jsonl.Config.model_validate(
+            {"type": "edit_jsonl", "path": str(path), "columns": columns}
+        )
+        for problem in edit_jsonl.EditJsonl.problems(config, RowRules("error", 64)):
+            assert_fit_to_be_shown(problem)
+        try:
+            kept = edit_jsonl.EditJsonl(config, RowRules("skip", 64))
+        except BadRowError as error:
+            assert_fit_to_be_shown(str(error))
+        else:
+            assert all(kept[index].instruction.strip() for index in range(len(kept)))
+
+
+sections = ["judge.api_base", "lora.r", "optimizer.betas", "data.train", "policy", "", "run_name"]
+
+
+@few
+@given(st.sampled_from(sections), json_like("type"))
+def test_a_config_and_its_overrides_are_a_run_or_problems(key: str, value: str) -> None:
+    with folder() as place:
+        good, odd = place / "good.jsonnet", place / "odd.jsonnet"
+        good.write_text(json.dumps(tiny_config.nothing(place)))
+        text = f"(import 'good.jsonnet') + {{ '{key}': {value} }}"
+        odd.write_bytes(text.encode("utf-8", "surrogatepass"))
+        for config, overrides in ((odd, []), (good, [f"{key}={value}"])):
+            try:
+                load_config(config, overrides, {})
+            except ConfigError as error:
+                assert error.problems
+
+
+@few
+@given(json_like("model.safetensors"), values, words)
+def test_a_manifest_is_true_or_the_checkpoint_is_damaged(text: str, size: Any, name: str) -> None:
+    with folder() as place:
+        (place / "model.safetensors").write_bytes(b"1")
+        forged = json.dumps(
+            {name: {"size": size, "sha256": size}, "lost": {"size": 1, "sha256": 1}}
+        )
+        for manifest in (text, forged):
+            (place / "manifest.json").write_bytes(manifest.encode("utf-8", "surrogatepass"))
+            problem = checkpoint.problem_of(place)
+            if manifest is forged:
+                assert problem
+            if problem:
+                assert_fit_to_be_shown(problem)
+
+
+@few
+@given(st.lists(st.one_of(bodies, objects.map(lambda row: json_line(row).encode())), max_size=4))
+def test_lines_of_metrics_are_rows_or_named(lines: list[bytes]) -> None:
+    good = json_line({"iteration": 7, "reward/mean": 0.5, "said": "".join(NASTY)}).encode()
+    with folder() as place:
+        path = place / "metrics.jsonl"
+        path.write_bytes(b"\n".join([*lines, b""]) + good)
+        rows, damaged = read_rows(path)
+        assert rows[-1]["iteration"] == 7
+        num_lines = path.read_bytes().count(b"\n")
+        assert num_lines not in damaged and all(1 <= n < num_lines for n in damaged)
+        readable = [row for row in report.read_named(path, "iteration") if "iteration" in row]
+        assert readable[-1]["reward/mean"] == 0.5
+        assert all(row_of(json_line(row).encode()) is not None for row in rows)
