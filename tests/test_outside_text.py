@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import tiny_config
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rl.api.data import RowRules
 from rl.commands import report
-from rl.config.schema import ConfigError, load_config
+from rl.config.messages import validate
+from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.data import edit_jsonl
 from rl.data.shared.rows import BadRowError
 from rl.files.atomic import json_line, read_rows, row_of
@@ -39,7 +40,9 @@ KEY = "sk-0123/456789+ab"
 NASTY = ["\x1b[2J", "\u202e", "\u2028", "\x85", "\ud800", "\0", "\r", "\n", "NaN", "[" * 2000, KEY]
 words = st.one_of(
     st.text(st.characters(codec=None), max_size=20),
-    st.sampled_from([*NASTY, "9" * 5000, "x" * 5000, "/", "..", "a" * 300, "-0", "1e999"]),
+    st.sampled_from(
+        [*NASTY, "9" * 5000, "[" * 300 + "]" * 300, "x" * 5000, "/", "..", "a" * 300, "-0", "1e999"]
+    ),
 )
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), words),
@@ -142,7 +145,8 @@ def test_rows_become_samples_or_sentences(rows: list[str]) -> None:
 sections = ["judge.api_base", "lora.r", "optimizer.betas", "data.train", "policy", "", "run_name"]
 
 
-@few
+@settings(few, max_examples=6)
+@example("data.train", "[" * 300 + "]" * 300)
 @given(st.sampled_from(sections), json_like("type"))
 def test_a_config_and_its_overrides_are_a_run_or_problems(key: str, value: str) -> None:
     with folder() as place:
@@ -155,6 +159,16 @@ def test_a_config_and_its_overrides_are_a_run_or_problems(key: str, value: str) 
                 load_config(config, overrides, {})
             except ConfigError as error:
                 assert error.problems
+
+
+@few
+@given(st.sampled_from(sections), values)
+def test_a_sections_values_are_a_run_or_problems(key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    given_values = tiny_config.nothing(Path("/nowhere"))
+    given_values[section] = {name: value} if name else value
+    config, problems = validate(RunConfig, given_values)
+    assert (config is None) == bool(problems)
 
 
 @few
