@@ -38,11 +38,10 @@ few = settings(
 )
 KEY = "sk-0123/456789+ab"
 NASTY = ["\x1b[2J", "\u202e", "\u2028", "\x85", "\ud800", "\0", "\r", "\n", "NaN", "[" * 2000, KEY]
+LONG = ["9" * 5000, "x" * 5000, "a" * 300, "[" * 300 + "]" * 300]
 words = st.one_of(
     st.text(st.characters(codec=None), max_size=20),
-    st.sampled_from(
-        [*NASTY, "9" * 5000, "[" * 300 + "]" * 300, "x" * 5000, "/", "..", "a" * 300, "-0", "1e999"]
-    ),
+    st.sampled_from([*NASTY, *LONG, "/", "..", "-0", "1e999"]),
 )
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), words),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl.judge.endpoint import auth_header, is_loopback, resolve_api_base, resolve_api_bases
+from rl.record.scrub import scrub
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,25 @@ def test_a_key_that_no_header_takes_is_named_and_not_shown(
     ) as error:
         auth_header("MY_JUDGE")
     assert "sk-" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["abc", "sk-1234", "hunter2"])
+def test_a_key_too_short_to_be_scrubbed_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", key)
+    with pytest.raises(ValueError, match="fewer than 8 could not be kept out of the logs") as error:
+        auth_header("MY_JUDGE")
+    assert key not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["EMPTY", "none", "dummy", "-", "sk-no-key", "not-needed"])
+def test_what_servers_without_keys_are_given_is_no_key(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", key)
+    assert auth_header("MY_JUDGE") == {"Authorization": f"Bearer {key}"}
+    assert scrub(f"said {key}") == f"said {key}"
 
 
 def test_loopback_is_known() -> None:

@@ -1,0 +1,108 @@
+"""A key that an endpoint sends back, in whatever spelling and place, is written nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import stat
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
+
+from rl.api.judge import Answer
+from rl.judge.client import JudgeClient, JudgeError
+from rl.judge.journal import ReplyJournal
+from rl.preflight.compatibility import compatibility_problems
+
+KEY = "sk-ver/secret+0123456789"
+SPELLINGS = {
+    "itself": KEY,
+    "percent": quote(KEY, safe=""),
+    "every sign percent": "".join(f"%{ord(char):02x}" for char in KEY),
+    "json": "".join(f"\\u{ord(char):04x}" for char in KEY),
+    "json's slash": KEY.replace("/", "\\/"),
+    "base64": base64.b64encode(f"user:{KEY}".encode()).decode(),
+    "base64 of URLs": base64.urlsafe_b64encode(f"Bearer {KEY}".encode()).decode().rstrip("="),
+    "hexadecimal": KEY.encode().hex(),
+}
+
+
+def told(judge: FaultyJudge, journal: Path) -> str:
+    """All that the client keeps or says of one question."""
+
+    async def run() -> Answer[Any]:
+        config = quick_config(api_key_env="ODDLY_NAMED", max_attempts=1)
+        client = JudgeClient(config, judge.api_base, journal)
+        try:
+            return await client.ask(pair_question(), read_pair)
+        finally:
+            await client.aclose()
+
+    try:
+        return repr(asyncio.run(run()))
+    except JudgeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("spelt", SPELLINGS.values(), ids=range(len(SPELLINGS)))
+def test_an_echoed_key_is_written_nowhere(
+    spelt: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("ODDLY_NAMED", KEY)
+    good = json.dumps({"reasoning": f"said {spelt}", "score": [1, 2]})
+    faults = {
+        "refusal": Fault(401, body=f"wrong key {spelt}"),
+        "redirect": Fault(307, headers={"Location": f"http://elsewhere/v1?key={spelt}"}),
+        "failure": Fault(503, body="x" * 550 + spelt),
+        "no reply": Fault(body=json.dumps({"error": spelt})),
+        "body": Fault(body=f'{{"choices": [{{"message": {{"content": "{spelt}"}}}}]}}'),
+        "reply": Fault(reply=good),
+        "compressed": Fault(headers={"Content-Encoding": spelt}),
+    }
+    for name, fault in faults.items():
+        journal = tmp_path / f"{name}.jsonl"
+        with FaultyJudge(after=fault) as judge:
+            said = told(judge, journal) + caplog.text + journal.read_text()
+        for secret in (KEY, spelt, KEY[:10], spelt[:16]):
+            assert secret not in said, (name, said)
+    kept = (tmp_path / "reply.jsonl").read_text()
+    assert "<ODDLY_NAMED>" in kept and "score" in json.loads(kept)["reply"]
+
+
+def test_the_journal_is_scrubbed_and_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", KEY)
+    path = tmp_path / "replies.jsonl"
+    path.write_text('{"key": "old", "reply": "kept"}\n')
+    path.chmod(0o664)
+    journal = ReplyJournal(path)
+    kept = journal.put("new", f"said {KEY}")
+    journal.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert kept == "said <SOME_TOKEN>" and KEY not in path.read_text()
+    again = ReplyJournal(path)
+    assert (again.get("old"), again.get("new")) == ("kept", kept), "as the first run read it"
+    again.close()
+
+
+def test_a_short_key_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tiny_config
+
+    from rl.build import resolve
+    from rl.config.schema import load_config
+
+    monkeypatch.setenv("MY_JUDGE", "abc")
+    values = tiny_config.real(tmp_path)
+    values["judge"] = {**values.get("judge", {}), "api_key_env": "MY_JUDGE"}
+    problems = compatibility_problems(resolve(load_config(tiny_config.write(tmp_path, values))))
+    assert any("MY_JUDGE, whose value has 3 characters" in problem for problem in problems)
