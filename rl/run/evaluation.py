@@ -20,6 +20,7 @@ from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.files.atomic import json_line, write_atomically
 from rl.ranks.seeding import derive_seed
+from rl.record.scrub import scrubbed
 from rl.rollout.stream import RolloutContext
 from rl.run.drift import add_falls, add_state_drift, add_stock_arm
 from rl.run.episode_metrics import add_bare_arm
@@ -139,7 +140,7 @@ def _write_records(
     records = [_record(folder, *of_sample) for of_sample in arms]
     gathered = [record for rank in dist.gather(records) for record in rank]
     if dist.is_main:
-        write_atomically(folder / "records.jsonl", "".join(map(json_line, gathered)))
+        write_atomically(folder / "records.jsonl", "".join(map(json_line, scrubbed(gathered))))
 
 
 def _record(

@@ -90,6 +90,7 @@ def test_what_stands_around_a_key_stays_except_within_its_own_base64() -> None:
         ("PIP_INDEX_URL", "https://ghp_0123456789abcdef@host/simple", "ghp_0123456789abcdef"),
         ("BUCKET", "https://host/x?sv=1&sig_token=0123456789", "0123456789"),
         ("ACCOUNT", '{"kind": "x", "private_key": "0123456789ab"}', "0123456789ab"),
+        ("SLACK_WEBHOOK_URL", "https://hooks.example.org/T0/B1", "https://hooks.example.org/T0/B1"),
         ("STORAGE", "AccountName=me;AccountKey=0123456789==", "0123456789=="),
     ],
     ids=lambda value: value[:4],  # pytest puts it into the environment
@@ -113,6 +114,8 @@ def test_what_counts_as_a_secret(
         ("VLLM_API_KEY", "not-needed"),
         ("OPENAI_API_KEY", "sk-no-key-required"),
         ("SHORT_KEY", "abc4567"),
+        ("AUTH_METHOD", "certificate"),
+        ("TOKEN_URL", "https://login.example.org/token"),
         ("COMPASS_SIZE", "1024 by 768"),
         ("DATABASE_URL", "postgres://somebody@db:5432/x"),
         ("HOME_PAGE", "https://example.org:8080/path"),
