@@ -22,7 +22,7 @@ from rich.table import Table
 
 from rl.meter import flop_meter
 from rl.meter.flop_meter import Ceilings
-from rl.record.terminal import beneath, plain
+from rl.record.terminal import beneath, guard, plain
 
 SUMMARY = {
     "reward/mean": "reward",
@@ -230,6 +230,8 @@ class PhaseTimer:
             return
         status = self._console.status(name) if self._console else None
         with status or nullcontext():
+            if status is not None:
+                guard()  # rich has put streams of its own in the place of the guarded ones
             yield status
 
     def _settle(self) -> None:

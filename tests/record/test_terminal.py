@@ -61,6 +61,28 @@ def test_whatever_python_prints_is_guarded(
     assert capsys.readouterr().err == "a\tb\ngrößer, 好\n\r 50 %|###"
 
 
+def test_a_live_line_takes_no_guard_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal rich redirects what is printed while its line is shown."""
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal.guard()
+    guarded = sys.stdout, sys.stderr
+    timer = PhaseTimer(Console(enabled=True))
+    with timer.phase("judge") as phase:
+        assert sys.stdout is not guarded[0], "rich's"
+        phase.note(EVIL)
+        print(EVIL)
+        warn(EVIL)
+    assert (sys.stdout, sys.stderr) == guarded
+    seen = stream.getvalue()
+    assert "WARNING" in seen and "<SOME_API_KEY>" in seen and "\x1b[?25l" in seen, "a live line"
+    for sign in (KEY, "\x1b]", "\x1b[2J", "\u202e", "\x07", "\x9b", "\u200b"):
+        assert sign not in seen, repr(seen)
+
+
 def test_data_for_a_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
