@@ -15,12 +15,19 @@ def shown(text: str, max_chars: int) -> str:
     changes of direction, invisible characters) becomes its escape.
     """
     line = " ".join(text[: 4 * max_chars].split())
-    escaped = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in line[: max_chars + 1]
-    )
+    escaped = printable(line[: max_chars + 1])
     is_whole = len(text) <= 4 * max_chars and len(escaped) <= max_chars
     return escaped if is_whole else f"{escaped[:max_chars]}..."
+
+
+def printable(text: str) -> str:
+    """`text` with its line feeds, and the escape of whatever else a terminal acts upon."""
+    return "".join(
+        char
+        if char.isprintable() or char == "\n"
+        else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def without_lone_surrogates(text: str) -> str:
