@@ -29,6 +29,11 @@ def not_a_file(path: str | Path) -> str:
     return "" if stat.S_ISREG(mode) else "is a device or a pipe, not a file"
 
 
+def is_folder(path: str | Path) -> bool:
+    """As `Path.is_dir`, which raises OSError for a name that is too long."""
+    return not_a_file(path) == FOLDER
+
+
 def read_text(path: str | Path, max_bytes: int) -> str:
     """The words of a file in UTF-8.
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from rl.config import formats
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import fsync, row_of, write_atomically
+from rl.files.regular import not_a_file
 from rl.ranks.dist import Dist
 from rl.record import hub
 from rl.record.console import warn
@@ -45,6 +46,8 @@ MODEL_FOLDER = "model"
 KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 LAST_WRITTEN = "last_checkpoint.txt"
+ALWAYS_THERE = ("state.safetensors", "state.json")
+"""Of a checkpoint's files those without which none is whole, whatever its manifest names."""
 _NUM_NEWEST_KEPT = 2
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
@@ -259,7 +262,7 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     folder = run_dir / "checkpoints"
     candidates = _steps(folder)
     written = run_dir / LAST_WRITTEN
-    last = written.read_text(encoding="utf-8").strip() if written.is_file() else ""
+    last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
     way_out = (
         f"choose another run_name to start from the base weights, or move {run_dir} away to start "
         "so under this one"
@@ -330,11 +333,13 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"no readable manifest.json: {error}"
+    if unnamed := [name for name in ALWAYS_THERE if name not in files]:
+        return f"manifest.json does not name {', '.join(unnamed)}"
     for name, (size, sha256) in files.items():
         file = path / name
-        if not file.is_file():
+        if not_a_file(file):
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
