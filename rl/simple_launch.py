@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rl import build
+from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
 from rl.files.atomic import row_of
-from rl.files.regular import GONE, not_a_file
 from rl.preflight import host_memory, report, run_folder
 from rl.ranks import loading, placement, rendezvous
 
@@ -235,9 +235,7 @@ def _run_ranks(
 
 
 def _say(line: str) -> None:
-    with suppress(
-        OSError
-    ):  # a log on a full disk, a pipe that nobody reads: no reason to end ranks
+    with suppress(OSError):  # a full disk, a pipe that nobody reads: no reason to end ranks
         print(line, file=sys.stderr, flush=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl.record.untrusted import shown
+from rl.config.printing import shown
 
 MAX_NUMBER = 2**53
 """Beyond it Jsonnet's numbers are no longer exact; nothing here is counted or measured so large."""

@@ -19,8 +19,8 @@ from rl.config import earl_fields, formats
 from rl.config.bounds import hostile
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
+from rl.config.printing import printable
 from rl.config.shipped import find_config, located, shipped_configs
-from rl.record.untrusted import printable
 
 SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 """Functions of `rl.algorithm.losses`, which `algorithm.loss` names."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from rl.files.regular import GONE, not_a_file
+from rl.config.paths import GONE, not_a_file
 
 SCHEME = "pkg://"
 _PACKAGE = Path(__file__).parents[1]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.api.plug import unread
+from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.data.shared.jsonl import read_lines, read_rows
 from rl.data.shared.rows import (
     MAX_SHOWN,
@@ -22,7 +23,6 @@ from rl.data.shared.rows import (
     RowsSource,
     pick,
 )
-from rl.files.regular import FOLDER, GONE, not_a_file
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.untrusted import shown
 

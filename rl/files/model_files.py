@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.api.plug import ModelFiles
+from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.config.printing import shown
 from rl.files.atomic import row_of
-from rl.files.regular import FOLDER, GONE, not_a_file
 from rl.files.weights import damage_of
-from rl.record.untrusted import shown
 
 MAX_SHOWN = 200
 KIND_KEYS = ("model_type", "_class_name")

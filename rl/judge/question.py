@@ -10,8 +10,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from rl.config.paths import read_text
 from rl.files.images import downscale, png_bytes
-from rl.files.regular import read_text
 from rl.record.untrusted import shown
 
 INSTRUCTION = "{instruction}"

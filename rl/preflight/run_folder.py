@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from rl.files.regular import FOLDER, GONE, not_a_file
+from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.record.untrusted import shown
 
 LOGS = "logs"
@@ -34,9 +34,8 @@ def folder_problems(run_dir: Path) -> list[str]:
     inside = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
     logs = (run_dir / LOGS).glob("*.log")
     shut = [place for place in (run_dir, *sorted(inside), *logs) if not _is_open(place)]
-    return (
-        [_refusal(shut[0], "no permission, or a disk that is mounted to be read")] if shut else []
-    )
+    why = "no permission, or a disk that is mounted to be read"
+    return [_refusal(shut[0], why)] if shut else []
 
 
 def make_problems(run_dir: Path) -> list[str]:

@@ -8,8 +8,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from rl.config.printing import shown
 from rl.config.schema import ConfigError, listed
-from rl.record.untrusted import shown
 
 MAX_SHOWN = 500
 REMEDIES = {

@@ -114,13 +114,8 @@ def open_to_others() -> list[str]:
 def _split(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if (
-        not host
-        or not port.isascii()
-        or not port.isdigit()
-        or len(port) > 5
-        or not 0 < int(port) < 1 << 16
-    ):
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not host or not is_number or not 0 < int(port) < 1 << 16:
         raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port")
     return host, int(port)
 

@@ -16,12 +16,11 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from rl.files.atomic import write_atomically
 from rl.ranks import error_messages, loading
 from rl.ranks.signals import die_with_parent
 
@@ -38,8 +37,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {error_messages.sentence(error) or error}")
     note = Path(note_dir) / f"rank_{rank}.json"
-    with suppress(OSError):
-        write_atomically(note, json.dumps({"process_group": os.getpgid(0)}))
+    _write_note(note, {})
     sys.argv = [target, *args]
     if rank == 0 and target == "rl.train":
         loading.start(first_s=1.0)  # the launcher took the seconds before
@@ -85,9 +83,15 @@ class _Ending:
 
 def _note_end(note: Path, reason: str) -> None:
     """The time tells cause from consequence: peers fail milliseconds after the first."""
-    known = {"process_group": os.getpgid(0)}
-    with suppress(OSError):  # a full disk: the launcher then knows the exit code alone
-        write_atomically(note, json.dumps({**known, "ended_ns": time.time_ns(), "reason": reason}))
+    _write_note(note, {"ended_ns": time.time_ns(), "reason": reason})
+
+
+def _write_note(note: Path, told: Mapping[str, Any]) -> None:
+    """Whole or not at all: on a full disk the launcher knows what it was told before."""
+    aside = note.with_suffix(".tmp")
+    with suppress(OSError):
+        aside.write_text(json.dumps({"process_group": os.getpgid(0), **told}))
+        aside.replace(note)
 
 
 def _own_traceback(error: Exception) -> str:

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config import formats
+from rl.config.paths import not_a_file
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import fsync, row_of, write_atomically
-from rl.files.regular import not_a_file
 from rl.ranks.dist import Dist
 from rl.record import hub
 from rl.record.console import warn

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.files.regular import not_a_file
+from rl.config.paths import not_a_file
 from rl.record.untrusted import without_lone_surrogates
 
 SUFFIX = ".safetensors"

@@ -19,9 +19,9 @@ from pathlib import Path
 from rl.api.data import DataSource, RowRules
 from rl.api.plug import FileConfig
 from rl.api.types import Sample
+from rl.config.paths import not_a_file
 from rl.data.emu3_tokens import files
 from rl.data.shared.rows import MAX_SHOWN, BadRowError, shorten
-from rl.files.regular import not_a_file
 from rl.record.untrusted import shown
 
 NUM_CHECKED = 64

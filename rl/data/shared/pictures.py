@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from rl.files.regular import not_a_file
+from rl.config.paths import not_a_file
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200

@@ -16,9 +16,9 @@ from typing_extensions import TypeVar
 from rl.api.plug import ModelFiles, unread
 from rl.api.policy import Decoder, LoraSection, PolicyConfig
 from rl.api.types import Completion, Prompt, Row, TokenBatch
+from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
 from rl.files.model_files import model_problems
-from rl.files.regular import not_a_file
 from rl.files.weights import align_weights
 from rl.meter.flops import STAGES
 from rl.policies.shared.trained_weights import TrainedWeights

@@ -14,10 +14,10 @@ from typing_extensions import TypeVar
 from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving, unread
 from rl.api.renderer import Renderer
 from rl.api.types import PromptTemplate, RenderJob
+from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
-from rl.files.regular import is_folder, not_a_file
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.qwen_image.config import (
