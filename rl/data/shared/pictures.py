@@ -14,10 +14,12 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl.config.paths import not_a_file
+from rl.record.untrusted import shown
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
 """Qwen2-VL's processors refuse more than this."""
+MAX_PATH_SHOWN = 250
 RUN_PROGRAMS = frozenset({"EPS"})
 """Formats whose pixels Pillow has another program compute, from a program in the file."""
 
@@ -42,7 +44,8 @@ def locate(value: Any, folder: Path) -> Path | bytes:
         raise UnusableError(f"is a URL ({value!r:.60}); download the file and give its path")
     path = folder / value
     if why := not_a_file(path):
-        raise UnusableError(f"{path} {why}; relative paths count from {folder}")
+        named = shown(str(path), MAX_PATH_SHOWN)
+        raise UnusableError(f"{named} {why}; relative paths count from {folder}")
     return path
 
 
