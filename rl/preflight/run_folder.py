@@ -42,11 +42,16 @@ def make_problems(run_dir: Path) -> list[str]:
     """The same, with the folder made and tried: every rank's first act is to open its log there."""
     try:
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-        for folder in (run_dir, run_dir / LOGS):
-            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return [_refusal(Path(error.filename or run_dir), error.strerror or str(error))]
-    return folder_problems(run_dir)
+    if problems := folder_problems(run_dir):
+        return problems
+    for folder in (run_dir, run_dir / LOGS):
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            return [_refusal(folder, error.strerror or str(error))]
+    return []
 
 
 def _is_open(place: Path) -> bool:
