@@ -6,7 +6,8 @@
   // Which keys and names the config speaks; today's, unless it says otherwise. A newer one is refused,
   // and so is an old name, with the new one.
   format: 3,
-  // Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-'.
+  // Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
+  // most 200.
   // run_name: (required)
   // Runs live in <base_exp_dir>/<run_name>/.
   // base_exp_dir: (required)

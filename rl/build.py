@@ -37,6 +37,7 @@ from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleE
 from rl.config.messages import validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.files.model_files import model_problems
+from rl.files.weights import NotFiniteError
 from rl.ranks.placement import Claim, claims_of
 from rl.ranks.seeding import derive_seed
 
@@ -416,9 +417,12 @@ def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
 
 @contextmanager
 def _readable(plug: Plug[Any]) -> Iterator[None]:
-    """A hub id that does not exist, or a folder that lacks a file, is the user's to mend."""
+    """A hub id that does not exist, a folder that lacks a file, or weights that are no numbers, are
+    the user's to mend."""
     try:
         yield
+    except NotFiniteError as error:
+        raise ValueError(f"{plug.key}: {error}") from error
     except OSError as error:
         raise ValueError(
             f"{plug.key}: {plug.name} could not read its files: {error}\nGive a folder that holds "

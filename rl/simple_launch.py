@@ -11,7 +11,6 @@ node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import os
@@ -25,9 +24,11 @@ from typing import Any, NoReturn
 
 from rl import build
 from rl.config.imports import ROOT_VARIABLE
+from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
-from rl.preflight import host_memory, report
+from rl.files.atomic import row_of
+from rl.preflight import host_memory, report, run_folder
 from rl.ranks import loading, placement, rendezvous
 from rl.record import terminal
 
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
                 raise ConfigError([*problems, *report.problems(config)])
             sys.exit(_report(config, args.online))
         problems += report.problems(config)
-        problems = problems or _memory_problems(args, config) or _folder_problems(config.run_dir)
+        problems = problems or _memory_problems(args, config)
+        problems = problems or run_folder.make_problems(config.run_dir)
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -149,7 +151,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     words = [_as_here(word) for word in args.words]
     has_script = words[0] == "rl.train" or words[0].endswith(".py")
     args.script = words.pop(0) if has_script else "rl.train"
-    if args.script != "rl.train" and not Path(args.script).is_file():
+    if args.script != "rl.train" and not_a_file(args.script):
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
     trains = args.script in ("rl.train", "rl/train.py")
     if not words and (trains or args.check):
@@ -173,21 +175,12 @@ def _folder(word: str) -> Path:
 
 def _as_here(word: str) -> str:
     """EARL's launch lines name its own tree; what lies elsewhere here is found under that name."""
-    if Path(word).exists() or not word.startswith("rl/"):
+    if not word.startswith("rl/") or not_a_file(word) != GONE:
         return word
     if word == "rl/nano_aha_moment.py":
         return "rl.train"
     here = word.removeprefix("rl/")
     return here if find_config(here) else word
-
-
-def _folder_problems(run_dir: Path) -> list[str]:
-    """Every rank's first act is to open its log there."""
-    try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return [f"base_exp_dir: {run_dir} cannot be written to ({error}); choose another folder"]
-    return []
 
 
 def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
@@ -258,7 +251,8 @@ def _run_ranks(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk, a pipe that nobody reads: no reason to end ranks
+        print(line, file=sys.stderr, flush=True)
 
 
 def _set_environment(num_ranks: int) -> None:
@@ -296,14 +290,18 @@ def _explain_failure(exit_codes: Mapping[int, int], notes: Path, log_dir: Path) 
 def _note(notes: Path, rank: int) -> dict[str, Any]:
     """What `ranks/worker.py` wrote about a rank; {} when it did not get that far."""
     file = notes / f"rank_{rank}.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    with suppress(OSError):
+        return row_of(file.read_bytes()) or {}
+    return {}
 
 
 def _end_leftovers(notes: Path) -> None:
     """Kill what a rank that died left in its process group (an engine's own workers, say)."""
     for file in notes.glob("rank_*.json"):
-        with suppress(ProcessLookupError):
-            os.killpg(json.loads(file.read_text())["process_group"], signal.SIGKILL)
+        group = (row_of(file.read_bytes()) or {}).get("process_group")
+        if isinstance(group, int):
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
 from rl.api.metric import Metric
-from rl.config.schema import RunConfig, Section, changed
+from rl.config.schema import MAX_COUNT, RunConfig, Section, changed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -36,7 +36,7 @@ class PlacedConfig(PlugConfig):
 
     device: str = "auto"
     """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's number and 1)."""
-    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    max_memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
     halved, as when the GPU itself is full. The policy's is its inference engine's too."""
     dtype: Dtype = "bfloat16"
@@ -50,7 +50,7 @@ class FrozenModelConfig(PlacedConfig):
     """Hub id or local folder (safetensors)."""
     revision: str | None = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
-    batch_size: Annotated[int, Field(ge=1)] = 8
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
     """Pictures computed together; halved for a batch that does not fit in memory."""
 
 

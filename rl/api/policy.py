@@ -33,7 +33,7 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.config.schema import Section
+from rl.config.schema import MAX_TOKENS, Section
 
 if TYPE_CHECKING:
     import torch
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 class LoraSection(Section):
     """The adapter that is trained; the base stays frozen."""
 
-    r: Annotated[int, Field(ge=1)] = 32
+    r: Annotated[int, Field(ge=1, le=65_536)] = 32
     """Rank."""
-    alpha: Annotated[float, Field(gt=0)] = 64
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 64
     """The adapter's output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of linear layers, in the language model only while the vision tower is frozen."""
-    init_seed: int | None = None
+    init_seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """Seed of the adapter's initial A matrices (B starts at zero); null: from the run's `seed`."""
 
 
@@ -59,7 +59,7 @@ class PolicyConfig(PlacedConfig):
 
     lora: LoraSection | None = LoraSection()
     """null = full fine-tuning."""
-    max_prompt_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 2048
     """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
 
 

@@ -16,11 +16,11 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from rl.config import formats
+from rl.config.printing import printable
 from rl.config.schema import load_config
 from rl.files.atomic import read_rows
 from rl.record import terminal
 from rl.record.checkpoint import too_new
-from rl.record.untrusted import escaped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,7 +122,7 @@ def compare(before: Evaluation, after: Evaluation) -> list[Change]:
         new = after.records.get(identity)
         if new is None or old["reward"] is None or new["reward"] is None:
             continue
-        for name in ["held-out reward", *([escaped(old["category"])] if old["category"] else [])]:
+        for name in ["held-out reward", *([printable(old["category"])] if old["category"] else [])]:
             rewards.setdefault(name, []).append((old["reward"], new["reward"]))
     first, *categories = rewards
     return [Change(name, rewards[name]) for name in (first, *sorted(categories)) if rewards[name]]
@@ -285,9 +285,11 @@ def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> N
         with Image.open(folder / str(file)) as image:
             crisp = max(image.size) < 256
             axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
-    axes.set_title(escaped(title), fontsize=13)
+    axes.set_title(printable(title), fontsize=13)
     width, num_lines = (34, 4) if drawn else (22, 10)
-    words = textwrap.wrap(escaped(text, but="\n\t"), width, max_lines=num_lines, placeholder=" ...")
+    words = textwrap.wrap(
+        printable(text, but="\n\t"), width, max_lines=num_lines, placeholder=" ..."
+    )
     # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
     axes.text(
         0.5,

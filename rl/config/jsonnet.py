@@ -17,6 +17,7 @@ from typing import Any
 import _jsonnet
 
 from rl.config.imports import Importer
+from rl.config.limits import RunawayError, within_limits
 
 _SET = """
 local set(x, path, value, key) =
@@ -45,7 +46,19 @@ def evaluate(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The file with its overrides as plain values. A missing variable is noted and stood in for,
     so that the rest of the file is still checked. What it imports and its own folder lacks
-    (`base.libsonnet`) comes from the shipped configs; nothing comes from outside its project."""
+    (`base.libsonnet`) comes from the shipped configs; nothing comes from outside its project. What
+    runs away is ended (`limits.py`)."""
+    try:
+        answer = within_limits(lambda: json.dumps(_evaluate(path, overrides, env)))
+    except RunawayError as error:
+        return None, [f"{path}{' with its overrides' if overrides else ''}: {error}"]
+    values, problems = json.loads(answer)
+    return values, problems
+
+
+def _evaluate(
+    path: Path, overrides: Sequence[str], env: Mapping[str, str]
+) -> tuple[dict[str, Any] | None, list[str]]:
     if not _is_utf8(str(path.resolve())):
         return None, [f"{str(path)!r}: a config's path has to be UTF-8; rename the file or folder"]
     try:
@@ -80,6 +93,8 @@ def evaluate(
                     "overrides", _SET + text, ext_vars=variables, import_callback=importer
                 )
             )
+        except RecursionError:
+            return None, [f"{path}: is nested without end; no config is"]
         except RuntimeError as error:
             name = _undefined(str(error))
             if name is None or name in variables:

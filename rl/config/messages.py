@@ -66,6 +66,8 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
         return f"{key}: unknown key; {_nearest_key(model, loc)}"
     if kind == "value_error":  # a section's own words, which name the key
         return f"{key}: {problem['ctx']['error']}"
+    if not loc:  # no JSON, or no object
+        return f"{at or 'the config'}: {problem['msg']}"
     field = _field_at(model, loc)
     about = f" ({' '.join(field.description.split())})" if field and field.description else ""
     if kind == "missing":

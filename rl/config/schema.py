@@ -13,15 +13,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from rl.config import earl_fields, formats
+from rl.config.bounds import hostile
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
+from rl.config.printing import printable
 from rl.config.shipped import find_config, located, shipped_configs
 
 SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 """Functions of `rl.algorithm.losses`, which `algorithm.loss` names."""
+
+MAX_COUNT = 10**9
+"""Of anything that a run counts."""
+MAX_EPISODES = 10**6
+"""Prompts of an iteration, and completions of a prompt: all of them are held at once."""
+MAX_TOKENS = 10**7
+"""Of one completion or reply."""
+MAX_SIDE_PX = 100_000
+MAX_S = 1e7
+"""Four months: no timer takes much more."""
+
+
+def _zero_or_some(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"{temperature:g} given, must be 0 or at least {MIN_TEMPERATURE}")
+    return temperature
+
+
+MIN_TEMPERATURE = 1e-3
+"""By less, logits are divided into infinities."""
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_some)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+MAX_PROBLEM_CHARS = 4000
+MAX_HOSTILE = 20
+"""Of one config's values that cannot be meant, how many are told."""
 
 PlugSection = dict[str, Any]
 """`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
@@ -53,13 +81,13 @@ def changed(section: BaseModel, keys: Iterable[str] | None = None) -> list[str]:
 class SamplingConfig(Section):
     """How completions are drawn. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy."""
 
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=100)] = 1.0
     """Softmax temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass; 1 = off."""
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
     """Keep the k likeliest tokens; -1 = off."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] = 256
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 256
     """Longest completion, tokens, stop token included."""
 
 
@@ -68,7 +96,7 @@ class AlgorithmConfig(Section):
 
     advantage_scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """Divisor of the centred rewards (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std)."""
-    advantage_eps: Annotated[float, Field(ge=0)] = 1e-4
+    advantage_eps: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
     loss: str = "dapo"
     """A shipped one, or the dotted path of a function of your own, `my_package.my_loss` (README).
@@ -78,9 +106,9 @@ class AlgorithmConfig(Section):
     detached and bounded above alone, times log-prob, mean over all tokens."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip distance of the ratio; 'cispo' has none."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0, le=1e6)] = 0.2
     """Upper clip distance of the ratio (DAPO: 0.28)."""
-    kl_coeff: Annotated[float, Field(ge=0)] = 0.0
+    kl_coeff: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight of KL(policy || reference); 0 = no reference pass at all."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimator (Schulman 2020, 'Approximating KL divergence')."""
@@ -88,7 +116,7 @@ class AlgorithmConfig(Section):
     """loss: added to the loss; reward: subtracted from the advantage, token by token."""
     importance_correction: Literal["none", "token", "sequence"] = "token"
     """Truncated importance weight pi_trainer / pi_sampler against sampler mismatch."""
-    importance_cap: Annotated[float, Field(ge=1)] = 2.0
+    importance_cap: Annotated[float, Field(ge=1, le=1e6)] = 2.0
     """Upper bound of that weight."""
     zero_spread_groups: Literal["kl_only", "keep", "drop"] = "kl_only"
     """Groups whose rewards are all equal, of which the policy gradient learns nothing. kl_only:
@@ -126,29 +154,29 @@ class OptimizerConfig(Section):
     rank waits for another before it. 2 for full fine-tuning in bfloat16: it shards gradients, and
     reduces them in every backward. 3 shards the weights as well, and gathers them in every layer.
     """
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    learning_rate: Annotated[float, Field(ge=1e-12, le=1)] = 1e-5
     """Peak AdamW learning rate."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Learning rate at the last iteration over the peak; linear decay in between (1 = constant)."""
-    warmup_iterations: Annotated[int, Field(ge=0)] = 0
+    warmup_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Linear warm-up, iterations."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW moments' decay."""
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    adam_eps: Annotated[float, Field(ge=1e-20, le=1)] = 1e-8
     """AdamW epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
     """AdamW decoupled weight decay, of matrices alone: not of norms, biases and embeddings, nor of
     a head that is tied to one."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] = 1.0
     """Global gradient-norm clip."""
-    max_tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8192
     """Tokens of one forward/backward on one rank: whole groups, each prompt counted once. A group
     that is longer is cut between completions, its prompt once per piece."""
-    max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_kept_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Tokens whose rollout forward is kept for the backward, so that the learner runs no second
     one (exact; used where it is: first update, no dropout, not ZeRO-3, max_staleness 0).
     null = all of the iteration's, 0 = none; less memory."""
-    updates_per_iteration: Annotated[int, Field(ge=1)] = 1
+    updates_per_iteration: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
     """Optimiser steps per batch of rollouts; the batch is split into that many parts by group."""
     gradient_checkpointing: bool | Literal["mlp"] = False
     """Recompute activations in the backward. true: whole layers, about a third more compute for the
@@ -170,35 +198,35 @@ class JudgeConfig(Section):
     this, {model} is judge.model, and {url_file} a file into which the command writes one line, its
     URL. Without {url_file} it answers at api_base. What it prints goes to <run>/logs/judge_0.log
     (0: the node's first rank)."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    start_timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
     """How long a judge that start_command starts may take until it answers, s."""
     model: str = "Qwen/Qwen2.5-VL-72B-Instruct"
     """Model name sent with every request."""
     api_key_env: str = ""
     """NAME of the environment variable that holds the key ('' = none); the key itself is never
     written anywhere."""
-    max_concurrency: Annotated[int, Field(ge=1)] = 32
+    max_concurrency: Annotated[int, Field(ge=1, le=100_000)] = 32
     """Requests in flight per rank, over all of api_base together."""
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 120.0
     """Per request, s."""
-    max_attempts: Annotated[int, Field(ge=1)] = 6
+    max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
     """Tries per question, transport errors and unreadable replies together."""
-    backoff_s: Annotated[float, Field(gt=0)] = 1.0
+    backoff_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1.0
     """First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured."""
-    breaker_failures: Annotated[int, Field(ge=1)] = 20
+    breaker_failures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
     """This many transport failures in a row open the circuit breaker."""
-    breaker_pause_s: Annotated[float, Field(gt=0)] = 15.0
+    breaker_pause_s: Annotated[float, Field(gt=0, le=MAX_S)] = 15.0
     """How long an open breaker holds requests back before one is let through, s."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     """Judge sampling temperature of the first try; a retry after an unreadable reply adds 0.3."""
-    max_tokens: Annotated[int, Field(ge=16)] = 512
+    max_tokens: Annotated[int, Field(ge=16, le=MAX_TOKENS)] = 512
     """Longest judge reply, tokens."""
-    image_side_px: Annotated[int, Field(ge=32)] = 768
+    image_side_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] = 768
     """Images are downscaled so that their longer side is at most this."""
     guided_json: Literal["never", "on_retry", "always"] = "never"
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that take it (vLLM and OpenAI do)."""
-    max_outage_s: Annotated[float, Field(gt=0)] = 600.0
+    max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
     """How long an open breaker may hold questions back before they are given up as UNGRADED, s."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
@@ -208,14 +236,14 @@ class JudgeConfig(Section):
 class EvaluationConfig(Section):
     """The held-out run of the same rollout: one completion per sample, greedy by default."""
 
-    every_n_iterations: Annotated[int, Field(ge=0)] = 0
+    every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never; else before the first iteration, every n, and after the last."""
-    num_samples: Annotated[int, Field(ge=1)] = 64
+    num_samples: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
     """First samples of the validation mixture, over all ranks."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     """Softmax temperature; 0 = the likeliest token. Image tokens want 1: their likeliest are dull.
     Draws depend on the sample alone."""
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
     """Keep the k likeliest tokens; -1 = off."""
     reference_drift: bool = True
     """Also score the reference completions where the data has them: separates renderer drift from
@@ -230,14 +258,14 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """What is written, how often, and what stays."""
 
-    save_every_n_iterations: Annotated[int, Field(ge=1)] = 50
+    save_every_n_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 50
     """Resume points."""
-    keep_every_n_iterations: Annotated[int, Field(ge=0)] = 0
+    keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Of those, which stay for ever; 0 = only the newest two."""
     keep: Literal["all", "model"] = "all"
     """What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
     fine-tuning: six times smaller)."""
-    push_to_hub_every_n_iterations: Annotated[int, Field(ge=0)] = 0
+    push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never. `main` gets the model, a branch ckpt_000020 keeps that of 20 iterations; training
     goes on meanwhile. A failed push is logged, never fatal."""
     push_to_hub_repo_id: str = ""
@@ -251,9 +279,9 @@ class TrackingConfig(Section):
     """wandb is a view of the record; a run never needs the network."""
     wandb_project: str = "rl"
     """wandb project name."""
-    log_episodes_every_n_iterations: Annotated[int, Field(ge=0)] = 1
+    log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1
     """Episode records (text, parts, replies, images); 0 = never."""
-    images_per_iteration: Annotated[int, Field(ge=0)] = 16
+    images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 16
     """Pictures written per logged iteration and rank."""
 
 
@@ -267,7 +295,7 @@ class DataConfig(Section):
     """Held-out mixture, in order, for evaluation."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count."""
-    max_image_side_px: Annotated[int, Field(ge=16)] = 8192
+    max_image_side_px: Annotated[int, Field(ge=16, le=MAX_SIDE_PX)] = 8192
     """A picture with a longer side is a bad row."""
 
 
@@ -287,34 +315,35 @@ class RunConfig(Section):
     format: Annotated[int, Field(ge=1)] = formats.CONFIG
     """Which keys and names the config speaks; today's, unless it says otherwise. A newer one is
     refused, and so is an old name, with the new one."""
-    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-'."""
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+    """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
+    most 200."""
     base_exp_dir: str
     """Runs live in <base_exp_dir>/<run_name>/."""
     seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """Everything random derives from it (Jsonnet numbers are exact below 2^53)."""
-    num_iterations: Annotated[int, Field(ge=1)] | None = None
+    num_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     """Iterations (one batch of rollouts each); exactly one of this and num_epochs."""
-    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    num_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over the training mixture."""
-    prompts_per_iteration: Annotated[int, Field(ge=1)]
+    prompts_per_iteration: Annotated[int, Field(ge=1, le=MAX_EPISODES)]
     """Prompts per iteration over all ranks."""
-    generations_per_prompt: Annotated[int, Field(ge=1)]
+    generations_per_prompt: Annotated[int, Field(ge=1, le=MAX_EPISODES)]
     """G, completions per prompt (a group)."""
     max_staleness: Literal[0, 1] = 0
     """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: while the judge reads
     one iteration's pictures the next is sampled and rendered, and the ratio corrects for the one
     update between (an approximation; `policy/ratio_mean` and `policy/clip_fraction` say how far it
     moved); hides any judge latency below an iteration's time."""
-    images_per_completion: Annotated[int, Field(ge=1)] = 1
+    images_per_completion: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
     bare_arm: Literal["always", "evaluation", "never"] = "always"
     """Also render and grade the user's own words under the same noise, one picture per prompt, so
     that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
     there only, or not at all. Never trained on."""
-    world_size: Annotated[int, Field(ge=1)] = 1
+    world_size: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
-    gpu_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 141
+    gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
     for, and what a file may derive other keys from. A start plans for the GPUs it finds, and says
     where they are others; `--gpu-gb 80` is `gpu_gb=80`, and a start held to it."""
@@ -351,8 +380,15 @@ class ConfigError(ValueError):
 
 
 def listed(problems: Sequence[str]) -> str:
-    """One bullet each, further lines of a problem under its first."""
-    return "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems)
+    """One bullet each, further lines of a problem under its first; what a terminal would act upon
+    is escaped, and what no screen holds cut."""
+    cut = (
+        problem if len(problem) <= MAX_PROBLEM_CHARS else problem[:MAX_PROBLEM_CHARS] + "..."
+        for problem in problems
+    )
+    return "\n".join(
+        "  - " + printable(problem, but="\n").replace("\n", "\n    ") for problem in cut
+    )
 
 
 def load_config(
@@ -375,6 +411,8 @@ def load_config(
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
+    if found := list(hostile(values)):
+        raise ConfigError([*problems, *(f"{path}: {problem}" for problem in found[:MAX_HOSTILE])])
     spoken = values.get("format", formats.CONFIG)
     if too_new := formats.refusal(str(path), spoken, formats.CONFIG):
         raise ConfigError([*problems, too_new])

@@ -1,13 +1,15 @@
 """Where what is shipped lies, in a clone and in a wheel, from whatever folder a run is started.
 
 What: the shipped configs, and `pkg://` paths into installed packages. What not: reading either.
-Light: the standard library only.
+Light: nothing beyond the standard library.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+
+from rl.config.paths import GONE, not_a_file
 
 SCHEME = "pkg://"
 _PACKAGE = Path(__file__).parents[1]
@@ -28,11 +30,11 @@ def find_config(path: str | Path) -> Path | None:
     """The file of that name; where the folder at hand has none, the shipped `configs/...` of that
     name; None where there is neither."""
     path = Path(path)
-    if path.is_file():
+    if not not_a_file(path):
         return path
     shipped = configs_folder().joinpath(*path.parts[1:])
     is_a_name = path.parts[:1] == ("configs",) and ".." not in path.parts
-    return shipped if is_a_name and shipped.is_file() else None
+    return shipped if is_a_name and not not_a_file(shipped) else None
 
 
 def located(text: str) -> str:
@@ -51,4 +53,4 @@ def located(text: str) -> str:
             f"{SCHEME}<package>/<path inside it>, or a path"
         )
     places = [folder / inside for folder in folders]
-    return str(next((place for place in places if place.exists()), places[0]))
+    return str(next((place for place in places if not_a_file(place) != GONE), places[0]))

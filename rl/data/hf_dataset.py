@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.api.plug import unread
-from rl.data.shared.rows import BadRowError, Columns, Rows, RowsConfig, RowsSource, pick
+from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.data.shared.jsonl import read_lines, read_rows
+from rl.data.shared.rows import (
+    MAX_SHOWN,
+    BadRowError,
+    Columns,
+    Rows,
+    RowsConfig,
+    RowsSource,
+    pick,
+)
 from rl.ranks.wheels import mend_mismatched_wheels
+from rl.record.untrusted import shown
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,7 +65,7 @@ class HfDataset(RowsSource[Config]):
     def count(cls, config: Config) -> int | None:
         """Rows of a parquet file, bad ones included; None when only opening the set would tell."""
         path = Path(config.path)
-        if path.suffix != ".parquet" or not path.is_file() or config.where or "[" in config.split:
+        if path.suffix != ".parquet" or not_a_file(path) or config.where or "[" in config.split:
             return None
         from pyarrow import ArrowInvalid, parquet
 
@@ -68,11 +79,14 @@ class HfDataset(RowsSource[Config]):
     def problems(cls, config: Config, rules: RowRules) -> list[str]:
         """What can be seen without `datasets`: is it there, and has a parquet file the columns."""
         path = Path(config.path)
-        if not path.exists():
+        why = not_a_file(path)
+        if why == GONE:
             may_be_hub_id = config.path.count("/") == 1 and path.suffix not in _BUILDERS
             return [] if may_be_hub_id and config.path[0] not in "./~" else [_nowhere(config)]
+        if why not in ("", FOLDER):
+            return [f"{shown(config.path, MAX_SHOWN)} {why}; give a data set's file, folder or id"]
         try:
-            if path.is_file():
+            if not why:
                 _builder(path)
             if path.suffix == ".parquet":
                 import pyarrow.parquet
@@ -92,16 +106,21 @@ class HfDataset(RowsSource[Config]):
 
     @classmethod
     def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
-        """The split's rows; nothing but the mapped columns is ever read."""
-        dataset = _open(config)
-        _require_columns(config, dataset.column_names)
-        numbers = _matching(config, dataset)
-        dataset = dataset.select(numbers)
-        dataset = dataset.select_columns(_mapped(config.columns, dataset.column_names))
+        """The split's rows; nothing but the mapped columns is ever kept."""
         path = Path(config.path)
+        found: Sequence[Mapping[str, Any]]
+        if path.suffix == ".jsonl" and path.is_file() and "[" not in config.split:
+            found, numbers, unreadable = _read_lines(config)
+        else:
+            dataset = _open(config)
+            _require_columns(config, dataset.column_names)
+            numbers, unreadable = _matching(config, dataset), []
+            dataset = dataset.select(numbers)
+            dataset = dataset.select_columns(_mapped(config.columns, dataset.column_names))
+            found = _undecoded(dataset, config.columns)
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
         rows = Rows(
-            _undecoded(dataset, config.columns),
+            found,
             numbers,
             f"{config.path}[{config.split}]",
             config.columns,
@@ -109,7 +128,25 @@ class HfDataset(RowsSource[Config]):
             max_image_side_px,
             config.picture_check,
         )
-        return rows, []
+        return rows, unreadable
+
+
+def _read_lines(config: Config) -> tuple[list[dict[str, Any]], list[int], list[str]]:
+    """(rows, their numbers, a sentence for each line that is none) of a file of lines: `datasets`
+    would give up the whole file for one of them."""
+    path = Path(config.path)
+    lines = list(enumerate(line for _, line in read_lines(path)))
+    objects, numbers, unreadable = read_rows(lines, f"{path}[{config.split}]")
+    available = list(dict.fromkeys(key for row in objects for key in row))
+    if objects:
+        _require_columns(config, available)
+    for column, value in config.where.items():
+        cells = [pick(row, column, None) for row in objects]
+        kept = [k for k, cell in enumerate(cells) if cell == value]
+        _require_some(config, column, kept, cells)
+        objects, numbers = [objects[k] for k in kept], [numbers[k] for k in kept]
+    names = _mapped(config.columns, available)
+    return [{name: row.get(name) for name in names} for row in objects], numbers, unreadable
 
 
 def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
@@ -138,10 +175,16 @@ def _open(config: Config) -> Dataset:
         )
     except BadRowError:
         raise
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise BadRowError(
+            f"{config.path}: cannot be read ({shown(str(error.__cause__ or error), MAX_SHOWN)})"
+        ) from error
     except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise BadRowError(f"{_nowhere(config)} ({error})") from error
-    except ValueError as error:  # unknown split or configuration: `datasets` lists the known ones
-        raise BadRowError(f"{config.path}: {error}") from error
+    # Unknown split or configuration: `datasets` lists the known ones. What is damaged fails in any
+    # way (ArrowInvalid, UnicodeDecodeError, KeyError, TypeError, OSError).
+    except Exception as error:
+        raise BadRowError(f"{config.path}: {shown(str(error), MAX_SHOWN)}") from error
 
 
 def _split_of_saved(config: Config, saved: Any) -> Dataset:
@@ -186,18 +229,28 @@ def _matching(config: Config, dataset: Dataset) -> list[int]:
     numbers = list(range(len(dataset)))
     for column, value in config.where.items():
         top = column if column in dataset.column_names else column.split(".")[0]
-        cells = [pick({top: cell}, column, None) for cell in dataset.select_columns([top])[top]]
+        try:
+            held = list(dataset.select_columns([top])[top])
+        except Exception as error:  # a cell that is no UTF-8, a damaged page
+            raise BadRowError(f"{config.path}: column {top!r} cannot be read ({error})") from error
+        cells = [pick({top: cell}, column, None) for cell in held]
         numbers = [number for number in numbers if cells[number] == value]
-        if not numbers:
-            raise BadRowError(
-                f"{config.path}[{config.split}]: no row is left by where {column!r} = {value!r}; "
-                f"the column holds {_some(cells)}"
-            )
+        _require_some(config, column, numbers, cells)
     return numbers
 
 
+def _require_some(
+    config: Config, column: str, numbers: Sequence[int], cells: Iterable[Any]
+) -> None:
+    if not numbers:
+        raise BadRowError(
+            f"{config.path}[{config.split}]: no row is left by where {column!r} = "
+            f"{config.where[column]!r}; the column holds {_some(cells)}"
+        )
+
+
 def _some(cells: Iterable[Any]) -> str:
-    distinct = list(dict.fromkeys(map(repr, cells)))
+    distinct = list(dict.fromkeys(f"{cell!r:.60}" for cell in cells))
     return ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
 
 

@@ -10,7 +10,6 @@ each are held out for good. A column of a hub data set is read by `hf_dataset`, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -69,7 +68,7 @@ class Prompts(LinesSource[Config]):
 
     @classmethod
     def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
-        parse = as_row if config.path.endswith(".txt") else json.loads
+        parse = as_row if config.path.endswith(".txt") else None
         tables = [read_rows(read_lines(f), str(f), parse) for f in cls.files(config)]
         objects, numbers, unreadable = (
             list(chain(*column)) for column in zip(*tables, strict=True)

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rl.api.plug import ModelFiles
+from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.config.printing import shown
 from rl.files.atomic import row_of
 from rl.files.weights import damage_of
 
+MAX_SHOWN = 200
 KIND_KEYS = ("model_type", "_class_name")
 """In a config file of transformers, of diffusers."""
 
@@ -41,10 +44,12 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
 def missing_model(key: str, path: str) -> list[str]:
     """What is wrong with a model's path: [] for a folder that is there and for what looks like a
     hub id ('owner/name', taken on trust: a config is checked without the network)."""
+    why = not_a_file(path) if path else GONE
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
-    if (path and Path(path).is_dir()) or is_hub_id:
+    if why == FOLDER or (is_hub_id and why == GONE):
         return []
-    return [f"{key}: no folder {path!r} (from {Path.cwd()}), and not a hub id 'owner/name'"]
+    named = shown(repr(path), MAX_SHOWN)
+    return [f"{key}: no folder {named} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 
 
 def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:

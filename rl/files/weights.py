@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,24 @@ def num_parameters(
     )
 
 
+class NotFiniteError(ValueError):
+    """Weights that are no numbers: whatever is computed with them is none either."""
+
+
+def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> None:
+    """Raise NotFiniteError naming `owner`, and the first of its named `weights` that holds NaN or
+    infinity; 8-bit ones have their scales beside them, and are left out."""
+    for name, weight in weights:
+        if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
+            are_numbers = weight.detach().isfinite()
+            if not are_numbers.all():
+                wrong = weight.numel() - int(are_numbers.sum())
+                raise NotFiniteError(
+                    f"{owner} holds NaN or infinity: {wrong} of the {weight.numel()} numbers of "
+                    f"{name}; copy or download it again, or name another"
+                )
+
+
 def align_weights(module: torch.nn.Module, device: str) -> None:
     """Where the CPU computes, give weights the alignment of memory that PyTorch allocates.
 
@@ -38,7 +56,10 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
     kernels (one row in float32, on AMD or with SSE4.2) add up in another order at an address that
     is no multiple of 16 bytes. A run would then hang on how its models' files were written. On a
     GPU every weight is a copy, aligned; what is left behind on the CPU stays pages.
+
+    Every model that is loaded comes by here: raises NotFiniteError for one that holds NaN.
     """
+    require_finite(module.named_parameters(), type(module).__name__)
     if device != "cpu":
         return
     for tensor in [*module.parameters(), *module.buffers()]:

@@ -23,7 +23,13 @@ from rl.config.schema import JudgeConfig
 from rl.judge.bases import Base, Bases
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
 from rl.judge.endpoint import remedy_for
-from rl.judge.http import MAX_ERROR_PAGE_BYTES, SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
+from rl.judge.http import (
+    MAX_ERROR_PAGE_BYTES,
+    SHOWN_HEADER_CHARS,
+    TRUST_IT,
+    HttpAnswer,
+    RequestTrouble,
+)
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import PartEncoder
 from rl.judge.reply import UnreadableReplyError, chat_content, served_models
@@ -184,6 +190,8 @@ class JudgeClient:
                     raise self._passing(response)
                 break
             except RequestTrouble as trouble:
+                if TRUST_IT in str(trouble):  # no waiting mends that
+                    return base, f"{base.url} is not the judge for certain ({trouble})"
                 if time.monotonic() >= deadline:
                     return base, (
                         f"no judge at {base.url} after {wait_s:.0f} s ({trouble}): start it "

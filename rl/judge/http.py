@@ -7,6 +7,7 @@ never decoded by what its headers claim, never redirected.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -26,6 +27,11 @@ MAX_ERROR_PAGE_BYTES = 64 * 2**10
 """Of any answer but HTTP 200 a sentence is shown; what is beyond this is not waited for."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
+TRUST_IT = (
+    "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>), or set an "
+    "http:// URL in judge.api_base"
+)
+"""What to do about a certificate that is self-signed, expired, or of another host."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "identity",
@@ -72,7 +78,7 @@ class JudgeHttp:
             limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=3.0),
             # A proxy from the environment cannot reach this machine's own loopback.
             proxy=None if is_local else _proxy_for(api_base),
-            trust_env=not is_local,
+            trust_env=not is_local or api_base.startswith("https:"),  # SSL_CERT_FILE alone is read
         )
 
     async def request(
@@ -107,6 +113,8 @@ class JudgeHttp:
             # errors, ssl.SSLError, UnicodeError for a host name.
             if response is None or response.status_code == 200:
                 detail = shown(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
+                if _is_distrusted(error):
+                    detail += f"; {TRUST_IT}"
                 raise RequestTrouble("transport", detail) from None
         return HttpAnswer(
             request=f"{method} {request.url}",
@@ -119,6 +127,15 @@ class JudgeHttp:
 
     async def aclose(self) -> None:
         await self._transport.aclose()
+
+
+def _is_distrusted(error: BaseException | None) -> bool:
+    """A certificate that nobody here vouches for, under whatever httpx and httpcore wrap it in."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:

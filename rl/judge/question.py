@@ -10,11 +10,15 @@ from pathlib import Path
 
 from PIL import Image
 
+from rl.config.paths import read_text
 from rl.files.images import downscale, png_bytes
+from rl.record.untrusted import shown
 
 INSTRUCTION = "{instruction}"
 """The one placeholder of a prompt file."""
 
+MAX_PROMPT_BYTES = 100_000
+MAX_PATH_CHARS = 300
 CACHED_PICTURES = 64
 
 
@@ -26,9 +30,10 @@ def read_prompt(path: str, own: Path, key: str) -> str:
     text = own_text = own.read_text(encoding="utf-8").strip()
     if path:
         try:
-            text = Path(path).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{key}: cannot read the prompt file {path} ({error})") from None
+            text = read_text(path, MAX_PROMPT_BYTES).strip()
+        except ValueError as error:
+            name = shown(path, MAX_PATH_CHARS)
+            raise ValueError(f"{key}: the prompt file {name} {error}") from None
     if not text:
         raise ValueError(f"{key}: the prompt file {path} is empty")
     if INSTRUCTION in own_text and INSTRUCTION not in text:

@@ -15,6 +15,7 @@ from rl.api.loss import Denominators
 from rl.api.policy import Policy
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
+from rl.files.weights import require_finite
 from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
 from rl.learner.micro_batches import (
     Inference,
@@ -173,7 +174,7 @@ class Learner:
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from what `state()` gave; every rank brings the whole of it.
 
-        Raises ValueError when names or shapes are not this policy's.
+        Raises ValueError when names or shapes are not this policy's, or a number is none.
         """
         shapes = self._shapes()
         wanted = {f"{part}/{name}" for part in STATE_PARTS for name in shapes}
@@ -189,6 +190,7 @@ class Learner:
                 f"{(strangers + misshapen)[0]}). Use the config it was written with (same base "
                 "model, LoRA rank and targets), or start under a new run_name."
             )
+        require_finite(tensors.items(), "this checkpoint")
         parts = ({name: tensors[f"{part}/{name}"] for name in shapes} for part in STATE_PARTS)
         self._num_steps = int(meta["version"])
         self._backend.load(AdamState(*parts), self._num_steps)

@@ -27,6 +27,7 @@ from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
 from rl.preflight.no_effect import no_effect
 from rl.preflight.resume import check_resume
+from rl.preflight.run_folder import folder_problems
 from rl.preflight.this_machine import machine_lines, machine_problems
 from rl.ranks import placement
 from rl.record.checkpoint import find, read_state
@@ -39,6 +40,8 @@ def problems(config: RunConfig) -> list[str]:
         resolved = build.resolve(config)
     except ConfigError as error:
         return list(error.problems)
+    if unusable := folder_problems(config.run_dir):
+        return unusable
     found = compatibility.compatibility_problems(resolved) + _resume(config)[1]
     return found or dry_problems(resolved)
 
@@ -104,6 +107,8 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         resolved = build.resolve(config)
     except ConfigError as error:
         return _verdict(list(error.problems), [])
+    if unusable := folder_problems(config.run_dir):
+        return _verdict(unusable, [])
     state, conflicts = _resume(config)
     num_ranks = min(config.world_size, compatibility.RANKS_OF_A_NODE)
     host_gb = host_memory.here_gb() if host_memory.has_gpus() else None

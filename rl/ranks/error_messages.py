@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 
+from rl.config.printing import shown
 from rl.config.schema import ConfigError, listed
 
+MAX_SHOWN = 500
+REMEDIES = {
+    errno.EACCES: "give this user the right to it, or name another (a run's folder: base_exp_dir)",
+    errno.EPERM: "give this user the right to it, or name another (a run's folder: base_exp_dir)",
+    errno.EROFS: "the disk is mounted to be read; name another folder (base_exp_dir)",
+    errno.ENOSPC: "make room on that disk; the same command then goes on",
+    errno.EDQUOT: "make room within this user's quota; the same command then goes on",
+    errno.EFBIG: "the file has reached the largest size allowed here; raise it (ulimit -f)",
+    errno.EIO: "the disk fails; name a folder on another one (base_exp_dir)",
+    errno.ESTALE: "the network disk has lost it; mount it again, and start the same command",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "allow this process more open files (ulimit -n)",
+    errno.ENFILE: "allow this machine more open files (fs.file-max)",
+    errno.EADDRINUSE: "another process listens there; end it, or name another port",
+    errno.EADDRNOTAVAIL: "no interface of this machine has that address; name one that does",
+}
+"""Of what the operating system refuses, by its number: what to do about it."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def sentence(error: BaseException) -> str | None:
     """What to tell the user; None for an error that nobody foresaw, whose traceback is needed.
 
-    Foreseen is what a `raise` statement of this package raised. Its asserts, and what a library or
-    a user's own plug raises, are not.
+    Foreseen is what a `raise` statement of this package raised, and what a disk, a folder or a port
+    may do at any time, whoever met it. Its asserts, and what else a library or a user's own plug
+    raises, are not.
     """
+    if isinstance(error, OSError) and error.errno in REMEDIES:
+        where = f"{error.filename}: " if error.filename else ""
+        said = shown(f"{where}{error.strerror}", MAX_SHOWN)
+        return f"this run cannot go on:\n  {said}; {REMEDIES[error.errno]}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not str(error):
         return None

@@ -114,7 +114,8 @@ def open_to_others() -> list[str]:
 def _split(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not host or not is_number or not 0 < int(port) < 1 << 16:
         raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port")
     return host, int(port)
 
@@ -139,13 +140,13 @@ def _host(host: str, port: int, say: Callable[[str], Any]) -> TCPStore:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen()
     except OSError as error:
         listener.close()
         raise RendezvousError(
             f"node 0 cannot listen on {address[0]}:{port} ({error.strerror}): --rdzv-endpoint "
             "names an address of node 0's own and a port that is free there"
         ) from None
-    listener.listen()
     if ipaddress.ip_address(address[0]).is_loopback:
         say(
             f"node 0 listens on {address[0]}, which only this machine reaches: for other machines, "

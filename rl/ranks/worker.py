@@ -16,6 +16,8 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,10 +34,13 @@ def main() -> None:
     log_dir, note_dir, target, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])
     log = Path(log_dir) / f"rank_{rank}.log"
-    _send_output_to(log, on_console=rank == 0)
+    try:
+        _send_output_to(log, on_console=rank == 0)
+    except OSError as error:
+        sys.exit(f"rank {rank} cannot write its log: {error_messages.sentence(error) or error}")
     terminal.guard()
     note = Path(note_dir) / f"rank_{rank}.json"
-    note.write_text(json.dumps({"process_group": os.getpgid(0)}))
+    _write_note(note, {})
     sys.argv = [target, *args]
     if rank == 0 and target == "rl.train":
         loading.start(first_s=1.0)  # the launcher took the seconds before
@@ -55,7 +60,7 @@ def main() -> None:
         text = error_messages.sentence(error)
         _note_end(note, text or trace)
         if text is not None:
-            with open(log, "a", encoding="utf-8", opener=private) as file:
+            with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:
                 print(terminal.plain(trace), file=file)
         print(text or trace, file=sys.stderr)
         ending.code = 1
@@ -81,8 +86,15 @@ class _Ending:
 
 def _note_end(note: Path, reason: str) -> None:
     """The time tells cause from consequence: peers fail milliseconds after the first."""
-    known = json.loads(note.read_text())
-    note.write_text(json.dumps({**known, "ended_ns": time.time_ns(), "reason": reason}))
+    _write_note(note, {"ended_ns": time.time_ns(), "reason": reason})
+
+
+def _write_note(note: Path, told: Mapping[str, Any]) -> None:
+    """Whole or not at all: on a full disk the launcher knows what it was told before."""
+    aside = note.with_suffix(".tmp")
+    with suppress(OSError):
+        aside.write_text(json.dumps({"process_group": os.getpgid(0), **told}))
+        aside.replace(note)
 
 
 def _own_traceback(error: Exception) -> str:
@@ -113,17 +125,33 @@ def _send_output_to(path: Path, on_console: bool) -> None:
     else:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = _Copied(sys.stdout), _Copied(sys.stderr)
 
 
 class _Copied:
-    """A text stream whose text also goes to a file (what C libraries write does not)."""
+    """A text stream whose text also goes to files (what C libraries write does not).
 
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
-        self._stream, self._file = stream, file
+    No line is worth a run: text that a full disk, a closed pipe or an encoding refuses is lost, and
+    nobody hears of it but the other places.
+    """
+
+    def __init__(self, stream: TextIO, *files: TextIO) -> None:
+        self._stream, self._files = stream, files
 
     def write(self, text: str) -> int:
-        self._file.write(text)
-        return self._stream.write(text)
+        for place in (*self._files, self._stream):
+            with suppress(OSError, ValueError):  # closed, or a character that it cannot spell
+                place.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        for place in (*self._files, self._stream):
+            with suppress(OSError, ValueError):
+                place.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config import formats
+from rl.config.paths import not_a_file
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import fsync, row_of, write_atomically
 from rl.ranks.dist import Dist
@@ -46,6 +47,8 @@ MODEL_FOLDER = "model"
 KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 LAST_WRITTEN = "last_checkpoint.txt"
+ALWAYS_THERE = ("state.safetensors", "state.json")
+"""Of a checkpoint's files those without which none is whole, whatever its manifest names."""
 _NUM_NEWEST_KEPT = 2
 _MAX_SHOWN_CHARS = 300
 """Of what a manifest says."""
@@ -263,7 +266,7 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     folder = run_dir / "checkpoints"
     candidates = _steps(folder)
     written = run_dir / LAST_WRITTEN
-    last = written.read_text(encoding="utf-8").strip() if written.is_file() else ""
+    last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
     way_out = (
         f"choose another run_name to start from the base weights, or move {run_dir} away to start "
         "so under this one"
@@ -336,6 +339,8 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
     except _UNREADABLE as error:
         return f"no readable manifest.json: {shown(str(error), _MAX_SHOWN_CHARS)}"
+    if unnamed := [name for name in ALWAYS_THERE if name not in files]:
+        return f"manifest.json does not name {', '.join(unnamed)}"
     differences = (_difference(path, name, *entry, hashes) for name, entry in files.items())
     return next(filter(None, differences), None)
 
@@ -344,7 +349,7 @@ def _difference(folder: Path, name: str, size: object, sha256: object, hashes: b
     """Of a file from what the manifest says of it."""
     file = folder / name
     try:
-        if not file.is_file():
+        if not_a_file(file):
             problem = "is missing"
         elif file.stat().st_size != size:
             problem = f"has {file.stat().st_size} bytes instead of {size}"

@@ -50,6 +50,8 @@ class RunRecord:
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"), self._secret_names)
         """The resolved config as it may be written anywhere."""
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False)
+        self._held: tuple[int, int] | None = None
+        """Device and inode of the lock's file."""
 
     def claim(self, wait_s: float = 30.0) -> None:
         """Hold the run folder for this run; collective, rank 0 holds it for all.
@@ -69,7 +71,7 @@ class RunRecord:
         try:
             self._lock.acquire(wait_s, poll_interval=0.2)
         except Timeout:
-            process = owner.read_text() or "unknown"
+            process = owner.read_bytes().decode(errors="replace") or "unknown"
             return (
                 f"{self.run_dir} is in use by process {process}: wait for it, stop it, or choose "
                 "another run_name"
@@ -79,11 +81,28 @@ class RunRecord:
         except OSError:  # a file system without locks: better no guard than no run
             return ""
         owner.write_text(str(os.getpid()))
+        found = os.stat(owner)
+        self._held = found.st_dev, found.st_ino
         return ""
 
     def release(self) -> None:
         """Let go of the run folder; the end of the process does it too."""
         self._lock.release()
+
+    def require_folder(self) -> None:
+        """Raise ValueError when the run folder was moved or deleted since it was claimed: what is
+        written would lie in a new one, and nobody would find it beside the rest (rank 0)."""
+        if not self._lock.is_locked or not self._held:
+            return
+        try:
+            there = os.stat(self.run_dir / ".lock")
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != self._held:
+            raise ValueError(
+                f"{self.run_dir} is gone: it was moved or deleted while the run was using it. Move "
+                "it back, and the same command goes on from its last checkpoint"
+            )
 
     def write_config(self) -> None:
         """`config.json` (rank 0)."""
@@ -99,6 +118,7 @@ class RunRecord:
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if self._dist.is_main:
+            self.require_folder()
             line = json_line({"iteration": iteration, **metrics})
             append_line(self.run_dir / "metrics.jsonl", line)
 
@@ -113,6 +133,7 @@ class RunRecord:
         Every rank calls it; does nothing on iterations that `log_episodes_every_n_iterations`
         leaves out.
         """
+        self.require_folder()
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return

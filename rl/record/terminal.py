@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from rl.config.printing import printable
 from rl.record.scrub import scrub
-from rl.record.untrusted import escaped
 
 
 def guard() -> None:
@@ -26,7 +26,7 @@ def guard() -> None:
 
 def plain(text: str) -> str:
     """`text` without keys and terminal commands; its line ends and tabs stay."""
-    return escaped(scrub(text), but="\n\t")
+    return printable(scrub(text), but="\n\t")
 
 
 def beneath(stream: TextIO) -> TextIO:

@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rl.api.types import PromptTemplate
+from rl.config.schema import MAX_COUNT
 from rl.renderers.qwen_image.config import QwenImageConfig
 from rl.renderers.qwen_image.editor import QwenImageEditor
 
@@ -21,7 +22,7 @@ class Config(QwenImageConfig):
 
     model_path: str = "Qwen/Qwen-Image-Edit-2511"
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
-    policy_image_area_px: Annotated[int, Field(ge=32 * 32)] = 384 * 384
+    policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 384 * 384
     """Area of the source as the policy reads it, px^2."""
 
 

@@ -28,13 +28,13 @@ class Config(RepeatsConfig):
     prompt: str = ""
     """File with the question, `{instruction}` where the user's words go; '' = ours. The source
     picture precedes the text, the edited one follows it."""
-    alignment_weight: Annotated[float, Field(ge=0)] = 0.6
+    alignment_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.6
     """Weight of following the instruction."""
-    quality_weight: Annotated[float, Field(ge=0)] = 0.4
+    quality_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.4
     """Weight of picture quality."""
-    n_evals: Annotated[int, Field(ge=1)] = 3
+    n_evals: Annotated[int, Field(ge=1, le=10_000)] = 3
     """As in every judged reward."""
-    temperature: Annotated[float, Field(ge=0)] | None = 0.7
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.7
     """As in every judged reward; null = judge.temperature."""
 
     @model_validator(mode="after")

@@ -201,4 +201,4 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 def test_a_section_speaks_for_itself() -> None:
     values = {"type": "viescore", "semantics_prompt": "/none.txt"}
     _, [problem] = validate(viescore.Config, values, at="rewards.vie")
-    assert problem.startswith("rewards.vie: semantics_prompt: cannot read the prompt file ")
+    assert problem.startswith("rewards.vie: semantics_prompt: the prompt file /none.txt does")

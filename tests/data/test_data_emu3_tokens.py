@@ -233,7 +233,7 @@ def test_a_file_found_bad_when_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadRowError, match=r"feature/1\.pth: is refused"):
         rows[1]
     (tmp_path / "set" / "feature" / "1.pth").unlink()
-    with pytest.raises(BadRowError, match=r"feature/1\.pth does not exist"):
+    with pytest.raises(BadRowError, match=r"feature/1\.pth: does not exist"):
         rows[1]
 
 

@@ -134,7 +134,10 @@ def test_what_a_cell_may_hold(photo):
         "gone.jpg": "does not exist; relative paths count from",
         "https://example.com/a.jpg": "is a URL .*; download the file",
         "": "not a picture; give a file path",
-        ".": "does not exist",
+        ".": "is a folder, not a file",
+        "a\0b": "is no name that a file can have",
+        "x" * 5000: "cannot be reached .File name too long.",
+        "/dev/zero": "is a device or a pipe, not a file",
         None: "holds None, not a picture",
         3: "holds 3, not a picture",
     }

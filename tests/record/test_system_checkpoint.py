@@ -99,6 +99,20 @@ def _garble_manifest(path: Path) -> None:
     (path / "manifest.json").write_text('{"state.json": {"size"')
 
 
+def _empty_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{}")
+
+
+def _deep_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+
+
+def _manifest_of_long_names(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["x" * 5000] = {"size": 1, "sha256": ""}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 def _lose_manifest(path: Path) -> None:
     (path / "manifest.json").unlink()
 
@@ -110,6 +124,9 @@ def _lose_manifest(path: Path) -> None:
         (_flip_a_bit, "state.safetensors does not match its sha256"),
         (_lose_a_file, "model/adapter_model.bin is missing"),
         (_garble_manifest, "no readable manifest.json"),
+        (_empty_manifest, "manifest.json does not name state.safetensors, state.json"),
+        (_deep_manifest, "no readable manifest.json"),
+        (_manifest_of_long_names, "is missing"),
         (_lose_manifest, "no readable manifest.json"),
     ],
 )

@@ -306,6 +306,25 @@ def hold(folder: Path, answers: Connection) -> None:
     record.release()
 
 
+def test_a_run_folder_that_vanishes_stops_the_run(tmp_path):
+    record = record_in(tmp_path / "run")
+    record.claim()
+    record.write_metrics(1, {"loss": 0.5})
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    told = f"{tmp_path / 'run'} is gone: it was moved or deleted while the run was using it"
+    for again in range(2):
+        with pytest.raises(ValueError, match=told):
+            record.write_metrics(2, {"loss": 0.4})
+        with pytest.raises(ValueError, match=told):
+            record.write_episodes(2, [[episode()]], [[1.0]])
+        assert [path.name for path in tmp_path.iterdir() if path.name == "run"] == ["run"] * again
+        (tmp_path / "run").mkdir(exist_ok=True)  # another in its place is not the run's
+    (tmp_path / "run").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    record.write_metrics(2, {"loss": 0.4})
+    assert [row["iteration"] for row in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
 def test_one_run_folder_belongs_to_one_run(tmp_path):
     receiver, sender = multiprocessing.Pipe(duplex=False)
     owner = spawn(hold, tmp_path, sender)

@@ -17,7 +17,7 @@ from rl.api.types import Sample
 class MadeConfig(PlugConfig):
     """A finite set; another seed gives another one."""
 
-    num_samples: Annotated[int, Field(ge=1)] = 4096
+    num_samples: Annotated[int, Field(ge=1, le=10_000_000)] = 4096
     """Samples in the set."""
     seed: int = 0
     """Which set, or its order."""

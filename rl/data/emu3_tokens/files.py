@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from rl.config.paths import not_a_file
+from rl.record.untrusted import without_lone_surrogates
+
 SUFFIX = ".safetensors"
 
 
@@ -39,16 +42,19 @@ class TokenisedEdit:
 
 
 def read(path: Path) -> TokenisedEdit:
-    """Raises UnreadableError, or FileNotFoundError."""
-    if not path.is_file():
-        raise FileNotFoundError(path)
+    """Raises UnreadableError, or whatever else a damaged or hostile file leads a library to."""
+    if why := not_a_file(path):
+        raise UnreadableError(why)
     fields = _read_own(path) if path.suffix == SUFFIX else _read_published(path)
     instruction = fields.get("instruction")
     if not isinstance(instruction, str) or not instruction.strip():
         raise UnreadableError(f"its instruction is {instruction!r:.60}, not text")
+    identity = str(fields.get("edit_id") or path.stem).removesuffix(".pth")
+    if (identity + instruction) != without_lone_surrogates(identity + instruction):
+        raise UnreadableError("its words hold half a character (a lone surrogate)")
     thoughts = fields.get("CoT") or {}
     return TokenisedEdit(
-        id=str(fields.get("edit_id") or path.stem).removesuffix(".pth"),
+        id=identity,
         instruction=instruction.strip(),
         source_codes=_codes(fields, "original_image"),
         target_codes=_codes(fields, "edited_image"),
@@ -76,7 +82,7 @@ def is_whole(path: Path) -> bool:
     """Whether `path` is one of our files, complete to its last byte (its header states them)."""
     try:
         _read_own(path)
-    except (UnreadableError, FileNotFoundError):
+    except (UnreadableError, OSError):
         return False
     return True
 
@@ -88,7 +94,7 @@ def _read_own(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="numpy") as stored:
             text = json.loads((stored.metadata() or {})["edit"])
             return {**text, **{name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnreadableError(f"is no safetensors file of ours ({error})") from error
 
 

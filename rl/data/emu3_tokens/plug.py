@@ -9,6 +9,7 @@ sets carry is not shown to the policy.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from pathlib import Path
 from rl.api.data import DataSource, RowRules
 from rl.api.plug import FileConfig
 from rl.api.types import Sample
+from rl.config.paths import not_a_file
 from rl.data.emu3_tokens import files
-from rl.data.shared.rows import BadRowError, shorten
+from rl.data.shared.rows import MAX_SHOWN, BadRowError, shorten
+from rl.record.untrusted import shown
 
 NUM_CHECKED = 64
 """Entries looked for by a config check, from the top of the list."""
@@ -53,10 +56,10 @@ class EditList:
         stated = [] if self.prefix is None else [Path(self.prefix), self.file.parent / self.prefix]
         places = list(dict.fromkeys([*stated, above, above / "feature"]))
         for place in places:
-            if any((place / entry).is_file() for entry in self.entries[:NUM_CHECKED]):
+            if any(not not_a_file(place / entry) for entry in self.entries[:NUM_CHECKED]):
                 return place
         raise BadRowError(
-            f"{self.file}: its files are nowhere, e.g. {self.entries[0]!r}; looked in "
+            f"{self.file}: its files are nowhere, e.g. {self.entries[0]!r:.60}; looked in "
             + ", ".join(map(str, places))
             + ". Put them into one of these folders, or mend the list's 'prefix'"
         )
@@ -67,11 +70,18 @@ class EditList:
         for number, entry in enumerate(entries):
             file = self.folder / entry
             if file.parent not in present:  # one listing per folder: a stat per file takes minutes
-                is_folder = file.parent.is_dir()
-                names = (f.name for f in file.parent.iterdir()) if is_folder else ()
-                present[file.parent] = frozenset(names)
+                present[file.parent] = _names_in(file.parent)
             if file.name not in present[file.parent]:
-                yield number, f"{self.file}, entry {number}: {file} does not exist"
+                named = shown(str(file), MAX_SHOWN)
+                yield number, f"{self.file}, entry {number}: {named} does not exist"
+
+
+def _names_in(folder: Path) -> frozenset[str]:
+    """Of its entries; none where there is no such folder, and no folder can be of that name."""
+    try:
+        return frozenset(entry.name for entry in os.scandir(folder))
+    except (OSError, ValueError):
+        return frozenset()
 
 
 class TokenisedEdits(DataSource[Config]):
@@ -103,10 +113,8 @@ class TokenisedEdits(DataSource[Config]):
         file = self._files[index]
         try:
             edit = files.read(file)
-        except FileNotFoundError as error:
-            raise BadRowError(f"{file} does not exist (any more)") from error
-        except files.UnreadableError as error:
-            raise BadRowError(f"{file}: {error}") from error
+        except Exception as error:  # a file may hold anything, and fails as it likes
+            raise BadRowError(f"{file}: {shown(str(error), MAX_SHOWN)}") from error
         return Sample(
             id=f"{self._label}/{edit.id}",
             instruction=edit.instruction,
@@ -150,19 +158,21 @@ def read_list(path: str | Path) -> EditList:
     through it is understood.
     """
     file = Path(path)
-    if not file.is_file() and file.parent.parent.name == "feature":
+    if not_a_file(file) and file.parent.parent.name == "feature":
         file = file.parent.parent.parent / file.parent.name / file.name
     if file.is_dir():
         raise BadRowError(f"{path} is a folder; name the tokenized_datalist.json in it")
-    if not file.is_file():
+    if why := not_a_file(file):
         raise BadRowError(
-            f"{path} does not exist (from {Path.cwd()}); fetch the published sets with "
-            "scripts/setup_datasets.sh, or tokenise your own with rl prepare"
+            f"{shown(str(path), MAX_SHOWN)} {why} (from {Path.cwd()}); fetch the published sets "
+            "with scripts/setup_datasets.sh, or tokenise your own with rl prepare"
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise BadRowError(f"{file}: is not JSON ({error})") from error
+    except OSError as error:
+        raise BadRowError(f"{file} cannot be read ({error.strerror})") from error
     entries = content.get("path_list") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise BadRowError(f'{file}: is not a list {{"prefix": ..., "path_list": ["1.pth", ...]}}')

@@ -9,21 +9,26 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl.api.data import RowRules
 from rl.api.plug import ConfigT
-from rl.data.shared.rows import BadRowError, RowsSource, shorten
+from rl.config.paths import not_a_file
+from rl.data.shared.rows import MAX_SHOWN, BadRowError, RowsSource, shorten
+from rl.record.untrusted import shown
 
 
 def read_rows(
-    lines: Iterable[tuple[int, bytes]], origin: str, parse: Callable[[str], Any] = json.loads
+    lines: Iterable[tuple[int, bytes]], origin: str, parse: Callable[[str], Any] | None = None
 ) -> tuple[list[dict[str, Any]], list[int], list[str]]:
     """(the lines that are objects, their numbers, a sentence per unreadable line).
 
-    `lines`: with their numbers; `origin`: where they are from, for the sentences.
+    `lines`: with their numbers; `origin`: where they are from, for the sentences; `parse`: what
+    makes a row of a line, None = JSON whose objects have each key once.
     """
+    parse = parse or partial(json.loads, object_pairs_hook=_each_once)
     objects: list[dict[str, Any]] = []
     numbers: list[int] = []
     unreadable: list[str] = []
@@ -44,14 +49,29 @@ def read_rows(
     return objects, numbers, unreadable
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Which of two was meant nobody knows."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in row if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r:.60} twice")
+    return row
+
+
 def read_lines(path: Path) -> list[tuple[int, bytes]]:
     """(number counted from 1, line) of every line that is not blank.
 
-    Raises BadRowError when there is no such file, or nothing in it.
+    Raises BadRowError when there is no such file, nothing in it, or it cannot be read.
     """
-    if not path.is_file():
-        raise BadRowError(f"{path} does not exist; give the file's path (from {Path.cwd()})")
-    numbered = numbered_lines(path.read_bytes())
+    if why := not_a_file(path):
+        raise BadRowError(
+            f"{shown(str(path), MAX_SHOWN)} {why}; give the file's path (from {Path.cwd()})"
+        )
+    try:
+        numbered = numbered_lines(path.read_bytes())
+    except OSError as error:
+        raise BadRowError(f"{path} cannot be read ({error.strerror})") from error
     if not numbered:
         raise BadRowError(f"{path} is empty; write one row per line")
     return numbered

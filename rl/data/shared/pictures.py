@@ -13,9 +13,15 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from rl.config.paths import not_a_file
+from rl.record.untrusted import shown
+
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
 """Qwen2-VL's processors refuse more than this."""
+MAX_PATH_SHOWN = 250
+RUN_PROGRAMS = frozenset({"EPS"})
+"""Formats whose pixels Pillow has another program compute, from a program in the file."""
 
 
 class UnusableError(ValueError):
@@ -37,8 +43,9 @@ def locate(value: Any, folder: Path) -> Path | bytes:
     if value.startswith(("http://", "https://", "data:")):
         raise UnusableError(f"is a URL ({value!r:.60}); download the file and give its path")
     path = folder / value
-    if not path.is_file():
-        raise UnusableError(f"{path} does not exist; relative paths count from {folder}")
+    if why := not_a_file(path):
+        named = shown(str(path), MAX_PATH_SHOWN)
+        raise UnusableError(f"{named} {why}; relative paths count from {folder}")
     return path
 
 
@@ -59,12 +66,13 @@ def decode(located: Path | bytes, max_side_px: int) -> Image.Image:
     with _open(located, max_side_px) as image:
         try:
             image.load()
-            upright = ImageOps.exif_transpose(image)
+            return _to_rgb(ImageOps.exif_transpose(image), _name(located))
+        except UnusableError:
+            raise
         except Exception as error:
             # Pillow's decoders raise whatever a damaged file leads them to (OSError, SyntaxError,
             # ValueError, struct.error, IndexError); to the user they are one thing.
             raise UnusableError(_broken(located, error)) from error
-        return _to_rgb(upright, _name(located))
 
 
 def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
@@ -80,6 +88,11 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
         ) from error
     except Exception as error:
         raise UnusableError(_broken(located, error)) from error
+    if image.format in RUN_PROGRAMS:
+        raise UnusableError(
+            f"{_name(located)} is {image.format}, which another program would have to draw; save "
+            "it as PNG"
+        )
     width, height = image.size
     size = f"{_name(located)} is {width}x{height} px"
     if max(width, height) > max_side_px:

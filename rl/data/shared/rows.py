@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from rl.record.untrusted import shown
 
 PictureCheck = Literal["exists", "header", "pixels"]
 MAX_PROBLEMS_SHOWN = 10
-MAX_SENTENCE_CHARS = 1000
+MAX_SHOWN = 500
+"""Characters of one problem: a path or a key may have any number of them."""
 _LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
     "exists": lambda _located, _max_side_px: None,
     "header": check_header,
@@ -30,6 +32,10 @@ _MISSING = object()
 
 class BadRowError(UnusableSampleError):
     """A row that cannot become a sample; the message names file, row and remedy."""
+
+
+class _MissingColumnError(KeyError):
+    """(column, the keys that are there)."""
 
 
 class Columns(Section):
@@ -76,6 +82,10 @@ class Columns(Section):
         keys = ["instruction", *source, "reference", *by_choice]
         return [name for name in [*(getattr(self, k) for k in keys), *self.hidden.values()] if name]
 
+    def texts(self) -> list[str]:
+        """The columns that hold words, '' among them for those that are not read."""
+        return [self.instruction, self.reference, self.id, self.category]
+
     def pictures(self) -> dict[str, str]:
         """'source' and 'target' -> column."""
         return {key: name for key in ("source", "target") if (name := getattr(self, key))}
@@ -87,7 +97,7 @@ class Columns(Section):
 
 
 def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
-    """The cell at `column`, which may be a dotted path; KeyError without a default."""
+    """The cell at `column`, which may be a dotted path; _MissingColumnError without a default."""
     if column in row:
         return row[column]
     cell: Any = row
@@ -97,7 +107,7 @@ def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
         elif isinstance(cell, list) and part.isdecimal() and int(part) < len(cell):
             cell = cell[int(part)]
         elif default is _MISSING:
-            raise KeyError(column)
+            raise _MissingColumnError(column, list(map(str, row)))
         else:
             return default
     return cell
@@ -128,12 +138,12 @@ class Rows:
 
     def __getitem__(self, index: int) -> Sample:
         """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
-        index = self._kept[index]
-        row, columns = self.rows[index], self.columns
+        index, columns = self._kept[index], self.columns
         try:
+            row = self.rows[index]
             _check_text(row, columns)
             pictures = self._each_picture(row, decode)
-        except (UnusableError, KeyError) as error:
+        except Exception as error:  # see `problems`
             raise BadRowError(self._sentence(index, error)) from error
         source = pictures.get("source")
         return Sample(
@@ -166,17 +176,21 @@ class Rows:
     def problems(self, picture_check: PictureCheck) -> Iterator[tuple[int, str]]:
         """(index, what is wrong with it) of every bad row."""
         owners: dict[str, int] = {}
-        for index, row in enumerate(self.rows):
+        for index in range(len(self.rows)):
             try:
+                row = self.rows[index]
                 _check_text(row, self.columns)
                 self._each_picture(row, _LOOKS[picture_check])
-            except (UnusableError, KeyError) as error:
+                identity = self._id(index, row)
+            # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
+            # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
+            except Exception as error:
                 yield index, self._sentence(index, error)
                 continue
-            identity = self._id(index, row)
             owner = owners.setdefault(identity, self.numbers[index])
             if owner != self.numbers[index]:
-                yield index, f"{self._place(index)}: id {identity!r} is already that of row {owner}"
+                said = f"id {identity!r} is already that of row {owner}"
+                yield index, f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
 
     def _each_picture(
         self, row: Mapping[str, Any], use: Callable[[Path | bytes, int], Any]
@@ -197,12 +211,14 @@ class Rows:
         return f"{self.origin}, row {self.numbers[index]}"
 
     def _sentence(self, index: int, error: Exception) -> str:
-        """One line, though a row's own words are in it."""
-        what = str(error)
-        if isinstance(error, KeyError):
-            keys = ", ".join(map(str, self.rows[index])) or "nothing"
-            what = f"has no {error.args[0]!r}; it has {keys}"
-        return f"{self._place(index)}: {shown(what, MAX_SENTENCE_CHARS)}"
+        match error:
+            case UnusableError():
+                said = str(error)
+            case _MissingColumnError():
+                said = f"has no {error.args[0]!r}; it has {', '.join(error.args[1]) or 'nothing'}"
+            case _:
+                said = f"cannot be read ({type(error).__name__}: {error})"
+        return f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
         given = pick(row, self.columns.id, None) if self.columns.id else None
@@ -230,6 +246,14 @@ def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
             raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
         if not text.strip():
             raise UnusableError(f"{column!r} is empty; write what is wanted")
+    for column in filter(None, (*columns.texts(), *columns.hidden.values())):
+        try:
+            # Also of what is nested in it.
+            json.dumps(pick(row, column, None), ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise UnusableError(
+                f"{column!r} holds half a character (a lone surrogate), which no text has; mend it"
+            ) from error
 
 
 def _label(value: Any) -> str:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rl.api.engine import Residency
 from rl.api.plug import PlugConfig
+from rl.config.schema import MAX_COUNT, MAX_TOKENS
 
 GRID = "image_grid"
 """Key of a request's (h, w) in `SamplingParams.extra_args`; absent: the request is not held."""
@@ -23,12 +24,12 @@ class Config(PlugConfig):
     workspace, and a cache for every completion that its rank samples in an iteration, each as long
     as it may be and with a prompt of its own; where the memory plan has no room for that many, for
     as many as there is, at least one. Read by nothing on a CPU."""
-    kv_cache_memory_mb: Annotated[int, Field(ge=1)] | None = None
+    kv_cache_memory_mb: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     """Key-value cache, MiB, instead of that share; null on a CPU means 256."""
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest prompt + completion, tokens; null = policy.max_prompt_tokens +
     sampling.max_completion_tokens."""
-    max_num_seqs: Annotated[int, Field(ge=1)] = 128
+    max_num_seqs: Annotated[int, Field(ge=1, le=100_000)] = 128
     """Completions decoded at the same time."""
     enforce_eager: bool = False
     """True skips compilation and CUDA graphs; a CPU is always eager."""

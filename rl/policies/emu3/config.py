@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from rl.api.policy import LoraSection
-from rl.config.schema import Section
+from rl.config.schema import MAX_TOKENS, Section
 from rl.policies.shared.policy import TrainedPolicyConfig
 
 Steps = Annotated[int, Field(ge=0)]
@@ -85,6 +85,6 @@ class Config(TokenSchedule, TrainedPolicyConfig):
     free sampling, one softmax over everything."""
     lora: LoraSection | None = None
     """null = full fine-tuning."""
-    max_prompt_tokens: Annotated[int, Field(ge=1)] = 1536
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
     """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
     run, naming its sample."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rl.config.schema import MAX_COUNT
 from rl.policies.shared.policy import TrainedPolicyConfig
 
 
@@ -25,11 +26,11 @@ class Config(TrainedPolicyConfig):
     conditioning: Literal["policy", "base"] = "policy"
     """Whose hidden states the renderer gets: the trained weights' (their forward also gives the old
     log-probs) or the untrained base's (the renderer never sees drifted states)."""
-    image_min_pixels: Annotated[int, Field(ge=1)] | None = None
+    image_min_pixels: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     """Smallest picture area the model sees, px; null = the processor's own."""
-    image_max_pixels: Annotated[int, Field(ge=28 * 28)] | None = None
+    image_max_pixels: Annotated[int, Field(ge=28 * 28, le=MAX_COUNT)] | None = None
     """Largest picture area the model sees, px; null = the processor's own."""
-    max_kept_pictures: Annotated[int, Field(ge=1)] = 64
+    max_kept_pictures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
     """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
     on the device, each about 10 MB at 1024 x 1024 px. Fewer than a rank has prompts in an
     iteration: they are encoded again."""

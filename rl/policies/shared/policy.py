@@ -16,12 +16,14 @@ from typing_extensions import TypeVar
 from rl.api.plug import ModelFiles, unread
 from rl.api.policy import Decoder, LoraSection, PolicyConfig
 from rl.api.types import Completion, Prompt, Row, TokenBatch
+from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
 from rl.files.model_files import model_problems
 from rl.files.weights import align_weights
 from rl.meter.flops import STAGES
 from rl.policies.shared.trained_weights import TrainedWeights
 from rl.record.adapter_base import ADAPTER_CONFIG, read_config
+from rl.record.untrusted import shown
 
 ADAPTER_FILES: Mapping[str, Any] = {
     "config": ADAPTER_CONFIG,
@@ -62,8 +64,8 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
         found = []
         adapter = config.adapter_path
-        if adapter and not Path(adapter, ADAPTER_CONFIG).is_file():
-            found.append(f"adapter_path: {adapter!r} holds no {ADAPTER_CONFIG}")
+        if adapter and not_a_file(Path(adapter, ADAPTER_CONFIG)):
+            found.append(f"adapter_path: {shown(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
         elif adapter:
             try:
                 found += _unfit(read_config(Path(adapter)), config.lora)

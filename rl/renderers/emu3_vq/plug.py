@@ -15,7 +15,7 @@ from pydantic import Field
 from rl.api.plug import Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
-from rl.config.schema import RunConfig
+from rl.config.schema import MAX_COUNT, RunConfig
 from rl.ranks.placement import resolve_device
 from rl.renderers.emu3_vq.checkpoint import (
     ORIGINAL,
@@ -41,7 +41,7 @@ class Config(FrozenModelConfig):
     transformers' form, of which the tokenizer alone is read."""
     dtype: Dtype = "float32"
     """Of the decoder; weights stored otherwise are converted when loaded."""
-    batch_size: Annotated[int, Field(ge=1)] = 16
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
     """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
     that does not fit in memory."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl.api.plug import FrozenModelConfig
+from rl.config.schema import MAX_COUNT, MAX_SIDE_PX
 from rl.renderers.shared.scheduling import SchedulerOverrides
 
 SIZE_MULTIPLE_PX = 32
@@ -26,28 +27,28 @@ class QwenImageConfig(FrozenModelConfig):
 
     model_path: str = "Qwen/Qwen-Image-Edit"
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
-    num_steps: Annotated[int, Field(ge=1)] = 50
+    num_steps: Annotated[int, Field(ge=1, le=10_000)] = 50
     """Denoising steps, transformer forwards per picture (twice that with guidance). Fewer than the
     checkpoint wants are an approximation: the tiny editor's pictures (0..1) move by 0.0009 in the
     mean and 0.11 at most from 20 steps to 8, by 0.0018 and 0.27 from 20 to 4."""
-    true_cfg_scale: Annotated[float, Field(ge=1)] = 4.0
+    true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 4.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     negative_prompt: str = " "
     """What guidance steers away from; read only when true_cfg_scale > 1."""
     cfg_in_one_forward: bool = True
     """True: one forward over positive and negative rows together; False: two forwards, half the
     activation memory, bit for bit the stock pipeline."""
-    height_px: Annotated[int, Field(ge=32)] | None = None
+    height_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture height, px, multiple of 16; None = from output_area_px."""
-    width_px: Annotated[int, Field(ge=32)] | None = None
+    width_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture width, px, multiple of 16; None = from output_area_px."""
-    output_area_px: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024
+    output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
     """Area of the rendered picture, px^2; the source's aspect is kept, sides in multiples of 32."""
-    condition_area_px: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024
+    condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
     """Area the source is resized to for the VAE branch, px^2; its tokens cost as much as the
     picture's own. Less than the checkpoint was trained on is an approximation, and may be a bad
     one: at a quarter of it the tiny editor's pictures (0..1) move by 0.11 in the mean."""
-    policy_image_area_px: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024
+    policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
     """Area of the source as the policy reads it, px^2."""
     attention_backend: str = "auto"
     """diffusers' name of an attention kernel ('native', '_native_cudnn', '_flash_3_hub', ...).
@@ -59,7 +60,7 @@ class QwenImageConfig(FrozenModelConfig):
     'compute': activations too, for a GPU with 8-bit arithmetic; needs dtype 'bfloat16'. An
     approximation: the tiny editor's pictures (0..1, 2 steps) move by 0.0016 in the mean and 0.28 at
     most, or by 0.0038 and 0.39; bfloat16 alone moves them by 0.0022 and 0.33."""
-    step_cache_interval: Annotated[int, Field(ge=1)] = 1
+    step_cache_interval: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
     """Of this many steps, after the first three, one is computed, the others are extrapolated; 1 =
     all computed. An approximation: the tiny editor's pictures (0..1) move by 0.0014 in the mean and
     0.13 at most at 20 steps and 2, 0.0044 and 0.29 at 20 and 3, 0.0026 and 0.26 at 8 and 2."""

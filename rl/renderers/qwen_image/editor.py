@@ -14,6 +14,7 @@ from typing_extensions import TypeVar
 from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving, unread
 from rl.api.renderer import Renderer
 from rl.api.types import PromptTemplate, RenderJob
+from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
@@ -129,11 +130,10 @@ class QwenImageEditor(Renderer[ConfigT]):
         if config.lora_weight_name and not config.lora_path:
             problems.append("lora_weight_name: names a file of lora_path, which is not set")
         lora = config.lora_path
-        if lora and not Path(lora).is_file():
-            folder = Path(lora)
-            problems += [] if folder.is_dir() else missing_model("lora_path", lora)
+        if lora and not_a_file(lora):
+            problems += missing_model("lora_path", lora)
             name = config.lora_weight_name
-            if folder.is_dir() and name and not (folder / name).is_file():
+            if is_folder(lora) and name and not_a_file(Path(lora, name)):
                 problems.append(f"lora_weight_name: {lora} holds no {name!r}")
         return problems
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rl.api.plug import FrozenModelConfig
+from rl.config.schema import MAX_SIDE_PX
 from rl.renderers.shared.scheduling import SchedulerOverrides
 
 PATCH_PX = 16
@@ -19,18 +20,18 @@ class Config(FrozenModelConfig):
     model_path: str = "stabilityai/stable-diffusion-3-medium-diffusers"
     """Hub id (Stability's are gated: accept the licence on the hub, export HF_TOKEN), or a local
     folder as the pipeline saves it (safetensors)."""
-    num_steps: Annotated[int, Field(ge=1)] = 28
+    num_steps: Annotated[int, Field(ge=1, le=10_000)] = 28
     """Denoising steps, transformer forwards per picture (twice that with guidance)."""
-    guidance_scale: Annotated[float, Field(ge=1)] = 7.0
+    guidance_scale: Annotated[float, Field(ge=1, le=1000)] = 7.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     negative_prompt: str = ""
     """What guidance steers away from; read only when guidance_scale > 1."""
     cfg_in_one_forward: bool = True
     """True: one forward over negative and positive rows together, as the stock pipeline; False: two
     forwards, half the activation memory."""
-    height_px: Annotated[int, Field(ge=PATCH_PX)] = 1024
+    height_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024
     """Picture height, px, multiple of 16."""
-    width_px: Annotated[int, Field(ge=PATCH_PX)] = 1024
+    width_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024
     """Picture width, px, multiple of 16."""
     use_t5: bool = True
     """False leaves the third text encoder out (4.8 B parameters, 9.5 GB in bfloat16): prompts are

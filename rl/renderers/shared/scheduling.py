@@ -25,7 +25,7 @@ class SchedulerOverrides(Section):
     max_shift: float | None = None
     """Log shift of a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); linear in
     the tokens between the two."""
-    shift: Annotated[float, Field(gt=0)] | None = None
+    shift: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Constant shift factor, with use_dynamic_shifting: false."""
     shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Last sigma before 0, to which the schedule is stretched; null = no stretching."""

@@ -39,7 +39,7 @@ class Config(PlugConfig):
     """false: without such a block, the content of the last \\boxed{} will do."""
     max_answer_chars: Annotated[int, Field(ge=1, le=10_000)] = 400
     """A longer answer is wrong, unread."""
-    max_cpu_s: Annotated[int, Field(ge=1)] = 3
+    max_cpu_s: Annotated[int, Field(ge=1, le=3600)] = 3
     """CPU time for comparing two formulas; an answer that takes more is wrong, and `undecided`."""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rl.api.plug import Dtype, FrozenModelConfig
+from rl.config.schema import MAX_COUNT
 
 
 class Config(FrozenModelConfig):
@@ -16,8 +17,8 @@ class Config(FrozenModelConfig):
     """Hub id of a CLIP of transformers, or a local folder."""
     dtype: Dtype = "float32"
     """Of weights and activations; cosines are taken in float32."""
-    batch_size: Annotated[int, Field(ge=1)] = 16
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
     """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is
     filled up to it on a GPU, and costs as much; a CPU forwards each by itself."""
-    scale: Annotated[float, Field(gt=0)] = 2.5
+    scale: Annotated[float, Field(gt=0, le=1e6)] = 2.5
     """Cosine times this is the value."""

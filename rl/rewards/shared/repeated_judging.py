@@ -30,9 +30,9 @@ class RepeatsConfig(PlugConfig):
 
     own_prompts: ClassVar[Mapping[str, str]] = {}
     """Key that names a file with a question, '' for ours -> ours, a file in `prompts/`."""
-    n_evals: Annotated[int, Field(ge=1)] = 1
+    n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Times each picture is graded; the readings that could be had are averaged."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Judge sampling temperature for this reward; null = judge.temperature."""
 
     @model_validator(mode="after")

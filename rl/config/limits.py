@@ -1,0 +1,95 @@
+"""Somebody's program, evaluated within limits of time, memory and size.
+
+What: `within_limits`, which evaluates in a forked child: Jsonnet is C++ that no signal interrupts.
+What not: what is evaluated (`jsonnet.py`). Windows has no fork, and no limits.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+MAX_S = 30.0
+"""A config takes a fifth of a second."""
+MAX_MEMORY_BYTES = 2 << 30
+"""Beside what the process has."""
+MAX_RESULT_BYTES = 16 << 20
+
+
+class RunawayError(Exception):
+    """It was stopped at one of the limits; the text does not name what was evaluated."""
+
+
+def within_limits(evaluate: Callable[[], str]) -> str:
+    """What `evaluate` returns, which is ASCII and which it does by itself: of the process it is
+    called in it sees a copy. Raises RunawayError where it was stopped."""
+    if not hasattr(os, "fork"):
+        return evaluate()
+    answers, answer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _evaluate_in_child(evaluate, answer)
+    os.close(answer)
+    try:
+        received, problem = _receive(answers)
+    finally:
+        os.close(answers)
+        os.kill(child, signal.SIGKILL)  # not yet waited for: the number is still its own
+        os.waitpid(child, 0)
+    if not problem and not received:
+        problem = (
+            f"was ended at {MAX_MEMORY_BYTES / 1e9:.0f} GB of memory: a string, list or recursion "
+            "without end?"
+        )
+    if problem:
+        raise RunawayError(f"evaluating it {problem}")
+    return received.decode("ascii")
+
+
+def _receive(answers: int) -> tuple[bytes, str]:
+    """(all that the child says, '') or (some of it, why it is not waited for any longer)."""
+    deadline = time.monotonic() + MAX_S
+    received = bytearray()
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([answers], [], [], left)[0]:
+            return b"", f"took longer than {MAX_S:g} s: a recursion or a list without end?"
+        part = os.read(answers, 1 << 20)
+        if not part:
+            return bytes(received), ""
+        received += part
+        if len(received) > MAX_RESULT_BYTES:
+            return b"", f"gives more than {MAX_RESULT_BYTES / 1e6:.0f} MB, which no config has"
+
+
+def _evaluate_in_child(evaluate: Callable[[], str], answer: int) -> NoReturn:
+    """Nothing comes where memory ends."""
+    try:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C++ tells of its end there
+        if sys.platform == "linux":
+            _limit_memory()
+        said = evaluate().encode("ascii")
+        while said:
+            said = said[os.write(answer, said) :]
+    finally:
+        os._exit(0)
+
+
+def _limit_memory() -> None:
+    import resource
+
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = now + MAX_MEMORY_BYTES
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

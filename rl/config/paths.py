@@ -1,0 +1,55 @@
+"""Whether a path that somebody wrote leads to a file.
+
+What: `not_a_file`, which opens nothing (a pipe would wait for ever) and raises nothing, whatever
+characters the path has and however many; `read_text` of a small one. What not: what it means.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+GONE = "does not exist"
+FOLDER = "is a folder, not a file"
+
+
+def not_a_file(path: str | Path) -> str:
+    """What to say of `path` after its name where it is no regular file; '' where it is one."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return GONE
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    except ValueError:  # a NUL, half a character
+        return "is no name that a file can have"
+    if stat.S_ISDIR(mode):
+        return FOLDER
+    return "" if stat.S_ISREG(mode) else "is a device or a pipe, not a file"
+
+
+def is_folder(path: str | Path) -> bool:
+    """As `Path.is_dir`, which raises OSError for a name that is too long."""
+    return not_a_file(path) == FOLDER
+
+
+def read_text(path: str | Path, max_bytes: int) -> str:
+    """The words of a file in UTF-8.
+
+    Raises ValueError, which says what is wrong with it behind its name, where there is none, it
+    cannot be read, or it is longer than any such file is.
+    """
+    if why := not_a_file(path):
+        raise ValueError(why)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+    if len(content) > max_bytes:
+        raise ValueError(f"is longer than {max_bytes} bytes")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error

@@ -1,0 +1,25 @@
+"""Text from outside the process as a terminal may be given it: `shown` on one line, `printable`."""
+
+from __future__ import annotations
+
+
+def shown(text: str, max_chars: int) -> str:
+    """`text` as one printable line of at most about `max_chars` characters.
+
+    Line ends become spaces; whatever a terminal acts upon (control characters, ANSI sequences,
+    changes of direction, invisible characters) becomes its escape.
+    """
+    line = " ".join(text[: 4 * max_chars].split())
+    escaped = printable(line[: max_chars + 1])
+    is_whole = len(text) <= 4 * max_chars and len(escaped) <= max_chars
+    return escaped if is_whole else f"{escaped[:max_chars]}..."
+
+
+def printable(text: str, but: str = "") -> str:
+    """`text` with the escape of whatever a terminal acts upon, except the characters `but`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in but else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )

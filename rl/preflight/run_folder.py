@@ -1,0 +1,67 @@
+"""Whether a run's folder can be one, and be written to.
+
+What: `folder_problems`, which makes nothing; `make_problems`, at a start. What not: how much room
+there is (`disk.py`), what lies in it (`resume.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.record.untrusted import shown
+
+LOGS = "logs"
+APPENDED = ("metrics.jsonl", "config.json", ".lock")
+"""Files of a run that a resumed one opens again."""
+MAX_SHOWN = 300
+
+
+def folder_problems(run_dir: Path) -> list[str]:
+    """What keeps `run_dir` from being a run's folder: what it or a folder above it is, and of one
+    that is there, which of its folders and files take no writing."""
+    for place in (run_dir, *run_dir.parents):
+        why = not_a_file(place)
+        if why == FOLDER:
+            break
+        if why != GONE:
+            named = shown(str(place), MAX_SHOWN)
+            return [f"base_exp_dir: {named} {why or 'is a file'}; name a folder"]
+    if not_a_file(run_dir) != FOLDER:
+        return []
+    inside = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
+    logs = (run_dir / LOGS).glob("*.log")
+    shut = [place for place in (run_dir, *sorted(inside), *logs) if not _is_open(place)]
+    why = "no permission, or a disk that is mounted to be read"
+    return [_refusal(shut[0], why)] if shut else []
+
+
+def make_problems(run_dir: Path) -> list[str]:
+    """The same, with the folder made and tried: every rank's first act is to open its log there."""
+    try:
+        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return [_refusal(Path(error.filename or run_dir), error.strerror or str(error))]
+    if problems := folder_problems(run_dir):
+        return problems
+    for folder in (run_dir, run_dir / LOGS):
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            return [_refusal(folder, error.strerror or str(error))]
+    return []
+
+
+def _is_open(place: Path) -> bool:
+    mode = os.W_OK | (os.X_OK if place.is_dir() else 0)
+    effective = os.access in os.supports_effective_ids
+    return os.access(place, mode, effective_ids=effective)
+
+
+def _refusal(place: Path, why: str) -> str:
+    return (
+        f"base_exp_dir: {shown(str(place), MAX_SHOWN)} cannot be written to ({why}); make it "
+        "writable, or choose another folder"
+    )

@@ -1,0 +1,125 @@
+"""No value of any key, however hostile, gets a traceback out of a check: it is refused by its key,
+or means something."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+
+from rl import build
+from rl.config.bounds import hostile
+from rl.config.messages import validate
+from rl.config.schema import ConfigError, RunConfig, listed, load_config
+from rl.preflight import report
+
+REFUSED: dict[str, Any] = {
+    "1e300": 1e300,
+    "-1e300": -1e300,
+    "1e24": 1e24,
+    "10**400": 10**400,
+    "infinity": float("inf"),
+    "not a number": float("nan"),
+    "NUL": "a\0b",
+    "half a character": "\ud800",
+    "text without end": "x" * 200_000,
+    "a key with a NUL": {"a\0b": 1},
+}
+ODD: list[Any] = [
+    9 * 10**15, 5e-324, -1, 0, 1.5, True, None, "", "x" * 300, "x" * 99_000, "/dev/zero", "/tmp",
+    "\x1b[2J\n", [], {}, ["y" * 300], [2, 3], ".", "../../..", "http://[::1", "pkg://",
+    "pkg://rl/../../b", "pkg://rl/" + "x" * 300,
+]  # fmt: skip
+NUM_TRIED = 60
+
+
+def full(folder: Path) -> dict[str, Any]:
+    """A config with every key of every section spelt out."""
+    config = load_config(tiny_config.write(folder, tiny_config.real(folder)))
+    resolved = build.resolve(config)
+    values: dict[str, Any] = json.loads(config.model_dump_json())
+    for room in ("policy", "engine", "renderer"):
+        values[room] = json.loads(getattr(resolved, room).config.model_dump_json())
+    values["rewards"] = {
+        name: json.loads(plug.config.model_dump_json()) for name, plug in resolved.rewards.items()
+    }
+    values["renderer"].pop("scheduler_overrides", None)
+    return values
+
+
+def keys(values: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in items:
+        yield (*at, key)
+        if isinstance(value, (dict, list)):
+            yield from keys(value, (*at, key))
+
+
+def with_value(values: dict[str, Any], key: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed: Any = deepcopy(values)
+    section = changed
+    for part in key[:-1]:
+        section = section[part]
+    section[key[-1]] = value
+    assert isinstance(changed, dict)
+    return changed
+
+
+def test_what_no_key_takes_is_refused_at_every_key(tmp_path: Path) -> None:
+    values = full(tmp_path)
+    tried = list(keys(values))
+    assert len(tried) > 120
+    for key in tried:
+        for value in REFUSED.values():
+            [problem] = hostile(with_value(values, key, value))
+            assert problem.startswith(".".join(map(str, key))) and len(problem) < 400, problem
+    assert list(hostile(values)) == []
+
+
+def test_any_key_may_hold_anything(tmp_path: Path) -> None:
+    values = full(tmp_path)
+    pairs = [(key, value) for key in keys(values) for value in ODD]
+    for key, value in random.Random(12).sample(pairs, NUM_TRIED):
+        changed = with_value(values, key, value)
+        config, problems = validate(RunConfig, changed)
+        if config is not None:
+            problems = report.problems(config)
+        assert not any(" raises " in problem for problem in problems), (key, value, problems)
+        shown = listed(problems)
+        assert all(char.isprintable() or char == "\n" for char in shown), (key, value)
+        if config is not None and not problems:
+            assert report.report(config, config.gpu_gb)[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.betas=[2, 3]", "optimizer.betas.0: 2 given, must be less than 1"),
+        ("optimizer.learning_rate=1e300", "optimizer.learning_rate: 1e+300 given, must be a fini"),
+        ("optimizer.learning_rate=1e6", "optimizer.learning_rate: 1000000 given, must be a number"),
+        ("policy.lora.r=1e24", "policy.lora.r: 1e+24 given, must be a finite number of at most"),
+        ("seed=1e22", "seed: 1e+22 given, must be a finite number"),
+        ("run_name='" + "x" * 300 + "'", "must match ^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
+        (r"base_exp_dir='a\u0000b'", "which holds a NUL, which no path, name or command takes"),
+        ("world_size=1e9", "world_size: 1000000000 given, must be a whole number >= 1 and <= 1000"),
+        ("sampling.temperature=1e-300", "sampling.temperature: 1e-300 given, must be a number >="),
+    ],
+)
+def test_the_refusal_names_key_and_range(tmp_path: Path, override: str, message: str) -> None:
+    path = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override], {})
+    assert message in "\n".join(caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize("folder", ["/dev/zero", "/dev/null/runs", "x" * 300, "p/" * 3000])
+def test_a_run_folder_that_can_be_none(tmp_path: Path, folder: str) -> None:
+    values = tiny_config.real(tmp_path, base_exp_dir=folder)
+    [problem] = report.problems(load_config(tiny_config.write(tmp_path, values)))
+    assert problem.startswith("base_exp_dir: ") and len(problem) < 500

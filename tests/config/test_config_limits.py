@@ -1,0 +1,73 @@
+"""A config is a program: one that runs away is ended, with a sentence that names it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import tiny_config
+
+from rl.config import limits
+from rl.config.schema import ConfigError, load_config
+
+TOO_LONG = "evaluating it took longer than 0.5 s: a recursion or a list without end?"
+TOO_LARGE = "evaluating it was ended at 0 GB of memory: a string, list or recursion without end?"
+
+
+def problem_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, {})
+    [problem] = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "local f(x) = f(x + 1) tailstrict; { a: f(1) }",
+        "{ a: std.length(std.range(0, 1e12)) }",
+        'local g(n) = if n == 0 then "x" else g(n - 1) + g(n - 1); { a: g(60) }',
+        'importstr "/dev/zero"',
+    ],
+)
+def test_a_program_without_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(limits, "MAX_S", 0.5)
+    path = tmp_path / "run.jsonnet"
+    path.write_text(program)
+    began = time.monotonic()
+    assert problem_of(path) == f"{path}: {TOO_LONG}"
+    assert time.monotonic() - began < 20
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_S", 0.5)
+    os.mkfifo(tmp_path / "pipe.libsonnet")
+    path = tmp_path / "run.jsonnet"
+    path.write_text("(import 'pipe.libsonnet') + {}")
+    assert problem_of(path) == f"{path}: {TOO_LONG}"
+
+
+def test_memory_and_size_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonnet"
+    monkeypatch.setattr(limits, "MAX_MEMORY_BYTES", 100 << 20)
+    path.write_text("local g(s, n) = if n == 0 then s else g(s + s, n - 1); { a: g('x', 34) }")
+    assert problem_of(path) == f"{path}: {TOO_LARGE}"
+    monkeypatch.setattr(limits, "MAX_MEMORY_BYTES", 2 << 30)
+    monkeypatch.setattr(limits, "MAX_RESULT_BYTES", 1000)
+    path.write_text("{ a: std.repeat('x', 2000) }")
+    assert problem_of(path) == f"{path}: evaluating it gives more than 0 MB, which no config has"
+
+
+def test_an_override_is_a_program_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_S", 0.5)
+    path = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    program = "local f(x) = f(x) tailstrict; f(1)"
+    assert problem_of(path, f"seed={program}") == f"{path} with its overrides: {TOO_LONG}"

@@ -1,0 +1,129 @@
+"""Whatever a row holds costs that row: named under 'error', left out and counted under 'skip'."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from rl.api.data import RowRules
+from rl.api.types import UnusableSampleError
+from rl.data import edit_jsonl, hf_dataset, prompts
+from rl.data.shared.rows import BadRowError
+
+DEEP = "[" * 100_000 + "]" * 100_000
+GOOD = {"image": "ok.png", "instruction": "make it dusk"}
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "half a character": (rb'{"image":"ok.png","instruction":"\ud800"}', "half a character"),
+    "half an id": (rb'{"image":"ok.png","instruction":"x","id":"\udfff"}', "half a character"),
+    "half a label": (rb'{"image":"ok.png","instruction":"x","category":"\ud800"}', "half a char"),
+    "half a key": (rb'{"\ud800":1}', r"has no 'instruction'; it has \ud800"),
+    "half a path": (rb'{"image":"\ud800","instruction":"x"}', "is no name that a file can have"),
+    "NUL in a path": (rb'{"image":"a\u0000b","instruction":"x"}', "no name that a file can have"),
+    "long path": (json.dumps(GOOD | {"image": "p" * 5000}).encode(), "(File name too long)"),
+    "long folders": (json.dumps(GOOD | {"image": "p/" * 2500}).encode(), "(File name too long)"),
+    "deep": (f'{{"image":{DEEP},"instruction":"x"}}'.encode(), "is not JSON"),
+    "long number": (b'{"image":"ok.png","instruction":"x","id":' + b"9" * 5000 + b"}", "5000 digi"),
+    "a folder": (b'{"image":".","instruction":"x"}', "is a folder, not a file"),
+    "a pipe": (b'{"image":"pipe.png","instruction":"x"}', "is a device or a pipe, not a file"),
+    "a device": (b'{"image":"/dev/zero","instruction":"x"}', "is a device or a pipe, not a file"),
+    "PostScript": (b'{"image":"a.eps","instruction":"x"}', "another program would have to draw"),
+    "no picture": (b'{"image":"text.png","instruction":"x"}', "not a picture Pillow can read"),
+    "empty file": (b'{"image":"empty.png","instruction":"x"}', "not a picture Pillow can read"),
+    "key twice": (b'{"image":"ok.png","image":"no.png","instruction":"x"}', "'image' twice"),
+    "bytes": (b'{"image":"ok.png","instruction":"\xff"}', "is not UTF-8"),
+    "NULs": (b"\0\0\0", "is not JSON"),
+    "UTF-16": ('{"image":"ok.png","instruction":"x"}'.encode("utf-16"), "is not UTF-8"),
+    "no object": (b"[]", "is not an object"),
+    "wrong types": (b'{"image":{"a":[1]},"instruction":["x"]}', "not text; put it in quotes"),
+    "a terminal's": (rb'{"\u001b[2J":1}', r"it has \x1b[2J"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    Image.new("RGB", (32, 32), "red").save(folder / "ok.png")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "text.png").write_bytes(b"<html>")
+    for name in ("empty.png", "empty.jsonl"):
+        (folder / name).write_bytes(b"")
+    os.mkfifo(folder / "pipe.jsonl")
+    (folder / "a.eps").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\n"
+    )
+    return folder
+
+
+def sources(path: Path) -> list[tuple[Any, Any]]:
+    """(class, config) of each source that reads lines."""
+    section = {"path": str(path)}
+    prompt = {"type": "prompts"}
+    if path.suffix == ".jsonl":
+        prompt |= {"prompt_key": "instruction", "picture_key": "image"}
+    return [
+        (edit_jsonl.EditJsonl, edit_jsonl.Config(type="edit_jsonl", **section)),
+        (hf_dataset.HfDataset, hf_dataset.Config(type="hf_dataset", **section)),
+        (prompts.Prompts, prompts.Config.model_validate(prompt | section)),
+    ]
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_line_costs_itself(folder: Path, kind: str) -> None:
+    row, complaint = HOSTILE[kind]
+    path = folder / "rows.jsonl"
+    good = json.dumps(GOOD).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n" + row.replace(b"\n", b" ") + b"\r\n" + good)
+    for source, config in sources(path):
+        with pytest.raises(BadRowError) as caught:
+            source(config, RowRules("error"))
+        said = str(caught.value)
+        assert f"{path}" in said and "row " in said
+        assert complaint in said or "is None, not text" in said  # in a table every column is there
+        assert len(said) < 1000 and all(c.isprintable() or c == "\n" for c in said)
+        kept = source(config, RowRules("skip"))
+        assert (len(kept), kept.num_skipped) == (2, 1)
+        assert [kept[index].instruction for index in range(2)] == [GOOD["instruction"]] * 2
+
+
+def test_words_may_hold_what_only_looks_like_an_end(folder: Path) -> None:
+    words = "a\u2028b\x85c\rd\0e"
+    path = folder / "words.jsonl"
+    path.write_text(json.dumps(GOOD | {"instruction": words}, ensure_ascii=False), "utf-8")
+    for source, config in sources(path):
+        assert source(config, RowRules("error"))[0].instruction == words
+
+
+def test_a_hostile_cell_of_a_table_costs_its_row(folder: Path) -> None:
+    ends = struct.pack("<4i", 0, 1, 2, 3)
+    cells = pyarrow.Array.from_buffers(
+        pyarrow.string(), 3, [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(b"a\xffb")]
+    )
+    path = folder / "cells.parquet"
+    parquet.write_table(pyarrow.table({"image": ["ok.png"] * 3, "instruction": cells}), path)
+    config = hf_dataset.Config(type="hf_dataset", path=str(path))
+    with pytest.raises(BadRowError, match=r"row 1: cannot be read \(UnicodeDecodeError"):
+        hf_dataset.HfDataset(config, RowRules("error"))
+    kept = hf_dataset.HfDataset(config, RowRules("skip"))
+    assert [kept[index].instruction for index in range(len(kept))] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["pipe.jsonl", "x" * 300 + ".jsonl", "p/" * 3000 + ".jsonl", "a\0b.jsonl", "empty.jsonl"],
+)
+def test_a_file_of_rows_may_be_anything(folder: Path, path: str) -> None:
+    for source, config in sources(folder / path):
+        for on_bad_row in ("error", "skip"):
+            problems = list(source.problems(config, RowRules(on_bad_row)))
+            if not problems:
+                with pytest.raises(UnusableSampleError):
+                    source(config, RowRules(on_bad_row))
+            assert source.count(config) is None

@@ -1,0 +1,51 @@
+"""Weights that are no numbers are named before anything is computed with them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl import build
+from rl.config.schema import load_config
+from rl.files.weights import NotFiniteError, align_weights, require_finite
+from rl.ranks.dist import Dist
+from rl.ranks.error_messages import sentence
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_number_that_is_none_is_found(value: float, dtype: torch.dtype) -> None:
+    module = torch.nn.Linear(8, 8).to(dtype)
+    align_weights(module, "cpu")
+    with torch.no_grad():
+        module.weight[3, 5] = value
+    told = "Linear holds NaN or infinity: 1 of the 64 numbers of weight; copy or download it again"
+    with pytest.raises(NotFiniteError, match=told):
+        align_weights(module, "cpu")
+
+
+def test_what_has_no_such_numbers_is_left_alone() -> None:
+    kinds = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
+    require_finite([(str(kind), torch.zeros(3).to(kind)) for kind in kinds], "a model")
+    require_finite([("empty", torch.zeros(0)), ("meta", torch.zeros(3, device="meta"))], "a model")
+
+
+def test_a_model_with_nan_is_named_by_its_key(tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(ROOT / "tiny_world" / "weights" / "policy", folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    weights[name][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    overrides = ["run_name=x", f"policy.model_path={folder}"]
+    config = load_config(ROOT / "configs" / "quickstart.jsonnet", overrides)
+    with pytest.raises(ValueError) as refused:
+        build.build_policy(build.resolve(config), Dist.from_env())
+    said = sentence(refused.value)
+    assert said is not None and "  policy: " in said and "holds NaN or infinity: 1 of " in said

@@ -1,0 +1,78 @@
+"""A judge whose certificate nobody vouches for is said to be that, at once, with the remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from tiny_faulty_judge import MODEL, quick_config
+
+from rl.judge.client import JudgeClient, JudgeUnreachableError
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
+
+
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps({"data": [{"id": MODEL}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    file = tmp_path / "own.pem"
+    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext"
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    to = ["-keyout", str(tmp_path / "key.pem"), "-out", str(file)]
+    subprocess.run(["openssl", *words.split(), names, *to], check=True, capture_output=True)
+    return file
+
+
+@pytest.fixture
+def judge(certificate: Path) -> Iterator[str]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.parent / "key.pem")
+    server = HTTPServer(("127.0.0.1", 0), Models)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"https://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+async def health(api_base: str) -> list[str]:
+    client = JudgeClient(quick_config(), [api_base])
+    try:
+        return await client.check_health(wait_s=60.0)
+    finally:
+        await client.aclose()
+
+
+def test_a_self_signed_certificate(
+    judge: str, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    began = time.monotonic()
+    with pytest.raises(JudgeUnreachableError) as refused:
+        asyncio.run(health(judge))
+    assert time.monotonic() - began < 30, "no waiting mends it"
+    said = str(refused.value)
+    assert said.startswith(f"{judge} is not the judge for certain (transport: ConnectError ")
+    assert "self-signed certificate" in said and "SSL_CERT_FILE=<a .pem of who signed it>" in said
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert asyncio.run(health(judge)) == [judge]

@@ -1,0 +1,62 @@
+"""A run folder that cannot be written to is a sentence before any process starts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rl.preflight.run_folder import folder_problems, make_problems
+
+NOBODY = 65534
+
+
+@contextmanager
+def anybody() -> Iterator[None]:
+    """Without the rights of root, to whom nothing is shut."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A run that was stopped, its owner anybody."""
+    with anybody(), tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        (run_dir / "logs").mkdir(parents=True)
+        (run_dir / "checkpoints").mkdir()
+        for name in ("metrics.jsonl", "logs/rank_0.log"):
+            (run_dir / name).write_text("")
+        yield run_dir
+        for place in (run_dir, *run_dir.rglob("*")):
+            place.chmod(0o700)
+
+
+def test_what_can_be_written_to_is_fine(run_dir: Path) -> None:
+    assert folder_problems(run_dir) == folder_problems(run_dir / "not" / "yet") == []
+    assert make_problems(run_dir) == make_problems(run_dir.parent / "new" / "one") == []
+
+
+@pytest.mark.parametrize("name", [".", "logs", "checkpoints", "metrics.jsonl", "logs/rank_0.log"])
+def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
+    (run_dir / name).chmod(0o500)
+    for problems in (folder_problems(run_dir), make_problems(run_dir)):
+        [problem] = problems
+        assert problem.startswith(f"base_exp_dir: {run_dir / name} cannot be written to (")
+        assert problem.endswith("make it writable, or choose another folder")
+
+
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    [problem] = folder_problems(tmp_path / "file" / "run")
+    assert problem == f"base_exp_dir: {tmp_path / 'file'} is a file; name a folder"
