@@ -27,6 +27,9 @@
   max_staleness: 0,
   // Pictures rendered per completion (different noise); their rewards are averaged.
   images_per_completion: 1,
+  // The run stops (checkpoint saved) when the renderer fails to draw more than this share of the last
+  // 200 pictures; whom the judge fails is `judge.max_failure_rate`'s.
+  max_render_failure_rate: 0.05,
   // Also render and grade the user's own words under the same noise, one picture per prompt, so
   // that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
   // there only, or not at all. Never trained on.

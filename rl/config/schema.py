@@ -308,6 +308,9 @@ class RunConfig(Section):
     moved); hides any judge latency below an iteration's time."""
     images_per_completion: Annotated[int, Field(ge=1)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
+    max_render_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """The run stops (checkpoint saved) when the renderer fails to draw more than this share of the
+    last 200 pictures; whom the judge fails is `judge.max_failure_rate`'s."""
     bare_arm: Literal["always", "evaluation", "never"] = "always"
     """Also render and grade the user's own words under the same noise, one picture per prompt, so
     that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,

@@ -37,6 +37,11 @@ METRICS: dict[str, Metric] = {
     "reward/part/<name>": Metric(
         "as the reward states", "mean of a reward's value or `<reward>/<part>` over graded episodes"
     ),
+    "reward/range/<name>": Metric(
+        "as the reward states",
+        "largest - smallest value of a reward, or part, that counts, the bare arm's among them; 0 "
+        "for several iterations is said aloud: it teaches nothing",
+    ),
     "bare_reward": Metric(
         "0..1",
         "mean reward of the bare arm: the user's own words handed on as they are, same noise",
@@ -54,6 +59,13 @@ METRICS: dict[str, Metric] = {
     "groups/dead": Metric("0..1", "share of groups whose rewards are all equal and below 0.5"),
     "groups/distinct_completions": Metric(
         "0..1", "mean over groups of distinct completions / completions"
+    ),
+    # Pictures
+    "pictures/not_drawn": Metric(
+        "0..1", "share that the renderer could not draw, whose limit is max_render_failure_rate"
+    ),
+    "pictures/failing_sizes": Metric(
+        "sizes", "sizes of picture of which every one fails, in the renderer or at the judge"
     ),
     # Judge
     "judge/verdict_mean_s": Metric("s", "mean time from picture to verdict, queueing included"),
