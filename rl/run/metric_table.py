@@ -80,6 +80,12 @@ METRICS: dict[str, Metric] = {
         "requests", "requests repeated after a failure, an unreadable reply or a refused parameter"
     ),
     "judge/breaker_openings": Metric("1", "times the circuit breaker opened"),
+    "judge/throttled_requests": Metric(
+        "requests", "answered with HTTP 429, too many requests; each question waits and asks again"
+    ),
+    "judge/other_model_replies": Metric(
+        "replies", "that name another model than judge.model: an alias's full name, or another's"
+    ),
     # Tokens
     "tokens/completion_mean": Metric("tokens", "mean completion length, stop token included"),
     "tokens/completion_max": Metric("tokens", "longest completion"),
