@@ -65,7 +65,9 @@ METRICS: dict[str, Metric] = {
         "0..1", "share that the renderer could not draw, whose limit is max_render_failure_rate"
     ),
     "pictures/failing_sizes": Metric(
-        "sizes", "sizes of picture of which every one fails, in the renderer or at the judge"
+        "sizes",
+        "sizes of picture of which every one fails, in the renderer or at the judge, while others "
+        "get through, since the process began",
     ),
     # Judge
     "judge/verdict_mean_s": Metric("s", "mean time from picture to verdict, queueing included"),
