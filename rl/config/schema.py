@@ -199,8 +199,8 @@ class JudgeConfig(Section):
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that take it (vLLM and OpenAI do)."""
     max_outage_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long an open breaker, or a judge that has too many requests (HTTP 429), may hold questions
-    back before they are given up as UNGRADED, s."""
+    """How long an open breaker, or a judge that has too many requests (HTTP 429), may hold
+    questions back before they are given up as UNGRADED, s."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     UNGRADED."""
