@@ -28,6 +28,9 @@
   max_staleness: 0,
   // Pictures rendered per completion (different noise); their rewards are averaged.
   images_per_completion: 1,
+  // The run stops (checkpoint saved) when the renderer fails to draw more than this share of the last
+  // 200 pictures; whom the judge fails is `judge.max_failure_rate`'s.
+  max_render_failure_rate: 0.05,
   // Also render and grade the user's own words under the same noise, one picture per prompt, so
   // that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
   // there only, or not at all. Never trained on.
@@ -182,7 +185,7 @@
     max_concurrency: 32,
     // Per request, s.
     timeout_s: 120.0,
-    // Tries per question, transport errors and unreadable replies together.
+    // Tries per question, transport errors and unreadable replies together; HTTP 429 is none.
     max_attempts: 6,
     // First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured.
     backoff_s: 1.0,
@@ -199,7 +202,8 @@
     // When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     // reply; for endpoints that take it (vLLM and OpenAI do).
     guided_json: 'never',
-    // How long an open breaker may hold questions back before they are given up as UNGRADED, s.
+    // How long an open breaker, or a judge that has too many requests (HTTP 429), may hold questions
+    // back before they are given up as UNGRADED, s.
     max_outage_s: 600.0,
     // The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     // UNGRADED.

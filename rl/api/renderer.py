@@ -74,6 +74,11 @@ class Renderer(ModelRunner[ConfigT]):
         """Of a drawn picture, at the most, for `--check`'s plan of the disk; None: unknown."""
         return None
 
+    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
+        """(width, height), px, which those samples share that are drawn alike: failures are counted
+        by it. None: by the source's own size."""
+        return None
+
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples, with the pictures that exist only as codes drawn for rewards and records."""
         return list(samples)

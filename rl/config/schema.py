@@ -210,7 +210,7 @@ class JudgeConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 120.0
     """Per request, s."""
     max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
-    """Tries per question, transport errors and unreadable replies together."""
+    """Tries per question, transport errors and unreadable replies together; HTTP 429 is none."""
     backoff_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1.0
     """First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured."""
     breaker_failures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
@@ -227,7 +227,8 @@ class JudgeConfig(Section):
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that take it (vLLM and OpenAI do)."""
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
-    """How long an open breaker may hold questions back before they are given up as UNGRADED, s."""
+    """How long an open breaker, or a judge that has too many requests (HTTP 429), may hold
+    questions back before they are given up as UNGRADED, s."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     UNGRADED."""
@@ -337,6 +338,9 @@ class RunConfig(Section):
     moved); hides any judge latency below an iteration's time."""
     images_per_completion: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
+    max_render_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """The run stops (checkpoint saved) when the renderer fails to draw more than this share of the
+    last 200 pictures; whom the judge fails is `judge.max_failure_rate`'s."""
     bare_arm: Literal["always", "evaluation", "never"] = "always"
     """Also render and grade the user's own words under the same noise, one picture per prompt, so
     that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,

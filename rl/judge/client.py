@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
+from rl.judge import model_name
 from rl.judge.bases import Base, Bases
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
 from rl.judge.endpoint import remedy_for
@@ -32,8 +34,14 @@ from rl.judge.http import (
 )
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import PartEncoder
-from rl.judge.reply import UnreadableReplyError, chat_content, served_models
+from rl.judge.reply import (
+    UnreadableReplyError,
+    answering_model,
+    chat_content,
+    served_models,
+)
 from rl.judge.retry import OutageError, backoff_s, retry_after_s
+from rl.judge.throttle import TOO_MANY_REQUESTS, Throttle, Turn
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
 
@@ -43,7 +51,6 @@ HEALTH_TIMEOUT_S = 10.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
-SHOWN_NAME_CHARS = 100
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 
@@ -70,6 +77,7 @@ class _Asking:
     content: Sequence[bytes]
     repeat: int
     shape: tuple[bool, ...]
+    turn: Turn
     replies: list[str] = field(default_factory=list)
     """Unreadable ones, and the last."""
     num_sent: int = 0
@@ -95,6 +103,10 @@ class JudgeStats:
     max_in_flight: int = 0
     """Most requests open at one time."""
     breaker_openings: int = 0
+    throttled: int = 0
+    """Requests that were one too many (HTTP 429)."""
+    other_model: int = 0
+    """Replies that name another model than `judge.model`."""
 
 
 class JudgeClient:
@@ -125,6 +137,7 @@ class JudgeClient:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._parts = PartEncoder(config.image_side_px)
         self._bases = Bases(config, [api_base] if isinstance(api_base, str) else api_base)
+        self._throttle = Throttle(config)
 
     def __repr__(self) -> str:
         urls = ", ".join(repr(base.url) for base in self._bases)
@@ -200,17 +213,16 @@ class JudgeClient:
             await asyncio.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
         if response.status != 200:
             self._refuse(response)
-        served = None if response.unusable else served_models(response.body)
+        served = None if response.unusable else self._served_models(response.body)
         if served is None:
             raise JudgeRefused(
                 f"{base.url}/models answers, but not as an OpenAI-compatible endpoint: "
                 f"{self._shown(response)}\nCheck judge.api_base."
             )
         if self.config.model not in served:
-            names = ", ".join(shown(name, SHOWN_NAME_CHARS) for name in served[:10])
             raise JudgeRefused(
                 f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
-                f"{names or 'nothing'}. Set judge.model to one of these."
+                f"{model_name.names(served)}. Set judge.model to one of these."
             )
         return base, ""
 
@@ -232,11 +244,12 @@ class JudgeClient:
             )
         self._loop = loop
         started = time.monotonic()
-        async with self._slots:
-            content = [await self._parts.encode(part) for part in question.parts]
-            shape = tuple(isinstance(part, str) for part in question.parts)
-            asking = _Asking(question, content, repeat, shape)
-            value, failure = await self._ask(asking, parse)
+        with self._throttle.turn() as turn:
+            async with self._slots:
+                content = [await self._parts.encode(part) for part in question.parts]
+                shape = tuple(isinstance(part, str) for part in question.parts)
+                asking = _Asking(question, content, repeat, shape, turn)
+                value, failure = await self._ask(asking, parse)
         seconds = time.monotonic() - started
         return Answer(value, tuple(asking.replies), failure, asking.num_sent, seconds)
 
@@ -253,12 +266,21 @@ class JudgeClient:
                 failure, cause = str(trouble), trouble.cause
                 if cause == "refused":
                     return None, failure
+                pause_s = trouble.retry_after_s or 0.0
+                num_failures = 1 + max(num_tries, asking.turn.num_refused)
+                pause_s += backoff_s(self.config.backoff_s, num_failures, self._jitter)
+                if cause == TOO_MANY_REQUESTS:
+                    self._stats.throttled += 1
+                    is_asked_elsewhere = self._bases.has_other(asking.tried)
+                    pause_s = 0.0 if is_asked_elsewhere else pause_s
+                    waits_s = self._throttle.refused(asking.turn, pause_s, failure)
+                    if waits_s is None:
+                        return None, f"{failure} (for {self.config.max_outage_s:g} s)"
+                    pause_s = waits_s
                 # Where it is down no try is used up: the breaker sets the pace, `max_outage_s` the
                 # end.
-                if not self._is_down(asking.base, cause, num_tries + 1):
+                elif not self._is_down(asking.base, cause, num_tries + 1):
                     num_tries += 1
-                pause_s = trouble.retry_after_s or 0.0
-                pause_s += backoff_s(self.config.backoff_s, max(1, num_tries), self._jitter)
             else:
                 num_tries += 1
                 asking.replies.append(reply)
@@ -339,7 +361,9 @@ class JudgeClient:
                 base.breaker.failed(is_probe)
                 raise
             self._bases.succeeded(base)
-            return self._read(base, response, asking.shape)
+            reply = self._read(base, response, asking.shape)
+            await self._check_name(base, response.body)
+            return reply
         except RequestTrouble as trouble:
             asking.tried.add(base)
             if trouble.retry_after_s:
@@ -441,7 +465,25 @@ class JudgeClient:
             detail = f"HTTP 200 without a reply ({error}): {self._shown(response)}"
             raise RequestTrouble("unreadable", detail) from None
         base.answered.add(shape)
+        self._throttle.answered()
         return reply
+
+    async def _check_name(self, base: Base, body: bytes) -> None:
+        """Raises `JudgeRefused` when another model answers in place of the one that was asked."""
+        name, asked = answering_model(body), self.config.model
+        self._stats.other_model += name not in (None, asked)
+        name = name and scrub(name)
+        if not model_name.is_news(base.dialect, name, asked):
+            return
+        told = model_name.told(base.url, base.dialect, asked)
+        served = None
+        with suppress(RequestTrouble):
+            response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
+            is_list = response.status == 200 and not response.unusable
+            served = self._served_models(response.body) if is_list else None
+        if served is not None and asked not in served:
+            raise JudgeRefused(model_name.refusal(told, served))
+        model_name.warn_of(told)
 
     def _passing(self, response: HttpAnswer) -> RequestTrouble:
         pause_s = retry_after_s(response.retry_after)
@@ -461,3 +503,8 @@ class JudgeClient:
             return f"(a body {response.unusable})"
         body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
         return shown(body, SHOWN_BODY_CHARS) or "(empty body)"
+
+    @staticmethod
+    def _served_models(body: bytes) -> list[str] | None:
+        served = served_models(body)
+        return None if served is None else [scrub(name) for name in served]

@@ -1,7 +1,7 @@
 """Which optional parameters an endpoint takes, learnt from what it refuses.
 
 What: `Request`, one question as it may be sent; `refused_parameters`, what an error page says is
-not taken; `Dialect`, what is remembered of it. What not: asking (`client.py`).
+not taken; `Dialect`, what is remembered of it and of who answered. What not: asking (`client.py`).
 
 Servers say it in many ways, and not all name a code: "Unsupported parameter: 'max_tokens' ..."
 (OpenAI), "Unrecognized request argument supplied: seed" (Azure), "does not support parameters:
@@ -83,13 +83,16 @@ class Request:
 
 @dataclass
 class Dialect:
-    """What one endpoint does not take. A name that it once took is refused for a value only."""
+    """What is known of one endpoint, above all what it does not take. A name that it once took is
+    refused for a value only."""
 
     names: set[str] = field(default_factory=set)
     values: set[tuple[str, str]] = field(default_factory=set)
     """(name, value as JSON)."""
     taken: set[str] = field(default_factory=set)
     """Parameters of requests that it answered."""
+    model_names: list[str] = field(default_factory=list)
+    """Of the models that it has answered as, in that order."""
 
     def without(self, request: Request) -> frozenset[str]:
         """What to leave out of `request`."""

@@ -208,6 +208,11 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
             "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
             f"({held})."
         )
+    if status == 429:
+        return (
+            f"Remedy: fewer at once (judge.max_concurrency={config.max_concurrency}, on each "
+            "rank), or a higher quota; one that is spent comes back with time or money."
+        )
     if _TOO_MANY_PICTURES.search(said):
         return (
             "Remedy: a question shows up to two pictures, and this endpoint takes fewer: serve it "

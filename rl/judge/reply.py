@@ -31,6 +31,15 @@ def chat_content(body: bytes) -> str:
     return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1])
 
 
+def answering_model(body: bytes) -> str | None:
+    """The model that a chat completion says it is of; None where it says nothing of use."""
+    try:
+        name = _parsed(body)["model"]
+    except (UnreadableReplyError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) and name else None
+
+
 def served_models(body: bytes) -> list[str] | None:
     try:
         names = [model["id"] for model in _parsed(body)["data"]]

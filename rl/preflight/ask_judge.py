@@ -23,6 +23,7 @@ from rl.build import Plug, Resolved
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
+from rl.judge.throttle import TOO_MANY_REQUESTS
 from rl.preflight.dry_run import READABLE, graded, made_up
 from rl.record.console import duration
 from rl.record.untrusted import shown
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHOWN_REPLY_CHARS = 300
+START_PATIENCE_S = 60.0
+"""With a judge that has too many requests, or is down between two questions."""
 
 
 @dataclass
@@ -70,7 +73,10 @@ async def ask_judge(
 async def _ask_base(
     resolved: Resolved, base: str, wait_s: float, sample: Sample | None
 ) -> Heard | JudgeUnreachableError:
-    client = JudgeClient(resolved.config.judge, base)
+    # What it waits out in a run, e.g. that a quota is spent, is told before one.
+    config = resolved.config.judge
+    patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
+    client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
     heard = Heard(dialects=client.dialects())
     try:
         await client.check_health(wait_s)
@@ -143,7 +149,8 @@ def _said(failed: Answer[Any], client: JudgeClient) -> str:
 def _remedy(failure: str, client: JudgeClient) -> str:
     config = client.config
     if failure.startswith("http_"):
-        return f"\n{remedy_for(500, failure, None, config)}"
+        status = 429 if failure.startswith(TOO_MANY_REQUESTS) else 500
+        return f"\n{remedy_for(status, failure, None, config)}"
     return (
         "\nRemedy: look into the endpoint's own log; raise judge.timeout_s="
         f"{config.timeout_s:g} if it is slow."

@@ -84,6 +84,7 @@ class Console:
         parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
         parts += [f"{LOST[name]} {metrics[name]:.1%}" for name in LOST if metrics.get(name)]
         parts += ["DRIFT"] * bool(metrics.get("drift/alarm"))
+        parts += ["NO STEP"] * (metrics.get("optimizer/steps") == 0)
         if "time/iteration_s" in metrics:
             self._iteration_s.append(metrics["time/iteration_s"])
             mean_s = sum(self._iteration_s) / len(self._iteration_s)

@@ -11,7 +11,16 @@ from typing import Any
 from PIL.Image import Image
 
 from rl.algorithm.compose import compose
-from rl.api.types import Action, Completion, Episode, Prompt, RenderFailure, RewardOutput, Status
+from rl.api.types import (
+    Action,
+    Completion,
+    Episode,
+    Prompt,
+    RenderFailure,
+    RewardOutput,
+    Sample,
+    Status,
+)
 from rl.config.schema import RunConfig
 
 PictureKey = tuple[int, tuple[int, ...], int]
@@ -25,6 +34,32 @@ class Verdict:
     image: Image | None
     failure: RenderFailure | None = None
     grades: Mapping[str, RewardOutput] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PictureOutcome:
+    """What became of one picture that the renderer was asked for, by no fault of the policy's."""
+
+    sample_id: str
+    size_px: tuple[int, int] | None
+    """(width, height) of `Renderer.size_bucket`, else of its source; None where it has none."""
+    failure: str | None = None
+    """Why it has no value; None: it has one."""
+    by_renderer: bool = False
+    """Whether it was not even drawn."""
+
+
+def picture_outcome(
+    sample: Sample, size_px: tuple[int, int] | None, verdict: Verdict
+) -> PictureOutcome | None:
+    """None: the policy is to blame."""
+    if verdict.failure is not None:
+        if verdict.failure.blame == "policy":
+            return None
+        return PictureOutcome(sample.id, size_px, f"renderer: {verdict.failure.reason}", True)
+    failures = [f"{name}: {grade.failure}" for name, grade in verdict.grades.items()]
+    has_value = any(grade.value is not None for grade in verdict.grades.values())
+    return PictureOutcome(sample.id, size_px, None if has_value else "; ".join(failures))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,15 @@ from rl.ranks.seeding import derive_seed
 from rl.record.console import PhaseTimer
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
-from rl.rollout.episodes import Arm, PictureKey, Verdict, episode_of, why_not_rendered
+from rl.rollout.episodes import (
+    Arm,
+    PictureKey,
+    PictureOutcome,
+    Verdict,
+    episode_of,
+    picture_outcome,
+    why_not_rendered,
+)
 
 T = TypeVar("T")
 
@@ -99,6 +107,8 @@ class Rollout:
     """What the renderer reported of these pictures, means over them."""
     reward_errors: Mapping[str, RewardErrors] = field(default_factory=dict)
     """By the name of the reward, those that were asked."""
+    pictures: Sequence[PictureOutcome] = ()
+    """Distinct ones, in the renderer's order, but those that failed through the policy."""
 
 
 def never() -> bool:
@@ -347,7 +357,23 @@ class PendingRollout:
             ],
             self.renderer_metrics,
             {name: self._errors_of(name) for name in self._context.rewards if self._outputs},
+            self._picture_outcomes(),
         )
+
+    def _picture_outcomes(self) -> list[PictureOutcome]:
+        if not self._context.makes_images:
+            return []
+        found = (self._picture_outcome(key) for key in self._handed_out)
+        return [outcome for outcome in found if outcome is not None]
+
+    def _picture_outcome(self, key: PictureKey) -> PictureOutcome | None:
+        sample, drawn = self._arm_of[key].prompt.sample, self._outcomes[key]
+        size_px = self._context.renderer.size_bucket(sample)
+        if size_px is None and sample.source is not None:
+            size_px = sample.source.size
+        if isinstance(drawn, RenderFailure):
+            return picture_outcome(sample, size_px, Verdict(None, drawn))
+        return picture_outcome(sample, size_px, Verdict(drawn, None, self._outputs[key]))
 
     def _errors_of(self, name: str) -> RewardErrors:
         tracebacks = [grades[name].traceback for grades in self._outputs.values()]

@@ -38,6 +38,11 @@ METRICS: dict[str, Metric] = {
     "reward/part/<name>": Metric(
         "as the reward states", "mean of a reward's value or `<reward>/<part>` over graded episodes"
     ),
+    "reward/range/<name>": Metric(
+        "as the reward states",
+        "largest - smallest value of a reward, or part, that counts, the bare arm's among them; 0 "
+        "for several iterations is said aloud: it teaches nothing",
+    ),
     "bare_reward": Metric(
         "0..1",
         "mean reward of the bare arm: the user's own words handed on as they are, same noise",
@@ -56,6 +61,15 @@ METRICS: dict[str, Metric] = {
     "groups/distinct_completions": Metric(
         "0..1", "mean over groups of distinct completions / completions"
     ),
+    # Pictures
+    "pictures/not_drawn": Metric(
+        "0..1", "share that the renderer could not draw, whose limit is max_render_failure_rate"
+    ),
+    "pictures/failing_sizes": Metric(
+        "sizes",
+        "sizes of picture of which every one fails, in the renderer or at the judge, while others "
+        "get through, since the process began",
+    ),
     # Judge
     "judge/verdict_mean_s": Metric("s", "mean time from picture to verdict, queueing included"),
     "judge/latency_p50_s": Metric("s", "median time of one request, of the slowest rank"),
@@ -69,6 +83,12 @@ METRICS: dict[str, Metric] = {
         "requests", "requests repeated after a failure, an unreadable reply or a refused parameter"
     ),
     "judge/breaker_openings": Metric("1", "times the circuit breaker opened"),
+    "judge/throttled_requests": Metric(
+        "requests", "answered with HTTP 429, too many requests; each question waits and asks again"
+    ),
+    "judge/other_model_replies": Metric(
+        "replies", "that name another model than judge.model: an alias's full name, or another's"
+    ),
     # Tokens
     "tokens/completion_mean": Metric("tokens", "mean completion length, stop token included"),
     "tokens/completion_max": Metric("tokens", "longest completion"),

@@ -46,7 +46,9 @@ from rl.run.episode_metrics import (
     rollout_metrics,
 )
 from rl.run.evaluation import evaluate
+from rl.run.lost_pictures import LostPictures
 from rl.run.metric_table import check_known
+from rl.run.no_learning import NoLearning
 from rl.run.plug_metrics import PlugMetrics
 from rl.run.watch import DeadGroups, HeldOutContents
 
@@ -107,6 +109,16 @@ class Run:
         """What no training prompt should show."""
         return HeldOutContents(self.held_out)
 
+    @cached_property
+    def lost_pictures(self) -> LostPictures:
+        """What was not drawn or not graded."""
+        return LostPictures(self.config.max_render_failure_rate)
+
+    @cached_property
+    def no_learning(self) -> NoLearning:
+        """What keeps the run from learning, though it goes on."""
+        return NoLearning(self.context.config)
+
     def sync_engine(self) -> Metrics:
         """Give the engine the learner's weights and prove that they arrived."""
         report = sync(
@@ -159,8 +171,8 @@ class Run:
         """Every group once, as soon as its verdicts are in and its advantages known.
 
         Raises on every rank together: `Interrupted` once any was asked to stop; `JudgeError` or
-        `TooManyFailuresError` for a judge that refuses or fails too often, the finished iterations
-        saved first.
+        `TooManyFailuresError` for a judge that refuses, or a judge or renderer that fails too
+        often, the finished iterations saved first.
         """
         advantages = Advantages(self.config, self.policy, pending.iteration, self.dist)
         trouble: Interrupted | JudgeError | None = None
@@ -173,6 +185,7 @@ class Run:
             leave_together(trouble, self.dist)
             rollout = pending.rollout.finished()
             check_rewards(rollout.reward_errors, self.dist)
+            self.lost_pictures.add(rollout.pictures, self.dist)
             check_failure_rate(self.config, rollout.episodes, self.dist)
         self._say_what_is_ungraded(rollout.episodes)
         yield from advantages.rest()
@@ -187,6 +200,8 @@ class Run:
     def rollout_metrics(self, rollout: Rollout) -> Metrics:
         """What an iteration's episodes show and what its plugs report. Collective."""
         metrics = rollout_metrics(rollout, self.dist)
+        metrics.update(self.lost_pictures.metrics)
+        metrics.update(self.no_learning.add_rewards(rollout, self.dist))
         if self.held_out:
             metrics.total("data/held_out_prompts", self._say_what_is_held_out(rollout))
         metrics.update(self.plug_metrics.take(rollout.renderer_metrics))
@@ -265,6 +280,9 @@ class Run:
         check_known(reduced, self.plug_metrics.rows)
         if "groups/dead" in reduced and (sentence := self.dead_groups.add(reduced["groups/dead"])):
             self.console.say(sentence)
+        for sentence in self.no_learning.sentences(reduced, done == self.num_iterations):
+            if self.dist.is_main:
+                warn(sentence)
         self.last_metrics = reduced
         with _tolerated("metrics"):
             self.record.write_metrics(done, reduced)
@@ -324,6 +342,8 @@ def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:
     metrics.total("judge/reused_replies", stats.reused)
     metrics.total("judge/retries", sum(stats.retries.values()))
     metrics.total("judge/breaker_openings", stats.breaker_openings)
+    metrics.total("judge/throttled_requests", stats.throttled)
+    metrics.total("judge/other_model_replies", stats.other_model)
     if stats.latencies_s:
         ordered = sorted(stats.latencies_s)
         metrics.maximum("judge/latency_p50_s", ordered[len(ordered) // 2])

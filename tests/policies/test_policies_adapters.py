@@ -1,5 +1,7 @@
-"""The fingerprint of exported weights, and an adapter summed into its matrices."""
+"""The fingerprint of exported weights, an adapter summed into its matrices, and whether every part
+of one has its layer."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import tiny_policy
 import tiny_qwen
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl.policies.shared import adapters
 
@@ -71,3 +74,83 @@ def base(before: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     block, kind = name.rsplit(".", 1)
     wrapped = f"model.base_model.model.{block}.base_layer.{kind}"
     return before.get(wrapped, before.get(f"model.base_model.model.{name}"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    "wrong", ["q_porj", "proj_q", "proj|q_proj", "language_model", "(", "lora"]
+)
+@pytest.mark.parametrize("others", [["q_proj"], []], ids=["one of two", "all"])
+def test_a_target_that_is_no_layer_is_refused_before_a_device_is_used(
+    folder: str, frozen: bool, wrong: str, others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wrong == "language_model" and not frozen:
+        pytest.skip("the name of one, which PEFT refuses aloud")
+    monkeypatch.setattr(torch.nn.Module, "to", None)
+    lora = {"r": 4, "alpha": 8, "target_modules": [*others, wrong]}
+    with pytest.raises(
+        ValueError, match=r"^policy\.lora\.target_modules: '.*name some of:"
+    ) as error:
+        tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=frozen)
+    named, known = str(error.value).split("; name some of: ")
+    assert f"{wrong!r} is the name of no layer" in named and "'q_proj'" not in named
+    assert {"q_proj", "down_proj"} <= {*known.split(", ")}
+
+
+def test_a_target_of_the_frozen_tower_alone_is_refused(folder: str) -> None:
+    lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "qkv"]}
+    with pytest.raises(ValueError, match="'qkv' is the name of no layer that may be adapted"):
+        tiny_policy.make_qwen(folder, lora=lora)
+    tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=False)
+
+
+def saved(folder: str, to: Path) -> Path:
+    policy = tiny_policy.make_qwen(folder)
+    tensors = {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
+    policy.save_pretrained(str(to), tensors)
+    return to / "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "figures"),
+    [
+        (lambda n, t: {n.replace("layers.1.", "layers.7."): t}, "8 of its tensors .* 8 tensors"),
+        (lambda n, t: {n: t, n + "x": t} if "1.self_attn.q" in n else {n: t}, "2 of its .* 0 tens"),
+        (lambda n, t: {} if "1.self_attn.q" in n else {n: t}, "0 of its .* and 2 tensors"),
+        (lambda n, t: {n: t[:, :-1]} if "lora_A" in n else {n: t}, "size mismatch"),
+        (lambda n, t: {}, "0 of its tensors .* and 16 tensors"),
+    ],
+    ids=["another's layers", "more", "fewer", "another's width", "nothing"],
+)
+def test_an_adapter_whose_tensors_find_no_layer_is_refused(
+    folder: str, tmp_path: Path, change: Callable[..., dict[str, torch.Tensor]], figures: str
+) -> None:
+    file = saved(folder, tmp_path)
+    changed = [change(name, tensor) for name, tensor in load_file(file).items()]
+    whole = {n: t.contiguous().clone() for part in changed for n, t in part.items()}
+    save_file(whole, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"^policy\.adapter_path: .* does not fit: .*{figures}"):
+        tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
+
+
+def test_an_adapter_that_names_a_layer_which_is_not_there_is_told_of(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = saved(folder, tmp_path).with_name("adapter_config.json")
+    written = json.loads(file.read_text())
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    file.write_text(json.dumps(written | {"target_modules": names}))
+    written["target_modules"] = [*names, "query_key_value"]
+    tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
+    assert "WARNING" not in capsys.readouterr().err
+    file.write_text(json.dumps(written))
+    tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
+    assert "names 'query_key_value', which no layer of" in capsys.readouterr().err
+    file.write_text(json.dumps(written | {"target_modules": ["query_key_value"]}))
+    with pytest.raises(ValueError, match=r"^policy\.adapter_path: .* does not fit: Target modules"):
+        tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))

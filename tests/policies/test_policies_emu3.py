@@ -295,9 +295,11 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
 
 
 def test_an_adapter_reaches_layers_but_not_the_head(folder):
-    policy = make_emu3(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
+    policy = make_emu3(folder, lora={"target_modules": ["gate_proj"]})
     layers = {name.split(".lora_")[0] for name in trainable(policy)}
     assert len(layers) == 2 and all(name.endswith("mlp.gate_proj") for name in layers)
+    with pytest.raises(ValueError, match="'lm_head' is the name of no layer that may be adapted"):
+        make_emu3(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA])

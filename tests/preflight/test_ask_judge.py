@@ -124,6 +124,15 @@ def test_a_judge_that_hangs_is_not_waited_for_long(tmp_path: Path) -> None:
     assert code == 1 and "did not answer within 0.6 s\n    Remedy: look into" in text
 
 
+def test_a_quota_that_is_spent_is_told_before_the_run_and_not_waited_out(tmp_path: Path) -> None:
+    """Though a run would wait `judge.max_outage_s` for it."""
+    fault = Fault(429, body="insufficient_quota")
+    with FaultyJudge(after=fault) as judge:
+        text, code = told(tmp_path, judge.api_base, judge={"timeout_s": 1.0, "max_outage_s": 600.0})
+    assert code == 1 and "gave no answer: http_429: insufficient_quota (for 1 s)" in text, text
+    assert "Remedy: fewer at once (judge.max_concurrency=" in text
+
+
 def test_of_several_places_each_is_asked_and_one_may_be_down(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
@@ -46,6 +47,7 @@ from rl.run.episode_metrics import (
     rollout_metrics,
     size_of,
 )
+from rl.run.lost_pictures import TooManyRenderFailuresError
 from rl.run.run import PendingStep, Run
 
 
@@ -93,6 +95,9 @@ class Painter:
 
     def take_metrics(self) -> dict[str, float]:
         return {"clip_cut_share": 0.5}
+
+    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
+        return None
 
     def render(
         self, jobs: Iterable[RenderJob]
@@ -534,6 +539,25 @@ def test_a_reward_that_raises_on_every_picture_stops_the_run(
     with pytest.raises(BrokenRewardError, match=message):
         list(run.graded_groups(start(run, "ra", "rb", iteration=7)))
     assert saved == [7]
+
+
+@pytest.mark.parametrize("limit", [0.04, 0.05])
+def test_a_renderer_that_fails_too_often_stops_the_run(
+    context: RolloutContext, limit: float
+) -> None:
+    """Though most of its pictures are drawn, and half of the episodes may go ungraded."""
+    saved: list[int] = []
+    config = run_config(max_render_failure_rate=limit)
+    run = run_of(replace(context, config=config), saved)
+    for iteration in range(4):
+        list(run.graded_groups(start(run, "a", "b", "c", "d", "xa", "xb", iteration=iteration)))
+    trouble = contextlib.nullcontext()
+    if limit < 0.05:  # of 200: the ninth is one too many
+        match = r"10 of the last 30 pictures .*2 x renderer: ragged.*max_render_failure_rate=0\.04"
+        trouble = pytest.raises(TooManyRenderFailuresError, match=match)
+    with trouble:
+        list(run.graded_groups(start(run, "a", "b", "c", "d", "xa", "xb", "ya", iteration=7)))
+    assert saved == [7] * (limit < 0.05)
 
 
 class Longest(Raises):

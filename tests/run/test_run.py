@@ -71,7 +71,7 @@ def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture
     lost = replace(
         good, status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'"
     )
-    rollout = SimpleNamespace(episodes=[[good] * 9 + [lost]], reward_errors={})
+    rollout = SimpleNamespace(episodes=[[good] * 9 + [lost]], reward_errors={}, pictures=[])
     rollout.groups = lambda timer, stop: iter(enumerate(rollout.episodes))
     rollout.finished = lambda: rollout
     run.timer = MagicMock()

@@ -6,11 +6,15 @@ files of adapters (`adapters.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl.api.policy import LoraSection
+from rl.record.adapter_base import ADAPTER_CONFIG
+from rl.record.console import warn
+from rl.record.untrusted import shown
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Everything of a model's repository but weights and code."""
@@ -43,15 +47,16 @@ def adapt(
     names, below what `within` (a regex) matches; without `lora`, all of the model to be trained.
     A fresh one is drawn from `lora.init_seed`, or from `seed` where that is None.
 
-    Raises ValueError when `adapter_path` holds another shape than `lora` asks for.
+    Raises ValueError when a name of `lora.target_modules` is no layer's, when `adapter_path` holds
+    another shape than `lora` asks for, or tensors for other layers. The model is on the CPU still.
     """
     if lora is None:
         return model.requires_grad_(True)
     import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     if adapter_path:
-        adapted = PeftModel.from_pretrained(model, adapter_path, is_trainable=True)
+        adapted = _with_saved_adapter(model, adapter_path)
         found = adapted.peft_config["default"]
         if (found.r, found.lora_alpha) != (lora.r, lora.alpha):
             raise ValueError(
@@ -61,6 +66,12 @@ def adapt(
             )
         return adapted
     names = list(lora.target_modules)
+    if lost := _without_a_layer(model, names, within):
+        raise ValueError(
+            f"policy.lora.target_modules: {', '.join(map(repr, lost))} is the name of no layer"
+            f"{' that may be adapted' if within else ''} in this model, and nothing would be "
+            f"trained there; name some of: {', '.join(_linear_layers(model, within))}"
+        )
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -71,3 +82,52 @@ def adapt(
         # Every rank starts from the same adapter, whatever it drew before.
         torch.manual_seed(seed if lora.init_seed is None else lora.init_seed)
         return get_peft_model(model, config)
+
+
+def _without_a_layer(model: Any, names: Sequence[str], within: str) -> list[str]:
+    """Those of `names` that PEFT, which complains when all are, would pass over in silence."""
+    above = rf"{within}\." if within else r"(.*\.)?"
+    layers = [layer for layer, _ in model.named_modules()]
+    patterns = {name: re.compile(above + re.escape(name)) for name in names}
+    return [name for name in names if not any(map(patterns[name].fullmatch, layers))]
+
+
+def _linear_layers(model: Any, within: str) -> list[str]:
+    """Last words of their names."""
+    import torch
+
+    linear = (name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear))
+    return sorted(
+        {name.rpartition(".")[2] for name in linear if re.fullmatch(within or ".*", name)}
+    )
+
+
+def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
+    """Raises ValueError unless each tensor of the files has its layer, and each layer its tensors:
+    PEFT leaves out the one and draws the other at random."""
+    from peft import PeftModel
+
+    mapping = getattr(model, "_checkpoint_conversion_mapping", {})
+    loading = {"is_trainable": True, "torch_device": "cpu", "key_mapping": mapping}
+    where = f"policy.adapter_path: {adapter_path}"
+    remedy = "name an adapter that was trained on this model (policy.model_path), or train anew"
+    try:
+        adapted = PeftModel.from_pretrained(model, adapter_path, **loading)
+        # Once more, since only this one says what found no place.
+        told = adapted.load_adapter(adapter_path, "default", **loading)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{where} does not fit: {shown(str(error), 300)}; {remedy}") from None
+    if told.unexpected_keys or told.missing_keys:
+        first = shown((told.unexpected_keys or told.missing_keys)[0], 200)
+        raise ValueError(
+            f"{where} does not fit: {len(told.unexpected_keys)} of its tensors belong to no layer "
+            f"of the model, and {len(told.missing_keys)} tensors of adapted layers are not in it "
+            f"({first}); {remedy}"
+        )
+    named = adapted.peft_config["default"].target_modules
+    if not isinstance(named, str) and (lost := _without_a_layer(model, sorted(named), "")):
+        warn(
+            f"{where}: its {ADAPTER_CONFIG} names {', '.join(map(repr, lost))}, which no layer of "
+            "this model is called; nothing is trained there"
+        )
+    return adapted

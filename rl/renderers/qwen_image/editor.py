@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving, unread
 from rl.api.renderer import Renderer
-from rl.api.types import PromptTemplate, RenderJob
+from rl.api.types import PromptTemplate, RenderJob, Sample
 from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
@@ -25,6 +25,7 @@ from rl.renderers.qwen_image.config import (
     PATCH_PX,
     SIZE_MULTIPLE_PX,
     QwenImageConfig,
+    fit_area,
 )
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
 from rl.renderers.shared.sides import side_problems
@@ -76,6 +77,14 @@ class QwenImageEditor(Renderer[ConfigT]):
         device = resolve_device(config.device, resources.device)
         self.loop = QwenImageLoop(config, load_parts(config, device))
         self.state_dim = self.loop.state_dim
+
+    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
+        """The picture's; where that is fixed, the source's as it is read."""
+        if sample.source is None:
+            return None
+        is_fixed = self.config.width_px is not None
+        area_px = self.config.condition_area_px if is_fixed else self.config.output_area_px
+        return fit_area(area_px, sample.source.size)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """See `QwenImageLoop.render`."""

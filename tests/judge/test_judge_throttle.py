@@ -1,0 +1,176 @@
+"""A judge that has too many requests (HTTP 429): questions wait, are told of, and are given up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
+
+from rl.judge import throttle
+from rl.judge.client import Answer, JudgeClient
+from rl.judge.throttle import Throttle
+
+FULL = Fault(429, body="quota of 3 a minute is spent")
+
+
+async def ask_all(client: JudgeClient, num: int) -> list[Answer[Any]]:
+    return list(
+        await asyncio.gather(*(client.ask(pair_question(str(n)), read_pair) for n in range(num)))
+    )
+
+
+def asked(
+    judge: FaultyJudge, num: int, then: Callable[[], None] = lambda: None, **config: Any
+) -> tuple[list[Answer[Any]], JudgeClient]:
+    """`then`: done after half a second."""
+
+    async def run() -> list[Answer[Any]]:
+        asking = asyncio.ensure_future(ask_all(client, num))
+        await asyncio.sleep(0.5)
+        then()
+        answers = await asking
+        await client.aclose()
+        return answers
+
+    client = JudgeClient(quick_config(**config), judge.api_base)
+    return asyncio.run(run()), client
+
+
+def test_too_many_requests_cost_no_try(caplog: pytest.LogCaptureFixture) -> None:
+    """The quota comes back: every question that was refused meanwhile is graded."""
+    with FaultyJudge(after=FULL) as judge:
+        answers, client = asked(
+            judge, 6, lambda: setattr(judge, "after", Fault()), max_attempts=2, max_outage_s=20.0
+        )
+    assert all(answer.value == (8.0, 6.5) for answer in answers)
+    assert max(answer.attempts for answer in answers) > 2
+    taken = client.take_stats()
+    assert taken.throttled == taken.retries["http_429"] > 6 and taken.breaker_openings == 0
+    assert caplog.text == "", "half a second is not worth a line"
+
+
+def test_without_end_it_is_said_and_ends_at_the_limit_for_all(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those behind wait no second time: the limit is the judge's, not each question's."""
+    monkeypatch.setattr(throttle, "FIRST_LINE_S", 0.3)
+    started_s = time.monotonic()
+    with FaultyJudge(after=FULL) as judge:
+        answers, _ = asked(judge, 12, max_concurrency=4, max_outage_s=1.2)
+        said = [record.getMessage() for record in caplog.records]
+        again, _ = asked(judge, 1, lambda: setattr(judge, "after", Fault()), max_outage_s=9.0)
+    assert time.monotonic() - started_s < 12
+    for answer in answers:
+        assert answer.value is None
+        assert answer.failure == "http_429: quota of 3 a minute is spent (for 1.2 s)"
+    assert [answer.attempts for answer in answers[4:]] == [1] * 8
+    assert again[0].value, "a quota that came back is found"
+    first, *_, last = said
+    assert "(http_429: quota of 3 a minute is spent): open questions: 12, refused: " in first
+    assert " s: 0; next try " in first and "given up in 1 s (judge.max_outage_s=1.2)" in first
+    assert "judge.max_concurrency=4" in first
+    assert "are given up, and go ungraded" in last
+    assert sum("go ungraded" in line for line in said) == 1
+
+
+class Clock:
+    """`time.monotonic` by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(throttle.time, "monotonic", lambda: self.now_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_the_estimate_is_by_what_is_let_through(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Throttle(quick_config(max_outage_s=600.0))
+    turns = [limits.turn() for _ in range(30)]
+    first, *others = [turn.__enter__() for turn in turns]
+    assert limits.refused(first, 2.0, "slow down") == 2.0
+    for turn in turns[20:]:
+        clock.now_s += 1
+        limits.answered()
+        turn.__exit__(None, None, None)
+    assert caplog.text == "", "10 s have not passed"
+    assert limits.refused(others[0], 4.0, "slow down") == 4.0
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "open questions: 20, refused: 2, answered in 10 s: 10; " in line
+    assert "next try in 4 s, all answered in about 20 s at this rate" in line
+    assert limits.refused(others[1], 4.0, "slow down") == 4.0
+    assert len(caplog.records) == 1, "the next line comes after twice as long"
+    for turn in turns[:20]:
+        turn.__exit__(None, None, None)
+    assert len(caplog.records) == 1, "the last one was not answered"
+
+
+def test_a_long_retry_after_is_said_at_once_and_waited_no_longer_than_the_limit(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Throttle(quick_config(max_outage_s=100.0))
+    with limits.turn() as turn:
+        assert limits.refused(turn, 120.0, "slow down") == 100.0
+        [line] = [record.getMessage() for record in caplog.records]
+        assert "next try in 100 s, given up in 100 s" in line
+        clock.now_s += 100
+        assert limits.refused(turn, 120.0, "slow down") is None
+
+
+def test_it_is_said_when_it_is_over_and_later_only_when_it_lasts(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Throttle(quick_config(max_outage_s=600.0))
+
+    def held_for(seconds: float) -> list[str]:
+        caplog.clear()
+        with limits.turn() as turn:
+            limits.refused(turn, seconds, "slow down")
+            clock.now_s += seconds
+            limits.answered()
+        return [record.getMessage().partition(" (")[0] for record in caplog.records]
+
+    again = "the judge takes questions again, after 30 s of HTTP 429"
+    both = ["the judge has too many requests", again]
+    assert held_for(9) == []
+    assert held_for(30) == both
+    assert held_for(30) == [], "a quota by the minute"
+    assert len(held_for(70)) == 2
+
+
+def test_a_question_is_given_up_though_others_are_let_through(clock: Clock) -> None:
+    limits = Throttle(quick_config(max_outage_s=600.0))
+    with limits.turn() as turn, limits.turn() as other:
+        for _ in range(60):
+            assert limits.refused(turn, 10.0, "slow down") == 10.0
+            clock.now_s += 10
+            limits.answered()
+        assert limits.refused(turn, 10.0, "slow down") is None
+        assert limits.refused(other, 10.0, "slow down") == 10.0, "the judge does answer"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_judge_lets_through_every_question_ends(clock: Clock, seed: int) -> None:
+    rng = random.Random(seed)
+    limits = Throttle(quick_config(max_outage_s=rng.choice([0.5, 30.0, 600.0])))
+    share = rng.choice([0.0, 0.01, 0.3])
+    for _ in range(50):
+        with limits.turn() as turn:
+            began_s = clock.now_s
+            while rng.random() >= share:
+                pause_s = limits.refused(turn, rng.choice([0.0, 0.2, 120.0]), "slow down")
+                if pause_s is None:
+                    break
+                clock.now_s += pause_s + 0.1
+            else:
+                limits.answered()
+            assert clock.now_s - began_s <= limits._config.max_outage_s + 0.2
