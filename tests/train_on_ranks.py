@@ -58,9 +58,9 @@ if __name__ == "__main__":
     logprobs.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
     save = Run.save
 
-    def save_and_note(run: Run, done: int, **options: Any) -> None:
-        save(run, done, **options)
-        note_weights(run, done)
+    def save_and_note(run: Run, **options: Any) -> None:
+        save(run, **options)
+        note_weights(run, run.last_finished.done)
 
     Run.save = save_and_note  # type: ignore[method-assign]
     if "TROUBLE" in os.environ:

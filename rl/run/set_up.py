@@ -37,6 +37,7 @@ from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
+from rl.run.last_finished import LastFinished
 from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.run import Run
 
@@ -72,7 +73,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
             console.say(f"{num_skipped_rows} bad rows of data.train are left out")
-        _refuse_finished(config.run_name, done, num_iterations)
+        if record.has_line(done):
+            _refuse_finished(config.run_name, done, num_iterations)
         placement.enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
         ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
@@ -92,7 +94,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         for plug in (context.renderer, *context.rewards.values()):
             stack.callback(plug.close)
         learner = Learner(policy, config, dist, num_iterations)
-        start = _restore(checkpoints, newest, learner, console)
+        last_finished = LastFinished(learner, policy, record.config, dist)
+        start = _restore(checkpoints, newest, learner, last_finished, console)
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
         for sentence in record.rewind(start if start > 0 else -1):
             console.say(sentence)
@@ -116,6 +119,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             policy=policy,
             engine=engine,
             learner=learner,
+            last_finished=last_finished,
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
@@ -124,6 +128,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,
             start=start,
+            lacks_line=start == 0 or not record.has_line(start),
         )
 
 
@@ -170,15 +175,21 @@ def _open_data(
 
 
 def _restore(
-    checkpoints: Checkpoints, newest: Path | None, learner: Learner, console: Console
+    checkpoints: Checkpoints,
+    newest: Path | None,
+    learner: Learner,
+    last_finished: LastFinished,
+    console: Console,
 ) -> int:
     """Load the newest checkpoint, if there is one; returns the iterations it holds."""
     if newest is None:
+        last_finished.note(0, {})
         return 0
     loaded = checkpoints.load(newest)
     learner.load_state(loaded.tensors, loaded.meta["learner"])
     if loaded.rng is not None:
         set_rng_state(loaded.rng)
+    last_finished.note(loaded.iteration, loaded.meta.get("metrics", {}))
     console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
     return loaded.iteration
 
