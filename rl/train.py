@@ -26,7 +26,7 @@ from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_of
 from rl.run.run import PendingStep, Run
-from rl.run.set_up import RunFinishedError, open_run
+from rl.run.set_up import NothingToDoError, open_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         with open_run(config, dist) as run:
             loading.stop()
             train(run)
-    except RunFinishedError as finished:
+    except NothingToDoError as reason:
         if dist.is_main:
-            print(finished)
+            print(reason)
     dist.close()
 
 

@@ -6,8 +6,8 @@ no goodbye; or the signal named) at the `count`-th time it comes to `where`.
 
 from __future__ import annotations
 
-import json
 import builtins
+import json
 import os
 import signal
 import subprocess

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rl.ranks import error_messages, loading
+from rl.ranks.dist import PeerError
 from rl.ranks.signals import die_with_parent
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     except Exception as error:
         trace = _own_traceback(error)
         text = error_messages.sentence(error)
-        _note_end(note, text or trace)
+        _note_end(note, text or trace, only_heard=isinstance(error, PeerError))
         if text is not None:
             with open(log, "a", encoding="utf-8") as file:
                 print(trace, file=file)
@@ -76,10 +77,11 @@ class _Ending:
             os._exit(self.code)
 
 
-def _note_end(note: Path, reason: str) -> None:
-    """The time tells cause from consequence: peers fail milliseconds after the first."""
-    known = json.loads(note.read_text())
-    note.write_text(json.dumps({**known, "ended_ns": time.time_ns(), "reason": reason}))
+def _note_end(note: Path, reason: str, only_heard: bool = False) -> None:
+    """The time tells cause from consequence: peers fail milliseconds after the first. But one that
+    has heard of it (`only_heard`) may be gone before the first has saved."""
+    ending = {"ended_ns": time.time_ns(), "only_heard": only_heard, "reason": reason}
+    note.write_text(json.dumps(json.loads(note.read_text()) | ending))
 
 
 def _own_traceback(error: Exception) -> str:

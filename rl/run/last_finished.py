@@ -111,6 +111,16 @@ class LastFinished:
         )
 
 
+def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> None:
+    """On a signal, beside the main thread, which may be where it never returns from. Local."""
+    try:
+        held = last.held() if last.done else None
+        if held is not None:
+            checkpoints.save_alone(held)
+    except Exception as error:
+        warn(f"the finished iterations could not be saved at once: {error!r}")
+
+
 def save_before_leaving(
     last: LastFinished, checkpoints: Checkpoints, dist: Dist, error: BaseException
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from rl import build
@@ -28,7 +29,7 @@ from rl.meter import flop_meter
 from rl.preflight import footprint, memory_plan
 from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.resume import check_resume
-from rl.ranks import placement, rendezvous
+from rl.ranks import placement, rendezvous, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import seed_everything, set_rng_state
 from rl.record.checkpoint import Checkpoints, read_state
@@ -37,20 +38,21 @@ from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
-from rl.run.last_finished import LastFinished
+from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.run import Run
 
 
-class RunFinishedError(Exception):
-    """Nothing is left to do; found before anything heavy is loaded."""
+class NothingToDoError(Exception):
+    """The run is finished, which is found before anything heavy is loaded, or was asked to stop
+    while it was loading."""
 
 
 @contextmanager
 def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     """Make every part, restore the last checkpoint, close everything in the end.
 
-    Raises ConfigError or ValueError for what the user can mend, and RunFinishedError, before
+    Raises ConfigError or ValueError for what the user can mend, and NothingToDoError, before
     anything heavy is loaded.
     """
     run_dir = Path(config.base_exp_dir) / config.run_name
@@ -87,15 +89,19 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
+        _leave_if_asked(dist)
         has_room, claim = _engine_room(resolved, policy, dist, console)
         engine = build.build_engine(resolved, policy, dist, has_room, claim)
         stack.callback(engine.close)
+        _leave_if_asked(dist)
         context = _gather_context(resolved, dist, policy, judge, loop)
         for plug in (context.renderer, *context.rewards.values()):
             stack.callback(plug.close)
+        _leave_if_asked(dist)
         learner = Learner(policy, config, dist, num_iterations)
         last_finished = LastFinished(learner, policy, record.config, dist)
         start = _restore(checkpoints, newest, learner, last_finished, console)
+        signals.at_once(partial(save_at_once, last_finished, checkpoints))
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
         for sentence in record.rewind(start if start > 0 else -1):
             console.say(sentence)
@@ -134,10 +140,16 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
 
 def _refuse_finished(run_name: str, done: int, num_iterations: int) -> None:
     if done >= num_iterations:
-        raise RunFinishedError(
+        raise NothingToDoError(
             f"run {run_name}: all {num_iterations} iterations are done; raise num_iterations to go "
             "on, or choose another run_name"
         )
+
+
+def _leave_if_asked(dist: Dist) -> None:
+    """Between two parts that take minutes to load. Collective."""
+    if signals.stop_requested(dist):
+        raise NothingToDoError("stopped while loading; the same command starts it again")
 
 
 def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
