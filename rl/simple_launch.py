@@ -273,9 +273,11 @@ def _set_environment(num_ranks: int) -> None:
 def _explain_failure(exit_codes: Mapping[int, int], notes: Path, log_dir: Path) -> int:
     """Name the rank that failed first, and why; returns the exit code to pass on."""
 
-    def order(rank: int) -> tuple[bool, int]:
+    def order(rank: int) -> tuple[bool, bool, int]:
         # A rank that could not even note its end died hardest; one that SIGTERM ended was asked to.
-        return exit_codes[rank] == -signal.SIGTERM, _note(notes, rank).get("ended_ns", 0)
+        note = _note(notes, rank)
+        asked = exit_codes[rank] == -signal.SIGTERM
+        return asked, note.get("only_heard", False), note.get("ended_ns", 0)
 
     rank = min(exit_codes, key=order)
     code = exit_codes[rank]

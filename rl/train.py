@@ -15,9 +15,9 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 
 from rl import build
+from rl.algorithm.metrics import Metrics
 from rl.config.schema import load_config
 from rl.ranks import error_messages, loading, signals
 from rl.ranks.dist import Dist
@@ -27,7 +27,7 @@ from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_of
 from rl.run.run import PendingStep, Run
-from rl.run.set_up import RunFinishedError, open_run
+from rl.run.set_up import NothingToDoError, open_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         with open_run(config, dist) as run:
             loading.stop()
             train(run)
-    except RunFinishedError as finished:
+    except NothingToDoError as reason:
         if dist.is_main:
-            print(finished)
+            print(reason)
     dist.close()
 
 
@@ -55,25 +55,26 @@ def train(run: Run) -> None:
     Strictly on-policy the two verbs alternate. Under `max_staleness: 1` the next iteration is
     rolled out before the last one is learnt from, so that nobody waits for the judge.
     """
-    metrics = run.sync_engine()
-    if run.start == 0:
-        metrics.update(run.evaluate_if_due(0))
-        run.log(0, metrics)
     done = sampled = run.start
     pending_steps: deque[PendingStep] = deque()
-    with suppress(Interrupted):
+    try:
+        metrics = run.sync_engine()
+        if run.lacks_line:
+            measure(run, done, metrics)
         while done < run.num_iterations:
             while run.may_sample(sampled, done):
                 pending_steps.append(roll_out(run, sampled))
                 sampled += 1
             learn_from(run, pending_steps.popleft())
             done += 1
-            leave_together(None, run.dist)
-    for pending in pending_steps:
-        pending.rollout.cancel()
-    if done < run.num_iterations:
-        run.save(done, final=True)
-        run.console.say(f"stopped after {done} iterations; the same command goes on from here")
+            leave_together(run.dist)
+    except Interrupted:
+        for pending in pending_steps:
+            pending.rollout.cancel()
+        run.stop()
+    except BaseException as error:
+        run.save_before_leaving(error)
+        raise
     run.console.where_time_went(run.timer)
     run.tracker.log_where_time_went(run.timer)
 
@@ -103,7 +104,7 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
 
 
 def learn_from(run: Run, pending: PendingStep) -> None:
-    """Weigh, learn, sync, record. Raises `Interrupted` when asked to stop before the weights move.
+    """Weigh, learn, sync, record. Raises `Interrupted` when asked to stop.
 
     A group's backward runs while others are still judged, unless ranks have to do it together.
     """
@@ -119,11 +120,18 @@ def learn_from(run: Run, pending: PendingStep) -> None:
     run.engine.wake()
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
+    run.finish(done, metrics)
     with timer.phase("record"):
         run.log_episodes(done, groups_P)
+    run.save_if_due(done)
+    measure(run, done, Metrics())
+
+
+def measure(run: Run, done: int, metrics: Metrics) -> None:
+    """The held-out run, if one is due, the line of metrics, and what others see of both."""
     metrics.update(run.evaluate_if_due(done))
     run.log(done, metrics)
-    run.save_if_due(done)
+    run.publish(done)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ no goodbye; or the signal named) at the `count`-th time it comes to `where`.
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import signal
@@ -100,7 +101,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def run(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """The loop in a fresh process; `arguments` = where and when to be killed, or none."""
+    """The loop in a fresh process; `arguments` = of `end_at`, or none."""
     command = [sys.executable, str(Path(__file__)), str(path), *arguments]
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{TESTS}"}
     ended = subprocess.run(
@@ -122,9 +123,9 @@ def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.Co
     return ended
 
 
-def _train(path: str, *kill: str) -> None:
-    if kill:
-        _kill_at(kill[0], int(kill[1]), *(signal.Signals[name] for name in kill[2:]))
+def _train(path: str, *end: str) -> None:
+    if end:
+        end_at(end[0], int(end[1]), *end[2:])
     from rl.train import main
 
     main([path])
@@ -162,9 +163,12 @@ def assert_same_run(one: Path, other: Path, num_iterations: int = 4) -> None:
     assert episodes_of(one) == episodes_of(other)
 
 
-def _kill_at(where: str, count: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Replace the function `module:Class.method` by one that dies at its count-th call."""
+def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
+    """Replace the function `module:Class.method` by one that, at its count-th call, is sent that
+    signal or raises that error, of Python or torch."""
     import importlib
+
+    import torch
 
     module_name, _, path = where.partition(":")
     owner: Any = importlib.import_module(module_name)
@@ -178,7 +182,10 @@ def _kill_at(where: str, count: int, signum: signal.Signals = signal.SIGKILL) ->
         nonlocal calls
         calls += 1
         if calls == count:
-            os.kill(os.getpid(), signum)
+            if how.startswith("SIG"):
+                os.kill(os.getpid(), signal.Signals[how])
+            else:
+                raise (getattr(builtins, how, None) or getattr(torch, how))("injected")
         return original(*args, **kwargs)
 
     setattr(owner, name, dying)

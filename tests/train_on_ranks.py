@@ -2,7 +2,8 @@
 
 A tiny head would be projected in one chunk, and ZeRO-3 would leave so small a model whole on every
 rank; both are forced into many pieces. Every rank notes the weights it ends with. Under
-TROUBLE, 'refused' or 'stopped', that happens to the last rank alone, between two of its verdicts.
+TROUBLE, 'refused', 'killed' or 'stopped', that happens to the last rank alone, between two of its
+verdicts; under 'raised' it fails between two backwards of the second iteration.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from itertools import count
 from typing import Any
 
+import tiny_loop
 import torch
 
 from rl import train
@@ -41,13 +43,16 @@ def note_weights(run: Run, done: int) -> None:
 def trouble_last_rank(trouble: str, at: int) -> None:
     if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
         return
+    if trouble == "raised":
+        tiny_loop.end_at("rl.learner.train_step:TrainStep.accumulate", 3, "OutOfMemoryError")
+        return
     number, grade = count(1), Brightness.grade
 
     async def graded(self: Brightness, evidence: RewardInput) -> RewardOutput:
         if next(number) == at:
             if trouble == "refused":
                 raise JudgeRefused("HTTP 401: the key has expired")
-            signal.raise_signal(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL if trouble == "killed" else signal.SIGTERM)
         return await grade(self, evidence)
 
     Brightness.grade = graded  # type: ignore[method-assign]
@@ -58,9 +63,9 @@ if __name__ == "__main__":
     logprobs.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
     save = Run.save
 
-    def save_and_note(run: Run, done: int, **options: Any) -> None:
-        save(run, done, **options)
-        note_weights(run, done)
+    def save_and_note(run: Run, **options: Any) -> None:
+        save(run, **options)
+        note_weights(run, run.last_finished.done)
 
     Run.save = save_and_note  # type: ignore[method-assign]
     if "TROUBLE" in os.environ:

@@ -34,7 +34,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class AdamState:
-    """The optimiser's whole state; empty dicts away from rank 0 when read for a checkpoint."""
+    """The optimiser's whole state; empty dicts on a rank that does not keep it."""
 
     masters: Tensors
     """name -> float32 weights."""
@@ -67,8 +67,8 @@ class Backend(Protocol):
     def masters(self) -> Tensors:
         """The trainable weights, whole, float32, on every rank. May alias the live ones."""
 
-    def adam_state(self) -> AdamState:
-        """CPU copies for a checkpoint, complete on rank 0."""
+    def adam_state(self, keep: bool) -> AdamState:
+        """CPU copies for a checkpoint, complete on the ranks that `keep` them, else empty."""
 
     def load(self, state: AdamState, num_steps: int) -> None:
         """Put back what `adam_state` gave; whole on every rank."""
@@ -180,8 +180,8 @@ class TorchBackend:
     def masters(self) -> Tensors:
         return {name: master.detach() for name, master in self._masters.items()}
 
-    def adam_state(self) -> AdamState:
-        if self._dist.rank != 0:
+    def adam_state(self, keep: bool) -> AdamState:
+        if not keep:
             return AdamState({}, {}, {})
         return AdamState(
             {name: cpu_copy(master) for name, master in self._masters.items()},

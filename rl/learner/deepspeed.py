@@ -154,16 +154,16 @@ class DeepSpeedBackend:
         live = self._stage < 3 and self._dtype == torch.float32
         return {n: p.detach() if live else self._gather(p) for n, p in self._parameters.items()}
 
-    def adam_state(self) -> AdamState:
+    def adam_state(self, keep: bool) -> AdamState:
         state = AdamState({}, {}, {})
         if self._stage in (1, 2) and self._has_moments():
             self._link_moments()
         for name, parameter in self._parameters.items():
-            # Every rank gathers, one tensor at a time, and only rank 0 keeps it.
+            # Every rank gathers, one tensor at a time, whether it keeps it or not.
             master = self._gather(parameter)
             exp_avg = self._gather(parameter, "exp_avg")
             exp_avg_sq = self._gather(parameter, "exp_avg_sq")
-            if self._dist.rank == 0:
+            if keep:
                 state.masters[name] = cpu_copy(master)
                 state.exp_avg[name] = cpu_copy(exp_avg)
                 state.exp_avg_sq[name] = cpu_copy(exp_avg_sq)

@@ -155,13 +155,20 @@ class Learner:
         tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
         return self._policy.export_weights(tensors, self._num_steps)
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    @property
+    def state_bytes(self) -> int:
+        """Of what `state` copies, all parts, float32."""
+        num_values = sum(shape.numel() for shape in self._shapes().values())
+        return len(STATE_PARTS) * 4 * num_values
+
+    def state(self, on_all_ranks: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Weights and Adam moments under `<part>/<name>`, float32 on the CPU, and JSON-able meta.
 
-        Whole on rank 0, empty on the others. It fits any backend, ZeRO stage and number of ranks.
-        The learning rate is a function of the iteration, so no scheduler needs saving.
+        Whole on rank 0, and empty on the others unless `on_all_ranks`. It fits any backend, ZeRO
+        stage and number of ranks. The learning rate is a function of the iteration, so no scheduler
+        needs saving.
         """
-        state = self._backend.adam_state()
+        state = self._backend.adam_state(self._dist.is_main or on_all_ranks)
         tensors = {
             f"{part}/{name}": tensor
             for part, named in zip(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rl.ranks.rendezvous import INIT_METHOD
 
@@ -23,6 +25,17 @@ T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """The defaults (10 min NCCL, 30 min gloo) are shorter than one rank's wait for a slow judge."""
+
+
+class PeerError(RuntimeError):
+    """This rank could go on; another cannot."""
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """What a rank that cannot go on sends in place of a value."""
+
+    text: str
 
 
 class MergeableMetrics(Protocol):
@@ -112,18 +125,40 @@ class Dist:
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank; the others' argument is ignored."""
-        if self.world_size == 1:
-            return value
-        import torch.distributed as td
-
-        box = [value]
-        td.broadcast_object_list(box, src=0, group=self._cpu_group)
-        return box[0]
+        return self.gather(value if self.is_main else cast("T", None))[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank. Values travel pickled."""
+        """Every rank's value, in rank order, on every rank. Values travel pickled.
+
+        Every object collective is this one. Raises `PeerError` when another rank tells that it
+        cannot go on instead of bringing its value.
+        """
         if self.world_size == 1:
             return [value]
+        values = self._exchange(value)
+        for rank, brought in enumerate(values):
+            if isinstance(brought, _Trouble):
+                raise PeerError(f"rank {rank} cannot go on: {brought.text}")
+        return values
+
+    def tell(self, trouble: BaseException, patience_s: float) -> bool:
+        """This rank cannot go on: the others raise `PeerError` in the gather that they come to
+        next. Returns whether they have all heard, False after `patience_s`. Collective or not."""
+        if self.world_size == 1 or isinstance(trouble, PeerError):
+            return True
+        heard = threading.Event()
+
+        def send() -> None:
+            with suppress(Exception):  # a rank that is gone
+                self._exchange(_Trouble(repr(trouble)))
+                heard.set()
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        sender.join(patience_s)
+        return heard.is_set()
+
+    def _exchange(self, value: Any) -> list[Any]:
         import torch.distributed as td
 
         values: list[Any] = [None] * self.world_size
@@ -135,10 +170,7 @@ class Dist:
         return type(metrics).merge(self.gather(metrics.state()))
 
     def barrier(self) -> None:
-        if self.world_size > 1:
-            import torch.distributed as td
-
-            td.barrier(group=self._cpu_group)
+        self.gather(None)
 
     def close(self) -> None:
         """Leave the process group; the last call of a run that ended well."""

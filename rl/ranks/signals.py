@@ -1,12 +1,15 @@
 """Being asked to stop: SIGTERM, SIGINT and SIGHUP set a flag; the loop looks at it between phases,
-saves and leaves. SIGHUP is one of them because the launcher forwards a lost terminal as such."""
+saves and leaves. What must not wait for that runs `at_once`. SIGHUP is one of them because the
+launcher forwards a lost terminal as such."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from rl.ranks.dist import Dist
@@ -30,6 +33,22 @@ def install() -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, _handle)
     die_with_parent()
+
+
+def at_once(act: Callable[[], None]) -> None:
+    """Have `act` called in a thread of its own once this process is asked to stop, even while the
+    main thread is in a call that does not return (a collective whose peer is gone). Main thread,
+    after `install`, once; `act` must not raise."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)  # Python writes each signal's number
+
+    def listen() -> None:
+        while os.read(heard, 1)[0] not in STOP_SIGNALS:
+            pass
+        act()
+
+    threading.Thread(target=listen, daemon=True).start()
 
 
 def stop_requested(dist: Dist) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from rl.files.private import private
 from rl.ranks import error_messages, loading
+from rl.ranks.dist import PeerError
 from rl.ranks.signals import die_with_parent
 from rl.record import terminal
 
@@ -58,7 +59,7 @@ def main() -> None:
     except Exception as error:
         trace = _own_traceback(error)
         text = error_messages.sentence(error)
-        _note_end(note, text or trace)
+        _note_end(note, text or trace, only_heard=isinstance(error, PeerError))
         if text is not None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:
                 print(terminal.plain(trace), file=file)
@@ -84,9 +85,11 @@ class _Ending:
             os._exit(self.code)
 
 
-def _note_end(note: Path, reason: str) -> None:
-    """The time tells cause from consequence: peers fail milliseconds after the first."""
-    _write_note(note, {"ended_ns": time.time_ns(), "reason": reason})
+def _note_end(note: Path, reason: str, only_heard: bool = False) -> None:
+    """The time tells cause from consequence: peers fail milliseconds after the first. But one that
+    has heard of it (`only_heard`) may be gone before the first has saved."""
+    ending = {"ended_ns": time.time_ns(), "only_heard": only_heard, "reason": reason}
+    _write_note(note, ending)
 
 
 def _write_note(note: Path, told: Mapping[str, Any]) -> None:

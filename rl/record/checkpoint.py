@@ -7,15 +7,16 @@ What: `Checkpoints` and the layout
         state.json             iteration, world size, and whatever JSON the loop hands over
         rng_rank0000.pt ...    every rank's generators, tensors and plain values only
         model/                 PEFT adapter or transformers folder, with its model card
-        manifest.json          size and sha256 of every file above, written last
+        manifest.json          size and sha256 of every file above but the card, written last
     <run>/last_checkpoint.txt  the name of the last one, outside: a run whose checkpoints are gone
                                is told from one that never had any
 
 With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/step_<n> does.
 
-What not: which tensors (learner), whether two configs fit (`preflight/resume.py`), the upload
-(`hub.py`). Rank 0 alone writes and decides; the others hand over their generators and hear the
-outcome. The run folder has to be on a file system that all nodes see.
+What not: which tensors (learner), when (`run/last_finished.py`), whether two configs fit
+(`preflight/resume.py`), the upload (`hub.py`). Rank 0 writes, and the others hear the outcome; any
+rank may `save_alone` when the others are gone. The run folder has to be on a file system that all
+nodes see.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from rl.config import formats
 from rl.config.paths import not_a_file
@@ -44,11 +47,15 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_FOLDER = "model"
+MODEL_CARD = "README.md"
+"""In it; not vouched for by the manifest, since it changes when the held-out run is known."""
 KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 LAST_WRITTEN = "last_checkpoint.txt"
 ALWAYS_THERE = ("state.safetensors", "state.json")
 """Of a checkpoint's files those without which none is whole, whatever its manifest names."""
+SAVING = ".saving.lock"
+"""Held by who writes a checkpoint."""
 _NUM_NEWEST_KEPT = 2
 _MAX_SHOWN_CHARS = 300
 """Of what a manifest says."""
@@ -60,6 +67,24 @@ _ASIDE_NAME = re.compile(r"\.tmp-(?:damaged-|pruned-)?step_\d{6,}")
 
 class SaveError(RuntimeError):
     """The last checkpoint of a run could not be written."""
+
+
+@dataclass(frozen=True, eq=False)
+class ResumePoint:
+    """What a checkpoint is written from."""
+
+    iteration: int
+    """Finished ones."""
+    tensors: Mapping[str, torch.Tensor]
+    """The learner's, on the CPU, contiguous."""
+    meta: Mapping[str, Any]
+    """JSON."""
+    rng_by_rank: Sequence[Mapping[str, Any]]
+    """`rng_state()` of every rank."""
+    write_model: Callable[[Path], None]
+    """Fills the folder it is given; no collectives inside."""
+    model_card: str
+    """Markdown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,40 +130,39 @@ class Checkpoints:
             raise ValueError(found.problem)
         return found.path
 
-    def save(
-        self,
-        iteration: int,
-        tensors: Mapping[str, torch.Tensor],
-        meta: Mapping[str, Any],
-        rng: Mapping[str, Any],
-        write_model: Callable[[Path], None],
-        model_card: str,
-        final: bool = False,
-    ) -> Path | None:
-        """Write a checkpoint, prune old ones, begin a push to the hub when that is due.
+    def save(self, point: ResumePoint | None, final: bool = False) -> Path | None:
+        """Write a checkpoint and prune old ones.
 
-        `tensors` (CPU, contiguous), `meta` (JSON), `write_model` (fills the folder it is given; no
-        collectives inside) and `model_card` (markdown) are read on rank 0 only; `rng` on every
-        rank. A failure leaves the older checkpoints as they were, warns and returns None: training
-        is worth more than one resume point. Raises `SaveError`, on every rank, when `final`.
+        `point` is read on rank 0 only. A failure leaves the older checkpoints as they were, warns
+        and returns None: training is worth more than one resume point. Raises `SaveError`, on every
+        rank, when `final`.
         """
-        rng_by_rank = self._dist.gather(dict(rng))
         path, problem = None, ""
         if self._dist.is_main:
-            state = {
-                "format": formats.CHECKPOINT,
-                "iteration": iteration,
-                "world_size": len(rng_by_rank),
-                "meta": meta,
-            }
-            write = partial(_write, state, tensors, rng_by_rank, write_model, model_card)
-            path, problem = self._try_write(f"step_{iteration:06d}", write)
+            assert point is not None
+            path, problem = self._try_write(point)
         path, problem = self._dist.broadcast((path, problem))
         if problem and final:
             raise SaveError(problem)
-        if path is not None and self._dist.is_main and self._push_due(iteration, final):
-            self._pusher.push(path / MODEL_FOLDER, iteration)
         return path
+
+    def publish(self, iteration: int, model_card: str, final: bool = False) -> None:
+        """Give the checkpoint of that iteration, if there is one, the card that knows its held-out
+        run, and begin a push to the hub when that is due. Rank 0."""
+        model = self.folder / f"step_{iteration:06d}" / MODEL_FOLDER
+        if not model.is_dir():
+            return
+        try:
+            write_atomically(model / MODEL_CARD, scrub(model_card))
+        except OSError as error:
+            warn(f"{model / MODEL_CARD} could not be written: {error}")
+        if self._push_due(iteration, final):
+            self._pusher.push(model, iteration)
+
+    def save_alone(self, point: ResumePoint) -> Path | None:
+        """The same without the other ranks, which may be gone; one that does the same at the same
+        time waits and finds it written. Local."""
+        return self._try_write(point)[0]
 
     def close(self, say: Callable[[str], None]) -> None:
         """Wait, for a bounded time, for pushes under way; `say` tells the user. Local."""
@@ -164,15 +188,31 @@ class Checkpoints:
         tensors = load_file(path / "state.safetensors")
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
-    def _try_write(self, name: str, write: Callable[[Path], None]) -> tuple[Path | None, str]:
+    def _try_write(self, point: ResumePoint) -> tuple[Path | None, str]:
         """(the checkpoint, '') or (None, why it could not be written)."""
+        with self._one_writer():
+            return self._try_write_locked(point)
+
+    @contextmanager
+    def _one_writer(self) -> Iterator[None]:
+        """Ranks that save alone do not know of each other."""
+        lock = FileLock(self.folder.parent / SAVING, fallback_to_soft=False)
+        with suppress(OSError):  # a file system without locks: better no guard than no save
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _try_write_locked(self, point: ResumePoint) -> tuple[Path | None, str]:
+        name = f"step_{point.iteration:06d}"
         final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
         try:
             if final.is_dir() and problem_of(final) is None:
                 return final, ""  # an iteration may be due by cadence and by being the last
             self._sweep()
             aside.mkdir(parents=True)
-            write(aside)
+            _write(point, aside)
             _seal(aside)
             if final.exists():  # damaged, or it would have been returned above
                 final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{name}")
@@ -228,25 +268,24 @@ class Checkpoints:
         return every > 0 and (final or iteration % every == 0)
 
 
-def _write(
-    state: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    rng_by_rank: Sequence[Mapping[str, Any]],
-    write_model: Callable[[Path], None],
-    model_card: str,
-    folder: Path,
-) -> None:
+def _write(point: ResumePoint, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    save_file(dict(tensors), folder / "state.safetensors")
-    for rank, rng in enumerate(rng_by_rank):
-        torch.save(rng, folder / _rng_name(rank))
+    save_file(dict(point.tensors), folder / "state.safetensors")
+    for rank, rng in enumerate(point.rng_by_rank):
+        torch.save(dict(rng), folder / _rng_name(rank))
+    state = {
+        "format": formats.CHECKPOINT,
+        "iteration": point.iteration,
+        "world_size": len(point.rng_by_rank),
+        "meta": point.meta,
+    }
     (folder / "state.json").write_text(scrub(json.dumps(state, indent=1)), encoding="utf-8")
     model = folder / MODEL_FOLDER
     model.mkdir()
-    write_model(model)
-    (model / "README.md").write_text(scrub(model_card), encoding="utf-8")
+    point.write_model(model)
+    (model / MODEL_CARD).write_text(scrub(point.model_card), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -383,7 +422,7 @@ def _seal(folder: Path) -> None:
     manifest = {}
     for path in paths:
         fsync(path)
-        if path.is_file():
+        if path.is_file() and path != folder / MODEL_FOLDER / MODEL_CARD:
             entry = {"size": path.stat().st_size, "sha256": _sha256(path)}
             manifest[path.relative_to(folder).as_posix()] = entry
     manifest_path = folder / "manifest.json"

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from rl.api.types import Episode
 from rl.config.schema import RunConfig
-from rl.files.atomic import append_line, json_line, write_atomically
+from rl.files.atomic import append_line, json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
@@ -114,6 +114,12 @@ class RunRecord:
         """Set aside what came after `iteration` (-1: all of it), which will be done again (rank 0);
         returns what to tell the user."""
         return rewind(self.run_dir, iteration) if self._dist.is_main else []
+
+    def has_line(self, iteration: int) -> bool:
+        """Whether the metrics of that iteration are written."""
+        path = self.run_dir / "metrics.jsonl"
+        rows = read_rows(path)[0] if path.is_file() else []
+        return any(row.get("iteration") == iteration for row in rows)
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""

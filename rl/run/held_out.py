@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rl.api.types import Completion, Prompt
-from rl.judge.client import JudgeError
 from rl.learner.micro_batches import Inference
+from rl.ranks import signals
 from rl.ranks.seeding import derive_seed
 from rl.record.console import PhaseTimer
-from rl.rollout.consensus import refuse_together
+from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def score(
     dist: Dist,
     weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Rollout:
-    """Of this rank's prompts; `weights`: under which the policy's states are taken. Collective:
-    raises `JudgeError` on every rank when one rank's judge refuses."""
+    """Of this rank's prompts; `weights`: under which the policy's states are taken. Raises
+    `Interrupted` on every rank once any was asked to stop. Collective."""
     # The noise depends on the sample alone: what differs otherwise is the words or the weights.
     noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
@@ -35,12 +35,9 @@ def score(
     budget = context.config.optimizer.max_tokens_per_micro_batch
     forwards = Inference(context.policy, prompts_P, sampled.token_ids, budget, dist, weights)
     timer = PhaseTimer()  # a phase around this one counts it all
-    pending = begin(context, sampled, forwards, timer)
-    refusal = None
-    try:
-        for _ in pending.groups(timer):
+    with suppress(Interrupted):
+        pending = begin(context, sampled, forwards, timer, signals.stop_heard)
+        for _ in pending.groups(timer, signals.stop_heard):
             pass
-    except JudgeError as error:
-        refusal = error
-    refuse_together(refusal, dist)
+    leave_together(dist)
     return pending.finished()

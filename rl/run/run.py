@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,14 +21,13 @@ from rl.api.engine import Engine
 from rl.api.policy import Policy
 from rl.api.types import Completion, Episode, Prompt, Sample, Status
 from rl.config.schema import RunConfig
-from rl.judge.client import JudgeClient, JudgeError
+from rl.judge.client import JudgeClient
 from rl.learner.learner import Learner
 from rl.learner.train_step import TrainStep
 from rl.learner.weight_sync import SyncReport, sync
 from rl.meter import flop_meter
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import rng_state
 from rl.record import hub
 from rl.record.checkpoint import Checkpoints
 from rl.record.console import Console, PhaseTimer, warn
@@ -39,13 +38,13 @@ from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
 from rl.run.episode_metrics import (
-    TooManyFailuresError,
     check_failure_rate,
     check_rewards,
     failure_causes,
     rollout_metrics,
 )
 from rl.run.evaluation import evaluate
+from rl.run.last_finished import LastFinished, save_before_leaving
 from rl.run.lost_pictures import LostPictures
 from rl.run.metric_table import check_known
 from rl.run.no_learning import NoLearning
@@ -85,6 +84,7 @@ class Run:
     policy: Policy
     engine: Engine
     learner: Learner
+    last_finished: LastFinished
     prompt_order: PromptOrder
     held_out: Sequence[Sample]
     probe: Prompt
@@ -96,6 +96,9 @@ class Run:
     """Rows of the training data that cannot be used, under `data.on_bad_row: 'skip'`."""
     start: int = 0
     """Iterations finished when the run was opened."""
+    lacks_line: bool = True
+    """Whether the last of them has no line of metrics: none is finished, or the run ended between
+    its checkpoint and its line."""
     last_sync: SyncReport | None = None
     """What the engine holds."""
     last_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -150,18 +153,16 @@ class Run:
     def render(self, sampled: Sampled, train_step: TrainStep) -> PendingRollout:
         """Every picture made and every question asked. Raises `Interrupted` on every rank once any
         was asked to stop."""
-        pending, trouble = None, None
-        try:
+        pending = None
+        with suppress(Interrupted):
             pending = begin(self.context, sampled, train_step, self.timer, signals.stop_heard)
-        except Interrupted as error:
-            trouble = error
         try:
-            leave_together(trouble, self.dist)
+            leave_together(self.dist)
         except Interrupted:
             if pending is not None:
                 pending.cancel()
             raise
-        assert pending is not None
+        assert pending is not None, "interrupted without a signal"
         if self.config.max_staleness:
             with self.timer.phase("condition"):
                 train_step.note_old_logprobs()
@@ -170,23 +171,19 @@ class Run:
     def graded_groups(self, pending: PendingStep) -> Iterator[GradedGroup]:
         """Every group once, as soon as its verdicts are in and its advantages known.
 
-        Raises on every rank together: `Interrupted` once any was asked to stop; `JudgeError` or
-        `TooManyFailuresError` for a judge that refuses, or a judge or renderer that fails too
-        often, the finished iterations saved first.
+        Raises on every rank together: `Interrupted` once any was asked to stop,
+        `TooManyFailuresError` for a judge or a renderer that fails too often. Raises `JudgeRefused`
+        for a judge that is set up wrongly.
         """
         advantages = Advantages(self.config, self.policy, pending.iteration, self.dist)
-        trouble: Interrupted | JudgeError | None = None
-        try:
+        with suppress(Interrupted):
             for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_heard):
                 yield from advantages.add(p, episodes_G)
-        except (Interrupted, JudgeError) as error:
-            trouble = error  # the others hear of it on the next line
-        with self._saved_first(pending.iteration):
-            leave_together(trouble, self.dist)
-            rollout = pending.rollout.finished()
-            check_rewards(rollout.reward_errors, self.dist)
-            self.lost_pictures.add(rollout.pictures, self.dist)
-            check_failure_rate(self.config, rollout.episodes, self.dist)
+        leave_together(self.dist)
+        rollout = pending.rollout.finished()
+        check_rewards(rollout.reward_errors, self.dist)
+        self.lost_pictures.add(rollout.pictures, self.dist)
+        check_failure_rate(self.config, rollout.episodes, self.dist)
         self._say_what_is_ungraded(rollout.episodes)
         yield from advantages.rest()
 
@@ -233,27 +230,14 @@ class Run:
             return False
         return not (self.checkpoints.due(sampled) or self._evaluation_due(sampled))
 
-    @contextmanager
-    def _saved_first(self, done: int) -> Iterator[None]:
-        """What stops the run because of its judge, on all ranks, leaves a checkpoint. A first
-        iteration that fails leaves nothing: its config is likely wrong, and a checkpoint would
-        forbid to mend it under this run_name."""
-        try:
-            yield
-        except (JudgeError, TooManyFailuresError):
-            if done > 0:
-                self.save(done)
-            raise
-
     def evaluate_if_due(self, done: int) -> Metrics:
         """The held-out run, after `done` iterations, if the config asks for one now."""
         if not self._evaluation_due(done):
             return Metrics()
         self.open_journal("evaluation", done)
-        with self._saved_first(done):
-            metrics = evaluate(
-                self.context, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
-            )
+        metrics = evaluate(
+            self.context, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
+        )
         self.plug_metrics.drop()
         return metrics
 
@@ -270,20 +254,21 @@ class Run:
             self.judge.open_journal(self.run_dir / "judge" / file)
 
     def log(self, done: int, metrics: Metrics) -> None:
-        """Write one line of metrics, for all ranks, to every place that shows them."""
+        """Write one line of metrics, for all ranks, to every place that shows them: these, and what
+        the iteration was finished with."""
         if self.judge is not None:
             _add_judge_stats(metrics, self.judge)
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
-        reduced = self.dist.reduce(metrics) | self.timer.lap()
+        reduced = {**self.dist.reduce(metrics), **self.last_finished.metrics, **self.timer.lap()}
         check_known(reduced, self.plug_metrics.rows)
+        self.last_metrics = reduced
         if "groups/dead" in reduced and (sentence := self.dead_groups.add(reduced["groups/dead"])):
             self.console.say(sentence)
         for sentence in self.no_learning.sentences(reduced, done == self.num_iterations):
             if self.dist.is_main:
                 warn(sentence)
-        self.last_metrics = reduced
         with _tolerated("metrics"):
             self.record.write_metrics(done, reduced)
         self.tracker.log(done, reduced)
@@ -297,34 +282,40 @@ class Run:
             self.record.write_episodes(done, episodes_PG, advantages_PG)
         self.tracker.log_episodes(done, episodes_PG, advantages_PG)
 
-    def save(self, done: int, final: bool = False) -> None:
-        """Write the checkpoint of `done` finished iterations."""
-        tensors, learner_meta = self.learner.state()
-        # On rank 0, where the model is written: the weights again, not gathered a second time.
-        trained = {
-            name.removeprefix("master/"): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("master/")
-        }
-        meta = {"learner": learner_meta, "config": self.record.config}
-        saved = self.checkpoints.save(
-            done,
-            tensors,
-            meta,
-            rng_state(),
-            lambda folder: self.policy.save_pretrained(str(folder), trained),
-            hub.model_card(self.record.config, done, self.last_metrics),
-            final=final,
-        )
+    def finish(self, done: int, metrics: Metrics) -> None:
+        """Iteration `done` is applied and synced: from here on it is not lost. Collective."""
+        self.last_finished.note(done, self.dist.reduce(metrics))
+
+    def save(self, final: bool = False) -> None:
+        """Write the checkpoint of the last finished iteration. Collective."""
+        point = self.last_finished.read()
+        saved = self.checkpoints.save(point, final=final)
         if saved is not None and self.dist.is_main:
-            _forget_journals(self.run_dir / "judge", done)
+            _forget_journals(self.run_dir / "judge", self.last_finished.done)
+
+    def save_before_leaving(self, error: BaseException) -> None:
+        """However the run ends; see the function."""
+        save_before_leaving(self.last_finished, self.checkpoints, self.dist, error)
+
+    def publish(self, done: int, final: bool = False) -> None:
+        """Of the checkpoint of that iteration, if there is one: its card, and a push if due."""
+        if self.dist.is_main:
+            card = hub.model_card(self.record.config, done, self.last_metrics)
+            self.checkpoints.publish(done, card, final or done == self.num_iterations)
+
+    def stop(self) -> None:
+        """It was asked to: save, and say so. Collective."""
+        done = self.last_finished.done
+        self.save(final=True)
+        self.publish(done, final=True)
+        self.console.say(f"stopped after {done} iterations; the same command goes on from here")
 
     def save_if_due(self, done: int) -> None:
         """A checkpoint by cadence, and after the last iteration."""
         last = done == self.num_iterations
         if last or self.checkpoints.due(done):
             with self.timer.phase("checkpoint"):
-                self.save(done, final=last)
+                self.save(final=last)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from rl import build
@@ -28,7 +29,7 @@ from rl.meter import flop_meter
 from rl.preflight import footprint, memory_plan
 from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.resume import check_resume
-from rl.ranks import placement, rendezvous
+from rl.ranks import placement, rendezvous, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import seed_everything, set_rng_state
 from rl.record.checkpoint import Checkpoints, read_state
@@ -37,19 +38,21 @@ from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
+from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.run import Run
 
 
-class RunFinishedError(Exception):
-    """Nothing is left to do; found before anything heavy is loaded."""
+class NothingToDoError(Exception):
+    """The run is finished, which is found before anything heavy is loaded, or was asked to stop
+    while it was loading."""
 
 
 @contextmanager
 def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     """Make every part, restore the last checkpoint, close everything in the end.
 
-    Raises ConfigError or ValueError for what the user can mend, and RunFinishedError, before
+    Raises ConfigError or ValueError for what the user can mend, and NothingToDoError, before
     anything heavy is loaded.
     """
     run_dir = Path(config.base_exp_dir) / config.run_name
@@ -72,7 +75,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
             console.say(f"{num_skipped_rows} bad rows of data.train are left out")
-        _refuse_finished(config.run_name, done, num_iterations)
+        if record.has_line(done):
+            _refuse_finished(config.run_name, done, num_iterations)
         placement.enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
         ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
@@ -85,14 +89,19 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
+        _leave_if_asked(dist)
         has_room, claim = _engine_room(resolved, policy, dist, console)
         engine = build.build_engine(resolved, policy, dist, has_room, claim)
         stack.callback(engine.close)
+        _leave_if_asked(dist)
         context = _gather_context(resolved, dist, policy, judge, loop)
         for plug in (context.renderer, *context.rewards.values()):
             stack.callback(plug.close)
+        _leave_if_asked(dist)
         learner = Learner(policy, config, dist, num_iterations)
-        start = _restore(checkpoints, newest, learner, console)
+        last_finished = LastFinished(learner, policy, record.config, dist)
+        start = _restore(checkpoints, newest, learner, last_finished, console)
+        signals.at_once(partial(save_at_once, last_finished, checkpoints))
         # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
         for sentence in record.rewind(start if start > 0 else -1):
             console.say(sentence)
@@ -116,6 +125,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             policy=policy,
             engine=engine,
             learner=learner,
+            last_finished=last_finished,
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
@@ -124,15 +134,22 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,
             start=start,
+            lacks_line=start == 0 or not record.has_line(start),
         )
 
 
 def _refuse_finished(run_name: str, done: int, num_iterations: int) -> None:
     if done >= num_iterations:
-        raise RunFinishedError(
+        raise NothingToDoError(
             f"run {run_name}: all {num_iterations} iterations are done; raise num_iterations to go "
             "on, or choose another run_name"
         )
+
+
+def _leave_if_asked(dist: Dist) -> None:
+    """Between two parts that take minutes to load. Collective."""
+    if signals.stop_requested(dist):
+        raise NothingToDoError("stopped while loading; the same command starts it again")
 
 
 def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
@@ -170,15 +187,21 @@ def _open_data(
 
 
 def _restore(
-    checkpoints: Checkpoints, newest: Path | None, learner: Learner, console: Console
+    checkpoints: Checkpoints,
+    newest: Path | None,
+    learner: Learner,
+    last_finished: LastFinished,
+    console: Console,
 ) -> int:
     """Load the newest checkpoint, if there is one; returns the iterations it holds."""
     if newest is None:
+        last_finished.note(0, {})
         return 0
     loaded = checkpoints.load(newest)
     learner.load_state(loaded.tensors, loaded.meta["learner"])
     if loaded.rng is not None:
         set_rng_state(loaded.rng)
+    last_finished.note(loaded.iteration, loaded.meta.get("metrics", {}))
     console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
     return loaded.iteration
 

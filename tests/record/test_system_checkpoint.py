@@ -23,7 +23,7 @@ from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state, seed_everything, set_rng_state
 from rl.record import checkpoint
-from rl.record.checkpoint import Checkpoints, SaveError, model_folder, problem_of
+from rl.record.checkpoint import Checkpoints, ResumePoint, SaveError, model_folder, problem_of
 
 
 def checkpoints_in(folder: Path, **config) -> Checkpoints:
@@ -42,15 +42,15 @@ def save(
     def write(folder: Path) -> None:
         (folder / "adapter_model.bin").write_text(str(iteration) * 100)
 
-    return checkpoints.save(
+    point = ResumePoint(
         iteration,
         {"master/w": torch.full((size,), float(iteration)), "exp_avg/w": torch.zeros(2)},
         {"learner": {"version": iteration}, "config": {"seed": 1}},
-        rng_state(),
+        [rng_state()],
         write_model or write,
         f"# card {iteration}\n",
-        final,
     )
+    return checkpoints.save(point, final)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -76,7 +76,6 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
         "state.safetensors",
         "state.json",
         "rng_rank0000.pt",
-        "model/README.md",
         "model/adapter_model.bin",
     }
 
@@ -366,9 +365,15 @@ def save_and_load_together(folder: Path) -> dict[str, Any]:
     seed_everything(100 + dist.rank)
     rng = rng_state()
     expected = torch.rand(2).tolist()
-    tensors = {"w": torch.ones(3)} if dist.is_main else {}
-    path = checkpoints.save(1, tensors, {}, rng, lambda folder: None, "card")
-    failed = checkpoints.save(2, tensors, {}, rng, fail, "card")
+    rng_by_rank = dist.gather(rng)
+
+    def point(iteration: int, write_model: Callable[[Path], None]) -> ResumePoint | None:
+        tensors = {"w": torch.ones(3)}
+        made = ResumePoint(iteration, tensors, {}, rng_by_rank, write_model, "card")
+        return made if dist.is_main else None
+
+    path = checkpoints.save(point(1, lambda folder: None))
+    failed = checkpoints.save(point(2, fail))
     loaded = checkpoints.load(checkpoints.latest())
     set_rng_state(loaded.rng)
     dist.close()
@@ -405,13 +410,15 @@ def test_pickles_in_a_checkpoint_are_not_executed(tmp_path):
 def test_keys_in_the_environment_do_not_reach_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sk-0123456789abcdef")
     checkpoints = checkpoints_in(tmp_path)
-    path = checkpoints.save(
+    point = ResumePoint(
         1,
         {"w": torch.ones(1)},
         {"config": {"note": "uses sk-0123456789abcdef"}},
-        rng_state(),
+        [rng_state()],
         lambda folder: None,
         "trained with sk-0123456789abcdef",
     )
+    path = checkpoints.save(point)
+    checkpoints.publish(1, "scored with sk-0123456789abcdef")
     assert checkpoints.load(path).meta == {"config": {"note": "uses <SOME_API_KEY>"}}
     assert all(b"sk-0123" not in file.read_bytes() for file in path.rglob("*") if file.is_file())

@@ -15,7 +15,7 @@ from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
 from rl.record import hub
-from rl.record.checkpoint import Checkpoints
+from rl.record.checkpoint import Checkpoints, ResumePoint
 
 
 def card(**changes: Any) -> str:
@@ -88,15 +88,13 @@ def checkpoints_in(folder: Path) -> Checkpoints:
 
 
 def save(checkpoints: Checkpoints, iteration: int, final: bool = False) -> None:
-    checkpoints.save(
-        iteration,
-        {"w": torch.ones(1)},
-        {},
-        rng_state(),
-        lambda model: (model / "adapter_model.safetensors").write_text(str(iteration)),
-        "card",
-        final=final,
-    )
+    def write_model(model: Path) -> None:
+        (model / "adapter_model.safetensors").write_text(str(iteration))
+
+    tensors = {"w": torch.ones(1)}
+    point = ResumePoint(iteration, tensors, {}, [rng_state()], write_model, "no card yet")
+    checkpoints.save(point, final)
+    checkpoints.publish(iteration, "card", final)
 
 
 def model_of(iteration: int) -> dict[str, str]:

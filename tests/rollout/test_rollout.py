@@ -384,13 +384,12 @@ class Refusing(Reward):
         raise JudgeRefused("HTTP 401: the key has expired")
 
 
-def run_of(context: RolloutContext, saved: list[int]) -> Run:
+def run_of(context: RolloutContext) -> Run:
     """As much of a run as a rollout touches."""
     run = Run.__new__(Run)
     run.said = set()
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
     run.policy = context.policy
-    run.save = lambda done, final=False: saved.append(done)
     return run
 
 
@@ -400,25 +399,19 @@ def start(run: Run, *words: str, iteration: int = 0) -> PendingStep:
     return PendingStep(iteration, run.render(batch, train_step), train_step)
 
 
-@pytest.mark.parametrize(("done", "expected"), [(0, []), (7, [7])])
-def test_a_judge_that_stops_the_run_costs_no_finished_iteration(
-    context: RolloutContext, done: int, expected: list[int]
-) -> None:
-    saved: list[int] = []
-    run = run_of(replace(context, rewards={"level": Refusing()}), saved)
+def test_a_judge_that_refuses_or_fails_too_often_stops_the_run(context: RolloutContext) -> None:
+    run = run_of(replace(context, rewards={"level": Refusing()}))
     with pytest.raises(JudgeError, match="the key has expired"):
-        list(run.graded_groups(start(run, "ja", "jb", iteration=done)))
-    assert saved == expected
-    run = run_of(context, saved)
+        list(run.graded_groups(start(run, "ja", "jb")))
+    run = run_of(context)
     with pytest.raises(TooManyFailuresError, match="2 x ungraded"):
-        list(run.graded_groups(start(run, "ja", "jb", iteration=done)))
-    assert saved == 2 * expected
+        list(run.graded_groups(start(run, "ja", "jb")))
 
 
 def test_a_run_that_is_asked_to_stop_collects_nothing(
     context: RolloutContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(context, [])
+    run = run_of(context)
     [group] = run.graded_groups(start(run, "ab", "cd"))
     assert [e.status for e in group.episodes] == [Status.SCORED] * 2
     late = start(run, "ab", "cd")
@@ -430,7 +423,7 @@ def test_a_run_that_is_asked_to_stop_collects_nothing(
 
 
 def test_a_group_without_spread_brings_nothing(context: RolloutContext) -> None:
-    run = run_of(context, [])
+    run = run_of(context)
     [group] = run.graded_groups(start(run, "ab", "j"))
     assert group.sequences == [None, None], "one graded, no spread"
 
@@ -449,7 +442,7 @@ def test_a_finished_group_is_learnt_from_before_the_last_verdict(context: Rollou
                 assert time.monotonic() < deadline, "the judge waits in vain"
             return await super().grade(reward_input)
 
-    run = run_of(replace(context, rewards={"level": Waits()}), [])
+    run = run_of(replace(context, rewards={"level": Waits()}))
     train_step = MicroBatches(batch)
     pending = PendingStep(0, run.render(batch, train_step), train_step)
     for group in run.graded_groups(pending):
@@ -532,13 +525,11 @@ def test_a_reward_that_raises_on_every_picture_stops_the_run(
     """Even one that does not count, and whatever share of failures is allowed."""
     config = run_config(judge={"max_failure_rate": 1}, final_reward={"weights": counts})
     rewards = {"level": Level(), "mine": Raises()}
-    saved: list[int] = []
-    run = run_of(replace(context, rewards=rewards, config=config), saved)
+    run = run_of(replace(context, rewards=rewards, config=config))
     list(run.graded_groups(start(run, "ra", "ab", iteration=7)))
     message = r"rewards.mine: raised on all 2 pictures of the iteration; .*traceback:\nTraceback"
     with pytest.raises(BrokenRewardError, match=message):
         list(run.graded_groups(start(run, "ra", "rb", iteration=7)))
-    assert saved == [7]
 
 
 @pytest.mark.parametrize("limit", [0.04, 0.05])

@@ -24,17 +24,16 @@ def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path) -> None
     run.said = set()
     outcomes = iter([None, tmp_path / "checkpoints/step_000001"])
     run.checkpoints = SimpleNamespace(save=lambda *_, **__: next(outcomes))
-    run.learner = SimpleNamespace(state=lambda: ({}, {}), trainable_tensors=dict)
-    run.record = SimpleNamespace(config=run_config().model_dump(mode="json"))
-    run.dist, run.run_dir, run.last_metrics = Dist(), tmp_path, {}
+    run.last_finished = SimpleNamespace(read=lambda: None, done=1)
+    run.dist, run.run_dir = Dist(), tmp_path
     journals = [tmp_path / f"judge/iteration_00000{i}.rank0.jsonl" for i in (0, 1)]
     journals[0].parent.mkdir()
     others = [journals[0].with_name(name) for name in ("my_notes.rank0.jsonl", "a_000000.jsonl")]
     for journal in [*journals, *others]:
         journal.touch()
-    run.save(1)
+    run.save()
     assert all(journal.exists() for journal in journals), "nothing was saved"
-    run.save(1)
+    run.save()
     assert [journal.exists() for journal in journals] == [False, True]
     assert all(other.exists() for other in others), "not of our making"
 
@@ -57,6 +56,7 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
     run.said = set()
     run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
     run.console = run.timer = run.tracker = MagicMock()
+    run.lacks_line = False
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
     train.train(run)
     assert len(pending_steps) == 3

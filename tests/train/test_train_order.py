@@ -21,7 +21,7 @@ from rl.run.run import Run
 
 ROLL_OUT = ["prompts", "wake", "generate", "sleep", "begin", "render"]
 LEARN = ["prefetch_reference", "graded 0", "accumulate 0", "graded 1", "accumulate 1", "step"]
-RECORD = ["wake", "sync", "episodes", "log", "save"]
+RECORD = ["wake", "sync", "finish", "episodes", "save", "evaluate", "log", "publish"]
 
 
 @pytest.fixture
@@ -66,10 +66,12 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
         "graded_groups": graded_groups,
         "rollout_metrics": lambda rollout: Metrics(),
         "sync_engine": verb("sync", Metrics()),
-        "evaluate_if_due": lambda done: Metrics(),
+        "finish": verb("finish"),
+        "evaluate_if_due": verb("evaluate", Metrics()),
         "log_episodes": verb("episodes"),
         "log": verb("log"),
         "save_if_due": verb("save"),
+        "publish": verb("publish"),
         "may_sample": lambda sampled, done: (
             sampled - done <= run.config.max_staleness and sampled < run.num_iterations
         ),
@@ -82,8 +84,8 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_on_policy_the_two_verbs_alternate(run: Run, said: list[str]) -> None:
     run.config = run_config()
     train.train(run)
-    assert said[:2] == ["sync", "log"], "what was measured before training"
-    assert said[2:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
+    assert said[:4] == ["sync", *RECORD[-3:]], "what was measured before training"
+    assert said[4:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
 
 
 def test_one_step_off_the_next_rollout_comes_before_the_last_is_learnt(
@@ -91,7 +93,7 @@ def test_one_step_off_the_next_rollout_comes_before_the_last_is_learnt(
 ) -> None:
     run.config = run_config(max_staleness=1)
     train.train(run)
-    assert said[2:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
+    assert said[4:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
 
 
 def test_nothing_but_the_learner_calls_a_backward() -> None:

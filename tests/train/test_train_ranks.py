@@ -120,6 +120,10 @@ def test_two_ranks_under_zero_are_the_plain_run(
     [
         ("refused", 0, {"backend": "deepspeed", "zero_stage": 2}),
         ("refused", 1, {"backend": "torch"}),
+        ("raised", 0, {"backend": "torch"}),
+        ("raised", 0, {"backend": "deepspeed", "zero_stage": 2}),
+        ("killed", 0, {"backend": "torch"}),
+        ("killed", 0, {"backend": "deepspeed", "zero_stage": 3}),
         ("stopped", 0, {"backend": "deepspeed", "zero_stage": 2}),
         ("stopped", 1, {"backend": "deepspeed", "zero_stage": 1}),
     ],
@@ -131,9 +135,9 @@ def test_what_befalls_one_rank_is_heard_by_all(
     max_staleness: int,
     optimizer: dict[str, Any],
 ) -> None:
-    """The last rank's judge refuses, or it is asked to stop, while it grades the second iteration,
+    """The last rank's judge refuses, it fails, is killed or asked to stop, in the second iteration,
     which under `max_staleness: 1` is before the first has been learnt from. What is finished is
-    saved by all ranks together, and nobody waits."""
+    saved once, and nobody waits."""
     config = tiny_loop.config_of(
         models,
         tmp_path,
@@ -148,8 +152,14 @@ def test_what_befalls_one_rank_is_heard_by_all(
     config["optimizer"] |= optimizer
     ended = start(tiny_loop.write_config(tmp_path, config), 2, TROUBLE=trouble)
     saved = [path.name for path in (tmp_path / "tiny/checkpoints").glob("step_*")]
-    if trouble == "refused":
-        assert ended.returncode != 0 and "the key has expired" in ended.stderr + ended.stdout
+    if trouble != "stopped":
+        told = {
+            "refused": "the key has expired",
+            "raised": "OutOfMemoryError: injected",
+            "killed": "rank 1 failed: killed by SIGKILL",
+        }
+        assert ended.returncode != 0 and told[trouble] in ended.stderr + ended.stdout
+        assert "rank 1 failed" in ended.stderr
         assert saved == ["step_000001"]
     else:
         assert ended.returncode == 0, ended.stderr[-2000:]

@@ -1,0 +1,152 @@
+"""The last finished iteration, kept so that it is on disk however the run ends.
+
+Finished is an iteration whose update is applied and synced. What: `LastFinished`, what a checkpoint
+of it holds: kept in host memory while the learner's state is small (an adapter's), so that one rank
+can write it when the others are gone and while the weights move on; read from the device when that
+is asked for where it is large. What not: the files (`record/checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl.api.policy import Policy
+from rl.learner.learner import Learner
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import rng_state
+from rl.record import hub
+from rl.record.checkpoint import Checkpoints, ResumePoint, find, iteration_of
+from rl.record.console import warn
+
+if TYPE_CHECKING:
+    import torch
+
+    State = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+HELD_GB = 4.0
+"""Of weights and moments, up to which every rank keeps a copy (1.0 for rank 32 on a 7B)."""
+PATIENCE_S = 30.0
+"""For the other ranks to hear that this one leaves, when it has saved alone."""
+LONG_PATIENCE_S = 1800.0
+"""The same where a save needs them all: they hear it when they have their verdicts, or before."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Finished:
+    """One iteration's end."""
+
+    done: int
+    version: int
+    """Of the learner: beyond it the live weights are no finished iteration's."""
+    rng_by_rank: Sequence[Mapping[str, Any]]
+    metrics: Mapping[str, float]
+    """Of the iteration, all ranks reduced, as far as known: held-out ones come after."""
+    state: State | None
+    """`Learner.state()`; None where it is too large to keep."""
+
+
+class LastFinished:
+    """See the module."""
+
+    def __init__(self, learner: Learner, policy: Policy, config: Mapping[str, Any], dist: Dist):
+        """`config`: as it may be written anywhere."""
+        self._learner = learner
+        self._policy = policy
+        self._config = config
+        self._dist = dist
+        self._held = learner.state_bytes <= HELD_GB * 1e9
+        self._finished: _Finished | None = None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last finished iteration, all ranks reduced, without the held-out ones."""
+        return self._finished.metrics if self._finished else {}
+
+    @property
+    def done(self) -> int:
+        """Iterations, 0 before the first."""
+        return self._finished.done if self._finished else 0
+
+    def note(self, done: int, metrics: Mapping[str, float]) -> None:
+        """`done` iterations are applied and synced. Collective."""
+        rng_by_rank = self._dist.gather(rng_state())
+        state = self._learner.state(on_all_ranks=True) if self._held else None
+        # One assignment: a signal's thread may read it at any moment.
+        self._finished = _Finished(done, self._learner.version, rng_by_rank, metrics, state)
+
+    def held(self) -> ResumePoint | None:
+        """What this rank can write alone; None before the first or where it is too large. Local."""
+        finished = self._finished
+        if finished is None or finished.state is None:
+            return None
+        return self._point(finished, finished.state)
+
+    def is_live(self) -> bool:
+        """Whether the live weights are still those of the last finished iteration. Local."""
+        return self._finished is not None and self._finished.version == self._learner.version
+
+    def read(self) -> ResumePoint | None:
+        """The same of a state of any size; None away from rank 0. Collective, while `is_live`."""
+        assert self._finished is not None
+        if (point := self.held()) is not None:
+            return point if self._dist.is_main else None
+        assert self.is_live(), "the weights are no finished iteration's any more"
+        state = self._learner.state()
+        return self._point(self._finished, state) if self._dist.is_main else None
+
+    def _point(self, finished: _Finished, state: State) -> ResumePoint:
+        tensors, learner_meta = state
+        prefix = "master/"
+        trained = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        return ResumePoint(
+            iteration=finished.done,
+            tensors=tensors,
+            meta={"learner": learner_meta, "config": self._config, "metrics": finished.metrics},
+            rng_by_rank=finished.rng_by_rank,
+            write_model=lambda folder: self._policy.save_pretrained(str(folder), trained),
+            model_card=hub.model_card(self._config, finished.done, finished.metrics),
+        )
+
+
+def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> None:
+    """On a signal, beside the main thread, which may be where it never returns from. Local."""
+    try:
+        held = last.held() if last.done else None
+        if held is not None:
+            checkpoints.save_alone(held)
+    except Exception as error:
+        warn(f"the finished iterations could not be saved at once: {error!r}")
+
+
+def save_before_leaving(
+    last: LastFinished, checkpoints: Checkpoints, dist: Dist, error: BaseException
+) -> None:
+    """However a run ends, its finished iterations are on disk: by this rank alone where it holds
+    what that takes, else by all of them, if all still answer. The first iteration leaves nothing:
+    its config is likely wrong, and a checkpoint would forbid to mend it under this run_name.
+
+    Never raises: what ended the run is what the user is told.
+    """
+    try:
+        held = last.held() if last.done else None
+        if held is not None:
+            checkpoints.save_alone(held)
+        all_hear = dist.tell(error, PATIENCE_S if held else LONG_PATIENCE_S)
+        if held is not None or not last.done:
+            return
+        if all_hear and dist.gather(last.is_live()) == [True] * dist.world_size:
+            # The locals of what failed hold graphs, beside which there may be no room to gather.
+            traceback.clear_frames(error.__traceback__)
+            checkpoints.save(last.read())
+            return
+        newest = find(checkpoints.folder.parent, hashes=False).path
+        on_disk = 0 if newest is None else iteration_of(newest)
+        if on_disk < last.done and dist.is_main:
+            lost = f"iterations {on_disk + 1} to {last.done} are lost"
+            why = "a rank is gone, and each held a part" if not all_hear else "the update was cut"
+            warn(f"{lost} ({why}); the last checkpoint is {newest or 'none'}")
+    except Exception as second:
+        warn(f"the finished iterations could not be saved: {second!r}")

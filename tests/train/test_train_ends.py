@@ -1,0 +1,66 @@
+"""However a run ends, short of kill -9, every finished iteration is on disk, and it goes on from
+there as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_loop
+from tiny_loop import assert_same_run, metrics_of
+
+pytestmark = pytest.mark.slow
+
+EVERY = {"checkpoint": {"save_every_n_iterations": 4}, "evaluation": {"every_n_iterations": 2}}
+"""No checkpoint is due before the last iteration."""
+ENDS = [
+    ("rl.rollout.prompt_order:PromptOrder.shard", "5", "ValueError", 2),
+    ("rl.engines.transformers:TransformersEngine.generate", "8", "RuntimeError", 2),
+    ("rl.policies.qwen2_5_vl.plug:Qwen25VL.build_prompt", "13", "KeyError", 2),
+    ("rl.learner.learner:Learner.begin", "3", "MemoryError", 2),
+    ("rl.renderers.qwen_image.editor:QwenImageEditor.render", "7", "OutOfMemoryError", 2),
+    ("rl.rollout.stream:episode_of", "45", "AssertionError", 2),
+    ("rl.learner.train_step:TrainStep.accumulate", "5", "OutOfMemoryError", 2),
+    ("rl.learner.backends:TorchBackend.step", "3", "FloatingPointError", 2),
+    ("rl.learner.backends:TorchBackend._write_back", "3", "OutOfMemoryError", 2),
+    ("rl.run.run:sync", "4", "RuntimeError", 2),
+    ("rl.run.evaluation:_measure", "3", "ZeroDivisionError", 2),
+    ("rl.run.run:Run.log", "4", "UnicodeEncodeError", 3),
+    ("rl.record.console:Console.iteration", "3", "SystemExit", 2),
+]
+"""Where, at which call, by what: iterations that are finished then."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    config = tiny_loop.config_of(models, folder, **EVERY)
+    tiny_loop.run(tiny_loop.write_config(folder, config))
+    return folder / "tiny"
+
+
+@pytest.mark.parametrize(("where", "count", "error", "finished"), ENDS)
+def test_an_error_anywhere_costs_no_finished_iteration(
+    models: dict[str, str],
+    straight: Path,
+    tmp_path: Path,
+    where: str,
+    count: str,
+    error: str,
+    finished: int,
+) -> None:
+    config = tiny_loop.config_of(models, tmp_path, **EVERY)
+    path = tiny_loop.write_config(tmp_path, config)
+    ended = tiny_loop.run_forked(path, where, count, error, check=False)
+    assert ended.returncode not in (0, -9), ended.stdout[-2000:] + ended.stderr[-4000:]
+    assert "injected" in ended.stderr + ended.stdout
+    saved = [folder.name for folder in (tmp_path / "tiny/checkpoints").glob("step_*")]
+    assert saved == ([f"step_{finished:06d}"] if finished else [])
+    tiny_loop.run_forked(path)
+    assert_same_run(straight, tmp_path / "tiny")
+    assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == [0, 1, 2, 3, 4]
