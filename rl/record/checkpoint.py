@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from rl.config import formats
 from rl.config.paths import not_a_file
 from rl.config.schema import CheckpointConfig
@@ -52,8 +50,6 @@ MODEL_CARD = "README.md"
 KEPT_MODELS_FOLDER = "models"
 """Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
 LAST_WRITTEN = "last_checkpoint.txt"
-ALWAYS_THERE = ("state.safetensors", "state.json")
-"""Of a checkpoint's files those without which none is whole, whatever its manifest names."""
 SAVING = ".saving.lock"
 """Held by who writes a checkpoint."""
 _NUM_NEWEST_KEPT = 2
@@ -196,6 +192,8 @@ class Checkpoints:
     @contextmanager
     def _one_writer(self) -> Iterator[None]:
         """Ranks that save alone do not know of each other."""
+        from filelock import FileLock
+
         lock = FileLock(self.folder.parent / SAVING, fallback_to_soft=False)
         with suppress(OSError):  # a file system without locks: better no guard than no save
             lock.acquire()
@@ -378,8 +376,8 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
     except _UNREADABLE as error:
         return f"no readable manifest.json: {shown(str(error), _MAX_SHOWN_CHARS)}"
-    if unnamed := [name for name in ALWAYS_THERE if name not in files]:
-        return f"manifest.json does not name {', '.join(unnamed)}"
+    if not files:
+        return "manifest.json names no file"
     differences = (_difference(path, name, *entry, hashes) for name, entry in files.items())
     return next(filter(None, differences), None)
 
@@ -398,7 +396,7 @@ def _difference(folder: Path, name: str, size: object, sha256: object, hashes: b
             return None
     except OSError as error:  # a name longer than a file system takes
         problem = f"cannot be read ({error.strerror})"
-    return shown(f"{name} {problem}", _MAX_SHOWN_CHARS)
+    return f"{shown(name, _MAX_SHOWN_CHARS)} {problem}"
 
 
 def too_new(folder: Path) -> str:

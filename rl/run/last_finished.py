@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.policy import Policy
 from rl.learner.learner import Learner
+from rl.preflight.host_memory import HELD_STATE_GB
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
 from rl.record import hub
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     State = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
-HELD_GB = 4.0
-"""Of weights and moments, up to which every rank keeps a copy (1.0 for rank 32 on a 7B)."""
 PATIENCE_S = 30.0
 """For the other ranks to hear that this one leaves, when it has saved alone."""
 LONG_PATIENCE_S = 1800.0
@@ -57,7 +56,7 @@ class LastFinished:
         self._policy = policy
         self._config = config
         self._dist = dist
-        self._held = learner.state_bytes <= HELD_GB * 1e9
+        self._held = learner.state_bytes <= HELD_STATE_GB * 1e9
         self._finished: _Finished | None = None
 
     @property

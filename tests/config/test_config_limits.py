@@ -29,7 +29,6 @@ def problem_of(path: Path, *overrides: str) -> str:
         "local f(x) = f(x + 1) tailstrict; { a: f(1) }",
         "{ a: std.length(std.range(0, 1e12)) }",
         'local g(n) = if n == 0 then "x" else g(n - 1) + g(n - 1); { a: g(60) }',
-        'importstr "/dev/zero"',
     ],
 )
 def test_a_program_without_end_is_ended(
@@ -43,16 +42,6 @@ def test_a_program_without_end_is_ended(
     assert time.monotonic() - began < 20
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-
-
-def test_a_pipe_in_its_place_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MAX_S", 0.5)
-    os.mkfifo(tmp_path / "pipe.libsonnet")
-    path = tmp_path / "run.jsonnet"
-    path.write_text("(import 'pipe.libsonnet') + {}")
-    assert problem_of(path) == f"{path}: {TOO_LONG}"
 
 
 def test_memory_and_size_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ def test_kept_pictures_are_bounded(codec: Emu3Codec, monkeypatch: pytest.MonkeyP
 
 def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqLoop) -> None:
     sample = Sample(id="p-7", instruction="", target_codes=np.full((2, 2), 99, np.int32))
-    with pytest.raises(ValueError, match=r"sample p-7: its target .* bad_code: 99"):
+    with pytest.raises(ValueError, match=r"sample 'p-7': its target .* bad_code: 99"):
         renderer.decode_sources([sample])
 
 

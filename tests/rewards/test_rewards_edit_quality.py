@@ -95,7 +95,7 @@ def test_no_picture_is_no_question() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"prompt": "/no/such/file.txt"}, "prompt: cannot read"),
+        ({"prompt": "/no/such/file.txt"}, "prompt: the prompt file"),
         ({"temperature": 0}, "n_evals=3 at judge temperature 0"),
         ({"alignment_weight": 0, "quality_weight": 0}, "both 0"),
         ({"weight": 1}, "weight"),

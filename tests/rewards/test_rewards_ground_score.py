@@ -88,7 +88,7 @@ def test_a_wrong_set_up_passes_through() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"prompt": "/no/such/file.txt"}, "prompt: cannot read"),
+        ({"prompt": "/no/such/file.txt"}, "prompt: the prompt file"),
         ({"n_evals": 3, "temperature": 0}, "n_evals=3 at judge temperature 0"),
         ({"n_evals": 0}, "n_evals"),
     ],

@@ -132,8 +132,8 @@ def test_another_rubric_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: cannot read"),
-        ({"perception_prompt": "/no/such/file.txt"}, "perception_prompt: cannot read"),
+        ({"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: the prompt file"),
+        ({"perception_prompt": "/no/such/file.txt"}, "perception_prompt: the prompt file"),
         ({"n_eval": 3}, "n_eval"),
         ({"n_evals": 0}, "n_evals"),
         ({"n_evals": 3, "temperature": 0}, "n_evals=3 at judge temperature 0"),

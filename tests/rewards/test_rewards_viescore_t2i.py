@@ -71,7 +71,7 @@ def test_no_picture_is_no_question() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: cannot read"),
+        ({"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: the prompt file"),
         ({"n_evals": 2, "temperature": 0}, "n_evals=2 at judge temperature 0"),
     ],
 )

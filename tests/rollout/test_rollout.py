@@ -537,9 +537,8 @@ def test_a_renderer_that_fails_too_often_stops_the_run(
     context: RolloutContext, limit: float
 ) -> None:
     """Though most of its pictures are drawn, and half of the episodes may go ungraded."""
-    saved: list[int] = []
     config = run_config(max_render_failure_rate=limit)
-    run = run_of(replace(context, config=config), saved)
+    run = run_of(replace(context, config=config))
     for iteration in range(4):
         list(run.graded_groups(start(run, "a", "b", "c", "d", "xa", "xb", iteration=iteration)))
     trouble = contextlib.nullcontext()
@@ -548,7 +547,6 @@ def test_a_renderer_that_fails_too_often_stops_the_run(
         trouble = pytest.raises(TooManyRenderFailuresError, match=match)
     with trouble:
         list(run.graded_groups(start(run, "a", "b", "c", "d", "xa", "xb", "ya", iteration=7)))
-    assert saved == [7] * (limit < 0.05)
 
 
 class Longest(Raises):
