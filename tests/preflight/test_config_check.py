@@ -46,7 +46,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (  # a plug's own type
         {"engine": {"type": "vllm", "max_num_seqs": "64"}},
-        'engine.max_num_seqs: "64" given, must be a whole number >= 1; strings are not taken',
+        'engine.max_num_seqs: "64" given, must be a whole number >= 1 and <= 100000; strings are',
     ),
     (  # a typo inside an optional section
         {"policy": {"type": "qwen2_5_vl", "model_path": "a/b", "lora": {"alfa": 3}}},
@@ -54,7 +54,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": {"type": "qwen2_5_vl", "model_path": "a/b", "lora": {"r": 0}}},
-        "policy.lora.r: 0 given, must be a whole number >= 1 (Rank.)",
+        "policy.lora.r: 0 given, must be a whole number >= 1 and <= 65536 (Rank.)",
     ),
     (
         {"world_size": 3},
@@ -92,10 +92,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"judge": {"start_command": ["no_such_judge", "{url_file}"]}},
         "judge.start_command: there is no program 'no_such_judge' on this machine's PATH or in ",
-    ),
-    (
-        {"judge": {"start_command": ["a\0b", "{url_file}"]}},
-        "judge.start_command.0: 'a\\x00b' holds a NUL, which no command takes; drop it",
     ),
     (
         {"judge": {"start_command": ["{python}", "-m", "my_judge"]}},

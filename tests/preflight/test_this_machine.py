@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -212,7 +213,9 @@ def test_what_was_written_is_not_counted_again(tmp_path: Path) -> None:
     fresh = disk_need(build.resolve(config))
     step = config.run_dir / "checkpoints" / "step_000030"
     step.mkdir(parents=True)
-    (step / "manifest.json").write_text("{}")
+    (step / "state.json").write_text("")
+    manifest = {"state.json": {"size": 0, "sha256": "not read"}}
+    (step / "manifest.json").write_text(json.dumps(manifest))
     resumed = disk_need(build.resolve(config))
     assert (fresh.num_iterations, resumed.num_iterations) == (40, 10)
     before, after = (next(iter(need.fixed.values())) for need in (fresh, resumed))

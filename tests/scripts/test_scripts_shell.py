@@ -57,7 +57,7 @@ def run(copy: Path, *command: str, **environment: str) -> subprocess.CompletedPr
 
 def installed(copy: Path) -> None:
     """A .venv that `_install.sh` takes for complete, whose tools only say how they were called."""
-    for tool in ("python", "ruff", "mypy"):
+    for tool in ("python", "ruff", "mypy", "bandit", "detect-secrets-hook"):
         fake(copy / ".venv/bin" / tool, f'echo "{tool} $*"')
     (copy / ".venv/bin/activate").write_text(f'export PATH="{copy}/.venv/bin:$PATH"\n')
     for lock in LOCKS:
@@ -292,6 +292,7 @@ def test_default_and_slow_tests(copy):
         "ruff check .",
         "ruff format --check .",
         "mypy ",
+        "bandit -q -ll -r rl tiny_world benchmarks scripts",
         "python -m pytest -n auto --dist worksteal -m not slow -k a or b",
     ]
     everything = run(copy, "scripts/test.sh", "--all", "-x", **settings).stdout.splitlines()
