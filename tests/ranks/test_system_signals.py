@@ -64,6 +64,26 @@ def test_a_second_one_later_ends_it_at_once():
     assert (process.returncode, stdout) == (-signal.SIGTERM, "")
 
 
+def test_what_runs_at_once_does_not_wait_for_a_main_thread_that_hangs():
+    process = start(
+        """
+        import ctypes
+        from rl.ranks import signals
+        signals.install()
+        signals.at_once(lambda: print("saved", flush=True))
+        lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        lock(mutex)
+        print("hangs", flush=True)
+        lock(mutex)  # for ever, whatever signal comes: as a collective whose peer is gone
+        """
+    )
+    assert process.stdout.readline() == "hangs\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saved\n"
+    process.kill()
+    process.communicate(timeout=30)
+
+
 def test_a_rank_whose_launcher_is_killed_saves_and_leaves():
     launcher = start(
         """
