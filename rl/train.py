@@ -120,8 +120,8 @@ def learn_from(run: Run, pending: PendingStep) -> None:
     run.engine.wake()
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
-    run.finish(done, metrics)
     with timer.phase("record"):
+        run.finish(done, metrics)
         run.log_episodes(done, groups_P)
     run.save_if_due(done)
     measure(run, done, Metrics())

@@ -5,7 +5,8 @@ Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Learner:
         self._dist = dist
         self._num_iterations = num_iterations
         self._num_steps = 0
+        self.is_whole = True
+        """False for good once a step has failed inside: weights and moments may be half of it."""
         _copy_from_rank_0(trainable_parameters(policy.module), dist)
         self._backend = _make_backend(policy.module, config, dist)
 
@@ -106,6 +109,7 @@ class Learner:
             keeps_graphs=exact and self._backend.keeps_graphs,
             collective=collective,
             on_step=self._count_step,
+            stepping=self._stepping,
         )
 
     def _planned(self, lengths: Sequence[int]) -> Denominators:
@@ -119,6 +123,12 @@ class Learner:
             num_completions=planned / config.optimizer.updates_per_iteration,
             max_completion_tokens=config.sampling.max_completion_tokens,
         )
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self.is_whole = False
+        yield
+        self.is_whole = True
 
     def _count_step(self) -> None:
         self._num_steps += 1

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -84,6 +85,8 @@ class TrainStep:
     """Whether a forward needs every rank in it (ZeRO-3)."""
     on_step: Callable[[], None]
     """Called after each optimiser step that was applied."""
+    stepping: Callable[[], AbstractContextManager[None]]
+    """Around each optimiser step."""
     _kept: dict[MicroBatch, Kept] = field(default_factory=dict)
     _num_kept_tokens: int = 0
     _old: dict[Member, list[float]] = field(default_factory=dict)
@@ -319,7 +322,7 @@ class TrainStep:
         )
 
     def _optimizer_step(self, gradient_scale: float) -> None:
-        with self._learner_metrics.clock("learn_step"):
+        with self._learner_metrics.clock("learn_step"), self.stepping():
             outcome = self.backend.step(self.learning_rate, gradient_scale)
         self._learner_metrics.close_step(gradient_scale, len(self.minibatches))
         if outcome.applied:

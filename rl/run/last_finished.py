@@ -85,7 +85,9 @@ class LastFinished:
 
     def is_live(self) -> bool:
         """Whether the live weights are still those of the last finished iteration. Local."""
-        return self._finished is not None and self._finished.version == self._learner.version
+        if self._finished is None or not self._learner.is_whole:
+            return False
+        return self._finished.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
         """The same of a state of any size; None away from rank 0. Collective, while `is_live`."""

@@ -75,7 +75,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         num_skipped_rows = sum(source.num_skipped for source in sources)
         if num_skipped_rows:
             console.say(f"{num_skipped_rows} bad rows of data.train are left out")
-        if record.has_line(done):
+        if dist.broadcast(record.has_line(done)):
             _refuse_finished(config.run_name, done, num_iterations)
         placement.enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
@@ -134,7 +134,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=num_skipped_rows,
             start=start,
-            lacks_line=start == 0 or not record.has_line(start),
+            lacks_line=start == 0 or not dist.broadcast(record.has_line(start)),
         )
 
 

@@ -126,6 +126,6 @@ def test_what_one_client_has_heard_another_is_told(caplog: pytest.LogCaptureFixt
 def test_a_key_in_a_name_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MY_JUDGE", "sk-abcdefghij0123456789")
-    asked([named("echo sk-abcdefghij0123456789")], api_key_env="MY_JUDGE")
+    monkeypatch.setenv("MY_JUDGE", "made-up-hunter2")
+    asked([named("echo made-up-hunter2")], api_key_env="MY_JUDGE")
     assert "<MY_JUDGE>" in caplog.text and "abcdefghij" not in caplog.text
