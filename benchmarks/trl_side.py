@@ -337,8 +337,9 @@ def make_processor(folder: Path) -> Any:
 
     Qwen2_5_VLProcessor.check_argument_for_proper_class = lambda self, name, argument: argument
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")  # nosec B615 # local
+    image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)  # nosec B615 # local
     return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessorPil.from_pretrained(folder),
+        image_processor=image_processor,
         tokenizer=tokenizer,
         video_processor=None,
         chat_template=tokenizer.chat_template,

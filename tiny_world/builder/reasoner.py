@@ -80,7 +80,8 @@ def _corpus() -> list[str]:
 def _inherit(policy, tokenizer, folder: Path) -> None:
     """Everything but the vocabulary, and of that the words which both have."""
     parent = load_policy(folder)
-    words = AutoTokenizer.from_pretrained(folder).get_vocab()
+    tokenizer_of_parent = AutoTokenizer.from_pretrained(folder)  # nosec B615 # a local folder
+    words = tokenizer_of_parent.get_vocab()
     vocabulary = ("model.language_model.embed_tokens.weight", "lm_head.weight")
     state, inherited = policy.state_dict(), parent.state_dict()
     for name in vocabulary:
