@@ -27,6 +27,8 @@ PNG_BYTES = 2.0
 """Of a pixel, at the most: pictures of the world take about 1.5."""
 UNKNOWN_AREA_PX = 1024 * 1024
 """Of a picture whose renderer does not say."""
+NUM_STOCK_ARMS = 3
+"""Of a held-out sample, at the most: the stock pipeline, its variant, the reference's words."""
 WANDB_AREA_PX = 384 * 384
 TOKEN_BYTES, EPISODE_BYTES = 24, 3000
 """Of an episode's line: its id, log-prob and mask of each token; its words, marks and replies."""
@@ -59,7 +61,10 @@ def disk_need(resolved: Resolved) -> DiskNeed:
     planned = build.planned_iterations(resolved)
     left = None if planned is None else max(0, planned - done)
     fixed, per_iteration = _checkpoints(resolved, done > 0)
-    fixed |= {"the judge's replies since a checkpoint": _replies_gb(resolved)}
+    fixed |= {
+        "the judge's replies since a checkpoint": _replies_gb(resolved),
+        "the stock arm's pictures": 0.0 if done else _stock_gb(resolved),
+    }
     per_iteration |= {"pictures": _pictures_gb(resolved), "episodes": _episodes_gb(resolved)}
     return DiskNeed(fixed, per_iteration, left)
 
@@ -125,10 +130,7 @@ def _checkpoints(resolved: Resolved, resumed: bool) -> tuple[dict[str, float], d
 def _pictures_gb(resolved: Resolved) -> float:
     """Rendered ones with their groups' sources and targets, those of held-out runs, wandb's."""
     config, renderer = resolved.config, resolved.renderer
-    told, _ = build.ask_plug(
-        renderer, renderer.cls.picture_area_px, lambda area: type(area) is int, "px", config
-    )
-    area_px = told or UNKNOWN_AREA_PX
+    area_px = _picture_area_px(resolved)
     provided = [plug.cls.provides(plug.config) for plug in resolved.train]
     beside = sum(any(name in names for names in provided) for name in ("source", "target"))
     groups = config.prompts_per_iteration // config.world_size
@@ -147,6 +149,32 @@ def _pictures_gb(resolved: Resolved) -> float:
         arms = 1 + (config.bare_arm != "never") + beside
         pixels += evaluation.num_samples * arms * area_px / evaluation.every_n_iterations
     return pixels * PNG_BYTES / 1e9
+
+
+def _stock_gb(resolved: Resolved) -> float:
+    """Drawn once, at the first held-out run; zero where there is none."""
+    evaluation = resolved.config.evaluation
+    if not (
+        evaluation.stock_arm
+        and evaluation.every_n_iterations
+        and resolved.config.data.validation
+        and resolved.renderer.cls.makes_images
+    ):
+        return 0.0
+    pixels = evaluation.num_samples * NUM_STOCK_ARMS * _picture_area_px(resolved)
+    return pixels * PNG_BYTES / 1e9
+
+
+def _picture_area_px(resolved: Resolved) -> int:
+    renderer = resolved.renderer
+    told, _ = build.ask_plug(
+        renderer,
+        renderer.cls.picture_area_px,
+        lambda area: type(area) is int,
+        "px",
+        resolved.config,
+    )
+    return told or UNKNOWN_AREA_PX
 
 
 def _episodes_gb(resolved: Resolved) -> float:

@@ -175,7 +175,7 @@ def test_the_disk_that_earls_run_fills() -> None:
     """Float32 weights and moments beside bfloat16 weights; a model every 100 of 3000 iterations."""
     need = disk_need(build.resolve(tiny_config.shipped("sft_s__rl_sc")))
     assert need.num_iterations == 3000
-    point, _ = need.fixed.values()
+    point, _, stock = need.fixed.values()
     assert point == pytest.approx(3 * EARL_GB * (12 + 2)), "119 GB each: base.libsonnet says so"
     kept, pictures, episodes = need.per_iteration.values()
     assert kept * 3000 == pytest.approx(30 * EARL_GB * 2)
@@ -183,6 +183,7 @@ def test_the_disk_that_earls_run_fills() -> None:
     logged = (16 + 2 * 2) * 4 + 16 * 3
     held_out = 64 * 4  # ours, the bare words, source, target; every 100
     area_px = 1720 * 8**2
+    assert stock == pytest.approx(64 * 3 * area_px * 2 / 1e9), "once"
     assert pictures == pytest.approx((logged / 5 + held_out / 100) * area_px * 2 / 1e9)
     assert episodes == pytest.approx(128 * (24 * 1720 + 3000) / 5 / 1e9)
     assert need.total_gb == pytest.approx(
@@ -220,6 +221,8 @@ def test_what_was_written_is_not_counted_again(tmp_path: Path) -> None:
     assert (fresh.num_iterations, resumed.num_iterations) == (40, 10)
     before, after = (next(iter(need.fixed.values())) for need in (fresh, resumed))
     assert after == pytest.approx(before / 3)
+    stock_gb = [need.fixed["the stock arm's pictures"] for need in (fresh, resumed)]
+    assert stock_gb == [pytest.approx(64 * 3 * 64**2 * 2 / 1e9), 0.0]
 
 
 def leaving(config: RunConfig) -> list[str]:
