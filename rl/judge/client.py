@@ -40,7 +40,7 @@ from rl.judge.reply import (
     chat_content,
     served_models,
 )
-from rl.judge.retry import OutageError, backoff_s, retry_after_s
+from rl.judge.retry import OutageError, Patience, backoff_s, retry_after_s
 from rl.judge.throttle import TOO_MANY_REQUESTS, Throttle, Turn
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
@@ -48,6 +48,8 @@ from rl.record.untrusted import shown
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 10.0
+LATE_BASE_S = 15.0
+"""For a base that does not answer, once another has: servers that start together do so apart."""
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
@@ -181,11 +183,11 @@ class JudgeClient:
         bases that answer.
 
         A server that is still starting has `wait_s` (and one more request) to answer. Of several
-        bases one is enough: the others are held to be down, which is said. Raises
-        `JudgeUnreachableError` or `JudgeRefused`.
+        bases one is enough: the others have `LATE_BASE_S` after it, then they are held to be down,
+        which is said. Raises `JudgeUnreachableError` or `JudgeRefused`.
         """
-        checks = (self._check_base(base, wait_s) for base in self._bases)
-        found = await asyncio.gather(*checks)
+        patience = Patience(wait_s)
+        found = await asyncio.gather(*(self._check_base(base, patience) for base in self._bases))
         if all(why for _, why in found):
             raise JudgeUnreachableError("\n".join(why for _, why in found))
         for base, why in found:
@@ -193,9 +195,8 @@ class JudgeClient:
                 base.breaker.open(f"is not there ({why})")
         return [base.url for base, why in found if not why]
 
-    async def _check_base(self, base: Base, wait_s: float) -> tuple[Base, str]:
+    async def _check_base(self, base: Base, patience: Patience) -> tuple[Base, str]:
         """'' or why it cannot be reached."""
-        deadline = time.monotonic() + wait_s
         while True:
             try:
                 response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
@@ -205,12 +206,12 @@ class JudgeClient:
             except RequestTrouble as trouble:
                 if TRUST_IT in str(trouble):  # no waiting mends that
                     return base, f"{base.url} is not the judge for certain ({trouble})"
-                if time.monotonic() >= deadline:
+                if patience.left_s <= 0:
                     return base, (
-                        f"no judge at {base.url} after {wait_s:.0f} s ({trouble}): start it "
-                        "(scripts/serve_judge.sh), or set judge.api_base to where it runs"
+                        f"no judge at {base.url} after {patience.waited_s:.0f} s ({trouble}): "
+                        "start it (scripts/serve_judge.sh), or set judge.api_base to where it runs"
                     )
-            await asyncio.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+            await asyncio.sleep(min(1.0, max(0.0, patience.left_s)))
         if response.status != 200:
             self._refuse(response)
         served = None if response.unusable else self._served_models(response.body)
@@ -224,6 +225,7 @@ class JudgeClient:
                 f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
                 f"{model_name.names(served)}. Set judge.model to one of these."
             )
+        patience.shorten(LATE_BASE_S)
         return base, ""
 
     async def ask(
