@@ -27,6 +27,8 @@ HELD_OUT = {"tiny_reasoning": "eval/part/accuracy"}
 """What is read of a held-out run where it is not the reward."""
 TOLD = "eval_reference/reward"
 """What the editor makes of the right words."""
+MOVED = "drift/state_l2"
+"""How far the states of fixed words are from the base's, relative."""
 LAST = 10
 """Iterations over which the share of dead groups is averaged."""
 
@@ -44,6 +46,8 @@ class Seed:
     """Mean share over the last iterations."""
     most_dead_groups: float
     """Largest such mean over any as many iterations."""
+    moved: Sequence[float]
+    """States of fixed words at each held-out run; empty where the renderer reads none."""
     seconds: float
     """Of all iterations."""
 
@@ -73,15 +77,16 @@ def table(seeds: Sequence[Seed]) -> Iterable[str]:
     """Markdown: a row per seed, then the median, mean, deviation and worst of the last figures."""
     yield (
         "| seed | held-out, before and at each evaluation | right words, last "
-        "| dead groups, last ten iterations | most in any ten | s |"
+        "| dead groups, last ten iterations | most in any ten | states moved, at most | s |"
     )
-    yield "|---" * 6 + "|"
+    yield "|---" * 7 + "|"
     for one in seeds:
         held_out = " ".join(f"{value:.3f}" for value in one.held_out)
         told = f"{one.told[-1]:.3f}" if one.told else ""
+        moved = f"{max(one.moved):.2f}" if one.moved else ""
         yield (
             f"| {one.seed} | {held_out} | {told} | {one.dead_groups:.0%} "
-            f"| {one.most_dead_groups:.0%} | {one.seconds:.0f} |"
+            f"| {one.most_dead_groups:.0%} | {moved} | {one.seconds:.0f} |"
         )
     last = [one.held_out[-1] for one in seeds]
     spread = f" +- {stdev(last):.3f}" if len(last) > 1 else ""
@@ -125,6 +130,7 @@ def _read(out: Path, config: str, seed: int) -> Seed:
         [row[TOLD] for row in rows if TOLD in row],
         means[-1],
         max(means),
+        [row[MOVED] for row in rows if MOVED in row],
         sum(row.get("time/iteration_s", 0.0) for row in rows),
     )
 

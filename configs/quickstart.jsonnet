@@ -35,9 +35,10 @@
   // A large epsilon: of a group that is nearly solved the small spread left is mostly the renderer's
   // noise. What collapses a seed is one noisy update that Adam's momentum repeats near the peak of the
   // learning rate: a shape loses its wording, or the states that draw it, and eight failures of eight
-  // pull nothing back. So the momentum is short and the KL strong (benchmarks/results/seeds.md).
+  // pull nothing back. The KL brings back wording, and nothing brings back states: so the KL is
+  // strong, the momentum short, and the steps small (benchmarks/results/seeds.md).
   algorithm+: { kl_coeff: 0.2, advantage_eps: 0.1 },
-  optimizer+: { learning_rate: 4e-3, betas: [0.5, 0.99] },
+  optimizer+: { learning_rate: 2.5e-3, betas: [0.5, 0.99] },
   evaluation+: { every_n_iterations: 10, num_samples: 64 },
   checkpoint+: { save_every_n_iterations: 20 },
 }

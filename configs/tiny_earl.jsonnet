@@ -33,7 +33,7 @@
 
   sampling+: { max_completion_tokens: 32 },
   algorithm+: { kl_coeff: 0.02, advantage_eps: 0.1 },
-  optimizer+: { learning_rate: 4e-4, max_grad_norm: 1.0 },
+  optimizer+: { learning_rate: 8e-4, max_grad_norm: 1.0 },
   // Sampled, not greedy: where two pictures are about equally likely, the likeliest flips by chance.
   evaluation+: { every_n_iterations: 10, num_samples: 96, temperature: 1.0 },
   checkpoint+: { save_every_n_iterations: 20 },
