@@ -15,7 +15,8 @@ def write_run(out: Path, seed: int, held_out: list[float], dead: list[float]) ->
     folder.mkdir()
     rows: list[dict[str, float]] = [{"iteration": 0, "eval/reward": held_out[0]}]
     rows += [{"groups/dead": share, "time/iteration_s": 2.0} for share in dead]
-    rows[-1] |= {"eval/reward": held_out[1], "eval_reference/reward": 0.99}
+    rows[4] |= {"drift/state_l2": 0.4}
+    rows[-1] |= {"eval/reward": held_out[1], "eval_reference/reward": 0.99, "drift/state_l2": 0.3}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -26,8 +27,8 @@ def test_every_seed_is_printed_and_the_worst_named(
     write_run(tmp_path, 8, [0.35, 0.8], [0.0] * 15 + [0.2] * 5)
     seeds.main(["quickstart", "--first", "7", "--count", "2", "--print", "--out", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "| 7 | 0.250 0.900 | 0.990 | 0% | 50% | 40 |" in out
-    assert "| 8 | 0.350 0.800 | 0.990 | 10% | 10% | 40 |" in out
+    assert "| 7 | 0.250 0.900 | 0.990 | 0% | 50% | 0.40 | 40 |" in out
+    assert "| 8 | 0.350 0.800 | 0.990 | 10% | 10% | 0.40 | 40 |" in out
     assert (
         "2 seeds: mean 0.850 +- 0.071 (standard deviation over seeds), median 0.850, worst 0.800, "
         "best 0.900; before training 0.300"
