@@ -23,14 +23,15 @@ from statistics import fmean, median, stdev
 
 from rl.files.atomic import read_rows
 
-HELD_OUT = {"tiny_reasoning": "eval/part/accuracy"}
-"""What is read of a held-out run where it is not the reward."""
+REWARD = ("eval/reward", "reward/mean")
+MEASURES = {"tiny_reasoning": ("eval/part/accuracy", "reward/part/accuracy")}
+"""What is read of held-out runs and of training, where it is not the reward."""
 TOLD = "eval_reference/reward"
 """What the editor makes of the right words."""
 MOVED = "drift/state_l2"
 """How far the states of fixed words are from the base's, relative."""
-LAST = 10
-"""Iterations over which the share of dead groups is averaged."""
+SPAN = 10
+"""Iterations that are averaged over."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Seed:
     """Of each held-out run, the one before training first."""
     told: Sequence[float]
     """The same of the right words; empty where there are none."""
+    sampled: tuple[float, float]
+    """Of the completions sampled in training: over the first iterations, over the last."""
     dead_groups: float
     """Mean share over the last iterations."""
     most_dead_groups: float
@@ -89,12 +92,17 @@ def table(seeds: Sequence[Seed]) -> Iterable[str]:
             f"| {one.most_dead_groups:.0%} | {moved} | {one.seconds:.0f} |"
         )
     last = [one.held_out[-1] for one in seeds]
-    spread = f" +- {stdev(last):.3f}" if len(last) > 1 else ""
+    before, after = (_spread([one.sampled[i] for one in seeds]) for i in (0, 1))
     yield (
-        f"\n{len(last)} seeds: mean {fmean(last):.3f}{spread} (standard deviation over seeds), "
+        f"\n{len(last)} seeds: mean {_spread(last)} (standard deviation over seeds), "
         f"median {median(last):.3f}, worst {min(last):.3f}, best {max(last):.3f}; "
-        f"before training {fmean(one.held_out[0] for one in seeds):.3f}"
+        f"before training {_spread([one.held_out[0] for one in seeds])}. Sampled in training: "
+        f"{before} in the first ten iterations, {after} in the last."
     )
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f}" + (f" +- {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _train(out: Path, wanted: tuple[str, int]) -> None:
@@ -121,16 +129,21 @@ def _train(out: Path, wanted: tuple[str, int]) -> None:
 
 def _read(out: Path, config: str, seed: int) -> Seed:
     rows, _ = read_rows(out / _name(config, seed) / "metrics.jsonl")
-    key = HELD_OUT.get(config, "eval/reward")
-    dead = [row["groups/dead"] for row in rows if "groups/dead" in row]
-    means = [fmean(dead[start : start + LAST]) for start in range(len(dead) - LAST + 1)]
+    held_out, sampled = MEASURES.get(config.removesuffix("_control"), REWARD)
+
+    def values(key: str) -> list[float]:
+        return [row[key] for row in rows if key in row]
+
+    dead = values("groups/dead")
+    means = [fmean(dead[start : start + SPAN]) for start in range(len(dead) - SPAN + 1)]
     return Seed(
         seed,
-        [row[key] for row in rows if key in row],
-        [row[TOLD] for row in rows if TOLD in row],
+        values(held_out),
+        values(TOLD),
+        (fmean(values(sampled)[:SPAN]), fmean(values(sampled)[-SPAN:])),
         means[-1],
         max(means),
-        [row[MOVED] for row in rows if MOVED in row],
+        values(MOVED),
         sum(row.get("time/iteration_s", 0.0) for row in rows),
     )
 

@@ -14,7 +14,10 @@ def write_run(out: Path, seed: int, held_out: list[float], dead: list[float]) ->
     folder = out / f"quickstart-seed-{seed}"
     folder.mkdir()
     rows: list[dict[str, float]] = [{"iteration": 0, "eval/reward": held_out[0]}]
-    rows += [{"groups/dead": share, "time/iteration_s": 2.0} for share in dead]
+    rows += [
+        {"groups/dead": share, "time/iteration_s": 2.0, "reward/mean": held_out[i >= 10]}
+        for i, share in enumerate(dead)
+    ]
     rows[4] |= {"drift/state_l2": 0.4}
     rows[-1] |= {"eval/reward": held_out[1], "eval_reference/reward": 0.99, "drift/state_l2": 0.3}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -31,5 +34,6 @@ def test_every_seed_is_printed_and_the_worst_named(
     assert "| 8 | 0.350 0.800 | 0.990 | 10% | 10% | 0.40 | 40 |" in out
     assert (
         "2 seeds: mean 0.850 +- 0.071 (standard deviation over seeds), median 0.850, worst 0.800, "
-        "best 0.900; before training 0.300"
+        "best 0.900; before training 0.300 +- 0.071. Sampled in training: 0.300 +- 0.071 in the "
+        "first ten iterations, 0.850 +- 0.071 in the last."
     ) in out
