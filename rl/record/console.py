@@ -22,6 +22,7 @@ from rich.table import Table
 
 from rl.meter import flop_meter
 from rl.meter.flop_meter import Ceilings
+from rl.ranks import heartbeat
 from rl.record.terminal import beneath, guard, plain
 
 SUMMARY = {
@@ -203,7 +204,7 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Time a block; a phase entered several times in an iteration adds up."""
-        with self._live_line(name) as status:
+        with heartbeat.phase(name), self._live_line(name) as status:
             self._settle()
             phase = Phase(name, self._notes.get(name, ""), status)
             phase.show()
