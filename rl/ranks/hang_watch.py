@@ -142,14 +142,14 @@ class HangWatch:
         how = {
             "stopped": f"its process is stopped (kill -CONT {one.pid} lets it go on)",
             "silent": "no Python runs in it: a call that holds the interpreter, or a dead disk",
-        }.get(one.kind, "it has not moved on")
+        }.get(one.kind, "a deadlock, or one long call")
         others = [
             f"rank {other} (in phase {them.beat.phase})"
             for other, them in seen.items()
             if other != rank and them.kind in ("waits", "stuck")
         ]
         waiting = f"; waiting for it: {', '.join(others)}" if others else ""
-        idle = f"rank {rank} has hung for {one.idle_s:.0f} s, {one.at(now_s)}: {how}"
+        idle = f"rank {rank} has not moved on for {one.idle_s:.0f} s, {one.at(now_s)}: {how}"
         return idle + waiting + end
 
 

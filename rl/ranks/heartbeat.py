@@ -91,8 +91,11 @@ class _Heart:
             waits_for_ranks=_waits_for_ranks(_main_frame()),
             has_saved=self.has_saved,
         )
-        with suppress(OSError):
+        try:
             os.pwrite(self.descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
+        except OSError:
+            with suppress(OSError):  # no beat at all is better than one that seems to have ended
+                os.ftruncate(self.descriptor, 0)
 
 
 _heart = _Heart()
@@ -143,6 +146,7 @@ def read(file: Path) -> Beat | None:
 
 
 def _watch_main_thread() -> None:
+    """A mishap in it must not seem to be one of the rank's."""
     places: OrderedDict[int, None] = OrderedDict()
     looked_s = told_s = 0.0
     while True:
@@ -156,7 +160,8 @@ def _watch_main_thread() -> None:
         looked_s = now_s
         if now_s - told_s >= EVERY_S:
             told_s = now_s
-            _heart.beat()
+            with suppress(Exception):
+                _heart.beat()
         time.sleep(LOOK_EVERY_S)
 
 

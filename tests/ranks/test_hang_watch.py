@@ -45,6 +45,8 @@ WAYS = {
     "collective": "peers['all_gather']()",
     "judge": "with heartbeat.phase('judge_wait'): threading.Event().wait()",
 }
+IDLE = "has not moved on for [45] s"
+STUCK = "a deadlock, or one long call"
 LEARN = r"in phase learn for \d+ s \(\S+\)"
 END = r"at 8 s the run ends \(hang_limit_s\)"
 
@@ -68,18 +70,18 @@ CASES = {
     "one waits for the judge": Case(("collective", "judge"), ""),
     "stopped": Case(
         ("collective", "moves", "stopped", "collective"),
-        rf"rank 2 has hung for [45] s, {LEARN}: its process is stopped \(kill -CONT \d+ lets it go "
-        rf"on\); waiting for it: rank 0 \(in phase learn\), rank 3 \(in phase learn\); {END}",
+        rf"rank 2 {IDLE}, {LEARN}: its process is stopped \(kill -CONT \d+ lets it go on\); "
+        rf"waiting for it: rank 0 \(in phase learn\), rank 3 \(in phase learn\); {END}",
     ),
     "a deadlock in Python": Case(
         ("python", "collective"),
-        rf"rank 0 has hung for [45] s, {LEARN}: it has not moved on; waiting for it: rank 1 .*",
+        rf"rank 0 {IDLE}, {LEARN}: {STUCK}; waiting for it: rank 1 \(in phase learn\); {END}",
     ),
-    "spins": Case(("moves", "spins"), rf"rank 1 has hung .*: it has not moved on; {END}"),
-    "polls": Case(("moves", "polls"), rf"rank 1 has hung .*: it has not moved on; {END}"),
-    "a deadlock in C": Case(("c", "judge"), rf"rank 0 has hung .*: it has not moved on; {END}"),
+    "spins": Case(("moves", "spins"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
+    "polls": Case(("moves", "polls"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
+    "a deadlock in C": Case(("c", "judge"), rf"rank 0 {IDLE}, {LEARN}: {STUCK}; {END}"),
     "C that holds the interpreter": Case(
-        ("moves", "interpreter"), rf"rank 1 has hung .*: no Python runs in it: .*; {END}"
+        ("moves", "interpreter"), rf"rank 1 {IDLE}, {LEARN}: no Python runs in it: .*; {END}"
     ),
     "each waits for another": Case(
         ("collective", "collective"),

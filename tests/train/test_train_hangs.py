@@ -81,8 +81,8 @@ def test_a_stopped_rank_is_named_woken_and_nothing_is_lost(
 ) -> None:
     ended = Ended(models, tmp_path, "frozen")
     named_s = ended.at_s(
-        r"rank 1 has hung for \d+ s, in phase learn for \d+ s \(.*\): its process is stopped .*; "
-        r"waiting for it: rank 0 \(in phase \w+.*\); at 40 s the run ends"
+        r"rank 1 has not moved on for \d+ s, in phase learn for \d+ s \(.*\): its process is "
+        r"stopped .*; waiting for it: rank 0 \(in phase \w+.*\); at 40 s the run ends"
     )
     limit_s = ended.at_s("rank 1 hung for too long")
     print(f"named {LIMIT_S / 2 - (limit_s - named_s):+.1f} s after half of the limit")
@@ -97,7 +97,8 @@ def test_a_rank_in_a_deadlock_is_named_and_the_others_save(
 ) -> None:
     ended = Ended(models, tmp_path, "deadlocked")
     ended.at_s(
-        r"rank 1 has hung for \d+ s, in phase learn .*: it has not moved on; waiting .*rank 0"
+        r"rank 1 has not moved on for \d+ s, in phase learn .*: a deadlock, or one long call; "
+        r"waiting for it: rank 0"
     )
     limit_s = ended.at_s("rank 1 hung for too long")
     print(f"ended {ended.ended_s - limit_s:.1f} s after the limit")
