@@ -210,7 +210,7 @@ def launch(
 
     try:
         for left in reversed(range(args.retries + 1)):
-            before = _iterations_on_disk(config)
+            before = _iterations_on_disk(config) if args.retries else 0
             ending = _one_start(args, num_ranks, log_dir, config)
             for line in ending.lines:
                 _say(line)

@@ -7,6 +7,7 @@ whether the run is started again (`simple_launch.py`).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.files.atomic import row_of
 from rl.ranks import heartbeat
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.signals import STOP_SIGNALS
@@ -115,15 +115,18 @@ def end_hung(watch: HangWatch, pids: Mapping[int, int], say: Callable[[str], Non
 def end_leftovers(notes: Path) -> None:
     """Kill what a rank that died left in its process group (an engine's own workers, say)."""
     for file in notes.glob("rank_*.json"):
-        group = (row_of(file.read_bytes()) or {}).get("process_group")
+        group = _row(file).get("process_group")
         if isinstance(group, int):
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
 
 
 def _note(notes: Path, rank: int) -> dict[str, Any]:
+    return _row(notes / f"rank_{rank}.json")
+
+
+def _row(file: Path) -> dict[str, Any]:
     """What `worker.py` wrote about a rank; {} when it did not get that far."""
-    file = notes / f"rank_{rank}.json"
-    with suppress(OSError):
-        return row_of(file.read_bytes()) or {}
+    with suppress(OSError, ValueError):
+        return dict(json.loads(file.read_bytes()))
     return {}

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from rl.files.atomic import row_of
 from rl.ranks.loading import under_way
 
 ASKS_STACKS = signal.SIGUSR1
@@ -139,9 +138,8 @@ def start(file: Path, log: TextIO) -> None:
 
 def read(file: Path) -> Beat | None:
     """The last one; None before the first, and for one that is just being written."""
-    with suppress(OSError, TypeError):
-        row = row_of(file.read_bytes())
-        return None if row is None else Beat(**row)
+    with suppress(OSError, ValueError, TypeError):
+        return Beat(**json.loads(file.read_bytes()))
     return None
 
 
