@@ -119,13 +119,13 @@ class HangWatch:
         dead = {rank: one for rank, one in seen.items() if one.kind in ("silent", "stopped")}
         if dead:
             return dead
-        stuck = [(one.idle_s, rank) for rank, one in seen.items() if one.kind == "stuck"]
+        stuck = [(one.beat.moved_s, rank) for rank, one in seen.items() if one.kind == "stuck"]
         if stuck:
-            first = max(stuck)[1]
+            first = min(stuck)[1]
             return {first: seen[first]}
         if not seen or any(one.kind != "waits" for one in seen.values()):
             return {}
-        last = min((one.idle_s, rank) for rank, one in seen.items())[1]
+        last = max((one.beat.moved_s, rank) for rank, one in seen.items())[1]
         return {last: seen[last]}
 
     def _may_end(self, one: Seen) -> bool:
@@ -146,7 +146,7 @@ class HangWatch:
         others = [
             f"rank {other} (in phase {them.beat.phase})"
             for other, them in seen.items()
-            if other != rank and them.kind in ("waits", "stuck")
+            if other != rank and (them.beat.waits_for_ranks or them.kind == "stuck")
         ]
         waiting = f"; waiting for it: {', '.join(others)}" if others else ""
         idle = f"rank {rank} has not moved on for {one.idle_s:.0f} s, {one.at(now_s)}: {how}"
