@@ -37,6 +37,11 @@
   bare_arm: 'always',
   // Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc.
   world_size: 1,
+  // The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one place
+  // in the code for so long, or its process does not run at all; it is named within a minute. Above
+  // the longest single call: a compile, a file fetched or read slowly. The wait for a judge has limits
+  // of its own (`judge.*`).
+  hang_limit_s: 1800,
   // GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans for,
   // and what a file may derive other keys from. A start plans for the GPUs it finds, and says where
   // they are others; `--gpu-gb 80` is `gpu_gb=80`, and a start held to it.

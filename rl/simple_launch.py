@@ -1,8 +1,9 @@
 """Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
 
 A script may also come alone (`rl check-distributed`): it gets N ranks and no config. The config is
-checked, the ranks started, signals forwarded, the rank that failed named and its exit code passed
-on. The same command resumes the run from its last checkpoint.
+checked, the ranks started and watched, signals forwarded, the rank that failed or hangs named and
+its exit code passed on. The same command resumes the run from its last checkpoint, as `--retries`
+does by itself after a death of the machine's making.
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
 node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
@@ -17,30 +18,29 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rl import build
 from rl.config.imports import ROOT_VARIABLE
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
-from rl.files.atomic import row_of
 from rl.preflight import host_memory, report, run_folder
-from rl.ranks import loading, placement, rendezvous
+from rl.ranks import endings, heartbeat, loading, placement, rendezvous
+from rl.ranks.hang_watch import HangWatch
 from rl.record import terminal
 
 SAME_SIZE = (0.97, 1.1)
 """A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
-GRACE_S = 300
-"""How long ranks may take to save after a signal before they are killed."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 128+n ended by signal n,
-    else the first failing rank's own."""
+    """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 124 hung for too long,
+    128+n ended by signal n, else the first failing rank's own."""
     terminal.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.config is None:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for line in report.set_in_vain(config):
         _say(f"set, and without effect here: {line}")
     num_ranks = config.world_size // args.nnodes
-    sys.exit(launch(args, num_ranks, config.run_dir / "logs"))
+    sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
 
 
 def _report(config: RunConfig, online: bool) -> int:
@@ -126,6 +126,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--nnodes", type=int, default=1)
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
     add("--rdzv-endpoint", default="", help="host:port of node 0; not for one node")
+    add(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again, at most N times, when the machine ended the run: a rank that is killed "
+        "or hangs, a device or connection that fails, after an iteration was saved",
+    )
     add("--check", action="store_true", help="report on the config and start nothing")
     add("--online", action="store_true", help="with --check: ask the judge one real question too")
     add(
@@ -146,6 +154,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
     if args.nnodes > 1 and not args.rdzv_endpoint:
         parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
+    if args.retries < 0:
+        parser.error(f"--retries {args.retries}: a number of restarts, 0 for none")
+    if args.retries and args.nnodes > 1:
+        parser.error("--retries starts one node's ranks again; on several, start the same command")
     if args.online and not args.check:
         parser.error("--online goes with --check; a start asks the judge by itself")
     words = [_as_here(word) for word in args.words]
@@ -157,6 +169,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not words and (trains or args.check):
         parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
     args.config, args.overrides = (words[0], words[1:]) if words else (None, [])
+    if args.retries and args.config is None:
+        parser.error("--retries goes on from a run's checkpoints, and no config names a run")
     return args
 
 
@@ -183,33 +197,84 @@ def _as_here(word: str) -> str:
     return here if find_config(here) else word
 
 
-def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
+def launch(
+    args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None = None
+) -> int:
     if sys.platform != "linux":
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
     if args.script == "rl.train":
         loading.start()
     _set_environment(num_ranks)
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    try:
+        for left in reversed(range(args.retries + 1)):
+            before = _iterations_on_disk(config) if args.retries else 0
+            ending = _one_start(args, num_ranks, log_dir, config)
+            for line in ending.lines:
+                _say(line)
+            if args.retries == 0 or ending.code == 0:
+                break
+            why_not = _why_no_restart(ending, left, before, _iterations_on_disk(config))
+            if why_not:
+                _say(f"not started again: {why_not}")
+                break
+            _say(f"started again, {args.retries - left + 1} of {args.retries}: {ending.what}")
+    except SignalException as error:
+        _say(f"stopped by {error.sigval.name}; the same command resumes the run")
+        return 128 + int(error.sigval)
+    return ending.code
+
+
+def _iterations_on_disk(config: RunConfig | None) -> int:
+    """Those that the newest whole checkpoint holds."""
+    from rl.record.checkpoint import find, iteration_of
+
+    newest = None if config is None else find(config.run_dir, hashes=False).path
+    return 0 if newest is None else iteration_of(newest)
+
+
+def _why_no_restart(ending: endings.Ending, left: int, before: int, now: int) -> str:
+    """Why `--retries` leaves the run ended, or ''."""
+    if not ending.by_machine:
+        return f"{ending.what}, which would come again; --retries is for what the machine does"
+    if now <= before:
+        return f"{ending.what}, and no iteration was saved since the last start (before: {before})"
+    if left == 0:
+        return f"{ending.what}, and every restart of --retries is used"
+    return ""
+
+
+def _one_start(
+    args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None
+) -> endings.Ending:
     with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # 0700: this user's alone
         notes = Path(folder)
+        run = partial(_run_ranks, args, num_ranks, log_dir, notes, config)
         try:
             if args.nnodes == 1:
-                return _run_ranks(args, num_ranks, log_dir, notes, rendezvous.on_one_node(notes))
+                return run(rendezvous.on_one_node(notes))
             with rendezvous.on_several_nodes(
                 args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, _say
             ) as meeting:
-                return _run_ranks(args, num_ranks, log_dir, notes, meeting)
+                return run(meeting)
         except rendezvous.RendezvousError as error:
-            _say(str(error))
-            return 1
+            return endings.Ending(1, "the nodes did not meet", False, (str(error),))
         finally:
-            _end_leftovers(notes)
+            endings.end_leftovers(notes)
 
 
 def _run_ranks(
-    args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
-) -> int:
-    """The ranks' processes, started together and ended together; returns the exit code."""
+    args: argparse.Namespace,
+    num_ranks: int,
+    log_dir: Path,
+    notes: Path,
+    config: RunConfig | None,
+    meeting: dict[str, str],
+) -> endings.Ending:
+    """The ranks' processes, started together, watched, and ended together. Raises torch's
+    `SignalException` when they have ended because this process was asked to stop."""
     from torch.distributed.elastic.multiprocessing import (
         DefaultLogsSpecs,
         SignalException,
@@ -240,14 +305,26 @@ def _run_ranks(
         envs=environ,
         logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
     )
+    pids = {first + local_rank: pid for local_rank, pid in ranks.pids().items()}
+    beats = {rank: notes / heartbeat.file_name(rank) for rank in pids}
+    limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
+    watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
     try:
-        ended = ranks.wait(period=0.1)
+        while (ended := ranks.wait(timeout=1, period=0.1)) is None:
+            if watch.look():
+                ending = endings.end_hung(watch, pids, _say)
+                ranks.close(signal.SIGKILL)
+                return ending
     except SignalException as error:
-        ranks.close(error.sigval, timeout=GRACE_S)
-        _say(f"stopped by {error.sigval.name}; the same command resumes the run")
-        return 128 + int(error.sigval)
-    exit_codes = {first + i: failure.exitcode for i, failure in ended.failures.items()}
-    return _explain_failure(exit_codes, notes, log_dir) if exit_codes else 0
+        ranks.close(error.sigval, timeout=endings.GRACE_S)
+        raise
+    failures = {
+        first + i: endings.Failure(failure.exitcode, failure.timestamp)
+        for i, failure in ended.failures.items()
+    }
+    if failures:
+        return endings.of_failure(failures, notes, log_dir)
+    return endings.Ending(0, "it is done", by_machine=False)
 
 
 def _say(line: str) -> None:
@@ -268,42 +345,6 @@ def _set_environment(num_ranks: int) -> None:
         threads = 1
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-
-
-def _explain_failure(exit_codes: Mapping[int, int], notes: Path, log_dir: Path) -> int:
-    """Name the rank that failed first, and why; returns the exit code to pass on."""
-
-    def order(rank: int) -> tuple[bool, bool, int]:
-        # A rank that could not even note its end died hardest; one that SIGTERM ended was asked to.
-        note = _note(notes, rank)
-        asked = exit_codes[rank] == -signal.SIGTERM
-        return asked, note.get("only_heard", False), note.get("ended_ns", 0)
-
-    rank = min(exit_codes, key=order)
-    code = exit_codes[rank]
-    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    _say(f"rank {rank} failed: {how}; logs: {log_dir}")
-    reason = _note(notes, rank).get("reason", "")
-    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has said its own
-        _say(reason)
-    return code if code >= 0 else 128 - code
-
-
-def _note(notes: Path, rank: int) -> dict[str, Any]:
-    """What `ranks/worker.py` wrote about a rank; {} when it did not get that far."""
-    file = notes / f"rank_{rank}.json"
-    with suppress(OSError):
-        return row_of(file.read_bytes()) or {}
-    return {}
-
-
-def _end_leftovers(notes: Path) -> None:
-    """Kill what a rank that died left in its process group (an engine's own workers, say)."""
-    for file in notes.glob("rank_*.json"):
-        group = (row_of(file.read_bytes()) or {}).get("process_group")
-        if isinstance(group, int):
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

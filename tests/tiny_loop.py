@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def assert_same_run(one: Path, other: Path, num_iterations: int = 4) -> None:
 
 def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
     """Replace the function `module:Class.method` by one that, at its count-th call, is sent that
-    signal or raises that error, of Python or torch."""
+    signal, never returns ('deadlock'), or raises that error, of Python or torch."""
     import importlib
 
     import torch
@@ -182,7 +183,9 @@ def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
         nonlocal calls
         calls += 1
         if calls == count:
-            if how.startswith("SIG"):
+            if how == "deadlock":
+                threading.Event().wait()
+            elif how.startswith("SIG"):
                 os.kill(os.getpid(), signal.Signals[how])
             else:
                 raise (getattr(builtins, how, None) or getattr(torch, how))("injected")

@@ -3,7 +3,8 @@
 A tiny head would be projected in one chunk, and ZeRO-3 would leave so small a model whole on every
 rank; both are forced into many pieces. Every rank notes the weights it ends with. Under
 TROUBLE, 'refused', 'killed' or 'stopped', that happens to the last rank alone, between two of its
-verdicts; under 'raised' it fails between two backwards of the second iteration.
+verdicts; under 'raised', 'frozen' or 'deadlocked' it fails or hangs between two backwards of the
+second iteration.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ TROUBLED_VERDICT = 13
 """Of the second iteration, if a rank has two groups of four and a bare arm each."""
 
 
+BETWEEN_BACKWARDS = {"raised": "OutOfMemoryError", "frozen": "SIGSTOP", "deadlocked": "deadlock"}
+
+
 def note_weights(run: Run, done: int) -> None:
     weights = {name: t.detach().clone() for name, t in run.learner.trainable_tensors().items()}
     num_sharded = sum(
@@ -43,8 +47,9 @@ def note_weights(run: Run, done: int) -> None:
 def trouble_last_rank(trouble: str, at: int) -> None:
     if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
         return
-    if trouble == "raised":
-        tiny_loop.end_at("rl.learner.train_step:TrainStep.accumulate", 3, "OutOfMemoryError")
+    if trouble in BETWEEN_BACKWARDS:
+        end = BETWEEN_BACKWARDS[trouble]
+        tiny_loop.end_at("rl.learner.train_step:TrainStep.accumulate", 3, end)
         return
     number, grade = count(1), Brightness.grade
 

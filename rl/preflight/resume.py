@@ -30,7 +30,7 @@ HARMLESS = (
     "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
     "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
     "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate",
-    "max_render_failure_rate",
+    "max_render_failure_rate", "hang_limit_s",
     "optimizer.gradient_checkpointing",  # the same kernels over the same numbers, twice
     "policy.max_kept_pictures",
     "policy.lora.init_seed",  # drawn before the first iteration

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -104,7 +105,8 @@ class Dist:
         if self.world_size > 1:
             import torch.distributed as td
 
-            td.all_reduce(tensor, group=None if tensor.is_cuda else self._cpu_group)
+            with _waiting():
+                td.all_reduce(tensor, group=None if tensor.is_cuda else self._cpu_group)
         return tensor
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
@@ -162,7 +164,8 @@ class Dist:
         import torch.distributed as td
 
         values: list[Any] = [None] * self.world_size
-        td.all_gather_object(values, value, group=self._cpu_group)
+        with _waiting():
+            td.all_gather_object(values, value, group=self._cpu_group)
         return values
 
     def reduce(self, metrics: MergeableMetrics) -> dict[str, float]:
@@ -178,6 +181,25 @@ class Dist:
             import torch.distributed as td
 
             td.destroy_process_group()
+
+
+_waited_s = 0.0
+
+
+def waited_s() -> float:
+    """Seconds that this process has spent in collectives until now: nearly all of it the wait for
+    slower ranks. (One on the GPU returns at once, and is waited for in whatever comes next.)"""
+    return _waited_s
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    global _waited_s
+    began_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        _waited_s += time.perf_counter() - began_s
 
 
 def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:

@@ -28,6 +28,18 @@ REMEDIES = {
     errno.EADDRNOTAVAIL: "no interface of this machine has that address; name one that does",
 }
 """Of what the operating system refuses, by its number: what to do about it."""
+_MACHINE_ERRORS = {"AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+"""Of torch."""
+_BY_MACHINE = ("CUDA error: ", "NCCL error", "closed by peer", "Connection reset by peer")
+_BY_PROGRAM = (
+    "out of memory",
+    "device-side assert",
+    "no kernel image",
+    "invalid argument",
+    "invalid configuration argument",
+    "ncclInvalidUsage",
+    "ncclInvalidArgument",
+)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -53,6 +65,15 @@ def sentence(error: BaseException) -> str | None:
     if isinstance(error, ConfigError):
         return f"this config cannot run:\n{listed(error.problems)}"
     return "\n  ".join(["this run cannot go on:", *str(error).split("\n")])
+
+
+def is_machines(error: BaseException) -> bool:
+    """Whether a device or a connection failed, which need not come again: of CUDA, NCCL or gloo,
+    and neither for want of memory nor by what the program asked for."""
+    text = str(error)
+    names = {cls.__name__ for cls in type(error).__mro__}
+    said = any(words in text for words in _BY_MACHINE) or bool(names & _MACHINE_ERRORS)
+    return said and not any(words in text for words in _BY_PROGRAM)
 
 
 def excepthook(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -47,6 +48,7 @@ def at_once(act: Callable[[], None]) -> None:
         while os.read(heard, 1)[0] not in STOP_SIGNALS:
             pass
         act()
+        heartbeat.note_saved()
 
     threading.Thread(target=listen, daemon=True).start()
 

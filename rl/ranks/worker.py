@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rl.files.private import private
-from rl.ranks import error_messages, loading
+from rl.ranks import error_messages, heartbeat, loading
 from rl.ranks.dist import PeerError
 from rl.ranks.signals import die_with_parent
 from rl.record import terminal
@@ -37,9 +37,11 @@ def main() -> None:
     log = Path(log_dir) / f"rank_{rank}.log"
     try:
         _send_output_to(log, on_console=rank == 0)
+        stacks = open(log, "a", encoding="utf-8", opener=private)  # noqa: SIM115 - until the end
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {error_messages.sentence(error) or error}")
     terminal.guard()
+    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
     note = Path(note_dir) / f"rank_{rank}.json"
     _write_note(note, {})
     sys.argv = [target, *args]
@@ -59,7 +61,12 @@ def main() -> None:
     except Exception as error:
         trace = _own_traceback(error)
         text = error_messages.sentence(error)
-        _note_end(note, text or trace, only_heard=isinstance(error, PeerError))
+        _note_end(
+            note,
+            text or trace,
+            only_heard=isinstance(error, PeerError),
+            by_machine=error_messages.is_machines(error),
+        )
         if text is not None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:
                 print(terminal.plain(trace), file=file)
@@ -85,11 +92,10 @@ class _Ending:
             os._exit(self.code)
 
 
-def _note_end(note: Path, reason: str, only_heard: bool = False) -> None:
+def _note_end(note: Path, reason: str, **flags: bool) -> None:
     """The time tells cause from consequence: peers fail milliseconds after the first. But one that
     has heard of it (`only_heard`) may be gone before the first has saved."""
-    ending = {"ended_ns": time.time_ns(), "only_heard": only_heard, "reason": reason}
-    _write_note(note, ending)
+    _write_note(note, {"ended_ns": time.time_ns(), "reason": reason, **flags})
 
 
 def _write_note(note: Path, told: Mapping[str, Any]) -> None:

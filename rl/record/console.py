@@ -22,6 +22,8 @@ from rich.table import Table
 
 from rl.meter import flop_meter
 from rl.meter.flop_meter import Ceilings
+from rl.ranks import heartbeat
+from rl.ranks.dist import waited_s
 from rl.record.terminal import beneath, guard, plain
 
 SUMMARY = {
@@ -133,12 +135,15 @@ class Spent:
     flops: float = 0.0
     roofline_s: float = 0.0
     """Seconds that it takes at best; 0 where the device's ceilings are not known."""
+    waited_s: float = 0.0
+    """Seconds of it spent in collectives, where faster ranks wait for slower ones."""
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(
             self.seconds + other.seconds,
             self.flops + other.flops,
             self.roofline_s + other.roofline_s,
+            self.waited_s + other.waited_s,
         )
 
     @property
@@ -187,7 +192,7 @@ class PhaseTimer:
         self._console = console
         self.ceilings = ceilings
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
-        self._settled_work = flop_meter.done()
+        self._settled_work, self._settled_waited_s = flop_meter.done(), waited_s()
         self._this_iteration: dict[str, Spent] = {}
         self._unprinted: dict[str, Spent] = {}
         self._notes: dict[str, str] = {}
@@ -203,7 +208,7 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Time a block; a phase entered several times in an iteration adds up."""
-        with self._live_line(name) as status:
+        with heartbeat.phase(name), self._live_line(name) as status:
             self._settle()
             phase = Phase(name, self._notes.get(name, ""), status)
             phase.show()
@@ -237,19 +242,27 @@ class PhaseTimer:
 
     def _settle(self) -> None:
         """Book what was spent since the last settling on the innermost phase under way."""
-        now_s, now_work = time.perf_counter(), flop_meter.done()
+        now_s, now_work, now_waited_s = time.perf_counter(), flop_meter.done(), waited_s()
         if self._under_way:
             name = self._under_way[-1].name
             piece = now_work - self._settled_work
             roofline_s = self.ceilings.roofline_s(piece) if self.ceilings else 0.0
-            spent = Spent(now_s - self._settled_s, piece.flops, roofline_s)
+            waited = now_waited_s - self._settled_waited_s
+            spent = Spent(now_s - self._settled_s, piece.flops, roofline_s, waited)
             for totals in (self._this_iteration, self._unprinted, self.total):
                 totals[name] = totals.get(name, Spent()) + spent
         self._settled_s, self._settled_work = now_s, now_work
+        self._settled_waited_s = now_waited_s
 
     def silent(self) -> PhaseTimer:
         """A timer for code that runs inside a phase: it prints nothing and counts nowhere."""
         return PhaseTimer()
+
+    def own_seconds(self) -> dict[str, float]:
+        """Of each phase since the last lap, without those in which it waited for other ranks."""
+        return {
+            name: spent.seconds - spent.waited_s for name, spent in self._this_iteration.items()
+        }
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>_s`, `work/<phase>_tflop` and `work/<phase>_floor_share` since the last lap,

@@ -190,6 +190,15 @@ METRICS: dict[str, Metric] = {
         "s", "wall time of one phase of the iteration, without phases inside it, rank 0"
     ),
     "time/iteration_s": Metric("s", "wall time of the whole iteration, rank 0"),
+    # With several ranks: without the time that a rank waits for others in a collective
+    "time/<phase>_max_over_median": Metric(
+        "1",
+        "seconds of the slowest rank in one phase / the ranks' median; 1 where all are equally "
+        "fast. Waits in collectives are left out (but those for one on the GPU, which are found in "
+        "whatever comes next)",
+    ),
+    "time/iteration_max_over_median": Metric("1", "the same of all phases together"),
+    "time/slowest_rank": Metric("rank", "the rank whose phases together took longest"),
     # Cost: what rank 0 computed in that time
     "work/<phase>_tflop": Metric(
         "1e12 FLOPs", "matrix products and convolutions of one phase, rank 0"

@@ -49,6 +49,7 @@ from rl.run.lost_pictures import LostPictures
 from rl.run.metric_table import check_known
 from rl.run.no_learning import NoLearning
 from rl.run.plug_metrics import PlugMetrics
+from rl.run.rank_times import rank_times
 from rl.run.watch import DeadGroups, HeldOutContents
 
 _JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
@@ -261,7 +262,13 @@ class Run:
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
-        reduced = {**self.dist.reduce(metrics), **self.last_finished.metrics, **self.timer.lap()}
+        of_ranks = self.dist.gather((metrics.state(), self.timer.own_seconds()))
+        reduced = {
+            **Metrics.merge([state for state, _ in of_ranks]),
+            **self.last_finished.metrics,
+            **self.timer.lap(),
+            **rank_times([seconds for _, seconds in of_ranks]),
+        }
         check_known(reduced, self.plug_metrics.rows)
         self.last_metrics = reduced
         if "groups/dead" in reduced and (sentence := self.dead_groups.add(reduced["groups/dead"])):

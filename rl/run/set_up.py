@@ -29,8 +29,9 @@ from rl.meter import flop_meter
 from rl.preflight import footprint, memory_plan
 from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.resume import check_resume
-from rl.ranks import placement, rendezvous, signals
+from rl.ranks import heartbeat, placement, rendezvous, signals
 from rl.ranks.dist import Dist
+from rl.ranks.hang_watch import WATCHED_ELSEWHERE
 from rl.ranks.seeding import seed_everything, set_rng_state
 from rl.record.checkpoint import Checkpoints, read_state
 from rl.record.console import Console, PhaseTimer, warn
@@ -81,7 +82,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         dtype = str(resolved.policy.config.dtype)
         ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
-        judge = _open_judge(resolved, dist, loop, stack, console, sample)
+        with heartbeat.phase(WATCHED_ELSEWHERE):
+            judge = _open_judge(resolved, dist, loop, stack, console, sample)
 
         console.say(f"run {config.run_name} in {run_dir}: loading")
         policy = build.build_policy(resolved, dist)

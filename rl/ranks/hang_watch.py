@@ -1,0 +1,161 @@
+"""Which of a launcher's ranks hang: said aloud, and for how long.
+
+What: `HangWatch` reads what each rank tells (`heartbeat.py`) and what the kernel says of its
+process. A rank that is stopped is told from those that wait for it, and a rank that waits for the
+judge is left to the judge's client. What not: ending anything (`simple_launch.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rl.ranks import heartbeat
+from rl.ranks.heartbeat import Beat
+
+SAID_AFTER_S = 45.0
+"""A rank that has not moved on for so long is named, and again whenever that has doubled."""
+WATCHED_ELSEWHERE = "judge_wait"
+"""The phase that the judge's client watches: it gives up by limits of its own."""
+
+Kind = Literal["moves", "judge", "waits", "stuck", "silent", "stopped"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank at one look."""
+
+    kind: Kind
+    idle_s: float
+    """For how long it has not moved on."""
+    beat: Beat
+    pid: int
+
+    def at(self, now_s: float) -> str:
+        """'in phase learn for 61 s, in rl.learner.train_step, in torch'."""
+        inside = now_s - self.beat.phase_since_s
+        return f"in phase {self.beat.phase} for {inside:.0f} s ({self.beat.where})"
+
+
+class HangWatch:
+    """Over the ranks of one node."""
+
+    def __init__(
+        self,
+        beats: Mapping[int, Path],
+        pids: Mapping[int, int],
+        limit_s: float,
+        is_one_node: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """`beats`, `pids`: by rank. `limit_s`: after which a rank that hangs is one too many.
+        `is_one_node`: the ranks wait for nobody elsewhere."""
+        self._beats, self._pids, self._say = dict(beats), dict(pids), say
+        self._limit_s, self._is_one_node = limit_s, is_one_node
+        self._said_after_s = min(SAID_AFTER_S, limit_s / 2)
+        self._looked_s = self._awake_s = time.monotonic()
+        self._say_again: dict[int, float] = {}
+        """Rank that was named -> idle seconds at which it is named again."""
+        self.hung: dict[int, Seen] = {}
+        """The ranks that hang, as of the last look."""
+
+    def look(self) -> bool:
+        """Say what is new; whether a rank has hung for longer than the limit."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # all of us were stopped, by Ctrl-Z say
+            self._awake_s = now_s
+        self._looked_s = now_s
+        seen = {rank: one for rank in self._beats if (one := self._see(rank, now_s)) is not None}
+        self.hung = self._hung_of(seen)
+        for rank, one in self.hung.items():
+            if one.idle_s >= self._say_again.get(rank, self._said_after_s):
+                self._say_again[rank] = 2 * one.idle_s
+                self._say(self._sentence(rank, seen, now_s))
+        for rank in [rank for rank in self._say_again if rank not in self.hung]:
+            del self._say_again[rank]
+            if rank in seen and seen[rank].kind == "moves":
+                self._say(f"rank {rank} goes on, {seen[rank].at(now_s)}")
+        return any(one.idle_s >= self._limit_s and self._may_end(one) for one in self.hung.values())
+
+    def alive(self) -> list[int]:
+        """The ranks that beat once and are not gone."""
+        now_s = time.monotonic()
+        return [rank for rank in self._beats if self._see(rank, now_s) is not None]
+
+    def is_answering(self, rank: int) -> bool:
+        """Whether the rank moves, or writes that it does not."""
+        one = self._see(rank, time.monotonic())
+        return one is not None and one.kind not in ("silent", "stopped")
+
+    def has_saved(self, rank: int) -> bool:
+        """What the rank does at once when it is asked to stop is done, or it is gone."""
+        one = self._see(rank, time.monotonic())
+        return one is None or one.beat.has_saved
+
+    def _see(self, rank: int, now_s: float) -> Seen | None:
+        """None: it has not begun to beat, or is gone."""
+        state, beat = _process_state(self._pids[rank]), heartbeat.read(self._beats[rank])
+        if beat is None or state in ("", "Z", "X"):
+            return None
+        silent_s = now_s - max(beat.at_s, self._awake_s)
+        idle_s = beat.at_s - max(beat.moved_s, self._awake_s)
+        kind: Kind
+        if silent_s >= self._said_after_s:
+            kind, idle_s = "stopped" if state in ("T", "t") else "silent", silent_s
+        elif beat.phase.endswith(WATCHED_ELSEWHERE):
+            kind = "judge"
+        elif idle_s < self._said_after_s:
+            kind = "moves"
+        else:
+            kind = "waits" if beat.waits_for_ranks else "stuck"
+        return Seen(kind, idle_s, beat, self._pids[rank])
+
+    def _hung_of(self, seen: Mapping[int, Seen]) -> dict[int, Seen]:
+        """Those to blame. Of several that are stuck it is the first: on a GPU a rank waits for
+        others in whatever call comes next."""
+        dead = {rank: one for rank, one in seen.items() if one.kind in ("silent", "stopped")}
+        if dead:
+            return dead
+        stuck = [(one.beat.moved_s, rank) for rank, one in seen.items() if one.kind == "stuck"]
+        if stuck:
+            first = min(stuck)[1]
+            return {first: seen[first]}
+        if not seen or any(one.kind != "waits" for one in seen.values()):
+            return {}
+        last = max((one.beat.moved_s, rank) for rank, one in seen.items())[1]
+        return {last: seen[last]}
+
+    def _may_end(self, one: Seen) -> bool:
+        """Of ranks elsewhere this launcher does not know whether they wait for the judge."""
+        return one.kind != "waits" or self._is_one_node
+
+    def _sentence(self, rank: int, seen: Mapping[int, Seen], now_s: float) -> str:
+        one = seen[rank]
+        end = f"; at {self._limit_s:g} s the run ends (hang_limit_s)" if self._may_end(one) else ""
+        if one.kind == "waits":
+            whom = "each other" if self._is_one_node else "those of other nodes"
+            named = f"the last of them, rank {rank}, for {one.idle_s:.0f} s, {one.at(now_s)}"
+            return f"all ranks here wait for {whom}, {named}{end}"
+        how = {
+            "stopped": f"its process is stopped (kill -CONT {one.pid} lets it go on)",
+            "silent": "no Python runs in it: a call that holds the interpreter, or a dead disk",
+        }.get(one.kind, "a deadlock, or one long call")
+        others = [
+            f"rank {other} (in phase {them.beat.phase})"
+            for other, them in seen.items()
+            if other != rank and (them.beat.waits_for_ranks or them.kind == "stuck")
+        ]
+        waiting = f"; waiting for it: {', '.join(others)}" if others else ""
+        idle = f"rank {rank} has not moved on for {one.idle_s:.0f} s, {one.at(now_s)}: {how}"
+        return idle + waiting + end
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's letter: 'T' stopped, 'Z' dead; '' for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""

@@ -1,0 +1,193 @@
+"""What a rank tells its launcher while it lives: that it runs, and where its main thread is.
+
+What: `start`, in a rank: a thread that looks where the main thread is and writes a `Beat` every
+second, and the stacks of all threads in the rank's log whenever the launcher asks (`ASKS_STACKS`);
+`phase`, told by `PhaseTimer`; `read`, for the launcher. A process that is stopped, or that is in a
+call which holds Python's interpreter, writes none. What not: what a launcher makes of it
+(`hang_watch.py`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from rl.ranks.loading import under_way
+
+ASKS_STACKS = signal.SIGUSR1
+"""faulthandler answers it in C: even a main thread that never returns to Python."""
+EVERY_S = 1.0
+LOOK_EVERY_S = 0.1
+"""Seldom enough to cost nothing, often enough that work which is in one call for 95 % of the time
+is still seen outside of it."""
+FEW_PLACES = 4
+"""A main thread that for long was only at so few places waits, or goes in a circle."""
+LONG_GAP_S = 10.0
+"""Between two looks: the process was stopped itself, and what was seen before counts no more."""
+LOADING = "loading"
+BETWEEN = "between phases"
+_BYTES = 1024
+"""Of the file, which is written in place: a full disk, or a kill, changes nothing."""
+_MAX_WORDS = 200
+_TELLERS = (__name__, "contextlib", "rl.record.console")
+_PEERS = "torch.distributed.distributed_c10d"
+"""In whose functions a rank waits for others: gloo's and the barriers of NCCL."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One second of a rank. Times are of the machine's monotonic clock, in s."""
+
+    at_s: float
+    """When it was written."""
+    phase: str
+    """'learn / judge_wait': of `PhaseTimer`, with those around it."""
+    phase_since_s: float
+    """When the innermost began."""
+    moved_s: float
+    """When the main thread last came to a place in the code that was none of its last few."""
+    where: str
+    """'rl.engines.vllm.plug, in torch'."""
+    waits_for_ranks: bool
+    """It is in a collective."""
+    has_saved: bool
+    """What it does at once when it is asked to stop is done."""
+
+
+class _Heart:
+    """What this process knows of itself, and the file that it tells it in, once there is one."""
+
+    def __init__(self) -> None:
+        self.phases = [(LOADING, time.monotonic())]
+        """Under way, the innermost last, and when each began."""
+        self.moved_s = time.monotonic()
+        self.has_saved = False
+        self.descriptor: int | None = None
+
+    def beat(self) -> None:
+        """From any thread."""
+        if self.descriptor is None:
+            return
+        named = self.phases[1:] or self.phases
+        beat = Beat(
+            at_s=time.monotonic(),
+            phase=" / ".join(name for name, _ in named)[:_MAX_WORDS],
+            phase_since_s=named[-1][1],
+            moved_s=self.moved_s,
+            where=under_way(_callers_frame())[:_MAX_WORDS],
+            waits_for_ranks=_waits_for_ranks(_main_frame()),
+            has_saved=self.has_saved,
+        )
+        try:
+            os.pwrite(self.descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
+        except OSError:
+            with suppress(OSError):  # no beat at all is better than one that seems to have ended
+                os.ftruncate(self.descriptor, 0)
+
+
+_heart = _Heart()
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """The main thread is at this until the block ends."""
+    phases = _heart.phases
+    phases.append((name, time.monotonic()))
+    _heart.beat()  # what comes next may be what never returns
+    try:
+        yield
+    finally:
+        phases.pop()
+        if len(phases) == 1:
+            phases[0] = (BETWEEN, time.monotonic())
+        _heart.beat()
+
+
+def note_saved() -> None:
+    """What a rank does at once when it is asked to stop is done: nobody need wait for that."""
+    _heart.has_saved = True
+    _heart.beat()
+
+
+def file_name(rank: int) -> str:
+    """In the folder that the launcher and its ranks share."""
+    return f"beat_{rank}.json"
+
+
+def start(file: Path, log: TextIO) -> None:
+    """Beat into `file` until this process ends; stacks, and those of a crash, go to `log`, which
+    stays open. Once, early."""
+    faulthandler.enable(log)
+    faulthandler.register(ASKS_STACKS, log)
+    _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
+    _heart.beat()
+    threading.Thread(target=_watch_main_thread, name="heartbeat", daemon=True).start()
+
+
+def read(file: Path) -> Beat | None:
+    """The last one; None before the first, and for one that is just being written."""
+    with suppress(OSError, ValueError, TypeError):
+        return Beat(**json.loads(file.read_bytes()))
+    return None
+
+
+def _watch_main_thread() -> None:
+    """A mishap in it must not seem to be one of the rank's."""
+    places: OrderedDict[int, None] = OrderedDict()
+    looked_s = told_s = 0.0
+    while True:
+        now_s, place = time.monotonic(), _place(_main_frame())
+        if place not in places or now_s - looked_s > LONG_GAP_S:
+            _heart.moved_s = now_s
+        places[place] = None
+        places.move_to_end(place)
+        if len(places) > FEW_PLACES:
+            places.popitem(last=False)
+        looked_s = now_s
+        if now_s - told_s >= EVERY_S:
+            told_s = now_s
+            with suppress(Exception):
+                _heart.beat()
+        time.sleep(LOOK_EVERY_S)
+
+
+def _main_frame() -> FrameType | None:
+    """Held by nobody: it would keep alive what its function has let go of."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _callers_frame() -> FrameType | None:
+    """The main thread's, outside of what tells of a phase."""
+    frame = _main_frame()
+    while frame is not None and frame.f_globals.get("__name__") in _TELLERS:
+        frame = frame.f_back
+    return frame
+
+
+def _place(frame: FrameType | None) -> int:
+    """One number for every function on a stack and the instruction that each is at."""
+    calls = []
+    while frame is not None:
+        calls.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(calls))
+
+
+def _waits_for_ranks(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _PEERS:
+            return True
+        frame = frame.f_back
+    return False

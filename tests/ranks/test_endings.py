@@ -1,0 +1,168 @@
+"""Which rank failed first, and when a run is started again for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_config
+import torch
+
+from rl import simple_launch
+from rl.ranks import endings
+from rl.ranks.endings import Ending, Failure
+from rl.ranks.error_messages import is_machines
+
+KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: killed by SIGKILL",))
+HUNG = Ending(124, "rank 1 hung", True)
+REFUSED = Ending(1, "rank 0 failed with an error", False)
+DONE = Ending(0, "it is done", False)
+
+
+@pytest.mark.parametrize(
+    ("error", "by_machine"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (torch.distributed.DistBackendError("NCCL error in: x.cpp:1, remote process exited"), True),
+        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (torch.distributed.DistBackendError("ncclInvalidUsage: Duplicate GPU detected"), False),
+        (FloatingPointError("the loss is NaN"), False),
+        (ValueError("judge.api_base: HTTP 401"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_what_the_machine_does_is_told_from_what_a_program_does(
+    error: Exception, by_machine: bool
+) -> None:
+    assert is_machines(error) == by_machine
+
+
+def noted(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
+    for rank, note in notes.items():
+        (folder / f"rank_{rank}.json").write_text(json.dumps(note))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("failures", "notes", "what", "by_machine", "code"),
+    [
+        ({1: (-9, 5)}, {}, "rank 1 was killed by SIGKILL", True, 137),
+        ({1: (-11, 5), 0: (1, 6)}, {0: {"ended_ns": 1}}, "rank 1 was killed by SIGSEGV", True, 139),
+        # The peers of one that failed: they hear of it, are ended, are killed as they do not end.
+        (
+            {0: (1, 5), 1: (1, 5), 2: (-15, 6), 3: (-9, 35)},
+            {0: {"ended_ns": 1, "only_heard": True}, 1: {"ended_ns": 2, "reason": "bad row"}},
+            "rank 1 failed with an error",
+            False,
+            1,
+        ),
+        ({0: (1, 5)}, {0: {"ended_ns": 1, "by_machine": True}}, "rank 0 failed", True, 1),
+        ({0: (-15, 5)}, {}, "rank 0 was killed by SIGTERM", False, 143),
+        ({0: (-2, 5)}, {}, "rank 0 was killed by SIGINT", False, 130),
+    ],
+)
+def test_the_first_to_fail_is_named(
+    tmp_path: Path,
+    failures: dict[int, tuple[int, float]],
+    notes: dict[int, dict[str, object]],
+    what: str,
+    by_machine: bool,
+    code: int,
+) -> None:
+    failed = {rank: Failure(*failure) for rank, failure in failures.items()}
+    ending = endings.of_failure(failed, noted(tmp_path, notes), Path("logs"))
+    assert what in ending.what and (ending.by_machine, ending.code) == (by_machine, code)
+    assert ending.lines[0].endswith("; logs: logs")
+    assert notes.get(1, {}).get("reason", "") in ending.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("retries", "starts", "code", "said"),
+    [
+        (0, [(KILLED, 3)], 137, "killed by SIGKILL"),
+        (2, [(DONE, 4)], 0, ""),
+        (
+            2,
+            [(KILLED, 1), (HUNG, 2), (DONE, 4)],
+            0,
+            "killed by SIGKILL; started again, 1 of 2: rank 1 was killed by SIGKILL; "
+            "started again, 2 of 2: rank 1 hung",
+        ),
+        (1, [(KILLED, 1), (HUNG, 2)], 124, "1 of 1.*rank 1 hung, and every restart of --retries"),
+        (3, [(KILLED, 1), (KILLED, 1)], 137, "no iteration was saved since .* start .before: 1."),
+        (3, [(KILLED, 0)], 137, "not started again.*no iteration was saved"),
+        (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed .*which would come again"),
+        (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),
+    ],
+)
+def test_a_run_is_started_again_only_if_the_machine_ended_it_and_it_went_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    retries: int,
+    starts: list[tuple[Ending, int]],
+    code: int,
+    said: str,
+) -> None:
+    """`starts`: how each ends, and the iterations on disk then."""
+    on_disk = [0]
+    left: Iterator[tuple[Ending, int]] = iter(starts)
+
+    def one_start(*_: object) -> Ending:
+        ending, on_disk[0] = next(left)
+        return ending
+
+    monkeypatch.setattr(simple_launch, "_one_start", one_start)
+    monkeypatch.setattr(simple_launch, "_iterations_on_disk", lambda _: on_disk[0])
+    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(SystemExit) as ended:
+        simple_launch.main(["--retries", str(retries), str(script), str(config)])
+    assert ended.value.code == code and not list(left)
+    errors = capsys.readouterr().err.replace("\n", "; ")
+    assert re.search(said, errors), errors
+    assert retries or "started again" not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--retries", "-1", "any.jsonnet"], "--retries -1: a number of restarts"),
+        (
+            ["--retries", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1", "any.jsonnet"],
+            "--retries starts one node's ranks again",
+        ),
+        (["--retries", "1", __file__], "no config names a run"),
+    ],
+)
+def test_where_a_restart_makes_no_sense(
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        simple_launch.main(options)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_asked_to_stop_is_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def stopped(*_: object) -> Ending:
+        raise SignalException("asked", signal.SIGTERM)
+
+    monkeypatch.setattr(simple_launch, "_one_start", stopped)
+    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        simple_launch.main(["--retries", "5", "rl.train", str(config)])
+    assert ended.value.code == 143
+    assert "stopped by SIGTERM; the same command" in capsys.readouterr().err

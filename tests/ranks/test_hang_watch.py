@@ -1,0 +1,179 @@
+"""Real processes that hang in every way, and which of them is named."""
+
+from __future__ import annotations
+
+import re
+import signal
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import tiny_ranks
+
+from rl.ranks import heartbeat
+from rl.ranks.hang_watch import HangWatch
+
+LIMIT_S = 8.0
+"""A rank is named at half of it."""
+SCRIPT = """
+    import ctypes, os, signal, sys, threading, time
+    from pathlib import Path
+    from rl.ranks import heartbeat
+
+    def hang_in(library):
+        mutex = ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
+
+    heartbeat.start(Path(sys.argv[1]), open(sys.argv[2], "a"))
+    peers = {"__name__": "torch.distributed.distributed_c10d", "threading": threading}
+    exec("def all_gather(): threading.Event().wait()", peers)
+    with heartbeat.phase("learn"):
+        exec(sys.argv[3])
+"""
+WAYS = {
+    "moves": "while True: " + ", ".join(["time.sleep(0.02)"] * 2 * heartbeat.FEW_PLACES),
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: time.sleep(0.02)",
+    "python": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "spins": "while True: pass",
+    "polls": "while True: time.sleep(0.02)",
+    "c": "hang_in(ctypes.CDLL(None))",
+    "interpreter": "hang_in(ctypes.PyDLL(None))",
+    "collective": "peers['all_gather']()",
+    "judge": "with heartbeat.phase('judge_wait'): threading.Event().wait()",
+}
+IDLE = "has not moved on for [45] s"
+STUCK = "a deadlock, or one long call"
+LEARN = r"in phase learn for \d+ s \(\S+\)"
+END = r"at 8 s the run ends \(hang_limit_s\)"
+
+
+@dataclass
+class Case:
+    """One launcher's ranks, by what they do."""
+
+    ways: tuple[str, ...]
+    expected: str
+    """A pattern of the one line, '' for none."""
+    is_one_node: bool = True
+    lines: list[str] = field(default_factory=list)
+    ends: bool = False
+    """What `look` returned last."""
+
+
+CASES = {
+    "none": Case(("moves", "judge"), ""),
+    "one waits for one that moves": Case(("collective", "moves"), ""),
+    "one waits for the judge": Case(("collective", "judge"), ""),
+    "stopped": Case(
+        ("collective", "moves", "stopped", "collective"),
+        rf"rank 2 {IDLE}, {LEARN}: its process is stopped \(kill -CONT \d+ lets it go on\); "
+        rf"waiting for it: rank 0 \(in phase learn\), rank 3 \(in phase learn\); {END}",
+    ),
+    "a deadlock in Python": Case(
+        ("python", "collective"),
+        rf"rank 0 {IDLE}, {LEARN}: {STUCK}; waiting for it: rank 1 \(in phase learn\); {END}",
+    ),
+    "spins": Case(("moves", "spins"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
+    "polls": Case(("moves", "polls"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
+    "a deadlock in C": Case(("c", "judge"), rf"rank 0 {IDLE}, {LEARN}: {STUCK}; {END}"),
+    "C that holds the interpreter": Case(
+        ("moves", "interpreter"), rf"rank 1 {IDLE}, {LEARN}: no Python runs in it: .*; {END}"
+    ),
+    "each waits for another": Case(
+        ("collective", "collective"),
+        rf"all ranks here wait for each other, the last of them, rank \d, for [45] s, .*{END}",
+    ),
+    "all wait for another node": Case(
+        ("collective", "collective"),
+        r"all ranks here wait for those of other nodes, .* \(Python, in torch\)",
+        is_one_node=False,
+    ),
+}
+
+
+class Ranks:
+    """A process for each of `WAYS`, and a launcher's view of those of each case."""
+
+    def __init__(self, folder: Path) -> None:
+        self.beats = {way: folder / f"{way}.json" for way in WAYS}
+        self.logs = {way: folder / f"{way}.log" for way in WAYS}
+        words = {way: (str(self.beats[way]), str(self.logs[way]), WAYS[way]) for way in WAYS}
+        script = textwrap.dedent(SCRIPT)
+        self.processes = {way: tiny_ranks.start(script, *words[way]) for way in WAYS}
+        end_s = time.monotonic() + 60
+        while not all(self._has_begun(way) for way in WAYS):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        self.watches = {name: self._watch(case) for name, case in CASES.items()}
+
+    def _has_begun(self, way: str) -> bool:
+        beat = heartbeat.read(self.beats[way])
+        return beat is not None and beat.phase.startswith("learn")
+
+    def _watch(self, case: Case) -> HangWatch:
+        beats = {rank: self.beats[way] for rank, way in enumerate(case.ways)}
+        pids = {rank: self.processes[way].pid for rank, way in enumerate(case.ways)}
+        return HangWatch(beats, pids, LIMIT_S, case.is_one_node, case.lines.append)
+
+    def look(self, for_s: float) -> None:
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            for name, watch in self.watches.items():
+                CASES[name].ends = watch.look()
+            time.sleep(0.25)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    started = Ranks(tmp_path_factory.mktemp("beats"))
+    try:
+        started.look(LIMIT_S / 2 + 1.5)
+        yield started
+    finally:
+        for process in started.processes.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_hangs_is_named_with_its_phase_and_not_who_waits(ranks: Ranks, name: str) -> None:
+    case = CASES[name]
+    assert len(case.lines) == bool(case.expected), case.lines
+    assert re.fullmatch(case.expected, "".join(case.lines)), case.lines
+    assert not case.ends
+
+
+def test_beyond_the_limit_it_ends_but_for_ranks_elsewhere(ranks: Ranks) -> None:
+    ranks.look(LIMIT_S / 2)
+    ended = {name for name, case in CASES.items() if case.ends}
+    assert ended == {name for name, case in CASES.items() if END in case.expected}
+
+
+def test_every_stack_is_in_the_logs_and_one_that_was_stopped_goes_on(ranks: Ranks) -> None:
+    for process in ranks.processes.values():
+        process.send_signal(heartbeat.ASKS_STACKS)
+        process.send_signal(signal.SIGCONT)
+    ranks.look(2.0)
+    for way, log in ranks.logs.items():
+        assert "most recent call first" in log.read_text(), way
+    assert "in hang_in" in ranks.logs["interpreter"].read_text()
+    assert "in all_gather" in ranks.logs["collective"].read_text()
+    assert ranks.watches["stopped"].is_answering(2)
+    assert not ranks.watches["C that holds the interpreter"].is_answering(1)
+
+
+def test_a_launcher_that_was_stopped_itself_blames_nobody(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z, and `fg` an hour later."""
+    watch = ranks.watches["C that holds the interpreter"]
+    watch.look()
+    assert list(watch.hung) == [1]
+    an_hour_ago = time.monotonic() - 3600
+    monkeypatch.setattr(watch, "_looked_s", an_hour_ago)
+    watch.look()
+    assert not watch.hung
