@@ -30,12 +30,15 @@ from rl.config.shipped import find_config
 from rl.files.atomic import row_of
 from rl.preflight import host_memory, report, run_folder
 from rl.ranks import loading, placement, rendezvous
+from rl.ranks.node_watch import NodeWatch
 from rl.record import terminal
 
 SAME_SIZE = (0.97, 1.1)
 """A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
 GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
+ALONE_GRACE_S = 45
+"""The same where a node is lost: a rank that waits for it saves meanwhile, and never ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -197,8 +200,8 @@ def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
                 return _run_ranks(args, num_ranks, log_dir, notes, rendezvous.on_one_node(notes))
             with rendezvous.on_several_nodes(
                 args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, _say
-            ) as meeting:
-                return _run_ranks(args, num_ranks, log_dir, notes, meeting)
+            ) as (meeting, watch):
+                return _run_ranks(args, num_ranks, log_dir, notes, meeting, watch)
         except rendezvous.RendezvousError as error:
             _say(str(error))
             return 1
@@ -207,7 +210,12 @@ def launch(args: argparse.Namespace, num_ranks: int, log_dir: Path) -> int:
 
 
 def _run_ranks(
-    args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
+    args: argparse.Namespace,
+    num_ranks: int,
+    log_dir: Path,
+    notes: Path,
+    meeting: dict[str, str],
+    watch: NodeWatch | None = None,
 ) -> int:
     """The ranks' processes, started together and ended together; returns the exit code."""
     from torch.distributed.elastic.multiprocessing import (
@@ -241,13 +249,21 @@ def _run_ranks(
         logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
     )
     try:
-        ended = ranks.wait(period=0.1)
+        while (ended := ranks.wait(timeout=1.0, period=0.1)) is None:
+            if watch is not None and (lost := watch.lost()):
+                watch.ending = lost
+                _say(
+                    f"{lost} (machine, launcher or network): the ranks here save and end; the same "
+                    "command on every node resumes the run"
+                )
+                ranks.close(signal.SIGTERM, timeout=ALONE_GRACE_S)
+                return 1
     except SignalException as error:
         ranks.close(error.sigval, timeout=GRACE_S)
         _say(f"stopped by {error.sigval.name}; the same command resumes the run")
         return 128 + int(error.sigval)
     exit_codes = {first + i: failure.exitcode for i, failure in ended.failures.items()}
-    return _explain_failure(exit_codes, notes, log_dir) if exit_codes else 0
+    return _explain_failure(exit_codes, notes, log_dir, watch) if exit_codes else 0
 
 
 def _say(line: str) -> None:
@@ -270,7 +286,9 @@ def _set_environment(num_ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
-def _explain_failure(exit_codes: Mapping[int, int], notes: Path, log_dir: Path) -> int:
+def _explain_failure(
+    exit_codes: Mapping[int, int], notes: Path, log_dir: Path, watch: NodeWatch | None
+) -> int:
     """Name the rank that failed first, and why; returns the exit code to pass on."""
 
     def order(rank: int) -> tuple[bool, bool, int]:
@@ -282,7 +300,10 @@ def _explain_failure(exit_codes: Mapping[int, int], notes: Path, log_dir: Path) 
     rank = min(exit_codes, key=order)
     code = exit_codes[rank]
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    _say(f"rank {rank} failed: {how}; logs: {log_dir}")
+    failed = f"rank {rank} failed: {how}"
+    _say(f"{failed}; logs: {log_dir}")
+    if watch is not None:
+        watch.ending = failed
     reason = _note(notes, rank).get("reason", "")
     if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has said its own
         _say(reason)
