@@ -32,6 +32,7 @@ from rl.config.shipped import find_config
 from rl.preflight import host_memory, report, run_folder
 from rl.ranks import endings, heartbeat, loading, placement, rendezvous
 from rl.ranks.hang_watch import HangWatch
+from rl.ranks.node_watch import NodeWatch
 from rl.record import terminal
 
 SAME_SIZE = (0.97, 1.1)
@@ -257,8 +258,8 @@ def _one_start(
                 return run(rendezvous.on_one_node(notes))
             with rendezvous.on_several_nodes(
                 args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, _say
-            ) as meeting:
-                return run(meeting)
+            ) as (meeting, nodes):
+                return run(meeting, nodes)
         except rendezvous.RendezvousError as error:
             return endings.Ending(1, "the nodes did not meet", False, (str(error),))
         finally:
@@ -272,9 +273,11 @@ def _run_ranks(
     notes: Path,
     config: RunConfig | None,
     meeting: dict[str, str],
+    nodes: NodeWatch | None = None,
 ) -> endings.Ending:
-    """The ranks' processes, started together, watched, and ended together. Raises torch's
-    `SignalException` when they have ended because this process was asked to stop."""
+    """The ranks' processes, started together, watched, and ended together; `nodes` hears why they
+    failed. Raises torch's `SignalException` when they have ended because this process was asked to
+    stop."""
     from torch.distributed.elastic.multiprocessing import (
         DefaultLogsSpecs,
         SignalException,
@@ -311,10 +314,15 @@ def _run_ranks(
     watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
     try:
         while (ended := ranks.wait(timeout=1, period=0.1)) is None:
+            ending = None
             if watch.look():
                 ending = endings.end_hung(watch, pids, _say)
                 ranks.close(signal.SIGKILL)
-                return ending
+            elif nodes is not None and (lost := nodes.lost()):
+                ending = endings.of_lost_node(lost, _say)
+                ranks.close(signal.SIGTERM, timeout=endings.ALONE_GRACE_S)
+            if ending is not None:
+                return _told(ending, nodes)
     except SignalException as error:
         ranks.close(error.sigval, timeout=endings.GRACE_S)
         raise
@@ -323,8 +331,14 @@ def _run_ranks(
         for i, failure in ended.failures.items()
     }
     if failures:
-        return endings.of_failure(failures, notes, log_dir)
+        return _told(endings.of_failure(failures, notes, log_dir), nodes)
     return endings.Ending(0, "it is done", by_machine=False)
+
+
+def _told(ending: endings.Ending, nodes: NodeWatch | None) -> endings.Ending:
+    if nodes is not None:
+        nodes.ending = ending.what
+    return ending
 
 
 def _say(line: str) -> None:

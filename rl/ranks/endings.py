@@ -25,6 +25,8 @@ GRACE_S = 300
 """How long ranks may take to save after a signal before they are killed."""
 HUNG_GRACE_S = 120
 """The same where one hangs for good: the others save alone, what they hold in memory."""
+ALONE_GRACE_S = 45
+"""The same where a node is lost: a rank that waits for it saves meanwhile, and never ends."""
 LEAVE_S = 5
 """For ranks that have saved alone and may yet leave by themselves."""
 HUNG_CODE = 124
@@ -110,6 +112,15 @@ def end_hung(watch: HangWatch, pids: Mapping[int, int], say: Callable[[str], Non
         if waited_s > (LEAVE_S if have_saved else HUNG_GRACE_S):
             break
     return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
+
+
+def of_lost_node(lost: str, say: Callable[[str], None]) -> Ending:
+    """`lost`: which is out of reach. The ranks here are to be ended next."""
+    say(
+        f"{lost} (machine, launcher or network): the ranks here save and end; the same command on "
+        "every node resumes the run"
+    )
+    return Ending(1, lost, by_machine=True)
 
 
 def end_leftovers(notes: Path) -> None:

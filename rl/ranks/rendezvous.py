@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.ranks.node_watch import NodeWatch
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
@@ -25,8 +27,6 @@ INIT_METHOD = "RL_INIT_METHOD"
 """Environment variable: what a rank gives `init_process_group`; absent: torchrun's variables."""
 JOIN_S = 600.0
 """How long a node waits for the others to start."""
-LEAVE_S = 60.0
-"""How long node 0 keeps the store for nodes that end after it."""
 _LINE_EVERY_S = 30.0
 
 Environment = dict[str, str]
@@ -70,8 +70,9 @@ def interface_of(address: str) -> str:
 @contextmanager
 def on_several_nodes(
     endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Callable[[str], Any]
-) -> Iterator[Environment]:
-    """What a rank of this node needs; entered once all nodes are there, left when they have ended.
+) -> Iterator[tuple[Environment, NodeWatch]]:
+    """What a rank of this node needs, and who looks after the other nodes; entered once all are
+    there, left when they have ended.
 
     `endpoint`: host:port of node 0, as given on every node. `say` prints a line while one waits.
     Interfaces that the user names in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stay. Raises
@@ -81,17 +82,18 @@ def on_several_nodes(
     store = _host(host, port, say) if node == 0 else _join(host, port, say)
     _check_in(store, node, num_nodes, num_local_ranks, say)
     interface = interface_of(_own_address(host, port))
-    yield {
+    environment = {
         "MASTER_ADDR": _resolve(host, port)[1][0],
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # or rank 0 would host one, on every interface
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),
     }
-    with suppress(RuntimeError):  # node 0 has gone
-        store.add("left", 1)
-        if node == 0:
-            _wait_until(lambda: store.add("left", 0) >= num_nodes, LEAVE_S)
+    watch = NodeWatch(store, node, num_nodes, num_local_ranks, say)
+    try:
+        yield environment, watch
+    finally:
+        watch.leave()
 
 
 def open_to_others() -> list[str]:

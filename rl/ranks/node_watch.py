@@ -1,0 +1,118 @@
+"""Whether the other nodes of a run are still there, and why they ended.
+
+A cable that is cut says nothing: the ranks on both sides wait in their next collective for as long
+as its timeout, hours. So the launchers beat in the rendezvous' store while their ranks run: each
+counts up, node 0 looks whether all others do, and to them an answer of the store is node 0's beat.
+What not: ending the ranks here (`simple_launch.py`), a rank that hangs on a node which is well.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+BEAT_S = 2.0
+SAID_S = 20.0
+"""Silence of a node after which a line says so."""
+LOST_S = 60.0
+"""Silence of a node after which it is lost. TCP is back from an interruption half as long."""
+STOPPED_S = 10.0
+"""Between two looks at the others: this launcher was stopped itself (Ctrl-Z), and listens anew."""
+LEAVE_S = 60.0
+"""How long node 0 keeps the store for nodes that end after it."""
+
+
+class NodeWatch:
+    """One node's view of the others. From `__init__` on its thread alone speaks with the store,
+    which does not return while the line is cut."""
+
+    def __init__(
+        self, store: TCPStore, node: int, num_nodes: int, num_ranks: int, say: Callable[[str], Any]
+    ) -> None:
+        """`num_ranks`: on each node. `say` prints a line."""
+        self.ending = ""
+        """Why the ranks here failed, for the other nodes; '' if they did not."""
+        self._store = store
+        self._node = node
+        self._num_ranks = num_ranks
+        self._say = say
+        self._others = [other for other in range(num_nodes) if other != node]
+        self._beats = dict.fromkeys(self._others if node == 0 else [0], -1)
+        self._heard_s = dict.fromkeys(self._beats, time.monotonic())
+        """When each node that this one looks at was heard of last; who has left is in no more."""
+        self._looked_s = time.monotonic()
+        self._silent: set[int] = set()
+        """Whose silence was said."""
+        self._lost: set[int] = set()
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._speak, daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str:
+        """Which node is out of reach for `LOST_S`, in words; '' while all are there. To be asked
+        every second: it says which node falls silent, and which is back."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > STOPPED_S:
+            self._heard_s = dict.fromkeys(self._heard_s.copy(), now_s)
+        self._looked_s = now_s
+        for node, heard_s in self._heard_s.copy().items():
+            silent_s = now_s - heard_s
+            if silent_s >= LOST_S:
+                self._lost.add(node)
+                return f"{self._name(node)} is out of reach for {silent_s:.0f} s"
+            if silent_s >= SAID_S and node not in self._silent:
+                self._silent.add(node)
+                self._say(
+                    f"nothing is heard of {self._name(node)} for {silent_s:.0f} s: after "
+                    f"{LOST_S:.0f} s this run saves and stops"
+                )
+            elif silent_s < SAID_S and node in self._silent:
+                self._silent.remove(node)
+                self._say(f"{self._name(node)} is back")
+        return ""
+
+    def leave(self) -> None:
+        """The ranks here have ended: tell the others, say why theirs failed, and keep the store
+        for them on node 0."""
+        self._leaving.set()
+        self._thread.join(BEAT_S if 0 in self._lost else LEAVE_S + BEAT_S)
+
+    def _name(self, node: int) -> str:
+        first = node * self._num_ranks
+        last = first + self._num_ranks - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        return f"node {node} ({ranks})"
+
+    def _speak(self) -> None:
+        with suppress(RuntimeError):  # node 0 has gone
+            while not self._leaving.wait(BEAT_S):
+                self._beat()
+            self._store.set(f"ending/{self._node}", self.ending)
+            self._hear_endings()
+
+    def _beat(self) -> None:
+        self._store.add(f"beat/{self._node}", 1)
+        for node, before in self._beats.items():
+            beats = self._store.add(f"beat/{node}", 0)
+            if self._store.check([f"ending/{node}"]):
+                self._heard_s.pop(node, None)
+            elif beats != before or node == 0:
+                self._beats[node], self._heard_s[node] = beats, time.monotonic()
+
+    def _hear_endings(self) -> None:
+        """Why others failed. Node 0 waits for all that are not lost, the others for some beats."""
+        patience_s = LEAVE_S if self._node == 0 else 2 * BEAT_S if self.ending else 0.0
+        deadline = time.monotonic() + patience_s
+        missing = [node for node in self._others if node not in self._lost]
+        while missing and time.monotonic() <= deadline:
+            for node in [n for n in missing if self._store.check([f"ending/{n}"])]:
+                missing.remove(node)
+                if ending := self._store.get(f"ending/{node}").decode():
+                    self._say(f"of {self._name(node)}: {ending}")
+            time.sleep(0.1)

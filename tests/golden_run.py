@@ -1,0 +1,161 @@
+"""A run whose completions and judge's replies are recorded: what is left is arithmetic.
+
+Words are drawn and pictures are bytes, so that a last bit, which is the CPU's, tips one of them
+some day and the runs part. Here the engine writes what `golden_run.json` holds and the judge says
+what stands there, whatever the picture. Both are plugs of a user's own (`'tests.golden_run'`).
+
+`python tests/golden_run.py` records anew: words are drawn from the weights of then, marks by dice.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from rl.api.engine import EngineSetup
+from rl.api.judge import Answer, Question
+from rl.api.plug import PlugConfig, Resources
+from rl.api.types import Completion, Prompt, RewardInput, RewardOutput, SamplingParams
+from rl.config.schema import JudgeConfig
+from rl.engines.transformers import TransformersEngine
+from rl.ranks.seeding import derive_seed
+from rl.rewards.viescore import Config as VieScoreConfig
+from rl.rewards.viescore import VieScore
+
+T = TypeVar("T")
+
+FILE = Path(__file__).with_suffix(".json")
+RECORDING = "RECORD_GOLDEN_RUN"
+"""Environment variable."""
+SEED, NUM_ITERATIONS = 3, 5
+HELD = (
+    "loss/total",
+    "loss/policy",
+    "loss/kl",
+    "optimizer/grad_norm",
+    "kl/reference_k1",
+    "kl/reference_k3",
+    "policy/entropy",
+    "reward/mean",
+    "reward/std",
+)
+"""Metrics of each iteration that are kept. The trainer's log-probs are held as well: the engine's
+are recorded, and `mismatch/max_abs_dlogp` is the largest distance of any token."""
+
+
+def config_of(models: dict[str, str], folder: Path, **changes: Any) -> dict[str, Any]:
+    """Of the run that is told what was recorded; it needs no judge."""
+    import tiny_loop
+
+    told = {
+        "seed": SEED,
+        "num_iterations": NUM_ITERATIONS,
+        "engine": {"type": "tests.golden_run"},
+        "rewards": {"viescore": {"type": "tests.golden_run"}},
+        "final_reward": {"weights": {"viescore": 1}},
+        "judge": {},
+        "evaluation": {"every_n_iterations": 0},
+    }
+    return tiny_loop.config_of(models, folder, **{**told, **changes})
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    """`completions`: by group id, of each its ids and log-probs, nats; `replies`: by words, about
+    meaning and about the picture alone; `metrics`: a row for each iteration."""
+    return dict(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+class RecordedEngine(TransformersEngine):
+    """Writes what was written."""
+
+    def __init__(self, config: PlugConfig, setup: EngineSetup) -> None:
+        super().__init__(config, setup)
+        if RECORDING not in os.environ:
+            groups = recorded()["completions"].items()
+            self._rows = {derive_seed(SEED, "sampling", group): rows for group, rows in groups}
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        if RECORDING in os.environ:
+            return super().generate(prompts_P, params, seeds_P)
+        return [
+            [Completion(tuple(ids), tuple(nats), "length") for ids, nats in self._rows[seed]]
+            for seed in seeds_P
+        ]
+
+
+class RecordedJudge:
+    """Knows two replies: about the source and the picture, and about the picture."""
+
+    config = JudgeConfig()
+
+    def __init__(self, replies: Sequence[str] = ()) -> None:
+        self._replies = replies
+
+    async def ask(
+        self, question: Question, parse: Callable[[str], T], repeat: int = 0
+    ) -> Answer[T]:
+        num_pictures = sum(not isinstance(part, str) for part in question.parts)
+        reply = self._replies[2 - num_pictures]
+        return Answer(parse(reply), (reply,), None, 1, 0.0)
+
+
+class RecordedVieScore(VieScore):
+    """Hears what the judge said of the same words."""
+
+    needs_judge = False
+    runs_model = True  # not tried on made-up words before the run
+
+    def __init__(self, config: VieScoreConfig, resources: Resources) -> None:
+        super().__init__(config, replace(resources, judge=RecordedJudge()))
+
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
+        words = reward_input.text
+        asks = copy.copy(self)
+        replies = _rolled(words) if RECORDING in os.environ else recorded()["replies"][words]
+        asks.judge = RecordedJudge(replies)
+        return await VieScore.grade(asks, reward_input)
+
+
+def _rolled(words: str) -> list[str]:
+    """Marks by dice, 0-10."""
+    dice = random.Random(words)
+    marks = [[dice.randint(2, 10) for _ in range(2)] for _ in range(2)]
+    return [json.dumps({"reasoning": "as it is", "score": pair}) for pair in marks]
+
+
+def record() -> None:
+    import tiny_loop
+
+    os.environ[RECORDING] = "1"
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        config = config_of(tiny_loop.save_models(folder), folder)
+        tiny_loop.run(tiny_loop.write_config(folder, config))
+        rows = tiny_loop.metrics_of(folder / "tiny")
+        episodes = tiny_loop.episodes_of(folder / "tiny")
+    completions: dict[str, list[Any]] = {}
+    replies: dict[str, list[str]] = {}
+    for episode in episodes:
+        written = [episode["token_ids"], episode["sampler_logprobs"]]
+        completions.setdefault(episode["group_id"], []).append(written)
+        replies[episode["completion"]] = episode["replies"]["viescore"]
+        replies[episode["instruction"]] = _rolled(episode["instruction"])  # the bare arm's words
+    metrics = [{name: row[name] for name in HELD} for row in rows[1:]]
+    told = {"completions": completions, "replies": replies, "metrics": metrics}
+    lines = (f'"{key}": {json.dumps(value)}' for key, value in told.items())
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record()

@@ -1,0 +1,85 @@
+"""Two launchers at one store: what each says of the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from rl.ranks import node_watch
+from rl.ranks.node_watch import NodeWatch
+
+Watch = Callable[[int], NodeWatch]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def watch(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Of a node, of two with two ranks each; a minute is a second."""
+    for name in ("BEAT_S", "SAID_S", "LOST_S", "STOPPED_S", "LEAVE_S"):
+        monkeypatch.setattr(node_watch, name, getattr(node_watch, name) / 60)
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watches = []
+
+    def start(node: int) -> NodeWatch:
+        store = TCPStore("127.0.0.1", host.port, is_master=False)
+        started = NodeWatch(store, node, 2, 2, lambda line: said.append(f"{node}: {line}"))
+        watches.append(started)
+        return started
+
+    yield start
+    for started in watches:
+        started.leave()
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_node_that_falls_silent_is_said_and_then_lost(watch: Watch, said: list[str]) -> None:
+    first = watch(0)
+    wait_for(lambda: first.lost() or said)
+    assert said == [
+        "0: nothing is heard of node 1 (ranks 2 to 3) for 0 s: after 1 s this run saves and stops"
+    ]
+    second = watch(1)
+    wait_for(lambda: first.lost() or len(said) > 1)
+    assert said[1:] == ["0: node 1 (ranks 2 to 3) is back"]
+    second.leave()
+    time.sleep(2 * node_watch.LOST_S)
+    assert first.lost() == "", "it has left, and was not lost"
+
+
+def test_a_lost_node_is_not_waited_for(watch: Watch) -> None:
+    first = watch(0)
+    wait_for(first.lost)
+    assert first.lost().startswith("node 1 (ranks 2 to 3) is out of reach for 1 s")
+    start = time.monotonic()
+    first.leave()
+    assert time.monotonic() - start < node_watch.LEAVE_S / 2
+
+
+def test_a_launcher_that_was_stopped_itself_listens_anew(watch: Watch) -> None:
+    first = watch(0)
+    time.sleep(1.5 * node_watch.LOST_S)
+    assert first.lost() == ""
+    wait_for(first.lost)
+
+
+def test_why_a_node_failed_is_told_on_the_others(watch: Watch, said: list[str]) -> None:
+    first, second = watch(0), watch(1)
+    first.ending = "rank 0 failed: exit code 1"
+    second.ending = "rank 3 failed: killed by SIGKILL"
+    second.leave()
+    first.leave()
+    assert "0: of node 1 (ranks 2 to 3): rank 3 failed: killed by SIGKILL" in said

@@ -1,0 +1,125 @@
+"""A run on two nodes: over a thin cable it is the same run; over a cut one both sides say which
+node is out of reach, keep what is finished, and go on from there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_loop
+import tiny_nodes
+from tiny_loop import assert_same_run
+from tiny_nodes import ADDRESSES, Nodes
+
+from rl.ranks.node_watch import LOST_S
+
+pytestmark = pytest.mark.slow
+
+NUM_ITERATIONS = 4
+PATIENCE_S = 300
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    if why := tiny_nodes.why_not():
+        pytest.skip(why)
+    with tiny_nodes.two_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def plain(nodes: Nodes, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's folder."""
+    run = Launched(nodes, models, tmp_path_factory.mktemp("plain"))
+    assert run.codes() == [0, 0], run.said(0)
+    return run.run_dir
+
+
+class Launched:
+    """The same command on both nodes."""
+
+    def __init__(self, nodes: Nodes, models: dict[str, str], folder: Path, **changes: Any) -> None:
+        config = tiny_loop.config_of(
+            models,
+            folder,
+            num_iterations=NUM_ITERATIONS,
+            rewards={"brightness": {"type": "tests.brightness_reward"}},
+            judge={},
+            evaluation={"every_n_iterations": 0},
+            checkpoint={"save_every_n_iterations": 100},
+            **changes,
+        )
+        path = tiny_loop.write_config(folder, config)
+        endpoint = f"{ADDRESSES[0]}:29777"
+        options = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank"]
+        command = [sys.executable, "-m", "rl.simple_launch", *options]
+        self.run_dir = folder / "tiny"
+        self.outputs = [folder / f"node_{node}.txt" for node in range(2)]
+        self.processes = [
+            nodes.start(node, [*command, str(node), str(path)], self.outputs[node])
+            for node in range(2)
+        ]
+
+    def said(self, node: int) -> str:
+        return self.outputs[node].read_text()
+
+    def codes(self) -> list[int]:
+        return [process.wait(PATIENCE_S) for process in self.processes]
+
+    def wait_for_iteration(self, done: int) -> None:
+        lines = self.run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + PATIENCE_S
+        while not lines.is_file() or lines.read_text().count("\n") <= done:
+            ended = [process.poll() for process in self.processes]
+            assert time.monotonic() < deadline and ended == [None, None], self.said(0)
+            time.sleep(0.02)
+
+    def wait_for_word(self, node: int, word: str) -> float:
+        """When it was said."""
+        deadline = time.monotonic() + PATIENCE_S
+        while word not in self.said(node):
+            assert time.monotonic() < deadline, self.said(node)
+            time.sleep(0.1)
+        return time.monotonic()
+
+
+def test_over_a_thin_cable_it_is_the_same_run(
+    nodes: Nodes, models: dict[str, str], plain: Path, tmp_path: Path
+) -> None:
+    before = nodes.sent_bytes(1)
+    with nodes.limited(mbit=1):
+        run = Launched(nodes, models, tmp_path)
+        assert run.codes() == [0, 0], run.said(0)
+    assert nodes.sent_bytes(1) - before > 100_000, "hardly anything went over the cable"
+    assert_same_run(plain, run.run_dir, NUM_ITERATIONS)
+
+
+def test_a_cut_cable_is_named_on_both_sides_and_costs_no_finished_iteration(
+    nodes: Nodes, models: dict[str, str], plain: Path, tmp_path: Path
+) -> None:
+    run = Launched(nodes, models, tmp_path)
+    run.wait_for_iteration(2)
+    with nodes.cut():
+        start = time.monotonic()
+        for node, other in ((0, "node 1 (rank 1)"), (1, "node 0 (rank 0)")):
+            named_s = run.wait_for_word(node, f"{other} is out of reach for") - start
+            assert named_s < LOST_S + 15, run.said(node)
+            assert f"nothing is heard of {other}" in run.said(node)
+            print(f"node {node} named it after {named_s:.0f} s")
+        assert run.codes() == [1, 1], run.said(0) + run.said(1)
+        print(f"both ended after {time.monotonic() - start:.0f} s")
+    [saved] = (run.run_dir / "checkpoints").glob("step_*")
+    assert saved.name in ("step_000002", "step_000003"), "else it was cut too late"
+    resumed = Launched(nodes, models, tmp_path)
+    assert resumed.codes() == [0, 0], resumed.said(0)
+    assert "resumed from" in resumed.said(0)
+    assert_same_run(plain, run.run_dir, NUM_ITERATIONS)

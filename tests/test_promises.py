@@ -1,0 +1,39 @@
+"""`PROMISES.md`: every promise names tests, and these exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = [
+    line.strip("|").split(" | ")
+    for line in (ROOT / "PROMISES.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and not line.startswith("| promise |")
+]
+NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+
+
+def test_every_promise_names_its_tests_and_these_exist() -> None:
+    assert len(ROWS) > 30
+    functions: dict[str, set[str]] = {}
+    for promise, tests, limits in ROWS:
+        assert NAMED.search(tests), f"nothing holds {promise!r}"
+        for file, name in NAMED.findall(tests + limits):
+            if file not in functions:
+                tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+                functions[file] = {
+                    node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+                }
+            assert name in functions[file], f"{file}::{name} of {promise!r} is no test"
+            assert name.startswith("test_")
+
+
+def test_the_tables_have_three_columns() -> None:
+    assert all(len(row) == 3 for row in ROWS)
+
+
+def test_the_files_that_security_names_exist() -> None:
+    files = re.findall(r"tests/[\w/]+\.py", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert files and all((ROOT / file).is_file() for file in files)

@@ -1,0 +1,126 @@
+"""Two nodes on one machine: two network namespaces and one cable, which may be thin or cut.
+
+What: `two_nodes`. What not: what runs there. Needs root, iproute2, and a kernel that lets them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import tiny_loop
+
+CABLE = "rl0"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+@dataclass(eq=False)
+class Nodes:
+    """See `two_nodes`."""
+
+    names: tuple[str, str]
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(
+        self, node: int, command: Sequence[str], errors: Path, **environ: str
+    ) -> subprocess.Popen[str]:
+        """`command` on that node at the repository root; both its streams go into `errors`."""
+        environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}", **environ}
+        with open(errors, "w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.names[node], *command],
+                env=environment,
+                cwd=tiny_loop.REPO,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        self.started.append(process)
+        return process
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """The cable, without a word to either side."""
+        _ip("-n", self.names[1], "link", "set", CABLE, "down")
+        try:
+            yield
+        finally:
+            _ip("-n", self.names[1], "link", "set", CABLE, "up")
+
+    @contextmanager
+    def limited(self, mbit: int) -> Iterator[None]:
+        """What each node may send in a second."""
+        limit = ["tbf", "rate", f"{mbit}mbit", "burst", "64kbit", "latency", "400ms"]
+        for name in self.names:
+            _run("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", *limit)
+        try:
+            yield
+        finally:
+            for name in self.names:
+                _run("tc", "-n", name, "qdisc", "delete", "dev", CABLE, "root")
+
+    def sent_bytes(self, node: int) -> int:
+        counter = f"/sys/class/net/{CABLE}/statistics/tx_bytes"
+        return int(_run("ip", "netns", "exec", self.names[node], "cat", counter))
+
+
+@contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    """At the `ADDRESSES`. Everything that was started there is killed in the end.
+
+    Raises OSError or CalledProcessError where this user or kernel may not.
+    """
+    names = (f"rl-{os.getpid()}-a", f"rl-{os.getpid()}-b")
+    nodes = Nodes(names)
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("-n", names[0], "link", "add", CABLE, "type", "veth", "peer", CABLE, "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", CABLE)
+            _ip("-n", name, "link", "set", CABLE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield nodes
+    finally:
+        for process in nodes.started:
+            _kill_all(process)
+        for name in names:
+            if Path("/run/netns", name).exists():
+                _ip("netns", "delete", name)
+
+
+def why_not() -> str:
+    """Why there are no such nodes here; '' if there are."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} missing (package iproute2)"
+    try:
+        with two_nodes() as nodes, nodes.limited(mbit=10), nodes.cut():
+            pass
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces here: {error.stderr.strip()}"
+    return ""
+
+
+def _kill_all(process: subprocess.Popen[str]) -> None:
+    """With whatever it started."""
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        for child in children:
+            child.kill()
+        process.kill()
+    process.wait()
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
