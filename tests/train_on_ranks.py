@@ -14,9 +14,9 @@ import sys
 from itertools import count
 from typing import Any
 
-import tiny_loop
 import torch
 
+from benchmarks.faults.inject import end_at
 from rl import train
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeRefused
@@ -44,7 +44,7 @@ def trouble_last_rank(trouble: str, at: int) -> None:
     if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
         return
     if trouble == "raised":
-        tiny_loop.end_at("rl.learner.train_step:TrainStep.accumulate", 3, "OutOfMemoryError")
+        end_at("rl.learner.train_step:TrainStep.accumulate", 3, "OutOfMemoryError")
         return
     number, grade = count(1), Brightness.grade
 
