@@ -57,7 +57,7 @@ class Case:
     is_final: bool = False
     """Nothing is left to go on from: it is to be refused, for ever."""
     changes_record: bool = False
-    """A record that was damaged or dropped with a word stays so."""
+    """Lines of the record that were damaged or dropped stay so, if that is said."""
     is_other_run: bool = False
     """It goes on without what is broken, which changes all that follows."""
 
@@ -82,12 +82,16 @@ _CALLS = {
     "the engine is synced": ("rl.run.run:sync", 3),
     "an iteration is noted": ("rl.run.last_finished:LastFinished.note", 3),
     "episodes are recorded": ("rl.run.run:Run.log_episodes", 2),
+    "episodes are written": ("rl.record.run_record:RunRecord.write_episodes", 2),
     "a checkpoint is begun": ("rl.run.run:Run.save_if_due", 2),
+    "a checkpoint is written": ("rl.record.checkpoint:_seal", 1),
     "metrics are logged": ("rl.run.run:Run.log", 3),
+    "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
     "metrics go to wandb": ("rl.record.tracking:Tracker.log", 3),
     "an iteration is printed": ("rl.record.console:Console.iteration", 3),
     "the table of time": ("rl.record.console:Console.where_time_went", 1),
 }
+_TOLERATED = ("episodes are written", "a line of metrics is written")
 _ERRORS = ("ENOSPC", "EIO", "MemoryError", "RuntimeError")
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL")
 _DEEDS = ("run folder deleted", "run folder moved", "no descriptors left", "the console is gone")
@@ -96,8 +100,15 @@ _DEEDS = ("run folder deleted", "run folder moved", "no descriptors left", "the 
 def _calls() -> Iterator[Case]:
     for place, (where, count) in _CALLS.items():
         for kind in (*_ERRORS, *_SIGNALS):
-            bug = kind == "RuntimeError"
-            yield Case("call", place, kind, EndAt(where, count, kind), save_every=3, is_bug=bug)
+            yield Case(
+                "call",
+                place,
+                kind,
+                EndAt(where, count, kind),
+                save_every=3,
+                is_bug=kind == "RuntimeError",
+                changes_record=place in _TOLERATED and kind in _ERRORS,
+            )
     for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
         for deed in _DEEDS:
             arm = DoAt(*_CALLS[place], deed)
@@ -189,12 +200,11 @@ _AT_START = ("500", "401", "404", "not JSON", "reset", "another model", "slower 
 def _judge() -> Iterator[Case]:
     for kind, fault in _JUDGE.items():
         answers = JudgeFault(fault, FIRST_OF_TRAINING + 4)
-        # A reply of another model is counted and said; its number is what it is.
         yield Case("judge", "once, in the second iteration", kind, judge=answers, save_every=3)
     for kind in _FOR_GOOD:
         for_good = JudgeFault(_JUDGE[kind], FIRST_OF_TRAINING + 4, times=0)
         place = "from the second iteration on"
-        yield Case("judge", place, kind, judge=for_good, save_every=3, changes_record=True)
+        yield Case("judge", place, kind, judge=for_good, save_every=3)
     for kind in _AT_START:
         yield Case("judge", "the first question", kind, judge=JudgeFault(_JUDGE[kind], 1))
         yield Case("judge", "its list of models", kind, judge=JudgeFault(_JUDGE[kind], 0))

@@ -34,6 +34,9 @@ NUM_ROWS = 6
 RUN = "tiny"
 PATIENCE_S = 300.0
 """For a run of a few seconds, on a machine that may be busy with something else."""
+WAITS = b"The run waits"
+"""What a run says that goes on once a disk has room; one without end is asked to stop."""
+WAIT_S = 5.0
 
 
 class Judge(FaultyJudge):
@@ -117,7 +120,12 @@ def start(folder: Path, arm: Arm | None = None, patience_s: float = PATIENCE_S) 
     printed: list[bytes] = []
     reader = threading.Thread(target=_read, args=(receiver.fileno(), printed), daemon=True)
     reader.start()
-    process.join(patience_s)
+    is_asked = False
+    while process.exitcode is None and time.monotonic() - began < patience_s:
+        process.join(WAIT_S)
+        if not is_asked and WAITS in b"".join(printed):
+            is_asked = True
+            process.terminate()
     code = process.exitcode
     if code is None:
         process.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
 import shutil
 from collections import Counter
@@ -17,7 +19,7 @@ from benchmarks.faults import __main__ as campaign
 from benchmarks.faults import saves, trial
 from benchmarks.faults.cases import CASES, Case
 from benchmarks.faults.harness import Harness
-from benchmarks.faults.inject import FailAtFile, FileOperation, at_files
+from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, FileOperation, at_files
 from benchmarks.faults.tiny_run import Ended, Judge
 from rl.files.atomic import append_line, fsync
 
@@ -29,6 +31,14 @@ def test_there_are_enough_pairs_each_once() -> None:
     groups = Counter(case.group for case in CASES)
     assert groups.keys() == {"call", "file", "judge", "row", "damage"}
     assert min(groups.values()) > 40
+
+
+def test_every_place_is_there() -> None:
+    wheres = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
+    assert len(wheres) > 15
+    for where in wheres:
+        module, _, path = where.partition(":")
+        assert callable(operator.attrgetter(path)(importlib.import_module(module))), where
 
 
 def work_on_files(folder_name: str) -> None:
