@@ -6,18 +6,16 @@ no goodbye; or the signal named) at the `count`-th time it comes to `where`.
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.faults.inject import end_at
 from rl.files.atomic import read_rows
 
 TESTS = Path(__file__).parent
@@ -152,6 +150,13 @@ def episodes_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def assert_same_run(one: Path, other: Path, num_iterations: int = 4) -> None:
     """Weights, moments, metrics and episodes, bit for bit."""
+    assert_same_weights(one, other, num_iterations)
+    assert metrics_of(one) == metrics_of(other)
+    assert episodes_of(one) == episodes_of(other)
+
+
+def assert_same_weights(one: Path, other: Path, num_iterations: int = 4) -> None:
+    """And moments, bit for bit."""
     import torch
     from safetensors.torch import load_file
 
@@ -160,38 +165,6 @@ def assert_same_run(one: Path, other: Path, num_iterations: int = 4) -> None:
     assert left.keys() == right.keys()
     different = [key for key in left if not torch.equal(left[key], right[key])]
     assert not different, different
-    assert metrics_of(one) == metrics_of(other)
-    assert episodes_of(one) == episodes_of(other)
-
-
-def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
-    """Replace the function `module:Class.method` by one that, at its count-th call, is sent that
-    signal, never returns ('deadlock'), or raises that error, of Python or torch."""
-    import importlib
-
-    import torch
-
-    module_name, _, path = where.partition(":")
-    owner: Any = importlib.import_module(module_name)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    original = getattr(owner, name)
-    calls = 0
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            if how == "deadlock":
-                threading.Event().wait()
-            elif how.startswith("SIG"):
-                os.kill(os.getpid(), signal.Signals[how])
-            else:
-                raise (getattr(builtins, how, None) or getattr(torch, how))("injected")
-        return original(*args, **kwargs)
-
-    setattr(owner, name, dying)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import sys
 from itertools import count
 from typing import Any
 
-import tiny_loop
 import torch
 
+from benchmarks.faults.inject import end_at
 from rl import train
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeRefused
@@ -49,7 +49,7 @@ def trouble_last_rank(trouble: str, at: int) -> None:
         return
     if trouble in BETWEEN_BACKWARDS:
         end = BETWEEN_BACKWARDS[trouble]
-        tiny_loop.end_at("rl.learner.train_step:TrainStep.accumulate", 3, end)
+        end_at("rl.learner.train_step:TrainStep.accumulate", 3, end)
         return
     number, grade = count(1), Brightness.grade
 

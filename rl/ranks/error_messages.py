@@ -40,20 +40,33 @@ _BY_PROGRAM = (
     "ncclInvalidUsage",
     "ncclInvalidArgument",
 )
+HOST_MEMORY = (
+    "this machine has no memory left for it; end what else runs here, or lower "
+    "prompts_per_iteration or world_size; the same command then goes on"
+)
+GPU_MEMORY = (
+    "lower optimizer.max_tokens_per_micro_batch, or say in gpu_gb what the GPU has, and see with "
+    "--check what fits; the same command then goes on"
+)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def sentence(error: BaseException) -> str | None:
     """What to tell the user; None for an error that nobody foresaw, whose traceback is needed.
 
-    Foreseen is what a `raise` statement of this package raised, and what a disk, a folder or a port
-    may do at any time, whoever met it. Its asserts, and what else a library or a user's own plug
-    raises, are not.
+    Foreseen is what a `raise` statement of this package raised, and what a disk, a folder, a port
+    or memory may do at any time, whoever met it. Its asserts, and what else a library or a user's
+    own plug raises, are not.
     """
     if isinstance(error, OSError) and error.errno in REMEDIES:
         where = f"{error.filename}: " if error.filename else ""
         said = shown(f"{where}{error.strerror}", MAX_SHOWN)
         return f"this run cannot go on:\n  {said}; {REMEDIES[error.errno]}"
+    if isinstance(error, MemoryError):
+        return f"this run cannot go on:\n  {HOST_MEMORY}"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
+        said = shown(str(error), MAX_SHOWN)
+        return f"this run cannot go on:\n  {said}; {GPU_MEMORY}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not str(error):
         return None

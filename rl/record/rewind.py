@@ -21,6 +21,8 @@ from pathlib import Path
 from rl.files.atomic import lines_of, row_of, write_atomically
 
 SET_ASIDE = "set_aside"
+MAX_NUMBERS = 10
+"""Of iterations, in a sentence."""
 _NAMES = {
     "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
     "images": re.compile(r"it_(\d{6,})"),
@@ -39,8 +41,9 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     kept = [line for _, done, line in read if done is not None and done <= iteration]
     damaged = [number for number, done, _ in read if done is None]
     entries = {name: _entries_after(run_dir / name, iteration) for name in _NAMES}
+    missing = _missing(kept, iteration, metrics)
     if not past and not any(entries.values()):
-        return []
+        return missing
     folder = _new_folder(run_dir / SET_ASIDE)
     if past:
         write_atomically(folder / "metrics.jsonl", b"".join(past))
@@ -53,7 +56,16 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
         shutil.copy2(run_dir / "config.json", folder)
     counts = {"lines of metrics.jsonl": len(past) - len(damaged)}
     counts |= {f"of {name}/": len(found) for name, found in entries.items()}
-    return _sentences(folder, iteration, counts, damaged)
+    return _sentences(folder, iteration, counts, damaged) + missing
+
+
+def _missing(kept: list[bytes], iteration: int, metrics: Path) -> list[str]:
+    """What to tell of lines that are gone for good; the last is written again if it is missing."""
+    gone = sorted(set(range(iteration)) - {iteration_of(line) for line in kept})
+    if not gone:
+        return []
+    numbers = ", ".join(map(str, gone[:MAX_NUMBERS])) + ", ..." * (len(gone) > MAX_NUMBERS)
+    return [f"{metrics} has no line of iteration {numbers}, which nothing makes again"]
 
 
 def iteration_of(line: bytes) -> int | None:

@@ -44,6 +44,20 @@ def test_a_program_without_end_is_ended(
     assert set(psutil.Process().children()) <= set(before), "not waited for"
 
 
+def test_a_disk_that_does_not_answer_has_an_end_and_a_busy_machine_has_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait() -> str:
+        time.sleep(0.7)  # no CPU time
+        return "{}"
+
+    monkeypatch.setattr(limits, "MAX_S", 0.3)
+    assert limits.within_limits(wait) == "{}"
+    monkeypatch.setattr(limits, "MAX_WAIT_S", 0.3)
+    with pytest.raises(limits.RunawayError, match=r"gave nothing in 0\.3 s"):
+        limits.within_limits(wait)
+
+
 def test_memory_and_size_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonnet"
     monkeypatch.setattr(limits, "MAX_MEMORY_BYTES", 100 << 20)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl import build
 from rl.config.schema import ConfigError, listed, load_config
@@ -61,6 +62,14 @@ def test_a_model_that_cannot_be_had_is_named_by_its_key() -> None:
     text = told(lambda: build.build_renderer(build.resolve(config), Dist.from_env()))
     assert text is not None
     assert "renderer: qwen_image_edit could not read its files: " in text and "nobody" in text
+
+
+def test_memory_that_ends_is_a_sentence_with_what_to_lower() -> None:
+    assert "no memory left for it" in (sentence(MemoryError()) or "")
+    text = sentence(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert text is not None
+    assert text.startswith("this run cannot go on:\n  CUDA out of memory. Tried to allocate 2.00")
+    assert "lower optimizer.max_tokens_per_micro_batch" in text
 
 
 def test_what_nobody_foresaw_keeps_its_traceback() -> None:

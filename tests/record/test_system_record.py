@@ -214,6 +214,19 @@ def test_a_damaged_line_of_the_metrics_costs_no_other(tmp_path, damage):
         assert record.rewind(3) == [], "once"
 
 
+def test_lines_that_are_gone_are_told(tmp_path):
+    record = write_some(tmp_path, 20)
+    path = tmp_path / "metrics.jsonl"
+    assert record.rewind(19) == []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    path.write_bytes(b"\n".join([lines[0], *lines[2:5], *lines[6:19]]))
+    words = "which nothing makes again"
+    assert record.rewind(19) == [f"{path} has no line of iteration 1, 5, {words}"]
+    path.unlink()
+    numbers = ", ".join(map(str, range(10)))
+    assert record.rewind(19) == [f"{path} has no line of iteration {numbers}, ..., {words}"]
+
+
 def test_a_line_after_half_a_line_is_whole(tmp_path):
     """A full disk may cut a line short and the run go on."""
     record = record_in(tmp_path)

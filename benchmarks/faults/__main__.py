@@ -1,0 +1,94 @@
+"""The fault campaign: what breaks, where, and what became of the run.
+
+    python -m benchmarks.faults                          # all; 1 if anything is bad
+    python -m benchmarks.faults --out campaign.jsonl     # goes on where it was stopped
+    python -m benchmarks.faults --only 'judge' --list
+
+Each case is a real training process (tiny, one rank) and, where that did not come to its end,
+another that goes on once what is broken is mended. Its outcome is one of: survived; stopped (with a
+sentence and nothing lost); LOST, SILENT, HUNG, UNCLEAR (a traceback where a sentence is due).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.faults.cases import CASES, Case
+from benchmarks.faults.harness import Harness
+from benchmarks.faults.processes import map_at_once, quiet_processes
+from benchmarks.faults.trial import BAD, GOOD, Outcome, try_case
+from rl.files.atomic import append_line, json_line, read_rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print each outcome and a table; 1 if a case is bad."""
+    parser = argparse.ArgumentParser("python -m benchmarks.faults", description=__doc__)
+    add = parser.add_argument
+    add("--only", default="", help="cases whose 'group | place | kind' holds these words")
+    add("--sample", type=int, default=0, help="so many of them, drawn by lot; 0: all")
+    add("--jobs", type=int, default=2, help="processes at once")
+    add("--list", action="store_true", help="name them and start nothing")
+    add("--out", type=Path, help="JSONL of outcomes; those that it holds are not tried again")
+    args = parser.parse_args(argv)
+    cases = [case for case in CASES if args.only in case.name]
+    if args.sample:
+        cases = random.Random(0).sample(cases, min(args.sample, len(cases)))
+    if args.list:
+        print(*(case.name for case in cases), f"{len(cases)} cases", sep="\n")
+        return 0
+    outcomes = known(args.out, cases) if args.out else {}
+    quiet_processes()
+    with tempfile.TemporaryDirectory() as folder:
+        missing = [case for case in cases if case.name not in outcomes]
+        harness = Harness(Path(folder)) if missing else None
+        numbered = list(enumerate(missing))
+        for (_, case), outcome in zip(
+            numbered,
+            map_at_once(lambda one: tried(harness, one[1], one[0]), numbered, args.jobs),
+            strict=True,
+        ):
+            outcomes[case.name] = outcome
+            print(f"{outcome.verdict:9s} {case.name}: {outcome.why}", flush=True)
+            if args.out:
+                append_line(args.out, json_line({"name": case.name, **dataclasses.asdict(outcome)}))
+    print(table(cases, outcomes))
+    return int(any(outcome.verdict in BAD for outcome in outcomes.values()))
+
+
+def tried(harness: Harness | None, case: Case, number: int) -> Outcome:
+    """A case that breaks the campaign itself is a bad one, not its end."""
+    assert harness is not None
+    try:
+        return try_case(harness, case, number)
+    except Exception as error:
+        return Outcome("NOT TRIED", repr(error), None, 0.0)
+
+
+def known(path: Path, cases: Sequence[Case]) -> dict[str, Outcome]:
+    """Name -> outcome, of an earlier start of the campaign."""
+    wanted = {case.name for case in cases}
+    rows = read_rows(path)[0] if path.is_file() else []
+    return {name: Outcome(**row) for row in rows if (name := row.pop("name")) in wanted}
+
+
+def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
+    """Counts by group and outcome, in Markdown."""
+    verdicts = [*GOOD, *BAD]
+    lines = [f"| group | cases | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 2) + "|"]
+    counts = Counter((case.group, outcomes[case.name].verdict) for case in cases)
+    for group in [*dict.fromkeys(case.group for case in cases), "all"]:
+        of_group = [sum(n for (g, v), n in counts.items() if group in (g, "all") and v == verdict)
+                    for verdict in verdicts]  # fmt: skip
+        lines.append(f"| {group} | {sum(of_group)} | {' | '.join(map(str, of_group))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

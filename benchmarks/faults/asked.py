@@ -1,0 +1,36 @@
+"""The reward of the runs that faults are put into: what the judge says of an answer's words."""
+
+from __future__ import annotations
+
+from rl.api.judge import Question
+from rl.api.plug import PlugConfig, Resources
+from rl.api.reward import Reward
+from rl.api.types import RewardInput, RewardOutput
+from rl.judge.reply import read_scores, scores_schema
+
+Config = PlugConfig
+
+
+class Asked(Reward):
+    """One question an answer."""
+
+    needs = frozenset({"text"})
+    needs_judge = True
+
+    def __init__(self, config: PlugConfig, resources: Resources) -> None:
+        super().__init__(config, resources)
+        assert resources.judge is not None, "it needs one"
+        self._judge = resources.judge
+
+    @classmethod
+    def num_questions(cls, config: PlugConfig) -> int:
+        return 1
+
+    async def grade(self, reward_input: RewardInput) -> RewardOutput:
+        words = f"{reward_input.sample.instruction} Answer: {reward_input.words!r}"
+        question = Question((words,), scores_schema(1, 0, 10))
+        answer = await self._judge.ask(question, lambda text: read_scores(text, 1, 0, 10)[0])
+        value = None if answer.value is None else answer.value / 10
+        return RewardOutput(
+            value, replies=answer.replies, failure=answer.failure, seconds=answer.seconds
+        )

@@ -1,0 +1,349 @@
+"""The campaign's cases: a place, a kind of fault, and what may come of the two.
+
+What: `CASES`, in five groups: calls of the loop, operations on files, the judge's HTTP, rows of the
+data, and damage to a run that lies still. What not: how one is tried and judged (`trial.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.faults import tiny_run
+from benchmarks.faults.inject import Arm, DoAt, EndAt, FailAtFile
+from tests.tiny_faulty_judge import GOOD, Fault, envelope, page, said
+
+FIRST_OF_TRAINING = 2
+"""Of the judge's requests: the first is asked before a model is loaded."""
+
+
+@dataclass(frozen=True)
+class JudgeFault:
+    """What the judge does wrong."""
+
+    fault: Fault
+    from_request: int
+    """From 1; 0: the list of models."""
+    times: int = 1
+    """0: from there on."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One place and one kind of fault. The second start, after what is broken is mended, has to end
+    as the run that nothing happened to."""
+
+    group: str
+    place: str
+    kind: str
+    arm: Arm | None = None
+    damage: Callable[[Path], None] | None = None
+    """Done to a run of two iterations, given its folder, before it is started."""
+    judge: JudgeFault | None = None
+    rows: Callable[[Path], None] | None = None
+    """Done to a copy of the data, given the JSONL file, before the start; undone after it."""
+    on_bad_row: str = "error"
+    save_every: int = 1
+    is_bug: bool = False
+    """Of ours: its traceback is what is needed."""
+    keeps_disk: bool = True
+    """Whether a save can be made after it."""
+    says: str = ""
+    """What has to be said of it, in lower case."""
+    is_final: bool = False
+    """Nothing is left to go on from: it is to be refused, for ever."""
+    changes_record: bool = False
+    """Lines of the record that were damaged or dropped stay so, if that is said."""
+    is_other_run: bool = False
+    """It goes on without what is broken, which changes all that follows."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.group} | {self.place} | {self.kind}"
+
+
+# Calls of the loop: everything is saved by what leaves, no checkpoint being due before the last.
+_CALLS = {
+    "prompts are drawn": ("rl.rollout.prompt_order:PromptOrder.shard", 5),
+    "completions are sampled": ("rl.engines.transformers:TransformersEngine.generate", 4),
+    "a prompt is built": ("rl.policies.qwen2_5_vl.plug:Qwen25VL.build_prompt", 6),
+    "an episode is made": ("rl.rollout.stream:episode_of", 7),
+    "the judge is asked": ("rl.judge.client:JudgeClient.ask", 7),
+    "a reply is journalled": ("rl.judge.journal:ReplyJournal.put", 6),
+    "a step is planned": ("rl.learner.learner:Learner.begin", 3),
+    "the reference is read": ("rl.learner.train_step:TrainStep.prefetch_reference", 2),
+    "a backward": ("rl.learner.train_step:TrainStep.accumulate", 4),
+    "the optimiser steps": ("rl.learner.train_step:TrainStep.step", 2),
+    "weights are written back": ("rl.learner.backends:TorchBackend._write_back", 2),
+    "the engine is synced": ("rl.run.run:sync", 3),
+    "an iteration is noted": ("rl.run.last_finished:LastFinished.note", 3),
+    "episodes are recorded": ("rl.run.run:Run.log_episodes", 2),
+    "episodes are written": ("rl.record.run_record:RunRecord.write_episodes", 2),
+    "a checkpoint is begun": ("rl.run.run:Run.save_if_due", 2),
+    "a checkpoint is written": ("rl.record.checkpoint:_seal", 1),
+    "metrics are logged": ("rl.run.run:Run.log", 3),
+    "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
+    "metrics go to wandb": ("rl.record.tracking:Tracker.log", 3),
+    "an iteration is printed": ("rl.record.console:Console.iteration", 3),
+    "the table of time": ("rl.record.console:Console.where_time_went", 1),
+}
+_TOLERATED = ("episodes are written", "a line of metrics is written")
+_ERRORS = ("ENOSPC", "EIO", "MemoryError", "RuntimeError")
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL")
+_DEEDS = ("run folder deleted", "run folder moved", "no descriptors left", "the console is gone")
+
+
+def _calls() -> Iterator[Case]:
+    for place, (where, count) in _CALLS.items():
+        for kind in (*_ERRORS, *_SIGNALS):
+            yield Case(
+                "call",
+                place,
+                kind,
+                EndAt(where, count, kind),
+                save_every=3,
+                is_bug=kind == "RuntimeError",
+                changes_record=place in _TOLERATED and kind in _ERRORS,
+            )
+    for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
+        for deed in _DEEDS:
+            arm = DoAt(*_CALLS[place], deed)
+            is_lost = deed.startswith("run folder")
+            can_save = deed == "the console is gone"
+            yield Case("call", place, deed, arm, keeps_disk=can_save, is_final=is_lost)
+
+
+# Operations on files, in the second iteration, when nothing else is wrong.
+_FILES = {
+    "metrics.jsonl": 3,
+    "it_*.rank0.jsonl": 2,
+    "*_source.png": 3,
+    "state.safetensors": 2,
+    "state.json": 2,
+    "rng_rank0000.pt": 2,
+    "adapter_model.safetensors": 2,
+    "adapter_config.json": 2,
+    "manifest.json": 2,
+    ".last_checkpoint.txt.tmp": 2,
+    ".saving.lock": 2,
+    "iteration_*.jsonl": 2,
+    "config.json.tmp": 1,
+}
+_RECORD = ("metrics.jsonl", "it_*.rank0.jsonl", "*_source.png")
+
+
+def _files() -> Iterator[Case]:
+    for pattern, count in _FILES.items():
+        for kind in ("ENOSPC", "EACCES", "EIO+", "FULL"):
+            yield _file("write", pattern, count, kind)
+    for operation, pattern in (
+        ("mkdir", ".tmp-step_*"),
+        ("rename", ".tmp-step_*"),
+        ("rename", ".last_checkpoint.txt.tmp"),
+        ("fsync", "state.safetensors"),
+        ("fsync", "checkpoints"),
+    ):
+        for kind in ("EIO", "ENOSPC+"):
+            yield _file(operation, pattern, 2, kind)
+    for operation in ("remove", "rmdir"):
+        yield _file(operation, "*", 1, "EACCES")
+
+
+def _file(operation: str, pattern: str, count: int, kind: str) -> Case:
+    arm = FailAtFile(operation, pattern, count, kind)
+    for_good = kind.endswith("+") or kind == "FULL"
+    return Case(
+        "file",
+        f"{operation} {pattern}",
+        kind,
+        arm,
+        keeps_disk=not for_good,
+        changes_record=pattern in _RECORD or kind == "FULL",
+    )
+
+
+# The judge, by HTTP.
+_WORDS = envelope(GOOD)
+_JUDGE = {
+    "500": Fault(500, body="out of memory"),
+    "503 with Retry-After": Fault(503, headers={"Retry-After": "1"}),
+    "429": Fault(429),
+    "429 with Retry-After": Fault(429, headers={"Retry-After": "1"}),
+    "401": Fault(401, body='{"error": "the key has expired"}'),
+    "404": Fault(404, body='{"error": "no such model"}'),
+    "302": Fault(302, headers={"Location": "http://127.0.0.1:9/"}),
+    "words without a number": Fault(reply="A fine picture, I should say."),
+    "a number out of range": Fault(reply='{"score": [1e9]}'),
+    "NaN": Fault(reply='{"score": [NaN]}'),
+    "empty words": Fault(reply=""),
+    "empty body": Fault(body=""),
+    "not JSON": Fault(body="<html>busy</html>"),
+    "JSON of another kind": Fault(body='{"choices": 7}'),
+    "another model": Fault(body=json.dumps({**json.loads(_WORDS), "model": "another"})),
+    "random bytes": said(bytes(range(256)) * 8),
+    "reset": Fault(reset=True),
+    "cut": Fault(cut=True),
+    "slower than timeout_s": Fault(stall_s=7.0),
+    "trickles": Fault(trickle_s=0.2),
+    "compressed": page(_WORDS, "Content-Encoding: gzip"),
+    "a header of 100 kB": page(_WORDS, "X: " + "x" * 100_000),
+    "20 MB": page(b"x" * 20_000_000),
+}
+_FOR_GOOD = ("500", "429", "401", "words without a number", "reset", "not JSON")
+_AT_START = ("500", "401", "404", "not JSON", "reset", "another model", "slower than timeout_s")
+
+
+def _judge() -> Iterator[Case]:
+    for kind, fault in _JUDGE.items():
+        answers = JudgeFault(fault, FIRST_OF_TRAINING + 4)
+        yield Case("judge", "once, in the second iteration", kind, judge=answers, save_every=3)
+    for kind in _FOR_GOOD:
+        for_good = JudgeFault(_JUDGE[kind], FIRST_OF_TRAINING + 4, times=0)
+        place = "from the second iteration on"
+        yield Case("judge", place, kind, judge=for_good, save_every=3)
+    for kind in _AT_START:
+        yield Case("judge", "the first question", kind, judge=JudgeFault(_JUDGE[kind], 1))
+        yield Case("judge", "its list of models", kind, judge=JudgeFault(_JUDGE[kind], 0))
+
+
+# Rows of the data.
+def _with(**cells: object) -> Callable[[str], str]:
+    return lambda line: json.dumps({**json.loads(line), **cells})
+
+
+def _halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def _as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "half": _halve,
+    "a bit flipped": _flip,
+    "gone": Path.unlink,
+    "a folder": _as_folder,
+    "other bytes": lambda path: path.write_bytes(bytes(range(256)) * 16),
+}
+
+
+_ROWS: dict[str, Callable[[str], str]] = {
+    "no picture there": _with(image="gone.png"),
+    "a folder as picture": _with(image="."),
+    "a path of 5,000": _with(image="x" * 5000),
+    "a half character": _with(instruction="\ud800"),
+    "an empty instruction": _with(instruction=""),
+    "a number as instruction": _with(instruction=7),
+    "no instruction": lambda line: json.dumps({"image": json.loads(line)["image"]}),
+    "not JSON": lambda line: line[:-3],
+    "100,000 brackets": lambda _: "[" * 100_000,
+    "a number of 5,000 digits": lambda line: line[:-1] + ', "n": ' + "9" * 5000 + "}",
+    "an instruction without end": _with(instruction="why " * 20_000),
+}
+
+
+def _rows() -> Iterator[Case]:
+    changes = {kind: partial(_change_line, change) for kind, change in _ROWS.items()}
+    changes |= {f"its picture: {kind}": partial(_change_picture, kind) for kind in _DAMAGE}
+    for kind, change in changes.items():
+        for row in (0, tiny_run.NUM_ROWS - 1):
+            for on_bad_row in ("error", "skip"):
+                yield Case(
+                    "row",
+                    f"row {row + 1}, on_bad_row {on_bad_row}",
+                    kind,
+                    rows=partial(change, row),
+                    on_bad_row=on_bad_row,
+                    save_every=3,
+                    is_other_run=on_bad_row == "skip",
+                )
+
+
+def _change_line(change: Callable[[str], str], row: int, path: Path) -> None:
+    lines = path.read_text().split("\n")
+    lines[row] = change(lines[row])
+    path.write_text("\n".join(lines))
+
+
+def _change_picture(kind: str, row: int, path: Path) -> None:
+    _DAMAGE[kind](path.with_name(f"row_{row}.png"))
+
+
+# A run of two iterations, damaged while nobody looked.
+_NEWEST = "checkpoints/step_000002/"
+_OF_A_CHECKPOINT = (
+    "state.safetensors",
+    "state.json",
+    "rng_rank0000.pt",
+    "manifest.json",
+    "model/adapter_model.safetensors",
+    "model/adapter_config.json",
+)
+_OF_THE_RUN = (
+    "metrics.jsonl",
+    "config.json",
+    "last_checkpoint.txt",
+    "judge/left_out.json",
+    "judge/iteration_000002.rank0.jsonl",
+    ".lock",
+    ".saving.lock",
+    "logs/rank_0.log",
+)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """To files of a run that lies still."""
+
+    files: tuple[str, ...]
+    kind: str
+
+    def __call__(self, run_dir: Path) -> None:
+        for file in self.files:
+            _DAMAGE[self.kind](run_dir / file)
+
+
+def _damage() -> Iterator[Case]:
+    for kind in _DAMAGE:
+        for file in _OF_A_CHECKPOINT:
+            damage = Damage((_NEWEST + file,), kind)
+            says = "step_000002 is damaged"
+            yield Case("damage", f"newest checkpoint: {file}", kind, damage=damage, says=says)
+        for file in _OF_THE_RUN:
+            is_metrics = file == "metrics.jsonl"
+            yield Case(
+                "damage",
+                file,
+                kind,
+                damage=Damage((file,), kind),
+                says="metrics.jsonl" if is_metrics else "",
+                changes_record=is_metrics,
+            )
+        both = tuple(f"checkpoints/step_00000{n}/state.safetensors" for n in (1, 2))
+        damage = Damage(both, kind)
+        says = "none of the 2 checkpoints"
+        yield Case("damage", "all checkpoints", kind, damage=damage, says=says, is_final=True)
+    yield Case(
+        "damage",
+        "checkpoints/",
+        "gone",
+        damage=lambda run_dir: shutil.rmtree(run_dir / "checkpoints"),
+        says="holds no checkpoint",
+        is_final=True,
+    )
+
+
+CASES: tuple[Case, ...] = (*_calls(), *_files(), *_judge(), *_rows(), *_damage())

@@ -1,0 +1,33 @@
+"""What faults are measured against, and what they are put into: a run that nothing happened to, and
+one that is two iterations old."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from benchmarks.faults import tiny_run
+from benchmarks.faults.inject import EndAt
+from benchmarks.faults.tiny_run import Judge
+
+
+class Harness:
+    """Both of them, in a folder that is somebody's to delete. Takes a few seconds to make."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows = tiny_run.write_rows(folder / "data")
+        with Judge() as judge:
+            self.straight = tiny_run.prepare(folder / "straight", self.rows, judge)
+            ended = tiny_run.start(folder / "straight")
+            assert ended.code == 0, ended.printed[-2000:]
+            young = tiny_run.prepare(folder / "young", self.rows, judge)
+            tiny_run.start(young.parent, EndAt("rl.learner.train_step:TrainStep.step", 3))
+        assert tiny_run.on_disk(young) == 2, "it was to end in its third iteration"
+        self._young = young
+
+    def copy_young(self, name: str) -> Path:
+        """A copy of the young run; returns the folder that it is in, which has no config yet."""
+        folder = self.folder / name
+        shutil.copytree(self._young, folder / tiny_run.RUN)
+        return folder

@@ -1,0 +1,222 @@
+"""Faults put into a process: an error or a signal at a call, or at an operation on a file.
+
+What: `end_at` (the n-th call of a function), `at_files` (operations on files, as Python's audit
+events tell of them; what native code writes is announced by hand), and what arms a process with
+them. What not: what is expected of the run (`cases.py`), damage to files of a run that is not
+running.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import importlib
+import itertools
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TORN_BYTES = 64
+"""Of a file, until the disk is full."""
+
+
+def strike(how: str, path: str | None = None) -> None:
+    """Send this process the signal, never return ('deadlock'), or raise the error of that name: of
+    the operating system ('ENOSPC', about `path`), of Python or of torch."""
+    if how == "deadlock":
+        threading.Event().wait()
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[how])
+        return
+    if (number := getattr(errno, how, None)) is not None:
+        raise OSError(number, os.strerror(number), path)
+    import torch
+
+    raise (getattr(builtins, how, None) or getattr(torch, how))("injected")
+
+
+def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
+    """Replace the function `module:Class.method` by one that `strike`s before its count-th call."""
+    calls = 0
+
+    def before(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            strike(how)
+
+    at_calls(where, before)
+
+
+def at_calls(where: str, before: Callable[..., None]) -> None:
+    """Have `before` called with the arguments of every call of the function `module:a.b`."""
+    module_name, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+class FileOperation(NamedTuple):
+    """One that changes what a folder holds."""
+
+    name: str
+    """write (a file is opened for it), fsync, rename, remove, mkdir, rmdir, truncate."""
+    path: str
+    """Relative to the folder that is watched."""
+
+
+_EVENTS = {
+    "os.rename": "rename",
+    "os.remove": "remove",
+    "os.mkdir": "mkdir",
+    "os.rmdir": "rmdir",
+    "os.truncate": "truncate",
+    "fault.write": "write",
+    "fault.fsync": "fsync",
+}
+"""Audit event -> operation; `open` is one only for writing."""
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_DIR_FD = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}
+
+
+def at_files(folder: Path, before: Callable[[FileOperation], None]) -> None:
+    """Have `before` called ahead of each operation on a file in `folder`, by whatever thread. What
+    it raises is what the operation raises. For the life of this process."""
+    _announce_native_writers()
+    root = os.path.realpath(folder)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = args
+            if isinstance(path, int) or not flags & _WRITING:
+                return
+            name = "write"
+        elif event in _EVENTS:
+            name, path = _EVENTS[event], args[0]
+        else:
+            return
+        path = _whole(path, args[_DIR_FD[event]] if event in _DIR_FD else -1)
+        if path.startswith(root + os.sep):
+            before(FileOperation(name, os.path.relpath(path, root)))
+
+    sys.addaudithook(hook)
+
+
+def _whole(path: Any, folder_descriptor: int) -> str:
+    """The real path of what an event names, which may be a descriptor."""
+    if isinstance(path, int):
+        return os.readlink(f"/proc/self/fd/{path}")
+    text = os.fsdecode(path)
+    if folder_descriptor >= 0 and not os.path.isabs(text):
+        text = os.path.join(os.readlink(f"/proc/self/fd/{folder_descriptor}"), text)
+    return os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+
+
+def _announce_native_writers() -> None:
+    """Rust's, C++'s, and fsync, of which Python raises no event."""
+    at_calls("safetensors.torch:serialize_file", lambda _, path, **__: _audit_write(path))
+    at_calls("torch:save", lambda _, path, *__, **___: _audit_write(path))
+    at_calls("os:fsync", lambda descriptor: sys.audit("fault.fsync", descriptor))
+
+
+def _audit_write(path: Any) -> None:
+    if isinstance(path, (str, os.PathLike)):
+        sys.audit("fault.write", path)
+
+
+Arm = Callable[[Path], None]
+"""Puts a fault into a rank's process before it begins; gets the run folder."""
+
+
+@dataclass(frozen=True)
+class EndAt:
+    """Arms a process to `end_at` a call."""
+
+    where: str
+    count: int
+    how: str = "SIGKILL"
+
+    def __call__(self, run_dir: Path) -> None:
+        end_at(self.where, self.count, self.how)
+
+
+@dataclass(frozen=True)
+class DoAt:
+    """Arms a process to do something to itself or to its run folder before a call."""
+
+    where: str
+    count: int
+    what: str
+    """A key of `DEEDS`."""
+
+    def __call__(self, run_dir: Path) -> None:
+        calls = itertools.count(1)
+
+        def before(*_: object, **__: object) -> None:
+            if next(calls) == self.count:
+                DEEDS[self.what](run_dir)
+
+        at_calls(self.where, before)
+
+
+@dataclass(frozen=True)
+class FailAtFile:
+    """Arms a process: its count-th operation `operation` on a path of the run folder that matches
+    `pattern` (of `Path.match`) fails."""
+
+    operation: str
+    pattern: str
+    count: int
+    how: str
+    """Of `strike`; with a '+', each one from there on; 'FULL': from there on no file of the process
+    grows beyond a few bytes, so that it is torn."""
+
+    def __call__(self, run_dir: Path) -> None:
+        seen = 0
+
+        def before(operation: FileOperation) -> None:
+            nonlocal seen
+            if operation.name != self.operation or not Path(operation.path).match(self.pattern):
+                return
+            seen += 1
+            if self.how == "FULL" and seen == self.count:
+                _limit(resource.RLIMIT_FSIZE, TORN_BYTES)
+            elif (self.how.endswith("+") and seen >= self.count) or seen == self.count:
+                strike(self.how.removesuffix("+"), str(run_dir / operation.path))
+
+        at_files(run_dir, before)
+
+
+def _limit(what: int, value: int) -> None:
+    resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+
+
+def _close_console(_: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
+DEEDS: dict[str, Callable[[Path], object]] = {
+    "run folder deleted": shutil.rmtree,
+    "run folder moved": lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")),
+    "no descriptors left": lambda _: _limit(resource.RLIMIT_NOFILE, 3),
+    "the console is gone": _close_console,
+}
+"""Name -> what is done, given the run folder."""

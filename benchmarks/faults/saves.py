@@ -1,0 +1,196 @@
+"""Kill -9 at every file operation of a save: what each left, and what the resume made of it.
+
+    python -m benchmarks.faults.saves                 # every operation: a table, 1 if any lost
+    python -m benchmarks.faults.saves --only 3 17     # some
+
+A save: from the moment its update is applied to the end of the run: checkpoint, seal, rename, the
+pointer, older checkpoints pruned and deleted, journals forgotten, the line of metrics, episodes,
+the model's card. A file that was being written is left whole, half, and empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults import tiny_run
+from benchmarks.faults.harness import Harness
+from benchmarks.faults.inject import FileOperation, at_calls, at_files
+from benchmarks.faults.processes import map_at_once, quiet_processes
+from benchmarks.faults.tiny_run import NUM_ITERATIONS, Judge
+
+NOTE = "operations.txt"
+"""Beside the run folder: one line an operation, as the process came to them."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where one process ends."""
+
+    at: int
+    """Before which operation, from 1; 0: not at all."""
+    left: str = "whole"
+    """Of a file that the operation before it was writing: whole, half, or nothing."""
+
+
+class KillAt:
+    """Arms a process; see `Kill`."""
+
+    def __init__(self, kill: Kill) -> None:
+        self._kill = kill
+        self._armed = False
+        self._count = 0
+        self._written: tuple[Path, int] | None = None
+        """What the operation before wrote to, and the bytes it had."""
+
+    def __call__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._note = os.open(run_dir.parent / NOTE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        at_calls("rl.run.last_finished:LastFinished.note", self._look)
+        at_files(run_dir, self._before)
+
+    def _look(self, _: object, done: int, *__: object) -> None:
+        self._armed = done == NUM_ITERATIONS
+
+    def _before(self, operation: FileOperation) -> None:
+        if not self._armed:
+            return
+        self._count += 1
+        os.write(self._note, f"{operation.name} {operation.path}\n".encode())
+        if self._count == self._kill.at:
+            self._armed = False
+            if self._written and self._kill.left != "whole":
+                path, size = self._written
+                grown = path.stat().st_size - size
+                os.truncate(path, size + (grown // 2 if self._kill.left == "half" else 0))
+            os.kill(os.getpid(), signal.SIGKILL)
+        path = self._run_dir / operation.path
+        is_write = operation.name == "write"
+        # Appended to or replaced: nothing of ours is both.
+        appends = is_write and path.name == "metrics.jsonl"
+        size = path.stat().st_size if appends and path.exists() else 0
+        self._written = (path, size) if is_write else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kill and what came of it."""
+
+    kill: Kill
+    operation: str
+    left: str
+    resumed: str
+    problem: str
+    """'' if the resumed run is bit for bit the one that nothing happened to."""
+
+    def __str__(self) -> str:
+        cells = (self.kill.at, self.operation, self.kill.left, self.left, self.resumed)
+        outcome = self.problem or "the same run"
+        return "| " + " | ".join([*map(str, cells), outcome.replace("\n", " ")]) + " |"
+
+
+HEADER = (
+    "| n | killed before | the file before it | left on disk | resume | outcome |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+class Saves:
+    """A save, as often as one likes."""
+
+    def __init__(self, harness: Harness, judge: Judge) -> None:
+        self._harness = harness
+        self._judge = judge
+
+    def _start(self, name: str, kill: Kill) -> tuple[Path, tiny_run.Ended]:
+        folder = self._harness.copy_young(name)
+        tiny_run.prepare(folder, self._harness.rows, self._judge)
+        return folder, tiny_run.start(folder, KillAt(kill))
+
+    def operations(self) -> list[str]:
+        """Those of an undisturbed save, in order."""
+        folder, ended = self._start("counted", Kill(0))
+        assert ended.code == 0, ended.printed[-2000:]
+        seen = _noted(folder)
+        name = f"checkpoints/step_{NUM_ITERATIONS:06d}"
+        for file in (folder / tiny_run.RUN / name).rglob("*.*"):
+            aside = file.relative_to(folder / tiny_run.RUN).as_posix().replace("/", "/.tmp-", 1)
+            assert f"write {aside}" in seen, f"nobody saw how {aside} was written"
+        return seen
+
+    def try_kill(self, kill: Kill) -> Row:
+        """Kill there, look, resume, compare."""
+        folder, ended = self._start(f"kill-{kill.at}-{kill.left}", kill)
+        run_dir = folder / tiny_run.RUN
+        operation = _noted(folder)[-1]
+        if ended.code != -signal.SIGKILL:
+            return Row(kill, operation, "", "", f"NOT KILLED: exit code {ended.code}")
+        left = _left(run_dir)
+        problem = "" if tiny_run.on_disk(run_dir) >= NUM_ITERATIONS - 1 else "LOST a checkpoint"
+        again = tiny_run.start(folder)
+        if again.code != 0:
+            problem = f"NOT RESUMED ({again.code}): {again.printed[-300:]}"
+        problem = problem or tiny_run.difference(self._harness.straight, run_dir)
+        shutil.rmtree(folder)
+        return Row(kill, operation, left, _resumed(again.printed), problem)
+
+
+def _noted(folder: Path) -> list[str]:
+    return (folder / NOTE).read_text().strip().split("\n")
+
+
+def kills_of(operations: Sequence[str]) -> list[Kill]:
+    """Before each operation; and after each write with the file half there, and not."""
+    kills = []
+    for n, _ in enumerate(operations, start=1):
+        kills.append(Kill(n))
+        if n > 1 and operations[n - 2].startswith("write "):
+            kills += [Kill(n, "half"), Kill(n, "nothing")]
+    return kills
+
+
+def _left(run_dir: Path) -> str:
+    """The checkpoint folders and the last line of metrics."""
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    shown = ", ".join(re.sub(r"step_0*", "step ", name) for name in names)
+    return f"{shown}; whole: {tiny_run.on_disk(run_dir)}; {lines} lines"
+
+
+def _resumed(printed: str) -> str:
+    found = re.search(r"resumed from .*: (\d+) iterations|all \d+ iterations are done", printed)
+    if found is None:
+        return "from nothing"
+    return f"from {found[1]}" if found[1] else "nothing to do"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The table; 1 if a kill cost anything."""
+    parser = argparse.ArgumentParser("python -m benchmarks.faults.saves", description=__doc__)
+    parser.add_argument("--only", type=int, nargs="*", help="these operations only")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    args = parser.parse_args(argv)
+    quiet_processes()
+    with tempfile.TemporaryDirectory() as folder, Judge() as judge:
+        saves = Saves(Harness(Path(folder)), judge)
+        kills = kills_of(saves.operations())
+        wanted = [kill for kill in kills if args.only is None or kill.at in args.only]
+        print(HEADER, flush=True)
+        bad = 0
+        for row in map_at_once(saves.try_kill, wanted, args.jobs):
+            print(row, flush=True)
+            bad += bool(row.problem)
+    print(f"\n{len(wanted)} kills, {bad} that cost something")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

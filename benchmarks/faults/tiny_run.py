@@ -1,0 +1,187 @@
+"""The smallest run that trains, saves and asks a judge, as a process that is forked warm.
+
+What: its data, config and judge, `start` (the rank's own entry, `rl.ranks.worker`, so that what is
+printed is what a user reads), and what it left. What not: faults (`inject.py`), what is expected of
+them (`cases.py`). Three iterations of two prompts, a second or two of one core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from benchmarks.faults.inject import Arm, at_calls
+from rl.ranks.rendezvous import on_one_node
+from rl.record import checkpoint
+from tests.tiny_faulty_judge import MODEL, Fault, FaultyJudge
+from tests.tiny_loop import REPO, assert_same_run, assert_same_weights, write_config
+from tests.tiny_ranks import spawn
+
+NUM_ITERATIONS = 3
+NUM_ROWS = 6
+"""Two an iteration: each is met once."""
+RUN = "tiny"
+PATIENCE_S = 300.0
+"""For a run of a few seconds, on a machine that may be busy with something else."""
+WAITS = b"The run waits"
+"""What a run says that goes on once a disk has room; one without end is asked to stop."""
+WAIT_S = 5.0
+
+
+class Judge(FaultyJudge):
+    """Scores by a hash of the question: the same whenever it is asked again."""
+
+    def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+        fault = super().begin(body, headers)
+        if fault != Fault():
+            return fault
+        asked = json.dumps(json.loads(body)["messages"]).encode()
+        return Fault(reply=json.dumps({"score": [hashlib.sha256(asked).digest()[0] % 11]}))
+
+
+def write_rows(folder: Path) -> Path:
+    """A JSONL file and its pictures; in each `row_<n>.png` a colour of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for n in range(NUM_ROWS):
+        Image.new("RGB", (28, 28), (40 * n, 90, 200 - 30 * n)).save(folder / f"row_{n}.png")
+        rows.append({"image": f"row_{n}.png", "instruction": f"What colour is picture {n}?"})
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> dict[str, Any]:
+    """Of the run in `folder`, over what `write_rows` wrote."""
+    config: dict[str, Any] = {
+        "run_name": RUN,
+        "base_exp_dir": str(folder),
+        "seed": 3,
+        "num_iterations": NUM_ITERATIONS,
+        "prompts_per_iteration": 2,
+        "generations_per_prompt": 2,
+        "policy": {
+            "type": "qwen2_5_vl",
+            "model_path": "pkg://tiny_world/weights/reasoner",
+            "dtype": "float32",
+            "lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj"]},
+            "max_prompt_tokens": 128,
+        },
+        "engine": {"type": "transformers"},
+        "renderer": {"type": "none"},
+        "rewards": {"asked": {"type": "benchmarks.faults.asked"}},
+        "judge": {
+            "api_base": judge.api_base,
+            "model": MODEL,
+            "timeout_s": 5.0,
+            "backoff_s": 0.02,
+            "breaker_pause_s": 0.1,
+            "max_outage_s": 5.0,
+        },
+        "data": {"train": [{"type": "edit_jsonl", "path": str(rows)}]},
+        "sampling": {"max_completion_tokens": 6},
+        "optimizer": {"backend": "torch", "learning_rate": 1e-2},
+        "checkpoint": {"save_every_n_iterations": 1},
+    }
+    return {**config, **changes}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended."""
+
+    code: int | None
+    """Its exit code, -n after signal n, None when it had to be killed by us."""
+    printed: str
+    finished: int
+    """Iterations applied and synced, as the process itself went through them."""
+    seconds: float
+
+
+def start(folder: Path, arm: Arm | None = None, patience_s: float = PATIENCE_S) -> Ended:
+    """The run that `folder/config.jsonnet` tells of, in a process of its own, to its end."""
+    began = time.monotonic()
+    note = folder / "finished.txt"
+    note.write_text("0")
+    receiver, sender = Pipe(duplex=False)
+    process = spawn(_rank, str(folder), arm, sender)
+    sender.close()
+    printed: list[bytes] = []
+    reader = threading.Thread(target=_read, args=(receiver.fileno(), printed), daemon=True)
+    reader.start()
+    is_asked = False
+    while process.exitcode is None and time.monotonic() - began < patience_s:
+        process.join(WAIT_S)
+        if not is_asked and WAITS in b"".join(printed):
+            is_asked = True
+            process.terminate()
+    code = process.exitcode
+    if code is None:
+        process.kill()
+        process.join()
+    reader.join(5.0)
+    text = b"".join(printed).decode(errors="replace")
+    return Ended(code, text, int(note.read_text() or 0), time.monotonic() - began)
+
+
+def _read(descriptor: int, blocks: list[bytes]) -> None:
+    while block := os.read(descriptor, 1 << 16):
+        blocks.append(block)
+
+
+def _rank(folder_name: str, arm: Arm | None, console: Connection) -> None:
+    from rl.ranks import worker
+
+    folder = Path(folder_name)
+    os.chdir(REPO)
+    os.dup2(console.fileno(), 1)
+    os.dup2(console.fileno(), 2)
+    notes = folder / "notes"
+    notes.mkdir(exist_ok=True)
+    os.environ.update(on_one_node(notes))
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0"))
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"))
+    note = os.open(folder / "finished.txt", os.O_WRONLY)
+    at_calls(
+        "rl.run.last_finished:LastFinished.note",
+        lambda _, done, *__: os.pwrite(note, str(done).encode(), 0),
+    )
+    if arm is not None:
+        arm(folder / RUN)
+    logs = folder / RUN / "logs"
+    sys.argv = ["worker", str(logs), str(notes), "rl.train", str(folder / "config.jsonnet")]
+    worker.main()
+
+
+def on_disk(run_dir: Path) -> int:
+    """Iterations in the newest whole checkpoint, 0 without one."""
+    newest = checkpoint.find(run_dir).path
+    return 0 if newest is None else checkpoint.iteration_of(newest)
+
+
+def difference(straight: Path, run_dir: Path, weights_only: bool = False) -> str:
+    """Of a finished run from one that nothing happened to, or '': weights, moments, metrics,
+    episodes, bit for bit; `weights_only`: without the last two."""
+    compare = assert_same_weights if weights_only else assert_same_run
+    try:
+        compare(straight, run_dir, NUM_ITERATIONS)
+    except (AssertionError, OSError) as error:
+        return str(error)[:200] or "the records differ"
+    return ""
+
+
+def prepare(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> Path:
+    """Write the config of the run in `folder`; returns the run folder to be."""
+    write_config(folder, config_of(folder, rows, judge, **changes))
+    return folder / RUN

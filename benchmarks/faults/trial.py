@@ -1,0 +1,138 @@
+"""One case tried: started with its fault, looked at, started again without it, and classed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults import tiny_run
+from benchmarks.faults.cases import Case
+from benchmarks.faults.harness import Harness
+from benchmarks.faults.tiny_run import Ended, Judge
+from tests.tiny_faulty_judge import Fault
+
+BAD = ("LOST", "SILENT", "HUNG", "UNCLEAR", "NOT TRIED")
+GOOD = ("survived", "stopped")
+_SAID = ("cannot go on", "cannot run", "will save and leave", "stopped after", "could not be")
+"""One of them is in what a run says when it ends before its time."""
+_RECORD_SAID = ("could not be written", "metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case."""
+
+    verdict: str
+    """Of `GOOD` or `BAD`."""
+    why: str
+    """Of a bad one: what was found; of a good one: the last line that the first start printed."""
+    code: int | None
+    """The first start's exit code."""
+    seconds: float
+
+
+def try_case(harness: Harness, case: Case, number: int) -> Outcome:
+    """In a folder of its own, which is deleted."""
+    folder = harness.folder / f"case-{number}"
+    run_dir = folder / tiny_run.RUN
+    if case.damage is not None:
+        harness.copy_young(folder.name)
+        case.damage(run_dir)
+    rows = harness.rows
+    if case.rows is not None:
+        rows = Path(shutil.copytree(rows.parent, folder / "data")) / rows.name
+        case.rows(rows)
+    with Judge() as judge:
+        _break(judge, case)
+        tiny_run.prepare(
+            folder,
+            rows,
+            judge,
+            checkpoint={"save_every_n_iterations": case.save_every},
+            data={
+                "train": [{"type": "edit_jsonl", "path": str(rows)}],
+                "on_bad_row": case.on_bad_row,
+            },
+        )
+        first = tiny_run.start(folder, case.arm)
+        saved = _saved(run_dir)
+        is_done = first.code == 0 and saved == tiny_run.NUM_ITERATIONS
+        _mend(judge, harness, rows)
+        again = None if is_done or case.is_final else tiny_run.start(folder)
+    verdict, why = bad_verdict(case, first, again, saved, is_done)
+    if not verdict and not case.is_final and not case.is_other_run:
+        verdict, why = _compared(case, harness.straight, run_dir, first)
+    if not verdict:
+        verdict, why = "survived" if is_done else "stopped", _last_line(first.printed)
+    shutil.rmtree(folder)
+    seconds = first.seconds + (again.seconds if again else 0.0)
+    return Outcome(verdict, why, first.code, round(seconds, 1))
+
+
+def _break(judge: Judge, case: Case) -> None:
+    if case.judge is None:
+        return
+    if case.judge.from_request == 0:
+        judge.models = case.judge.fault
+        return
+    judge.faults = [Fault()] * (case.judge.from_request - 1) + [case.judge.fault]
+    if case.judge.times == 0:
+        judge.after = case.judge.fault
+
+
+def _mend(judge: Judge, harness: Harness, rows: Path) -> None:
+    judge.faults, judge.after, judge.models = [], Fault(), None
+    if rows != harness.rows:
+        shutil.rmtree(rows.parent)
+        shutil.copytree(harness.rows.parent, rows.parent)
+
+
+def bad_verdict(
+    case: Case, first: Ended, again: Ended | None, saved: int, is_done: bool
+) -> tuple[str, str]:
+    """A bad verdict and its reason, or ('', '')."""
+    if first.code is None or (again is not None and again.code is None):
+        return "HUNG", (first if first.code is None else again or first).printed[-300:]
+    if case.is_other_run and not is_done:
+        return "LOST", f"it was to go on without: {_last_line(first.printed)}"
+    # A kill between two saves costs what came after the last one that was due.
+    killed = first.code == -signal.SIGKILL
+    owed = (first.finished - 1) // case.save_every * case.save_every if killed else first.finished
+    if case.keeps_disk and case.damage is None and saved < owed:
+        return "LOST", f"{first.finished} finished, {saved} on disk: {_last_line(first.printed)}"
+    if again is not None and again.code != 0:
+        return "LOST", f"the second start ended with {again.code}: {again.printed[-300:]}"
+    if "Traceback (most recent call last)" in first.printed and not case.is_bug:
+        return "UNCLEAR", _last_line(first.printed)
+    is_told = is_done or killed or case.is_bug or any(word in first.printed for word in _SAID)
+    if not is_told and case.kind != "the console is gone":
+        return "UNCLEAR", f"exit code {first.code}: {first.printed[-300:]}"
+    if case.says not in first.printed.lower():
+        return "SILENT", f"not said: {case.says}: {_last_line(first.printed)}"
+    if case.is_final and first.code == 0:
+        return "SILENT", "it was to be refused"
+    return "", ""
+
+
+def _compared(case: Case, straight: Path, run_dir: Path, first: Ended) -> tuple[str, str]:
+    different = tiny_run.difference(straight, run_dir)
+    if different and case.changes_record and any(word in first.printed for word in _RECORD_SAID):
+        different = tiny_run.difference(straight, run_dir, weights_only=True)
+    if not different:
+        return "", ""
+    return ("LOST" if first.code else "SILENT"), f"another run: {different}"
+
+
+def _saved(run_dir: Path) -> int:
+    with suppress(OSError, ValueError):
+        return tiny_run.on_disk(run_dir)
+    return 0
+
+
+def _last_line(printed: str) -> str:
+    lines = [line.strip() for line in printed.split("\n") if line.strip()]
+    told = [line for line in lines if "cannot go on" not in line and "rl.config.limits" not in line]
+    return told[-1][:300] if told else ""

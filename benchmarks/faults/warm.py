@@ -1,0 +1,14 @@
+"""What every run of a campaign imports or reads first; it starts no thread, so one may fork."""
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import benchmarks.faults.asked
+import benchmarks.faults.tiny_run  # noqa: F401
+import rl.data.edit_jsonl
+import rl.engines.transformers
+import rl.policies.qwen2_5_vl.plug
+import rl.ranks.worker
+import rl.renderers.none
+import rl.run.metric_table  # noqa: F401
+
+get_checkpoint_conversion_mapping("qwen2_5_vl")

@@ -1,0 +1,189 @@
+"""The fault campaign: what it injects is what happens, what it calls bad is bad, and a sample."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_ranks
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.faults import __main__ as campaign
+from benchmarks.faults import saves, trial
+from benchmarks.faults.cases import CASES, Case
+from benchmarks.faults.harness import Harness
+from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, FileOperation, at_files
+from benchmarks.faults.tiny_run import Ended, Judge
+from rl.files.atomic import append_line, fsync
+
+
+def test_there_are_enough_pairs_each_once() -> None:
+    names = Counter(case.name for case in CASES)
+    assert set(names.values()) == {1}, names.most_common(3)
+    assert len(names) >= 150
+    groups = Counter(case.group for case in CASES)
+    assert groups.keys() == {"call", "file", "judge", "row", "damage"}
+    assert min(groups.values()) > 40
+
+
+def test_every_place_is_there() -> None:
+    wheres = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
+    assert len(wheres) > 15
+    for where in wheres:
+        module, _, path = where.partition(":")
+        assert callable(operator.attrgetter(path)(importlib.import_module(module))), where
+
+
+def work_on_files(folder_name: str) -> None:
+    folder = Path(folder_name)
+    seen: list[FileOperation] = []
+    at_files(folder / "watched", seen.append)
+    (folder / "watched/new/deep").mkdir(parents=True)
+    (folder / "watched/new/a.txt").write_text("a")
+    (folder / "watched/new/a.txt").read_text()
+    append_line(folder / "watched/b.jsonl", "{}\n")
+    save_file({"x": torch.zeros(1)}, folder / "watched/new/deep/x.safetensors")
+    torch.save({"x": 1}, folder / "watched/new/deep/x.pt")
+    fsync(folder / "watched/new")
+    (folder / "watched/new/a.txt").replace(folder / "watched/c.txt")
+    (folder / "elsewhere.txt").write_text("not of the run")
+    os.truncate(folder / "watched/c.txt", 0)
+    shutil.rmtree(folder / "watched/new")
+    print(*(f"{operation.name} {operation.path}" for operation in seen), sep="\n")
+
+
+def test_every_operation_on_a_file_is_seen_native_ones_too(tmp_path: Path) -> None:
+    (tmp_path / "watched").mkdir()
+    ended = tiny_ranks.run_forked(work_on_files, str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split("\n")[:-1] == [
+        "mkdir new/deep",  # refused: its parent is missing
+        "mkdir new",
+        "mkdir new/deep",
+        "write new/a.txt",
+        "mkdir .",  # there already
+        "write b.jsonl",
+        "write new/deep/x.safetensors",
+        "write new/deep/x.pt",
+        "fsync new",
+        "rename new/a.txt",
+        "truncate c.txt",
+        "remove new/deep/x.pt",
+        "remove new/deep/x.safetensors",
+        "rmdir new/deep",
+        "rmdir new",
+    ]
+
+
+def fill_the_disk(folder_name: str) -> None:
+    folder = Path(folder_name)
+    FailAtFile("write", "*.txt", 2, "FULL")(folder)
+    (folder / "one.txt").write_text("x" * 1000)
+    for name, error in (("two.txt", "File too large"), ("three.bin", "File too large")):
+        try:
+            (folder / name).write_text("x" * 1000)
+        except OSError as refused:
+            assert error in str(refused)
+    print(*((folder / name).stat().st_size for name in ("one.txt", "two.txt", "three.bin")))
+
+
+def test_a_full_disk_leaves_torn_files(tmp_path: Path) -> None:
+    ended = tiny_ranks.run_forked(fill_the_disk, str(tmp_path))
+    assert ended.stdout.split() == ["1000", "64", "64"], ended.stderr
+
+
+FIRST = Ended(1, "this run cannot go on:\n  the disk is full", 2, 1.0)
+AGAIN = Ended(0, "", 3, 1.0)
+CASE = Case("call", "anywhere", "ENOSPC", save_every=3)
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "saved", "case", "verdict"),
+    [
+        (FIRST, AGAIN, 2, CASE, ""),
+        (FIRST, AGAIN, 1, CASE, "LOST"),
+        (replace(FIRST, code=-9), AGAIN, 0, CASE, ""),
+        (replace(FIRST, code=-9), AGAIN, 0, replace(CASE, save_every=1), "LOST"),
+        (FIRST, replace(AGAIN, code=1), 2, CASE, "LOST"),
+        (replace(FIRST, code=None), AGAIN, 2, CASE, "HUNG"),
+        (FIRST, replace(AGAIN, code=None), 2, CASE, "HUNG"),
+        (replace(FIRST, printed="exit"), AGAIN, 2, CASE, "UNCLEAR"),
+        (
+            replace(FIRST, printed="Traceback (most recent call last):\nthis run cannot go on"),
+            AGAIN,
+            2,
+            CASE,
+            "UNCLEAR",
+        ),
+        (FIRST, AGAIN, 2, replace(CASE, says="step_000002 is damaged"), "SILENT"),
+        (replace(FIRST, code=0), None, 2, replace(CASE, is_final=True), "SILENT"),
+    ],
+)
+def test_what_is_bad_is_called_so(
+    first: Ended, again: Ended | None, saved: int, case: Case, verdict: str
+) -> None:
+    assert trial.bad_verdict(case, first, again, saved, is_done=False)[0] == verdict
+
+
+def case_named(words: str) -> Case:
+    [case] = [case for case in CASES if case.name == words]
+    return case
+
+
+def test_the_table_counts_by_group() -> None:
+    cases = [case_named(f"call | a backward | {kind}") for kind in ("ENOSPC", "SIGTERM")]
+    outcomes = {
+        cases[0].name: trial.Outcome("stopped", "", 1, 1.0),
+        cases[1].name: trial.Outcome("LOST", "", 0, 1.0),
+    }
+    header, _, *rows = campaign.table(cases, outcomes).split("\n")
+    assert header.startswith("| group | cases | survived | stopped | LOST | SILENT | HUNG | ")
+    assert rows == [f"| {group} | 2 | 0 | 1 | 1 | 0 | 0 | 0 | 0 |" for group in ("call", "all")]
+
+
+SEAL = 40
+"""An operation in the middle, that of a file half written before it."""
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
+    return Harness(tmp_path_factory.mktemp("faults"))
+
+
+def test_a_sample_of_the_campaign(harness: Harness) -> None:
+    """The rest: `python -m benchmarks.faults`."""
+    case = case_named("call | the engine is synced | ENOSPC")
+    outcome = trial.try_case(harness, case, 0)
+    assert outcome.verdict == "stopped" and "No space left on device" in outcome.why, outcome
+
+
+def test_a_kill_in_the_middle_of_a_save(harness: Harness) -> None:
+    """The rest: `python -m benchmarks.faults.saves`."""
+    with Judge() as judge:
+        row = saves.Saves(harness, judge).try_kill(saves.Kill(SEAL, "half"))
+    assert not row.problem, row
+    assert row.operation.startswith("fsync checkpoints/.tmp-step_000003"), row
+    assert row.resumed == "from 2"
+
+
+@pytest.mark.slow
+def test_kill_9_at_every_file_operation_of_a_save_costs_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = saves.main([])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    operations = {line.split("|")[2].split()[0] for line in printed.split("\n") if "step" in line}
+    assert operations >= {"mkdir", "write", "fsync", "rename", "remove", "rmdir"}, printed
+
+
+@pytest.mark.slow
+def test_a_larger_sample_of_the_campaign(capsys: pytest.CaptureFixture[str]) -> None:
+    assert campaign.main(["--sample", "40"]) == 0, capsys.readouterr().out
