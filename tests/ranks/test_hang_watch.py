@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_ranks
 
-from rl.ranks import heartbeat
+from rl.ranks import endings, heartbeat
 from rl.ranks.hang_watch import HangWatch
 
 LIMIT_S = 8.0
@@ -21,7 +21,7 @@ LIMIT_S = 8.0
 SCRIPT = """
     import ctypes, os, signal, sys, threading, time
     from pathlib import Path
-    from rl.ranks import heartbeat
+    from rl.ranks import endings, heartbeat
 
     def hang_in(library):
         mutex = ctypes.create_string_buffer(64)
@@ -177,3 +177,14 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody(
     monkeypatch.setattr(watch, "_looked_s", an_hour_ago)
     watch.look()
     assert not watch.hung
+
+
+def test_what_hangs_is_asked_for_its_stacks_and_to_leave(ranks: Ranks) -> None:
+    """These have no handler of SIGTERM, and end at once."""
+    watch, lines = ranks.watches["spins"], list[str]()
+    ranks.look(heartbeat.EVERY_S)
+    pids = {rank: ranks.processes[way].pid for rank, way in enumerate(CASES["spins"].ways)}
+    ending = endings.end_hung(watch, pids, lines.append)
+    assert (ending.code, ending.what, ending.by_machine) == (124, "rank 1 hung", True)
+    assert len(lines) == 1 and "rank 1 hung for too long (hang_limit_s)" in lines[0]
+    assert not watch.alive()
