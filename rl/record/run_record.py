@@ -54,7 +54,8 @@ class RunRecord:
         self._secret_names = (config.judge.api_key_env,)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"), self._secret_names)
         """The resolved config as it may be written anywhere."""
-        self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False)
+        # Of the process: the thread that writes asks whether it is held.
+        self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
         self._held: tuple[int, int] | None = None
         """Device and inode of the lock's file."""
 

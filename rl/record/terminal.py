@@ -27,8 +27,8 @@ def guard() -> None:
 
 
 def keep_going() -> None:
-    """From now on no line is worth the run: see `Lossy`. For programs whose output is no product;
-    guards it too."""
+    """From now on no line is worth the run: see `Lossy`. For a program whose output is no
+    product, after `guard`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(beneath(stream), Lossy):

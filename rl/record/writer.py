@@ -49,8 +49,10 @@ class BackgroundWriter:
                     "once; a smaller tracking.images_per_iteration writes less)"
                 )
             self._places.acquire()
+        earlier = self._errors.popleft() if self._errors else None
         self._under_way = self._thread.submit(self._write, what, write)
-        self._raise()
+        if earlier is not None:
+            raise earlier
         return self._under_way
 
     def flush(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_disk import fill, mounted
 from tiny_run import episode, run_config
 
 from rl.config.schema import CheckpointConfig
@@ -29,31 +28,8 @@ SIZE = 256 * 1024
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(disk: Path, left: int = 0) -> Path:
-    """Leave `left` bytes, in whole pages."""
-    hog = disk / "hog"
-    with suppressed_full(), hog.open("wb", buffering=0) as file:
-        while file.write(b"\0" * 4096):
-            pass
-    os.truncate(hog, hog.stat().st_size - left)
-    return hog
-
-
-class suppressed_full:  # noqa: N801 - reads as a word
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: object, _: object) -> bool:
-        return isinstance(error, OSError) and error.errno == errno.ENOSPC
+    with mounted(tmp_path / "disk", SIZE) as folder:
+        yield folder
 
 
 def files(disk: Path) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from rl.files.atomic import json_line, read_rows, write_atomically
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.scrub import scrub, scrubbed
+from rl.record.writer import BackgroundWriter
 
 KEY = "sk-0123456789abcdef"
 
@@ -356,6 +357,17 @@ def test_a_run_folder_that_vanishes_stops_the_run(tmp_path):
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     record.write_metrics(2, {"loss": 0.4})
     assert [row["iteration"] for row in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_the_thread_that_writes_sees_that_the_run_folder_vanished(tmp_path):
+    record = record_in(tmp_path / "run")
+    record.claim()
+    writer = BackgroundWriter(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    writer.put("metrics", lambda: record.write_metrics(1, {"loss": 0.4}))
+    with pytest.raises(ValueError, match="is gone: it was moved or deleted"):
+        writer.flush()
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_run_folder_belongs_to_one_run(tmp_path):
