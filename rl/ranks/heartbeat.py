@@ -115,6 +115,11 @@ def phase(name: str) -> Iterator[None]:
         _heart.beat()
 
 
+def note_wait() -> None:
+    """What this process waits for is said elsewhere, and is no hang however long it takes."""
+    _heart.moved_s = time.monotonic()
+
+
 def note_saved() -> None:
     """What a rank does at once when it is asked to stop is done: nobody need wait for that."""
     _heart.has_saved = True

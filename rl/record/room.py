@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl.files.atomic import FULL
-from rl.ranks import signals
+from rl.ranks import heartbeat, signals
 from rl.record.console import duration, warn
 
 T = TypeVar("T")
@@ -94,4 +94,5 @@ def _wait() -> None:
     """Until the next try, or until this rank is asked to stop."""
     end_s = time.monotonic() + TRY_EVERY_S
     while time.monotonic() < end_s and not signals.stop_heard():
+        heartbeat.note_wait()
         time.sleep(LISTEN_EVERY_S)

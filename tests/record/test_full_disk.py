@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from tiny_run import episode, run_config
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import NoRoomError, append_line, read_rows, write_atomically
 from rl.judge.journal import ReplyJournal
-from rl.ranks import signals
+from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
 from rl.record import room
 from rl.record.checkpoint import Checkpoints, ResumePoint, problem_of
@@ -105,6 +106,21 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
     assert (
         f"the disk of {run_dir}/checkpoints is full: checkpoint step_000001 wants 21.8 kB" in said
     )
+
+
+def test_a_wait_for_room_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may last longer than `hang_limit_s`: the launcher is told of each look."""
+    monkeypatch.setattr(room, "TRY_EVERY_S", 0.05)
+    noted: list[float] = []
+    monkeypatch.setattr(heartbeat, "note_wait", lambda: noted.append(time.monotonic()))
+    answers = iter([OSError(errno.ENOSPC, "full"), None])
+
+    def write() -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    room.when_there_is_room(write, tmp_path, "a file")
+    assert noted
 
 
 def test_a_stop_while_the_disk_is_full_leaves_the_older_checkpoints(
