@@ -233,9 +233,9 @@ def test_a_rank_that_hangs_is_named_within_a_minute_and_ended_at_the_limit(
     why = {"stopped": "its process is stopped", "deadlocked": "a deadlock, or one long call"}[mode]
     assert "in phase generate for" in named and why in named
     assert 100 <= told["hung for too long"][0] - began_s < 110
-    assert (tmp_path / "saved_0").exists() and (tmp_path / "left_0").exists()
-    assert (tmp_path / "saved_1").exists(), "woken, or beside a main thread that hangs"
-    assert (tmp_path / "left_1").exists() == (mode == "stopped")
+    assert (tmp_path / "left_0").exists()
+    assert (tmp_path / "left_1").exists() == (mode == "stopped"), "it is woken"
+    assert (tmp_path / "saved_1").exists() or mode == "stopped", "beside a main thread that hangs"
     for rank in range(2):
         log = (tmp_path / "runs" / "tiny" / "logs" / f"rank_{rank}.log").read_text()
         assert "(most recent call first)" in log and "launch_worker.py" in log
