@@ -350,8 +350,8 @@ class RunConfig(Section):
     hang_limit_s: Annotated[float, Field(gt=0, le=1e6)] = 1800
     """The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one
     place in the code for so long, or its process does not run at all; it is named within a minute.
-    Above the longest single call: a compile, a file fetched or read slowly. The wait for a judge has
-    limits of its own (`judge.*`)."""
+    Above the longest single call: a compile, a file fetched or read slowly. The wait for a judge
+    has limits of its own (`judge.*`)."""
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
     for, and what a file may derive other keys from. A start plans for the GPUs it finds, and says
