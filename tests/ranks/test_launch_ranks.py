@@ -16,6 +16,7 @@ import pytest
 import tiny_config
 from tiny_ranks import held_port
 
+from rl.ranks import endings, hang_watch
 from rl.simple_launch import main
 
 TESTS = Path(__file__).parents[1]
@@ -28,7 +29,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     started = []
 
-    def start(mode: str, *options: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
+    def start(
+        mode: str, *options: str, folder: Path = tmp_path, override: str = "seed=0"
+    ) -> subprocess.Popen[str]:
         folder.mkdir(exist_ok=True)
         environ = os.environ | {
             "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
@@ -39,7 +42,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         command = [sys.executable, "-m", "rl.simple_launch", *options, str(WORKER), str(config)]
         runs = f"base_exp_dir={folder / 'runs'}"
         process = subprocess.Popen(
-            [*command, runs],
+            [*command, runs, override],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,7 +84,7 @@ def test_two_launches_at_once_do_not_collide(launch: Launch, tmp_path: Path) -> 
         assert "rank 0 says hello" in (logs / "rank_0.log").read_text()
         assert "rank 1 says hello" in (logs / "rank_1.log").read_text()
         words = (folder / "argv_1").read_text().split()
-        assert words[1:] == [f"base_exp_dir={folder / 'runs'}", "world_size=2"]
+        assert words[1:] == [f"base_exp_dir={folder / 'runs'}", "seed=0", "world_size=2"]
         assert (folder / "threads_0").read_text() == "1" or _has_gpu()
         for rank in range(2):
             met = (folder / f"met_{rank}").read_text()
@@ -208,6 +211,34 @@ def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> 
     process.wait()
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
     assert (tmp_path / "saved_0").read_text() == "SIGTERM", "they were asked, and saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stopped", "deadlocked"])
+def test_a_rank_that_hangs_is_named_within_a_minute_and_ended_at_the_limit(
+    launch: Launch, tmp_path: Path, mode: str
+) -> None:
+    process = launch(mode, "--nproc", "2", override="hang_limit_s=100")
+    assert process.stderr is not None
+    told = {}
+    for line in process.stderr:
+        for word in ("not moved on", "hung for too long"):
+            if word in line and "rank 1 " in line:
+                told.setdefault(word, (time.monotonic(), line))
+    ended_s, began_s = time.monotonic(), float((tmp_path / "began_1").read_text())
+    assert process.wait() == endings.HUNG_CODE
+    named_s, named = told["not moved on"]
+    print(f"named {named_s - began_s:.1f} s, ended {ended_s - began_s:.1f} s after: {named}")
+    assert hang_watch.SAID_AFTER_S <= named_s - began_s < 60
+    why = {"stopped": "its process is stopped", "deadlocked": "a deadlock, or one long call"}[mode]
+    assert "in phase generate for" in named and why in named
+    assert 100 <= told["hung for too long"][0] - began_s < 110
+    assert (tmp_path / "left_0").exists()
+    assert (tmp_path / "left_1").exists() == (mode == "stopped"), "it is woken"
+    assert (tmp_path / "saved_1").exists() or mode == "stopped", "beside a main thread that hangs"
+    for rank in range(2):
+        log = (tmp_path / "runs" / "tiny" / "logs" / f"rank_{rank}.log").read_text()
+        assert "(most recent call first)" in log and "launch_worker.py" in log
 
 
 @pytest.mark.slow
