@@ -79,14 +79,13 @@ class RecordedEngine(TransformersEngine):
 
     def __init__(self, config: PlugConfig, setup: EngineSetup) -> None:
         super().__init__(config, setup)
-        if RECORDING not in os.environ:
-            groups = recorded()["completions"].items()
-            self._rows = {derive_seed(SEED, "sampling", group): rows for group, rows in groups}
+        groups = {} if RECORDING in os.environ else recorded()["completions"]
+        self._rows = {derive_seed(SEED, "sampling", group): groups[group] for group in groups}
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        if RECORDING in os.environ:
+        if not self._rows.keys() >= set(seeds_P):  # recording, or the probe of a sync
             return super().generate(prompts_P, params, seeds_P)
         return [
             [Completion(tuple(ids), tuple(nats), "length") for ids, nats in self._rows[seed]]
@@ -121,9 +120,9 @@ class RecordedVieScore(VieScore):
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         words = reward_input.text
+        known = {} if RECORDING in os.environ else recorded()["replies"]
         asks = copy.copy(self)
-        replies = _rolled(words) if RECORDING in os.environ else recorded()["replies"][words]
-        asks.judge = RecordedJudge(replies)
+        asks.judge = RecordedJudge(known.get(words) or _rolled(words))  # of the bare arm: by dice
         return await VieScore.grade(asks, reward_input)
 
 
@@ -150,7 +149,6 @@ def record() -> None:
         written = [episode["token_ids"], episode["sampler_logprobs"]]
         completions.setdefault(episode["group_id"], []).append(written)
         replies[episode["completion"]] = episode["replies"]["viescore"]
-        replies[episode["instruction"]] = _rolled(episode["instruction"])  # the bare arm's words
     metrics = [{name: row[name] for name in HELD} for row in rows[1:]]
     told = {"completions": completions, "replies": replies, "metrics": metrics}
     lines = (f'"{key}": {json.dumps(value)}' for key, value in told.items())

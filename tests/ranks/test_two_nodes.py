@@ -20,7 +20,7 @@ from rl.ranks.node_watch import LOST_S
 pytestmark = pytest.mark.slow
 
 NUM_ITERATIONS = 4
-PATIENCE_S = 300
+PATIENCE_S = 600
 
 
 @pytest.fixture(scope="module")
