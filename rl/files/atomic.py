@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk, or a user's share of it, says that has no room left."""
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """What `str.splitlines` takes for the end of a line and JSON does not escape by itself; and half
@@ -24,14 +30,48 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path`'s contents, whole or not at all; makes the folders above it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+class NoRoomError(OSError):
+    """A full disk did not take a file, of which nothing is left."""
+
+    def __init__(self, error: OSError, path: Path, num_bytes: int) -> None:
+        """`num_bytes`: of the file."""
+        super().__init__(error.errno, error.strerror, str(path))
+        self.num_bytes = num_bytes
+
+
+def write_atomically(
+    path: Path, content: str | bytes, opener: Callable[[str, int], int] | None = None
+) -> None:
+    """Replace `path`'s contents, whole or not at all; makes the folders above it. `opener` as in
+    `open`. Raises NoRoomError where the disk is full, and OSError for what else it may say."""
+    data = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
-    fsync(aside)
-    aside.replace(path)
-    fsync(path.parent)
+    with _named(path, len(data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(aside, "wb", opener=opener) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink()
+            raise
+        fsync(path.parent)
+
+
+@contextmanager
+def _named(path: Path, num_bytes: int) -> Iterator[None]:
+    """An operating system's error about an open file does not say which."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise NoRoomError(error, path, num_bytes) from None
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -42,14 +82,28 @@ def json_line(value: Mapping[str, Any]) -> str:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file that may end in half of one, which is left as a line of its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = "\n" + line
-        file.write(line.encode())
+    """Add a line to a file that may end in half of one, which is left as a line of its own. A line
+    that cannot be written leaves nothing. Raises as `write_atomically`."""
+    with _named(path, len(line)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b", buffering=0) as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    line = "\n" + line
+            append(file, line.encode())
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """Add `data` to a file that is open without a buffer, all of it or nothing."""
+    end = file.seek(0, os.SEEK_END)
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def lines_of(path: Path) -> list[bytes]:

@@ -1,6 +1,6 @@
 """Replies already paid for, on disk: a resumed iteration asks only for what it does not have, and
-is exact even under a judge that samples. Scrubbed of keys, and readable to this user alone. No
-lock: one process per file."""
+is exact even under a judge that samples. Scrubbed of keys, and readable to this user alone. What a
+full disk does not take is asked again after a restart. No lock: one process per file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 from pathlib import Path
 
-from rl.files.atomic import lines_of, row_of
+from rl.files.atomic import FULL, append, lines_of, row_of
 from rl.files.private import private
 from rl.record.scrub import scrub
 
@@ -21,7 +21,9 @@ class ReplyJournal:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
-        self._file = open(path, "a", encoding="utf-8", opener=private)  # noqa: SIM115 - `close`
+        self._path = path
+        self._num_lost = 0
+        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
 
     def get(self, key: str) -> str | None:
         return self._replies.get(key)
@@ -30,8 +32,17 @@ class ReplyJournal:
         """On disk (past this process, not past a power cut) when this returns; returns the reply as
         it is kept, which is how a resumed run will read it."""
         kept = self._replies.setdefault(key, scrub(reply))
-        self._file.write(json.dumps({"key": key, "reply": kept}) + "\n")
-        self._file.flush()
+        try:
+            append(self._file, (json.dumps({"key": key, "reply": kept}) + "\n").encode())
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._num_lost:
+                log.warning(
+                    "%s: %s; replies are not kept until there is room, and would be asked for "
+                    "again after a restart", self._path, error.strerror
+                )  # fmt: skip
+            self._num_lost += 1
         return kept
 
     def close(self) -> None:
