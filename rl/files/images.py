@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+from weakref import ref
 
 from PIL.Image import Image, Resampling
+
+_encoded: dict[int, tuple[ref[Image], bytes]] = {}
+"""By a picture's id, which is its own as long as it lives."""
 
 
 def downscale(image: Image, side_px: int) -> Image:
@@ -19,10 +23,18 @@ def downscale(image: Image, side_px: int) -> Image:
 def png_bytes(image: Image) -> bytes:
     """Lossless RGB without metadata: whoever reads it sees the pixels and no place or owner.
 
-    Level 1 makes files a third larger than the default and takes a fifth of the time.
+    Level 1 makes files a third larger than the default and takes a fifth of the time. What was
+    encoded is kept while the picture lives, which nobody changes: the judge and the record see the
+    same bytes.
     """
+    key = id(image)
+    known = _encoded.get(key)
+    if known is not None and known[0]() is image:
+        return known[1]
     bare = image.convert("RGB")
     bare.info.clear()
     buffer = io.BytesIO()
     bare.save(buffer, format="PNG", compress_level=1)
-    return buffer.getvalue()
+    data = buffer.getvalue()
+    _encoded[key] = ref(image, lambda _: _encoded.pop(key, None)), data
+    return data

@@ -60,8 +60,9 @@ def repeat_temperature(num_repeats: int, temperature: float) -> float:
 
 def picture_part(image: Image.Image, side_px: int) -> bytes:
     """JSON. Lossless on purpose: a JPEG would show its own artefacts to the judge of artefacts."""
-    png = png_bytes(downscale(image.convert("RGB"), side_px))
-    url = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+    if max(image.size) > side_px:
+        image = downscale(image.convert("RGB"), side_px)
+    url = "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")
     return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
 
 

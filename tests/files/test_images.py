@@ -1,0 +1,74 @@
+"""A picture is encoded once, for the judge and for the record, and forgotten with it."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tiny_run import episode, run_config
+
+from rl.files import images
+from rl.files.images import png_bytes
+from rl.judge.question import picture_part
+from rl.ranks.dist import Dist
+from rl.record.run_record import RunRecord
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """How often pictures of a size were encoded."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    save = Image.Image.save
+
+    def counted(self: Image.Image, *args: Any, **kwargs: Any) -> None:
+        sizes[self.size] += 1
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Image.Image, "save", counted)
+    return sizes
+
+
+def sent(image: Image.Image, side_px: int) -> bytes:
+    """What the judge gets of it."""
+    url = json.loads(picture_part(image, side_px))["image_url"]["url"]
+    return base64.b64decode(url.removeprefix("data:image/png;base64,"))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "CMYK"])
+def test_the_record_writes_the_bytes_that_the_judge_got(
+    tmp_path: Path, encoded: Counter[tuple[int, int]], mode: str
+) -> None:
+    image = Image.effect_noise((40, 30), 60).convert(mode)
+    got = sent(image, 40)
+    record = RunRecord(tmp_path, run_config(), Dist())
+    record.write_episodes(1, [[episode(image=image)]], [[1.0]])
+    assert (tmp_path / "images/it_000001/rank0_g00_m0.png").read_bytes() == got
+    assert encoded[40, 30] == 1
+    assert Image.open(io.BytesIO(got)).tobytes() == image.convert("RGB").tobytes()
+
+
+def test_a_judge_that_gets_a_smaller_picture_changes_nothing_of_the_record(
+    encoded: Counter[tuple[int, int]],
+) -> None:
+    image = Image.effect_noise((40, 30), 60)
+    assert Image.open(io.BytesIO(sent(image, 20))).size == (20, 15)
+    assert Image.open(io.BytesIO(png_bytes(image))).size == (40, 30)
+    assert encoded == {(20, 15): 1, (40, 30): 1}
+
+
+def test_what_was_encoded_goes_with_its_picture() -> None:
+    gc.collect()
+    before = len(images._encoded)
+    for shade in range(50):  # others come to lie where earlier ones lay
+        image = Image.new("L", (8, 8), shade)
+        assert Image.open(io.BytesIO(png_bytes(image))).getpixel((0, 0)) == (shade,) * 3
+    assert len(images._encoded) == before + 1
+    del image
+    assert len(images._encoded) == before
