@@ -24,7 +24,8 @@ PROCESS_GB = 4.0
 """Python, torch, vLLM and CUDA of one rank; assumed."""
 HELD_STATE_GB = 4.0
 """Of weights and moments, up to which every rank keeps a copy of the last finished iteration's (1.0
-for rank 32 on a 7B), and a second one while the next is made."""
+for rank 32 on a 7B), and a second one while the next is made; the first rank a third one, of the
+checkpoint that is being written."""
 UNROUNDED = "pinned_max_cached_size_mb"
 """torch's setting above which it rounds no pinned memory, and keeps none for later."""
 
@@ -75,7 +76,7 @@ def plan(
     ]
     gathered_gb = trained_params(sizes) * 12 / 1e9
     if gathered_gb <= HELD_STATE_GB:
-        held_gb = num_ranks * 2 * gathered_gb
+        held_gb = (num_ranks * 2 + 1) * gathered_gb
         rows.append(Row("last finished iteration", held_gb, after_start))
     else:
         rows.append(Row("checkpoint: weights, moments", gathered_gb, ("save",)))

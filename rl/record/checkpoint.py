@@ -22,12 +22,14 @@ nodes see.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ from rl.files.atomic import fsync, row_of, write_atomically
 from rl.ranks.dist import Dist
 from rl.record import hub
 from rl.record.console import warn
+from rl.record.room import is_full, when_there_is_room
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
 
@@ -208,10 +211,13 @@ class Checkpoints:
         try:
             if final.is_dir() and problem_of(final) is None:
                 return final, ""  # an iteration may be due by cadence and by being the last
-            self._sweep()
-            aside.mkdir(parents=True)
-            _write(point, aside)
-            _seal(aside)
+            num_bytes = sum(tensor.nbytes for tensor in point.tensors.values()) * 4 // 3
+            when_there_is_room(
+                lambda: self._write_aside(point, aside),
+                self.folder,
+                f"checkpoint {name}",
+                num_bytes,
+            )
             if final.exists():  # damaged, or it would have been returned above
                 final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{name}")
             aside.rename(final)
@@ -219,16 +225,30 @@ class Checkpoints:
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
             problem = f"checkpoint {name} could not be written: {error!r}"
+            if is_full(error):
+                problem += "; make room on that disk, and the same command goes on"
             warn(f"{problem}. Older checkpoints are intact.")
             shutil.rmtree(aside, ignore_errors=True)
             return None, problem
-        try:
-            write_atomically(self.folder.parent / LAST_WRITTEN, f"{name}\n")
-            self._prune()
-            self._sweep()
-        except OSError as error:
-            warn(f"old checkpoints could not be deleted: {error}")
+        note = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
+        write_note = partial(when_there_is_room, note, self.folder, LAST_WRITTEN)
+        for tidy in (self._prune, self._sweep, write_note):  # what makes room comes first
+            try:
+                tidy()
+            except OSError as error:
+                warn(f"checkpoint {name} is written; after it: {error}")
         return final, ""
+
+    def _write_aside(self, point: ResumePoint, aside: Path) -> None:
+        """Nothing is left of it where that fails."""
+        self._sweep()
+        aside.mkdir(parents=True)
+        try:
+            _write(point, aside)
+            _seal(aside)
+        except Exception:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
 
     def _prune(self) -> None:
         """Move out of sight all but the newest two whole checkpoints and the ones kept for ever,
@@ -272,7 +292,9 @@ def _write(point: ResumePoint, folder: Path) -> None:
 
     save_file(dict(point.tensors), folder / "state.safetensors")
     for rank, rng in enumerate(point.rng_by_rank):
-        torch.save(dict(rng), folder / _rng_name(rank))
+        buffer = io.BytesIO()  # torch's own files do not say that a disk is full
+        torch.save(dict(rng), buffer)
+        (folder / _rng_name(rank)).write_bytes(buffer.getvalue())
     state = {
         "format": formats.CHECKPOINT,
         "iteration": point.iteration,

@@ -19,6 +19,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.files.atomic import json_line, write_atomically
+from rl.files.images import png_bytes
 from rl.ranks.seeding import derive_seed
 from rl.record.scrub import scrubbed
 from rl.rollout.stream import RolloutContext
@@ -28,8 +29,11 @@ from rl.run.held_out import score
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from rl.ranks.dist import Dist
     from rl.record.console import PhaseTimer
+    from rl.record.writer import BackgroundWriter
 
 
 def evaluate(
@@ -40,8 +44,10 @@ def evaluate(
     run_dir: Path,
     dist: Dist,
     timer: PhaseTimer,
+    writer: BackgroundWriter,
 ) -> Metrics:
-    """Metrics of `eval/*` over all ranks' samples; every rank passes the same list."""
+    """Metrics of `eval/*` over all ranks' samples; every rank passes the same list. Records and
+    pictures are handed to `writer`."""
     config = context.config
     mine = list(samples)[dist.rank :: dist.world_size]
     with_bare = config.bare_arm != "never" and context.makes_images
@@ -88,7 +94,7 @@ def evaluate(
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
         engine.wake()
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-    _write_records(folder, episodes, bare_episodes, untrained_P, dist)
+    _write_records(folder, episodes, bare_episodes, untrained_P, dist, writer)
     return metrics
 
 
@@ -133,31 +139,43 @@ def _write_records(
     bare_episodes: Sequence[Episode | None],
     untrained_P: Sequence[Rewards],
     dist: Dist,
+    writer: BackgroundWriter,
 ) -> None:
     """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    pictures: dict[Path, Image] = {}
     arms = zip(episodes, bare_episodes, untrained_P, strict=True)
-    records = [_record(folder, *of_sample) for of_sample in arms]
+    records = [_record(folder, pictures, *of_sample) for of_sample in arms]
     gathered = [record for rank in dist.gather(records) for record in rank]
-    if dist.is_main:
-        write_atomically(folder / "records.jsonl", "".join(map(json_line, scrubbed(gathered))))
+
+    def write() -> None:
+        for path, picture in pictures.items():
+            write_atomically(path, png_bytes(picture))
+        if dist.is_main:
+            write_atomically(folder / "records.jsonl", "".join(map(json_line, scrubbed(gathered))))
+
+    writer.put("the held-out run's record", write)
 
 
 def _record(
-    folder: Path, episode: Episode, bare: Episode | None, untrained: Rewards
+    folder: Path,
+    pictures: dict[Path, Image],
+    episode: Episode,
+    bare: Episode | None,
+    untrained: Rewards,
 ) -> Mapping[str, Any]:
+    """A sample's line; adds its pictures to `pictures`, by where they are to be."""
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
-    pictures = {
+    shown = {
         "source_file": sample.source,
         "image_file": episode.image,
         "bare_file": None if bare is None else bare.image,
     }
-    files: dict[str, str | None] = dict.fromkeys(pictures)
-    for key, picture in pictures.items():
+    files: dict[str, str | None] = dict.fromkeys(shown)
+    for key, picture in shown.items():
         if picture is not None:
             files[key] = f"{name}_{key.removesuffix('_file')}.png"
-            picture.save(folder / str(files[key]))
+            pictures[folder / str(files[key])] = picture
     return {
         "id": sample.id,
         "category": sample.category,

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from rl.algorithm.metrics import Metrics
@@ -29,10 +30,11 @@ from rl.meter import flop_meter
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record import hub
-from rl.record.checkpoint import Checkpoints
+from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.console import Console, PhaseTimer, warn
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
+from rl.record.writer import BackgroundWriter
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
@@ -79,6 +81,8 @@ class Run:
     record: RunRecord
     tracker: Tracker
     checkpoints: Checkpoints
+    writer: BackgroundWriter
+    """Through which all that is written of an iteration goes, in order."""
     judge: JudgeClient | None
     context: RolloutContext
     policy: Policy
@@ -103,6 +107,8 @@ class Run:
     """What the engine holds."""
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line written, for the model card."""
+    last_save: Future[None] | None = None
+    """The last checkpoint that was handed to the writer."""
     said: set[str] = field(default_factory=set)
     """What was said and need not be said again: causes of ungraded episodes, shared samples."""
     dead_groups: DeadGroups = field(default_factory=DeadGroups)
@@ -236,7 +242,14 @@ class Run:
             return Metrics()
         self.open_journal("evaluation", done)
         metrics = evaluate(
-            self.context, self.engine, self.held_out, done, self.run_dir, self.dist, self.timer
+            self.context,
+            self.engine,
+            self.held_out,
+            done,
+            self.run_dir,
+            self.dist,
+            self.timer,
+            self.writer,
         )
         self.plug_metrics.drop()
         return metrics
@@ -269,29 +282,50 @@ class Run:
         for sentence in self.no_learning.sentences(reduced, done == self.num_iterations):
             if self.dist.is_main:
                 warn(sentence)
-        with _tolerated("metrics"):
+
+        def write() -> None:
             self.record.write_metrics(done, reduced)
-        self.tracker.log(done, reduced)
+            self.tracker.log(done, reduced)
+
+        self.writer.put(f"the metrics of iteration {done}", write)
         self.console.iteration(done, self.num_iterations, reduced)
 
     def log_episodes(self, done: int, groups_P: Sequence[GradedGroup]) -> None:
         """Provenance and pictures of an iteration."""
-        episodes_PG = [group.episodes for group in groups_P]
+        episodes_PG = [[_as_recorded(episode) for episode in group.episodes] for group in groups_P]
         advantages_PG = [group.advantages for group in groups_P]
-        with _tolerated("episodes"):
+
+        def write() -> None:
             self.record.write_episodes(done, episodes_PG, advantages_PG)
-        self.tracker.log_episodes(done, episodes_PG, advantages_PG)
+            self.tracker.log_episodes(done, episodes_PG, advantages_PG)
+
+        self.writer.put(f"the record of iteration {done}", write)
 
     def finish(self, done: int, metrics: Metrics) -> None:
         """Iteration `done` is applied and synced: from here on it is not lost. Collective."""
         self.last_finished.note(done, self.dist.reduce(metrics))
 
     def save(self, final: bool = False) -> None:
-        """Write the checkpoint of the last finished iteration. Collective."""
+        """Write the checkpoint of the last finished iteration, after what was recorded of it.
+        Collective. Where its state is held it is written beside training, unless `final`."""
+        held = self.last_finished.held()
+        if held is not None and not final:
+            if not self.dist.is_main:
+                return
+            if self.last_save is not None:
+                self.last_save.result()  # no more than two states in memory, and one being made
+            what = f"the checkpoint of iteration {held.iteration}"
+            self.last_save = self.writer.put(what, partial(self._save_held, held))
+            return
+        self.writer.drain()
         point = self.last_finished.read()
-        saved = self.checkpoints.save(point, final=final)
-        if saved is not None and self.dist.is_main:
+        if self.checkpoints.save(point, final=final) is not None and self.dist.is_main:
             _forget_journals(self.run_dir / "judge", self.last_finished.done)
+        self.writer.flush()  # an error before this does not keep what is finished off the disk
+
+    def _save_held(self, point: ResumePoint) -> None:
+        if self.checkpoints.save_alone(point) is not None:
+            _forget_journals(self.run_dir / "judge", point.iteration)
 
     def save_before_leaving(self, error: BaseException) -> None:
         """However the run ends; see the function."""
@@ -301,7 +335,9 @@ class Run:
         """Of the checkpoint of that iteration, if there is one: its card, and a push if due."""
         if self.dist.is_main:
             card = hub.model_card(self.record.config, done, self.last_metrics)
-            self.checkpoints.publish(done, card, final or done == self.num_iterations)
+            final = final or done == self.num_iterations
+            publish = partial(self.checkpoints.publish, done, card, final)
+            self.writer.put(f"the model card of iteration {done}", publish)
 
     def stop(self) -> None:
         """It was asked to: save, and say so. Collective."""
@@ -318,13 +354,9 @@ class Run:
                 self.save(final=last)
 
 
-@contextmanager
-def _tolerated(what: str) -> Iterator[None]:
-    """A full disk costs lines of the record, said aloud; it does not cost the run."""
-    try:
-        yield
-    except OSError as error:
-        warn(f"the {what} of this iteration could not be written: {error}")
+def _as_recorded(episode: Episode) -> Episode:
+    """Without what lies on the device, which an episode that waits to be written would hold."""
+    return replace(episode, prompt=replace(episode.prompt, images=(), model_inputs={}))
 
 
 def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:

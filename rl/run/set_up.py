@@ -36,6 +36,7 @@ from rl.record.checkpoint import Checkpoints, read_state
 from rl.record.console import Console, PhaseTimer, warn
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
+from rl.record.writer import BackgroundWriter
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.last_finished import LastFinished, save_at_once
@@ -111,6 +112,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
                 warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
         tracker = Tracker(run_dir, config, dist, record.config)
         stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
+        writer = stack.enter_context(BackgroundWriter(run_dir))
         yield Run(
             config=config,
             dist=dist,
@@ -120,6 +122,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             record=record,
             tracker=tracker,
             checkpoints=checkpoints,
+            writer=writer,
             judge=judge,
             context=context,
             policy=policy,

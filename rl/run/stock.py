@@ -21,6 +21,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from rl.files.images import png_bytes
 from rl.learner.micro_batches import Inference
 from rl.preflight.resume import lasting
 from rl.record.console import warn
+from rl.record.room import when_there_is_room
 from rl.rollout.stream import RolloutContext
 from rl.run.held_out import score
 
@@ -99,7 +101,7 @@ class Stock:
             new = [row for rank in self._dist.gather(found) for row in rank]
             known |= {row["key"]: row for row in new}
             if new and self._dist.is_main:
-                write_atomically(path, "".join(map(json_line, known.values())))
+                self._write(path, "".join(map(json_line, known.values())))
         return [known[key]["rewards"] if key in known else {} for key in keys_P]
 
     def _draw(
@@ -155,25 +157,28 @@ class Stock:
 
     def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
         """Its line, and its pictures beside it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for name, episode in arms.items():
             if episode.image is not None:
                 files[name] = f"{key}_{name}.png"
-                (self._folder / files[name]).write_bytes(png_bytes(episode.image))
+                self._write(self._folder / files[name], png_bytes(episode.image))
         rewards = {name: episode.reward for name, episode in arms.items()}
         return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
+
+    def _write(self, path: Path, content: str | bytes) -> None:
+        """At once: once a run, and read by the next held-out run."""
+        write = partial(write_atomically, path, content)
+        when_there_is_room(write, self._folder, path.name)
 
     def states(
         self, prompts_P: Sequence[Prompt], words_P: Sequence[Completion]
     ) -> list[torch.Tensor | None]:
         """_P of [T, D]: `word_states` under the untrained weights. Collective."""
-        from safetensors.torch import load_file, save_file
+        from safetensors.torch import load_file, save
 
         paths_P = [self._folder / f"{self._key(p.sample)}.safetensors" for p in prompts_P]
         missing = [p for p, path in enumerate(paths_P) if not path.is_file()]
         if self._untrained is not None and self._dist.any(bool(missing)):
-            self._folder.mkdir(parents=True, exist_ok=True)
             found = word_states(
                 self._context,
                 [prompts_P[p] for p in missing],
@@ -183,9 +188,7 @@ class Stock:
             )
             for p, states in zip(missing, found, strict=True):
                 if states is not None:
-                    aside = paths_P[p].with_suffix(f".rank{self._dist.rank}")
-                    save_file({"states": states}, aside)
-                    aside.replace(paths_P[p])
+                    self._write(paths_P[p], save({"states": states}))
         return [load_file(path)["states"] if path.is_file() else None for path in paths_P]
 
     def _key(self, sample: Sample) -> str:

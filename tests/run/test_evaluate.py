@@ -32,6 +32,7 @@ from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.ranks.dist import Dist, PeerError
 from rl.record.console import PhaseTimer
+from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
 
@@ -160,7 +161,8 @@ def evaluate_samples(
             True,
             loop,
         )
-        metrics = evaluate(context, Greedy(), samples, 0, folder, dist, PhaseTimer())
+        with BackgroundWriter(folder) as writer:
+            metrics = evaluate(context, Greedy(), samples, 0, folder, dist, PhaseTimer(), writer)
     return dist.reduce(metrics)
 
 
@@ -195,7 +197,8 @@ def refused_run(folder: str) -> str:
             loop,
         )
         try:
-            evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer())
+            writer = BackgroundWriter(Path(folder))
+            evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer(), writer)
         except (JudgeError, PeerError) as error:
             assert dist.tell(error, 30)
             return str(error)

@@ -23,6 +23,7 @@ from rl.ranks.dist import Dist
 from rl.record.console import Console, PhaseTimer
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
+from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import Rollout
 from rl.run import metric_table
 from rl.run.plug_metrics import PlugMetrics
@@ -128,11 +129,13 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     run.config, run.context = config, SimpleNamespace(config=config)
     run.record = RunRecord(tmp_path / "run", config, dist)
     run.tracker = Tracker(tmp_path / "run", config, dist, run.record.config)
+    run.writer = BackgroundWriter(tmp_path / "run")
     run.plug_metrics = PlugMetrics(resolved, made, dist)
     assert run.tracker.mode == "offline"
     _ = made[1][1][0]
     run.record.run_dir.mkdir(exist_ok=True)
     run.log(1, run.rollout_metrics(Rollout([], [], {"strokes": 12.0})))
+    run.writer.flush()
     run.tracker.close()
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert [line[name] for name in NAMES] == [12.0, 0.5, 1.5]
@@ -240,7 +243,7 @@ def test_a_held_out_run_reports_nothing(
         }
     )
     run.judge, run.held_out, run.num_iterations = None, [MagicMock()], 3
-    run.context = run.engine = run.run_dir = run.dist = run.timer = MagicMock()
+    run.context = run.engine = run.run_dir = run.dist = run.timer = run.writer = MagicMock()
     run.plug_metrics = PlugMetrics(resolved, made, Dist())
 
     def evaluate(*_: object) -> Metrics:

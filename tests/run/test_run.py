@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,21 @@ from rl import train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
 from rl.ranks.dist import Dist
+from rl.record.writer import BackgroundWriter
+from rl.rollout.graded_groups import GradedGroup
 from rl.run.run import PendingStep, Run
 
 
-def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path, is_held: bool) -> None:
     run = Run.__new__(Run)
     run.said = set()
     outcomes = iter([None, tmp_path / "checkpoints/step_000001"])
-    run.checkpoints = SimpleNamespace(save=lambda *_, **__: next(outcomes))
-    run.last_finished = SimpleNamespace(read=lambda: None, done=1)
+    save = lambda *_, **__: next(outcomes)  # noqa: E731
+    run.checkpoints = SimpleNamespace(save=save, save_alone=save)
+    held = SimpleNamespace(iteration=1) if is_held else None
+    run.last_finished = SimpleNamespace(read=lambda: held, held=lambda: held, done=1)
+    run.writer = BackgroundWriter(tmp_path)
     run.dist, run.run_dir = Dist(), tmp_path
     journals = [tmp_path / f"judge/iteration_00000{i}.rank0.jsonl" for i in (0, 1)]
     journals[0].parent.mkdir()
@@ -32,8 +39,10 @@ def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path) -> None
     for journal in [*journals, *others]:
         journal.touch()
     run.save()
+    run.writer.flush()
     assert all(journal.exists() for journal in journals), "nothing was saved"
     run.save()
+    run.writer.flush()
     assert [journal.exists() for journal in journals] == [False, True]
     assert all(other.exists() for other in others), "not of our making"
 
@@ -55,7 +64,7 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
     run = Run.__new__(Run)
     run.said = set()
     run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
-    run.console = run.timer = run.tracker = MagicMock()
+    run.console = run.timer = run.tracker = run.writer = MagicMock()
     run.lacks_line = False
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
     train.train(run)
@@ -81,3 +90,46 @@ def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture
         "WARNING: rank 0: 1 completions ungraded: mine: raised KeyError (said once; each is in "
         "episodes/)\n"
     )
+
+
+def test_a_checkpoint_is_sealed_behind_the_record_of_its_iteration(tmp_path: Path) -> None:
+    """In whichever thread it is written, and though a picture could not be."""
+    done: list[str] = []
+
+    def fail() -> None:
+        done.append("pictures")
+        raise OSError(errno.EIO, "Input/output error")
+
+    def save(*_: Any, **__: Any) -> Path:
+        done.append("checkpoint")
+        return tmp_path
+
+    for held, final in ((None, False), (SimpleNamespace(iteration=1), False), (None, True)):
+        run = Run.__new__(Run)
+        run.said = set()
+        run.checkpoints = SimpleNamespace(save=save, save_alone=save)
+        run.last_finished = SimpleNamespace(read=MagicMock(), held=lambda held=held: held, done=1)
+        run.dist, run.run_dir, run.writer = Dist(), tmp_path, BackgroundWriter(tmp_path)
+        run.writer.put("pictures", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            run.save(final)
+            run.writer.flush()
+        run.writer.flush()
+        assert done == ["pictures", "checkpoint"]
+        done.clear()
+
+
+def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_path: Path) -> None:
+    on_device = MagicMock()
+    kept = episode()
+    kept = replace(kept, prompt=replace(kept.prompt, model_inputs={"pixels": on_device}))
+    run = Run.__new__(Run)
+    run.said = set()
+    seen: list[Any] = []
+    write = lambda done, episodes_PG, advantages_PG: seen.extend(episodes_PG[0])  # noqa: E731
+    run.record = SimpleNamespace(write_episodes=write)
+    run.tracker = MagicMock()
+    run.writer = BackgroundWriter(tmp_path)
+    run.log_episodes(1, [GradedGroup(0, [kept], [1.0], [])])
+    run.writer.flush()
+    assert seen[0].image is kept.image and not seen[0].prompt.model_inputs

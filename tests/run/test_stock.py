@@ -31,6 +31,7 @@ from rl.policies.emu3.plug import Emu3
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
 from rl.record.console import PhaseTimer
+from rl.record.writer import BackgroundWriter
 from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext
 from rl.run.drift import Paired, add_falls, paired, state_distance
@@ -127,7 +128,8 @@ def context(models: dict[str, str]) -> Iterator[RolloutContext]:
 def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str, float]:
     """A held-out run's metrics."""
     engine = Fixed(context.policy.encode_completion(WRITTEN))
-    found = evaluate(context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer())
+    with BackgroundWriter(run_dir) as writer:
+        found = evaluate(context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer(), writer)
     return Dist().reduce(found)
 
 

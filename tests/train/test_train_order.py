@@ -39,7 +39,7 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     run = Run.__new__(Run)
     run.said = set()
     run.dist, run.timer, run.start, run.num_iterations = Dist(), PhaseTimer(), 0, 2
-    run.console = run.tracker = MagicMock()
+    run.console = run.tracker = run.writer = MagicMock()
     run.policy = MagicMock()
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
     run.prompt_order = SimpleNamespace(shard=verb("prompts", prompts))

@@ -1,0 +1,93 @@
+"""What a run writes beside training: one thread per process, in order, complete in the end.
+
+What: `BackgroundWriter`. What not: what is written (`run_record.py`, `checkpoint.py`,
+`tracking.py`), a full disk (`room.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from rl.record.console import warn
+from rl.record.room import when_there_is_room
+
+MAX_WAITING = 8
+"""Jobs, beside the one under way: two iterations' or more. They hold pictures and weights in host
+memory, so whoever brings more waits."""
+
+
+class BackgroundWriter:
+    """Local; every rank has its own. Belongs to the main thread."""
+
+    def __init__(self, folder: Path, max_waiting: int = MAX_WAITING) -> None:
+        """`folder`: of the run."""
+        self._folder = folder
+        self._places = threading.Semaphore(max_waiting + 1)
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._under_way: Future[None] | None = None
+        """The last that was put."""
+        self._errors: deque[Exception] = deque()
+        self._has_waited = False
+
+    def put(self, what: str, write: Callable[[], object]) -> Future[None]:
+        """Have `write` called after all that was put before; what it reads must not change any
+        more. Waits while too much is waiting. Returns what is done when it was called.
+
+        Raises what an earlier one raised, once; this one is put all the same, and so is what
+        follows. On a full disk `write` is called again, from its beginning.
+        """
+        if not self._places.acquire(blocking=False):
+            if not self._has_waited:
+                self._has_waited = True
+                warn(
+                    f"{self._folder}: the disk is slower than training, which waits for it (said "
+                    "once; a smaller tracking.images_per_iteration writes less)"
+                )
+            self._places.acquire()
+        earlier = self._errors.popleft() if self._errors else None
+        self._under_way = self._thread.submit(self._write, what, write)
+        if earlier is not None:
+            raise earlier
+        return self._under_way
+
+    def flush(self) -> None:
+        """Wait until all is on disk. Raises what could not be written, once."""
+        self.drain()
+        self._raise()
+
+    def drain(self) -> None:
+        """Wait until all that can be is on disk; what could not is raised later."""
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Complete what was put, and end. Raises what could not be written, unless something else
+        ends the run already, which is what the user is told: then it is one line."""
+        self.drain()
+        self._thread.shutdown()
+        if error is None:
+            self._raise()
+        for unsaid in self._errors:
+            warn(f"something could not be written: {unsaid}")
+
+    def _raise(self) -> None:
+        if self._errors:
+            raise self._errors.popleft()
+
+    def _write(self, what: str, write: Callable[[], object]) -> None:
+        try:
+            when_there_is_room(write, self._folder, what)
+        except Exception as error:
+            self._errors.append(error)
+        finally:
+            self._places.release()

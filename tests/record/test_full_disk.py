@@ -1,0 +1,126 @@
+"""A disk that is really full: nothing torn is left on it, and nothing dies of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_disk import fill, mounted
+from tiny_run import episode, run_config
+
+from rl.config.schema import CheckpointConfig
+from rl.files.atomic import NoRoomError, append_line, read_rows, write_atomically
+from rl.judge.journal import ReplyJournal
+from rl.ranks import signals
+from rl.ranks.dist import Dist
+from rl.record import room
+from rl.record.checkpoint import Checkpoints, ResumePoint, problem_of
+from rl.record.run_record import RunRecord
+from rl.record.writer import BackgroundWriter
+
+SIZE = 256 * 1024
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", SIZE) as folder:
+        yield folder
+
+
+def files(disk: Path) -> dict[str, bytes]:
+    found = (path for path in disk.rglob("*") if path.is_file() and path.name != "hog")
+    return {path.relative_to(disk).as_posix(): path.read_bytes() for path in found}
+
+
+def test_no_file_and_no_line_is_torn(disk: Path) -> None:
+    write_atomically(disk / "a.txt", "old")
+    append_line(disk / "lines.jsonl", '{"a": 1}\n')
+    fill(disk, left=8192)
+    before = files(disk)
+    with pytest.raises(NoRoomError, match=r"No space left.*a\.txt") as raised:
+        write_atomically(disk / "a.txt", "new" * 10_000)
+    assert raised.value.num_bytes == 30_000
+    with pytest.raises(NoRoomError, match=r"lines\.jsonl"):
+        append_line(disk / "lines.jsonl", f'{{"a": "{"x" * 20_000}"}}\n')
+    assert files(disk) == before
+
+
+def test_a_reply_that_finds_no_room_is_used_and_asked_again_later(disk: Path) -> None:
+    journal = ReplyJournal(disk / "replies.jsonl")
+    journal.put("first", "a reply")
+    hog = fill(disk)
+    long = "x" * 5000
+    assert journal.put("second", long) == long == journal.get("second")
+    hog.unlink()
+    journal.put("third", "a reply")
+    journal.close()
+    again = ReplyJournal(disk / "replies.jsonl")
+    assert [again.get(key) for key in ("first", "second", "third")] == ["a reply", None, "a reply"]
+    rows, damaged = read_rows(disk / "replies.jsonl")
+    assert (len(rows), damaged) == (2, [])
+
+
+def point(iteration: int) -> ResumePoint:
+    return ResumePoint(
+        iteration,
+        {"master/w": torch.arange(4096.0)},
+        {},
+        [{"torch": torch.zeros(16)}],
+        lambda folder: (folder / "weights.bin").write_bytes(b"w" * 100),  # type: ignore[arg-type]
+        "# A model",
+    )
+
+
+def test_records_and_checkpoints_wait_for_room_and_are_whole(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(room, "TRY_EVERY_S", 0.05)
+    run_dir = disk / "run"
+    record = RunRecord(run_dir, run_config(), Dist())
+    checkpoints = Checkpoints(run_dir, CheckpointConfig(), Dist())
+    run_dir.mkdir()
+    hog = fill(disk)
+    said = ""
+
+    def wait_to_hear(text: str) -> None:
+        nonlocal said
+        end_s = time.monotonic() + 30
+        while text not in said and time.monotonic() < end_s:
+            time.sleep(0.02)
+            said += capsys.readouterr().err
+        assert text in said
+
+    with BackgroundWriter(run_dir) as writer:
+        writer.put("the record", lambda: record.write_episodes(1, [[episode()]], [[1.0]]))
+        writer.put("the checkpoint", lambda: checkpoints.save_alone(point(1)))
+        writer.put("the metrics", lambda: record.write_metrics(1, {"a": 1.0}))
+        wait_to_hear(f"the disk of {run_dir} is full: the record wants ")
+        os.truncate(hog, hog.stat().st_size - 20_000)  # enough for the record alone
+        where = run_dir / "checkpoints"
+        wait_to_hear(f"the disk of {where} is full: checkpoint step_000001 wants 21.8 kB")
+        assert not list(where.glob("step_*"))
+        hog.unlink()
+    assert problem_of(run_dir / "checkpoints" / "step_000001") is None
+    rows, damaged = read_rows(run_dir / "episodes" / "it_000001.rank0.jsonl")
+    assert not damaged and (run_dir / rows[0]["image_file"]).is_file()
+    assert len(read_rows(run_dir / "metrics.jsonl")[0]) == 1
+    assert not [name for name in files(run_dir) if "tmp" in name]
+
+
+def test_a_stop_while_the_disk_is_full_leaves_the_older_checkpoints(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = Checkpoints(disk / "run", CheckpointConfig(), Dist())
+    assert checkpoints.save_alone(point(1)) is not None
+    fill(disk)
+    threading.Timer(0.3, lambda: monkeypatch.setattr(signals, "_first_s", 1.0)).start()
+    assert checkpoints.save_alone(point(2)) is None
+    assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint step_000002 could not be written" in said
+    assert "make room on that disk, and the same command goes on" in said

@@ -1,0 +1,42 @@
+"""A small file system in memory, and ways to fill it; needs the right to mount one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """A file system of that size at `folder`; skips the test where that is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    try:
+        refused = subprocess.run(mount, capture_output=True).returncode != 0
+    except FileNotFoundError:
+        refused = True
+    if refused:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, left: int = 0) -> Path:
+    """Leave `left` bytes, a multiple of 4096, beside the file that is returned."""
+    hog = disk / "hog"
+    with hog.open("wb", buffering=0) as file:
+        try:
+            while file.write(b"\0" * 4096):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+    os.truncate(hog, hog.stat().st_size - left)
+    return hog
