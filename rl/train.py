@@ -33,6 +33,7 @@ from rl.run.set_up import NothingToDoError, open_run
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, or go on training, the run that the config names."""
     terminal.guard()
+    terminal.keep_going()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         sys.exit("usage: python -m rl.train config.jsonnet [key=value ...]")
@@ -75,6 +76,7 @@ def train(run: Run) -> None:
     except BaseException as error:
         run.save_before_leaving(error)
         raise
+    run.writer.flush()
     run.console.where_time_went(run.timer)
     run.tracker.log_where_time_went(run.timer)
 

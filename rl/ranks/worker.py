@@ -16,16 +16,17 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rl.files.private import private
 from rl.ranks import error_messages, loading
 from rl.ranks.dist import PeerError
 from rl.ranks.signals import die_with_parent
 from rl.record import terminal
+from rl.record.terminal import Lossy
 
 
 def main() -> None:
@@ -124,40 +125,11 @@ def _send_output_to(path: Path, on_console: bool) -> None:
     )
     file.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}\n")
     if on_console:
-        sys.stdout, sys.stderr = _Copied(sys.stdout, file), _Copied(sys.stderr, file)
+        sys.stdout, sys.stderr = Lossy(sys.stdout, file), Lossy(sys.stderr, file)
     else:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        sys.stdout, sys.stderr = _Copied(sys.stdout), _Copied(sys.stderr)
-
-
-class _Copied:
-    """A text stream whose text also goes to files (what C libraries write does not).
-
-    No line is worth a run: text that a full disk, a closed pipe or an encoding refuses is lost, and
-    nobody hears of it but the other places.
-    """
-
-    def __init__(self, stream: TextIO, *files: TextIO) -> None:
-        self._stream, self._files = stream, files
-
-    def write(self, text: str) -> int:
-        for place in (*self._files, self._stream):
-            with suppress(OSError, ValueError):  # closed, or a character that it cannot spell
-                place.write(text)
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        for place in (*self._files, self._stream):
-            with suppress(OSError, ValueError):
-                place.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        sys.stdout, sys.stderr = Lossy(sys.stdout), Lossy(sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 What: `guard`, which every program of ours calls first: from then on whatever Python prints in the
 process, by us, by a library's log or by a traceback, reaches the terminal and the logs without keys
-and with the escape of whatever a terminal acts upon. What not: colours and live lines, which only
-`console.py` draws, on the stream beneath; what C libraries and child processes write.
+and with the escape of whatever a terminal acts upon; `keep_going`, under which no line that is
+printed ends the process. What not: colours and live lines, which only `console.py` draws, on the
+stream beneath; what C libraries and child processes write.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TextIO
 
 from rl.config.printing import printable
@@ -22,6 +24,16 @@ def guard() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Guarded):
             setattr(sys, name, Guarded(stream))
+
+
+def keep_going() -> None:
+    """From now on no line is worth the run: see `Lossy`. For a program whose output is no
+    product, after `guard`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(beneath(stream), Lossy):
+            setattr(sys, name, Lossy(beneath(stream)))
+    guard()
 
 
 def plain(text: str) -> str:
@@ -62,3 +74,32 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.beneath, name)
+
+
+class Lossy:
+    """A text stream whose text also goes to files (what C libraries write does not).
+
+    No line is worth a run: text that a full disk, a closed pipe or an encoding refuses is lost, and
+    nobody hears of it but the other places.
+    """
+
+    def __init__(self, stream: TextIO, *files: TextIO) -> None:
+        self._stream, self._files = stream, files
+
+    def write(self, text: str) -> int:
+        for place in (*self._files, self._stream):
+            with suppress(OSError, ValueError):  # closed, or a character that it cannot spell
+                place.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        for place in (*self._files, self._stream):
+            with suppress(OSError, ValueError):
+                place.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

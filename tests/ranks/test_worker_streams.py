@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl.ranks.error_messages import REMEDIES, sentence
-from rl.ranks.worker import _Copied
+from rl.record.terminal import Lossy
 
 
 class Failing(io.StringIO):
@@ -40,7 +40,7 @@ def test_what_one_place_refuses_reaches_the_other(error: Exception) -> None:
     for broken_first in (True, False):
         whole: Any = io.StringIO()
         broken: Any = Failing(error)
-        copied: Any = _Copied(*((broken, whole) if broken_first else (whole, broken)))
+        copied: Any = Lossy(*((broken, whole) if broken_first else (whole, broken)))
         assert copied.write("a line\n") == 7
         copied.writelines(["b\n", "c\n"])
         print("d", file=copied, flush=True)
@@ -50,7 +50,7 @@ def test_what_one_place_refuses_reaches_the_other(error: Exception) -> None:
 def test_a_full_device_and_a_character_of_no_encoding() -> None:
     kept: Any = io.StringIO()
     with open("/dev/full", "w", buffering=1) as full:
-        copied: Any = _Copied(full, kept)
+        copied: Any = Lossy(full, kept)
         print("said", file=copied, flush=True)
         print("half \ud800", file=copied, flush=True)
         with pytest.raises(OSError):

@@ -129,3 +129,23 @@ def test_private_files_have_no_other_readers(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert old.read_text() == "old\nsaid\n"
+
+
+def test_a_full_disk_under_the_log_of_a_run_ends_nothing() -> None:
+    """What rank 0 prints by itself, with a console on the stream beneath."""
+    script = """
+import sys
+from rl.record import terminal
+from rl.record.console import Console, warn
+terminal.guard()
+terminal.keep_going()
+Console(True).say("a line")
+print("another", flush=True)
+warn("a third")
+sys.exit(7)
+"""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=60
+        )
+    assert ended.returncode == 7
