@@ -254,7 +254,9 @@
     wandb_project: 'rl',
     // Episode records (text, parts, replies, images); 0 = never.
     log_episodes_every_n_iterations: 1,
-    // Pictures written per logged iteration and rank.
+    // Pictures written per logged iteration, over all ranks.
     images_per_iteration: 16,
+    // Training's pictures of older iterations are deleted, their records stay; 0 = all stay.
+    keep_images_of_last_n_iterations: 0,
   },
 }

@@ -283,7 +283,9 @@ class TrackingConfig(Section):
     log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1
     """Episode records (text, parts, replies, images); 0 = never."""
     images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 16
-    """Pictures written per logged iteration and rank."""
+    """Pictures written per logged iteration, over all ranks."""
+    keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Training's pictures of older iterations are deleted, their records stay; 0 = all stay."""
 
 
 class DataConfig(Section):

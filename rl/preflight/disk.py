@@ -60,7 +60,12 @@ def disk_need(resolved: Resolved) -> DiskNeed:
     left = None if planned is None else max(0, planned - done)
     fixed, per_iteration = _checkpoints(resolved, done > 0)
     fixed |= {"the judge's replies since a checkpoint": _replies_gb(resolved)}
-    per_iteration |= {"pictures": _pictures_gb(resolved), "episodes": _episodes_gb(resolved)}
+    trainings_gb, others_gb = _pictures_gb(resolved)
+    if num_kept := resolved.config.tracking.keep_images_of_last_n_iterations:
+        num_kept = num_kept if left is None else min(num_kept, left)
+        fixed |= {"pictures of the last iterations": num_kept * trainings_gb}
+        trainings_gb = 0.0
+    per_iteration |= {"pictures": trainings_gb + others_gb, "episodes": _episodes_gb(resolved)}
     return DiskNeed(fixed, per_iteration, left)
 
 
@@ -99,7 +104,8 @@ def disk_problems(resolved: Resolved) -> list[str]:
     return [
         f"base_exp_dir: the run writes up to {_shown(need)}, and {_shown(free)} are free at "
         f"{folder}; name a larger disk, or write less: checkpoint.keep='model', a larger "
-        "checkpoint.keep_every_n_iterations, a smaller tracking.images_per_iteration"
+        "checkpoint.keep_every_n_iterations, a smaller tracking.images_per_iteration, "
+        "tracking.keep_images_of_last_n_iterations"
     ]
 
 
@@ -122,8 +128,9 @@ def _checkpoints(resolved: Resolved, resumed: bool) -> tuple[dict[str, float], d
     return fixed, {f"{what} kept for ever ({_shown(kept)} every {every} iterations)": kept / every}
 
 
-def _pictures_gb(resolved: Resolved) -> float:
-    """Rendered ones with their groups' sources and targets, those of held-out runs, wandb's."""
+def _pictures_gb(resolved: Resolved) -> tuple[float, float]:
+    """Of an iteration: rendered ones with their groups' sources and targets; and those of held-out
+    runs and wandb's."""
     config, renderer = resolved.config, resolved.renderer
     told, _ = build.ask_plug(
         renderer, renderer.cls.picture_area_px, lambda area: type(area) is int, "px", config
@@ -131,22 +138,23 @@ def _pictures_gb(resolved: Resolved) -> float:
     area_px = told or UNKNOWN_AREA_PX
     provided = [plug.cls.provides(plug.config) for plug in resolved.train]
     beside = sum(any(name in names for names in provided) for name in ("source", "target"))
-    groups = config.prompts_per_iteration // config.world_size
+    groups = config.prompts_per_iteration
     most = min(config.tracking.images_per_iteration, groups * config.generations_per_prompt)
     if renderer.cls.makes_images:
         shown = -(-most // config.generations_per_prompt)
     else:
         shown, most = groups if most else 0, 0
-    on_a_rank = most + shown * beside
     every = config.tracking.log_episodes_every_n_iterations
-    pixels = on_a_rank * config.world_size * area_px / every if every else 0.0
+    trainings_px = (most + shown * beside) * area_px / every if every else 0.0
+    others_px = 0.0
     if every and config.tracking.wandb != "off":
-        pixels += most * (1 + beside) * min(area_px, WANDB_AREA_PX) / every
+        of_rank_0 = groups // config.world_size * config.generations_per_prompt
+        others_px += min(most, of_rank_0) * (1 + beside) * min(area_px, WANDB_AREA_PX) / every
     evaluation = config.evaluation
     if evaluation.every_n_iterations:
         arms = 1 + (config.bare_arm != "never") + beside
-        pixels += evaluation.num_samples * arms * area_px / evaluation.every_n_iterations
-    return pixels * PNG_BYTES / 1e9
+        others_px += evaluation.num_samples * arms * area_px / evaluation.every_n_iterations
+    return trainings_px * PNG_BYTES / 1e9, others_px * PNG_BYTES / 1e9
 
 
 def _episodes_gb(resolved: Resolved) -> float:

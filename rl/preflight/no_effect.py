@@ -110,6 +110,12 @@ def _rules(resolved: Resolved) -> Sequence[Rule]:
             "images_per_iteration",
             "log_episodes_every_n_iterations is 0",
         ),
+        (
+            not config.tracking.log_episodes_every_n_iterations,
+            "tracking",
+            "keep_images_of_last_n_iterations",
+            "log_episodes_every_n_iterations is 0",
+        ),
     ]
 
 

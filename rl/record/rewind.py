@@ -21,7 +21,7 @@ from pathlib import Path
 from rl.files.atomic import lines_of, row_of, write_atomically
 
 SET_ASIDE = "set_aside"
-_NAMES = {
+ENTRY_NAMES = {
     "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
     "images": re.compile(r"it_(\d{6,})"),
     "evaluation": re.compile(r"it_(\d{6,})"),
@@ -38,7 +38,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     past = [line for _, done, line in read if done is None or done > iteration]
     kept = [line for _, done, line in read if done is not None and done <= iteration]
     damaged = [number for number, done, _ in read if done is None]
-    entries = {name: _entries_after(run_dir / name, iteration) for name in _NAMES}
+    entries = {name: _entries_after(run_dir / name, iteration) for name in ENTRY_NAMES}
     if not past and not any(entries.values()):
         return []
     folder = _new_folder(run_dir / SET_ASIDE)
@@ -65,7 +65,9 @@ def iteration_of(line: bytes) -> int | None:
 def _entries_after(folder: Path, iteration: int) -> list[Path]:
     if not folder.is_dir():
         return []
-    matches = [(entry, _NAMES[folder.name].fullmatch(entry.name)) for entry in folder.iterdir()]
+    matches = [
+        (entry, ENTRY_NAMES[folder.name].fullmatch(entry.name)) for entry in folder.iterdir()
+    ]
     return sorted(entry for entry, match in matches if match and int(match[1]) > iteration)
 
 

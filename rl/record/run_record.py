@@ -9,15 +9,18 @@ What: `RunRecord` and the layout
                                              the group's source and reference edit
     <run>/set_aside/                         what is done again since (`rewind.py`)
 
-What not: wandb (`tracking.py`, a view of this), checkpoints. Iterations count from 1; iteration 0
-is what was measured before training. Not collective: each rank writes its own files.
+What not: wandb (`tracking.py`, a view of this), checkpoints, in which thread (`writer.py`).
+Iterations count from 1; iteration 0 is what was measured before training. Not collective: each rank
+writes its own files. Every file is whole or not there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +32,14 @@ from rl.files.atomic import append_line, json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
-from rl.record.rewind import rewind
+from rl.record.rewind import ENTRY_NAMES, rewind
 from rl.record.scrub import scrubbed
+from rl.record.writer import MAX_WAITING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source|target|m\d+)\.png")
 _LOGPROB_DIGITS = 6
 """Float32 log-probs carry no more, and the shortest float64 spelling is three times as long."""
 
@@ -49,7 +54,8 @@ class RunRecord:
         self._secret_names = (config.judge.api_key_env,)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"), self._secret_names)
         """The resolved config as it may be written anywhere."""
-        self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False)
+        # Of the process: the thread that writes asks whether it is held.
+        self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
         self._held: tuple[int, int] | None = None
         """Device and inode of the lock's file."""
 
@@ -134,7 +140,9 @@ class RunRecord:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
-        """This rank's episodes and, whole groups first, its first `images_per_iteration` pictures.
+        """This rank's episodes and, whole groups first, those of the run's first
+        `images_per_iteration` pictures that are its own; then forget pictures of iterations that
+        `keep_images_of_last_n_iterations` leaves out.
 
         Every rank calls it; does nothing on iterations that `log_episodes_every_n_iterations`
         leaves out.
@@ -144,7 +152,9 @@ class RunRecord:
         if every == 0 or iteration % every != 0:
             return
         lines: list[str] = []
-        images_left = self._tracking.images_per_iteration
+        num_here = sum(map(len, episodes_PG))
+        # Ranks have equally many: what the ones before this take is known without asking them.
+        images_left = self._tracking.images_per_iteration - self._dist.rank * num_here
         for p, (episodes_G, advantages_G) in enumerate(
             zip(episodes_PG, advantages_PG, strict=True)
         ):
@@ -163,18 +173,32 @@ class RunRecord:
                 row |= files | {"image_file": image}
                 lines.append(json_line(scrubbed(row, self._secret_names)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", encoding="utf-8", opener=private) as file:
-            file.writelines(lines)
+        write_atomically(path, "".join(lines), private)
+        if num_kept := self._tracking.keep_images_of_last_n_iterations:
+            self._forget_images(iteration - num_kept)
 
     def _write_image(self, image: Image | None, stem: str) -> str | None:
         """Path relative to the run folder, or None without a picture."""
         if image is None:
             return None
-        path = self.run_dir / f"{stem}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png_bytes(image))
+        write_atomically(self.run_dir / f"{stem}.png", png_bytes(image))
         return f"{stem}.png"
+
+    def _forget_images(self, last: int) -> None:
+        """Delete this rank's pictures up to that iteration, and rank 0 their folders too once no
+        rank can be at them any more. Only what bears exactly a name that a run gives."""
+        for folder in (self.run_dir / "images").glob("it_*"):
+            named = ENTRY_NAMES["images"].fullmatch(folder.name)
+            if named is None or int(named[1]) > last:
+                continue
+            with suppress(OSError):  # what cannot be deleted stays
+                for path in folder.iterdir():
+                    made = _PICTURE_NAME.fullmatch(path.name)
+                    # Those of ranks that are no more belong to somebody too.
+                    if made and int(made[1]) % self._dist.world_size == self._dist.rank:
+                        path.unlink()
+                if self._dist.is_main and int(named[1]) <= last - MAX_WAITING:
+                    folder.rmdir()
 
 
 def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rl.files.atomic import json_line, read_rows, write_atomically
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.scrub import scrub, scrubbed
+from rl.record.writer import BackgroundWriter
 
 KEY = "sk-0123456789abcdef"
 
@@ -86,25 +87,58 @@ def test_an_episode_can_be_traced_from_its_line(tmp_path):
     assert Image.open(tmp_path / scored["target_file"]).getpixel((0, 0)) == (255, 255, 0)
 
 
-def test_pictures_and_records_keep_to_their_limits(tmp_path):
-    tracking = {"log_episodes_every_n_iterations": 3, "images_per_iteration": 3}
-    record = record_in(tmp_path, Dist(rank=1, world_size=2), tracking=tracking)
-    groups = [[episode(), episode()], [episode(), episode()]]
-    advantages = [[0.0, 0.0], [0.0, 0.0]]
+def test_records_are_written_every_so_many_iterations(tmp_path):
+    record = record_in(tmp_path, tracking={"log_episodes_every_n_iterations": 3})
     for iteration in range(1, 5):
-        record.write_episodes(iteration, groups, advantages)
-    assert [path.name for path in (tmp_path / "episodes").iterdir()] == ["it_000003.rank1.jsonl"]
-    assert len(lines_of(tmp_path / "episodes" / "it_000003.rank1.jsonl")) == 4
-    images = sorted(path.name for path in (tmp_path / "images" / "it_000003").iterdir())
-    assert images == [
-        "rank1_g00_m0.png",
-        "rank1_g00_m1.png",
-        "rank1_g00_source.png",
-        "rank1_g00_target.png",
-        "rank1_g01_m0.png",
-        "rank1_g01_source.png",
-        "rank1_g01_target.png",
+        record.write_episodes(iteration, [[episode()]], [[0.0]])
+    assert [path.name for path in (tmp_path / "episodes").iterdir()] == ["it_000003.rank0.jsonl"]
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["it_000003"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_limit_of_pictures_is_the_runs_on_however_many_ranks(tmp_path, world_size):
+    groups = [[episode(group_id=f"{p}/{g}") for g in range(2)] for p in range(4)]
+    each = 4 // world_size
+    for rank in range(world_size):
+        dist = Dist(rank=rank, world_size=world_size)
+        record = record_in(tmp_path, dist, tracking={"images_per_iteration": 5})
+        mine = groups[rank * each : (rank + 1) * each]
+        record.write_episodes(1, mine, [[0.0, 0.0]] * each)
+    rows = [row for path in sorted((tmp_path / "episodes").iterdir()) for row in lines_of(path)]
+    pictured = [row["group_id"] for row in rows if row["image_file"]]
+    assert pictured == ["0/0", "0/1", "1/0", "1/1", "2/0"], "the run's first, whole groups first"
+    assert [row["source_file"] is not None for row in rows] == [True] * 6 + [False] * 2
+    assert len(list((tmp_path / "images").rglob("*_m?.png"))) == 5
+    assert len(list((tmp_path / "images").rglob("*_source.png"))) == 3
+
+
+def test_pictures_of_old_iterations_go_and_nothing_else_does(tmp_path):
+    """Each rank's own, those of ranks that are no more, and no name that a run does not give."""
+    ranks = [
+        record_in(tmp_path, Dist(rank, 2), tracking={"keep_images_of_last_n_iterations": 2})
+        for rank in range(2)
     ]
+    gone = record_in(tmp_path, Dist(2, 3), tracking={"images_per_iteration": 99})
+    gone.write_episodes(1, [[episode()]], [[0.0]])
+    others = ("images/it_000001/mine.png", "images/it_000001_best/rank0_g00_m0.png", "images/x")
+    for name in others:
+        write_atomically(tmp_path / name, name)
+    for iteration in range(1, 13):
+        for record in ranks:
+            record.write_episodes(iteration, [[episode()]], [[0.0]])
+    folders = sorted(path for path in (tmp_path / "images").iterdir() if path.is_dir())
+    pictures = {path.name: sorted(p.name for p in path.iterdir()) for path in folders}
+    assert pictures["it_000001"] == ["mine.png"]
+    assert pictures["it_000001_best"] == ["rank0_g00_m0.png"]
+    assert "it_000002" not in pictures, "empty, and long ago"
+    assert not any(pictures[f"it_{n:06d}"] for n in range(5, 11))
+    assert all(len(pictures[f"it_{n:06d}"]) == 6 for n in (11, 12))
+    assert all((tmp_path / name).read_text() == name for name in others)
+    assert len(list((tmp_path / "episodes").iterdir())) == 25
+    every = record_in(tmp_path / "every")
+    for iteration in range(1, 13):
+        every.write_episodes(iteration, [[episode()]], [[0.0]])
+    assert len(list((tmp_path / "every/images").glob("*/*_m0.png"))) == 12, "by default all stay"
 
 
 def test_metrics_are_strict_json_and_only_rank_0_writes(tmp_path):
@@ -323,6 +357,17 @@ def test_a_run_folder_that_vanishes_stops_the_run(tmp_path):
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     record.write_metrics(2, {"loss": 0.4})
     assert [row["iteration"] for row in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_the_thread_that_writes_sees_that_the_run_folder_vanished(tmp_path):
+    record = record_in(tmp_path / "run")
+    record.claim()
+    writer = BackgroundWriter(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    writer.put("metrics", lambda: record.write_metrics(1, {"loss": 0.4}))
+    with pytest.raises(ValueError, match="is gone: it was moved or deleted"):
+        writer.flush()
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_run_folder_belongs_to_one_run(tmp_path):
