@@ -65,15 +65,14 @@ def test_a_reply_that_finds_no_room_is_used_and_asked_again_later(disk: Path) ->
     assert (len(rows), damaged) == (2, [])
 
 
+def write_model(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"w" * 100)
+
+
 def point(iteration: int) -> ResumePoint:
-    return ResumePoint(
-        iteration,
-        {"master/w": torch.arange(4096.0)},
-        {},
-        [{"torch": torch.zeros(16)}],
-        lambda folder: (folder / "weights.bin").write_bytes(b"w" * 100),  # type: ignore[arg-type]
-        "# A model",
-    )
+    tensors = {"master/w": torch.arange(4096.0)}
+    rng = [{"torch": torch.zeros(16)}]
+    return ResumePoint(iteration, tensors, {}, rng, write_model, "# A model")
 
 
 def test_records_and_checkpoints_wait_for_room_and_are_whole(
