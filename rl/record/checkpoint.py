@@ -232,7 +232,9 @@ class Checkpoints:
             return None, problem
         note = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
         write_note = partial(when_there_is_room, note, self.folder, LAST_WRITTEN)
-        for tidy in (self._prune, self._sweep, write_note):  # what makes room comes first
+        # What makes room comes first.
+        rest: Sequence[Callable[[], None]] = (self._prune, self._sweep, write_note)
+        for tidy in rest:
             try:
                 tidy()
             except OSError as error:
