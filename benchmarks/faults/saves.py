@@ -70,8 +70,8 @@ class KillAt:
         os.write(self._note, f"{noted}\n".encode())
         if self._count == self._kill.at or noted == self._kill.name:
             self._armed = False
-            if self._written and self._kill.left != "whole":
-                path, size = self._written
+            path, size = self._written or (self._run_dir, 0)
+            if self._kill.left != "whole" and path.is_file():
                 grown = path.stat().st_size - size
                 os.truncate(path, size + (grown // 2 if self._kill.left == "half" else 0))
             os.kill(os.getpid(), signal.SIGKILL)
