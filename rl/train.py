@@ -61,7 +61,8 @@ def train(run: Run) -> None:
     try:
         metrics = run.sync_engine()
         if run.lacks_line:
-            measure(run, done, metrics)
+            # A line that a kill cost holds what its iteration measured, not how this start synced.
+            measure(run, done, Metrics() if done else metrics)
         while done < run.num_iterations:
             while run.may_sample(sampled, done):
                 pending_steps.append(roll_out(run, sampled))

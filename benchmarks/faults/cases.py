@@ -58,6 +58,8 @@ class Case:
     """Nothing is left to go on from: it is to be refused, for ever."""
     changes_record: bool = False
     """Lines of the record that were damaged or dropped stay so, if that is said."""
+    adds_to_record: bool = False
+    """What was wrong is kept in the episodes' replies; the weights are to be the same."""
     is_other_run: bool = False
     """It goes on without what is broken, which changes all that follows."""
 
@@ -200,7 +202,14 @@ _AT_START = ("500", "401", "404", "not JSON", "reset", "another model", "slower 
 def _judge() -> Iterator[Case]:
     for kind, fault in _JUDGE.items():
         answers = JudgeFault(fault, FIRST_OF_TRAINING + 4)
-        yield Case("judge", "once, in the second iteration", kind, judge=answers, save_every=3)
+        yield Case(
+            "judge",
+            "once, in the second iteration",
+            kind,
+            judge=answers,
+            save_every=3,
+            adds_to_record=True,
+        )
     for kind in _FOR_GOOD:
         for_good = JudgeFault(_JUDGE[kind], FIRST_OF_TRAINING + 4, times=0)
         place = "from the second iteration on"

@@ -39,6 +39,8 @@ class Kill:
     """Before which operation, from 1; 0: not at all."""
     left: str = "whole"
     """Of a file that the operation before it was writing: whole, half, or nothing."""
+    name: str = ""
+    """Before the first operation of that name and path, instead."""
 
 
 class KillAt:
@@ -64,11 +66,12 @@ class KillAt:
         if not self._armed:
             return
         self._count += 1
-        os.write(self._note, f"{operation.name} {operation.path}\n".encode())
-        if self._count == self._kill.at:
+        noted = f"{operation.name} {operation.path}"
+        os.write(self._note, f"{noted}\n".encode())
+        if self._count == self._kill.at or noted == self._kill.name:
             self._armed = False
-            if self._written and self._kill.left != "whole":
-                path, size = self._written
+            path, size = self._written or (self._run_dir, 0)
+            if self._kill.left != "whole" and path.is_file():
                 grown = path.stat().st_size - size
                 os.truncate(path, size + (grown // 2 if self._kill.left == "half" else 0))
             os.kill(os.getpid(), signal.SIGKILL)

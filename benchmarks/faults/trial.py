@@ -6,6 +6,7 @@ import shutil
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.faults import tiny_run
@@ -118,8 +119,9 @@ def bad_verdict(
 
 
 def _compared(case: Case, straight: Path, run_dir: Path, first: Ended) -> tuple[str, str]:
-    different = tiny_run.difference(straight, run_dir)
-    if different and case.changes_record and any(word in first.printed for word in _RECORD_SAID):
+    is_said = case.changes_record and any(word in first.printed for word in _RECORD_SAID)
+    different = tiny_run.difference(straight, run_dir, weights_only=case.adds_to_record)
+    if different and is_said:
         different = tiny_run.difference(straight, run_dir, weights_only=True)
     if not different:
         return "", ""
@@ -133,6 +135,8 @@ def _saved(run_dir: Path) -> int:
 
 
 def _last_line(printed: str) -> str:
+    """What a user would look for: the reason, or a warning, or else what was printed last."""
     lines = [line.strip() for line in printed.split("\n") if line.strip()]
-    told = [line for line in lines if "cannot go on" not in line and "rl.config.limits" not in line]
-    return told[-1][:300] if told else ""
+    reasons = [after for line, after in pairwise(lines) if line.startswith("this run cannot")]
+    told = [line for line in lines if line.startswith("WARNING") or "stopped after" in line]
+    return (reasons or told or lines or [""])[-1][:300]
