@@ -173,7 +173,7 @@ def test_a_kill_in_the_middle_of_a_save(harness: Harness) -> None:
     assert row.resumed == "from 2"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_kill_9_at_every_file_operation_of_a_save_costs_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -184,6 +184,6 @@ def test_kill_9_at_every_file_operation_of_a_save_costs_nothing(
     assert operations >= {"mkdir", "write", "fsync", "rename", "remove", "rmdir"}, printed
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_larger_sample_of_the_campaign(capsys: pytest.CaptureFixture[str]) -> None:
     assert campaign.main(["--sample", "40"]) == 0, capsys.readouterr().out
