@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rl import build
 from rl.config.imports import ROOT_VARIABLE
@@ -34,6 +34,9 @@ from rl.ranks import endings, heartbeat, loading, placement, rendezvous
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
 from rl.record import terminal
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
 
 SAME_SIZE = (0.97, 1.1)
 """A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
@@ -278,36 +281,10 @@ def _run_ranks(
     """The ranks' processes, started together, watched, and ended together; `nodes` hears why they
     failed. Raises torch's `SignalException` when they have ended because this process was asked to
     stop."""
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        SignalException,
-        api,
-        start_processes,
-    )
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    # It logs every signal that is sent to a rank; what matters of it is said once, by us.
-    api.logger.setLevel(logging.CRITICAL)
-    words = [] if args.config is None else [args.config, *args.overrides]
-    worker = ("-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script, *words)
     first = args.node_rank * num_ranks
-    environ = {
-        local_rank: {
-            **meeting,
-            "RANK": str(first + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(args.nnodes * num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-        }
-        for local_rank in range(num_ranks)
-    }
-    loading.stop()  # rank 0 goes on with such lines
-    ranks = start_processes(
-        "rank",
-        sys.executable,
-        args=dict.fromkeys(range(num_ranks), worker),
-        envs=environ,
-        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
-    )
+    ranks = _start_ranks(args, num_ranks, log_dir, notes, meeting)
     pids = {first + local_rank: pid for local_rank, pid in ranks.pids().items()}
     beats = {rank: notes / heartbeat.file_name(rank) for rank in pids}
     limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
@@ -333,6 +310,37 @@ def _run_ranks(
     if failures:
         return _told(endings.of_failure(failures, notes, log_dir), nodes)
     return endings.Ending(0, "it is done", by_machine=False)
+
+
+def _start_ranks(
+    args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
+) -> PContext:
+    """This node's processes, each with its place among all in its environment."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api, start_processes
+
+    # It logs every signal that is sent to a rank; what matters of it is said once, by us.
+    api.logger.setLevel(logging.CRITICAL)
+    words = [] if args.config is None else [args.config, *args.overrides]
+    worker = ("-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script, *words)
+    first = args.node_rank * num_ranks
+    environ = {
+        local_rank: {
+            **meeting,
+            "RANK": str(first + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(args.nnodes * num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+        }
+        for local_rank in range(num_ranks)
+    }
+    loading.stop()  # rank 0 goes on with such lines
+    return start_processes(
+        "rank",
+        sys.executable,
+        args=dict.fromkeys(range(num_ranks), worker),
+        envs=environ,
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
+    )
 
 
 def _told(ending: endings.Ending, nodes: NodeWatch | None) -> endings.Ending:

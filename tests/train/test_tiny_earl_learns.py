@@ -27,5 +27,5 @@ def test_reward_climbs_on_held_out_scenes(tmp_path: Path) -> None:
 
 def test_with_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
     rows = run("configs/tiny_earl_control.jsonnet", tmp_path)
-    assert climb(rows) < 0.08  # it may fall: at this learning rate, noise unlearns what there was
+    assert abs(climb(rows)) < 0.08
     assert rows[-1]["eval/reward"] < 0.45

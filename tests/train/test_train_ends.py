@@ -32,11 +32,6 @@ ENDS = [
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     config = tiny_loop.config_of(models, folder, **EVERY)

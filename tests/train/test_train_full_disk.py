@@ -27,18 +27,6 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight")
-    tiny_loop.run(tiny_loop.write_config(folder, tiny_loop.config_of(models, folder)))
-    return folder / "tiny"
-
-
 @pytest.mark.parametrize("is_told_to_stop", [False, True])
 def test_a_full_disk_costs_nothing(
     models: dict[str, str], straight: Path, tmp_path: Path, is_told_to_stop: bool

@@ -21,11 +21,6 @@ SCRIPT = tiny_loop.TESTS / "train_on_ranks.py"
 LIMIT_S = 90
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
 class Ended:
     """Of a run of two ranks, the last of which is troubled in its second iteration."""
 

@@ -10,11 +10,6 @@ import tiny_loop
 from tiny_loop import assert_same_run, metrics_of
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
 def stale_config(models: dict[str, str], folder: Path, **changes: Any) -> Path:
     config = tiny_loop.config_of(
         models, folder, max_staleness=1, checkpoint={"save_every_n_iterations": 2}, **changes

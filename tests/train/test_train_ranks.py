@@ -59,11 +59,6 @@ def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: An
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def plain(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launch(models, tmp_path_factory.mktemp("plain"), 2, backend="torch")
 

@@ -13,18 +13,6 @@ from tiny_loop import assert_same_run, episodes_of, metrics_of
 from rl.record.checkpoint import _seal
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight")
-    tiny_loop.run(tiny_loop.write_config(folder, tiny_loop.config_of(models, folder)))
-    return folder / "tiny"
-
-
 def test_a_run_leaves_its_record(straight: Path) -> None:
     rows = metrics_of(straight)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]

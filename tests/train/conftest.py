@@ -1,0 +1,22 @@
+"""What runs of the loop are made of: a module's own models, and the run that nothing disturbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_loop
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Random ones, by what they are for; see `tiny_loop.save_models`."""
+    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of `tiny_loop.config_of`."""
+    folder = tmp_path_factory.mktemp("straight")
+    tiny_loop.run(tiny_loop.write_config(folder, tiny_loop.config_of(models, folder)))
+    return folder / "tiny"
