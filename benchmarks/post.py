@@ -30,8 +30,8 @@ SAMPLING = "sampling"
 JUDGE_WAIT = "judge wait"
 REST = "rest"
 """The trainer's own bookkeeping, records, logs."""
-OTHER_THREADS = "judge client"
-"""CPU seconds of all threads but the main one: PNG, HTTP."""
+OTHER_THREADS = "other threads"
+"""CPU seconds of all but the main one: PNG, HTTP, records."""
 POLICY_PARTS = (POLICY, TOWER, TAIL)
 PARTS = (
     *POLICY_PARTS,
@@ -75,6 +75,8 @@ class Post:
         self._counter: FlopCount | None = None
         self._baseline_mb: float | None = None
         self._process_s = 0.0
+        self.flush: Callable[[], None] = lambda: None
+        """Waits for what the iteration has left to other threads, which is its own."""
         self.meter = Meter(flops_so_far=self._flops_so_far)
 
     def _flops_so_far(self) -> float:
@@ -93,6 +95,7 @@ class Post:
 
     def end(self) -> None:
         """Report what has passed since `begin`."""
+        self.flush()
         spent: dict[str, Spent] = {}
         for label, one in self.meter.read().items():
             part = self._names.get(label, REST)
