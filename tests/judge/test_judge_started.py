@@ -10,13 +10,12 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import tiny_loop
+from tiny_waits import wait_for
 
 from rl.config.schema import JudgeConfig
 from rl.judge.client import JudgeError, JudgeRefused
@@ -49,13 +48,6 @@ def refusal_of(config: JudgeConfig, log: Path) -> str:
 
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 def test_it_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import tiny_config
 from tiny_ranks import held_port
+from tiny_waits import wait_for
 
 from rl.ranks import endings, hang_watch
 from rl.simple_launch import main
@@ -56,14 +57,6 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         if process.poll() is None:
             process.terminate()
             process.wait(30)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """For less than what waits or works in vain would: two minutes."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
+from tiny_waits import wait_for
 from torch.distributed import TCPStore
 
 from rl.ranks import node_watch
@@ -37,13 +37,6 @@ def watch(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     yield start
     for started in watches:
         started.leave()
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_a_node_that_falls_silent_is_said_and_then_lost(watch: Watch, said: list[str]) -> None:

@@ -167,19 +167,56 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
     assert_same_run(straight, tmp_path / "tiny")
 
 
-@pytest.mark.slow
-def test_exact_resume_with_vllm_as_the_sampler(models: dict[str, str], tmp_path: Path) -> None:
-    for name in ("straight", "killed"):
-        config = tiny_loop.config_of(models, tmp_path / name, engine={"type": "vllm"})
-        config["policy"]["lora"]["dropout"] = 0.1  # no kept forwards: training draws masks
-        path = tiny_loop.write_config(tmp_path / name, config)
-        if name == "killed":
-            killed = tiny_loop.run_forked(
-                path, "rl.learner.train_step:TrainStep.step", "3", check=False
-            )
-            assert killed.returncode == -9, killed.stderr[-2000:]
-        tiny_loop.run(path)
-    assert_same_run(tmp_path / "straight" / "tiny", tmp_path / "killed" / "tiny")
+@pytest.fixture(scope="module")
+def straight_with_vllm(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight_with_vllm")
+    tiny_loop.run(with_vllm(models, folder))
+    return folder / "tiny"
+
+
+def with_vllm(models: dict[str, str], folder: Path) -> Path:
+    """A run's config; no forward is kept for training, which draws masks."""
+    config = tiny_loop.config_of(models, folder, engine={"type": "vllm"})
+    config["policy"]["lora"]["dropout"] = 0.1
+    return tiny_loop.write_config(folder, config)
+
+
+BORDERS = {
+    "prompts": ("rl.rollout.prompt_order:PromptOrder.shard", 3),
+    "generate": ("rl.engines.vllm.plug:VllmEngine.generate", 4),
+    "sleep": ("rl.engines.vllm.plug:VllmEngine.sleep", 4),
+    "plan": ("rl.learner.learner:Learner.begin", 3),
+    "condition": ("rl.run.run:Run.render", 3),
+    "judge_wait": ("rl.learner.train_step:TrainStep.prefetch_reference", 3),
+    "learn": ("rl.learner.train_step:TrainStep.accumulate", 5),
+    "step": ("rl.learner.train_step:TrainStep.step", 3),
+    "sync": ("rl.run.run:Run.sync_engine", 4),
+    "record": ("rl.run.run:Run.finish", 3),
+    "episodes": ("rl.run.run:Run.log_episodes", 3),
+    "checkpoint": ("rl.run.run:Run.save_if_due", 3),
+    "evaluate": ("rl.run.run:Run.evaluate_if_due", 4),
+    "log": ("rl.run.run:Run.log", 4),
+}
+"""Phase of the third iteration -> the call that begins it. The held-out run before training also
+samples, and the start syncs."""
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(p, marks=pytest.mark.slow if p == "step" else pytest.mark.campaign)
+        for p in BORDERS
+    ],
+)
+def test_killed_at_a_phase_border_beside_vllm_it_resumes_exactly(
+    models: dict[str, str], straight_with_vllm: Path, tmp_path: Path, phase: str
+) -> None:
+    path, (where, count) = with_vllm(models, tmp_path), BORDERS[phase]
+    killed = tiny_loop.run_forked(path, where, str(count), check=False)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    assert len(metrics_of(tmp_path / "tiny")) in (2, 3), "it was to end in its third iteration"
+    tiny_loop.run(path)
+    assert_same_run(straight_with_vllm, tmp_path / "tiny")
 
 
 def test_a_changed_config_is_refused_by_its_keys(
