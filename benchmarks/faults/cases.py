@@ -75,7 +75,7 @@ _CALLS = {
     "a prompt is built": ("rl.policies.qwen2_5_vl.plug:Qwen25VL.build_prompt", 6),
     "an episode is made": ("rl.rollout.stream:episode_of", 7),
     "the judge is asked": ("rl.judge.client:JudgeClient.ask", 7),
-    "a reply is journalled": ("rl.judge.journal:ReplyJournal.put", 6),
+    "a reply is journalled": ("rl.judge.journal:append", 6),
     "a step is planned": ("rl.learner.learner:Learner.begin", 3),
     "the reference is read": ("rl.learner.train_step:TrainStep.prefetch_reference", 2),
     "a backward": ("rl.learner.train_step:TrainStep.accumulate", 4),
@@ -93,7 +93,13 @@ _CALLS = {
     "an iteration is printed": ("rl.record.console:Console.iteration", 3),
     "the table of time": ("rl.record.console:Console.where_time_went", 1),
 }
-_TOLERATED = ("episodes are written", "a line of metrics is written")
+_OF_THE_RECORD = (
+    "episodes are recorded",
+    "episodes are written",
+    "a line of metrics is written",
+)
+_OF_A_REWARD = "the judge is asked"
+"""Whatever it raises costs the picture its reward, aloud."""
 _ERRORS = ("ENOSPC", "EIO", "MemoryError", "RuntimeError")
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL")
 _DEEDS = ("run folder deleted", "run folder moved", "no descriptors left", "the console is gone")
@@ -109,7 +115,9 @@ def _calls() -> Iterator[Case]:
                 EndAt(where, count, kind),
                 save_every=3,
                 is_bug=kind == "RuntimeError",
-                changes_record=place in _TOLERATED and kind in _ERRORS,
+                changes_record=place in _OF_THE_RECORD and kind in _ERRORS,
+                is_other_run=place == _OF_A_REWARD and kind in _ERRORS,
+                says="1 completions ungraded" if place == _OF_A_REWARD and kind in _ERRORS else "",
             )
     for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
         for deed in _DEEDS:
@@ -229,7 +237,7 @@ def _halve(path: Path) -> None:
 
 
 def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
+    data = bytearray(path.read_bytes() or b"\0")
     data[len(data) // 2] ^= 0x40
     path.write_bytes(data)
 
@@ -311,6 +319,8 @@ _OF_THE_RUN = (
     ".saving.lock",
     "logs/rank_0.log",
 )
+_PUT_ASIDE = ("last_checkpoint.txt", ".lock", ".saving.lock")
+"""The run goes on though a folder is in the place of one of these."""
 
 
 @dataclass(frozen=True)
@@ -333,13 +343,18 @@ def _damage() -> Iterator[Case]:
             yield Case("damage", f"newest checkpoint: {file}", kind, damage=damage, says=says)
         for file in _OF_THE_RUN:
             is_metrics = file == "metrics.jsonl"
+            if is_metrics and kind == "a bit flipped":
+                continue  # a line has no checksum: another digit is another number
+            is_in_the_way = kind == "a folder" and file not in _PUT_ASIDE
+            says = "a folder is where a file belongs" if is_in_the_way else ""
             yield Case(
                 "damage",
                 file,
                 kind,
                 damage=Damage((file,), kind),
-                says="metrics.jsonl" if is_metrics else "",
+                says="metrics.jsonl" if is_metrics else says,
                 changes_record=is_metrics,
+                is_final=is_in_the_way,
             )
         both = tuple(f"checkpoints/step_00000{n}/state.safetensors" for n in (1, 2))
         damage = Damage(both, kind)

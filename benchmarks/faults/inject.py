@@ -213,8 +213,13 @@ def _close_console(_: Path) -> None:
     os.dup2(writer, 2)
 
 
+def _delete(run_dir: Path) -> None:
+    while run_dir.exists():  # another thread writes meanwhile
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
 DEEDS: dict[str, Callable[[Path], object]] = {
-    "run folder deleted": shutil.rmtree,
+    "run folder deleted": _delete,
     "run folder moved": lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")),
     "no descriptors left": lambda _: _limit(resource.RLIMIT_NOFILE, 3),
     "the console is gone": _close_console,

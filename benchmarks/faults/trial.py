@@ -19,7 +19,7 @@ BAD = ("LOST", "SILENT", "HUNG", "UNCLEAR", "NOT TRIED")
 GOOD = ("survived", "stopped")
 _SAID = ("cannot go on", "cannot run", "will save and leave", "stopped after", "could not be")
 """One of them is in what a run says when it ends before its time."""
-_RECORD_SAID = ("could not be written", "metrics.jsonl")
+_RECORD_SAID = ("could not be written", "metrics.jsonl", "which nothing makes again")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
         again = None if is_done or case.is_final else tiny_run.start(folder)
     verdict, why = bad_verdict(case, first, again, saved, is_done)
     if not verdict and not case.is_final and not case.is_other_run:
-        verdict, why = _compared(case, harness.straight, run_dir, first)
+        verdict, why = _compared(case, harness.straight, run_dir, first, again)
     if not verdict:
         verdict, why = "survived" if is_done else "stopped", _last_line(first.printed)
     shutil.rmtree(folder)
@@ -118,8 +118,11 @@ def bad_verdict(
     return "", ""
 
 
-def _compared(case: Case, straight: Path, run_dir: Path, first: Ended) -> tuple[str, str]:
-    is_said = case.changes_record and any(word in first.printed for word in _RECORD_SAID)
+def _compared(
+    case: Case, straight: Path, run_dir: Path, first: Ended, again: Ended | None
+) -> tuple[str, str]:
+    printed = first.printed + (again.printed if again else "")
+    is_said = case.changes_record and any(words in printed for words in _RECORD_SAID)
     different = tiny_run.difference(straight, run_dir, weights_only=case.adds_to_record)
     if different and is_said:
         different = tiny_run.difference(straight, run_dir, weights_only=True)

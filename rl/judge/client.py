@@ -82,6 +82,8 @@ class _Asking:
     turn: Turn
     replies: list[str] = field(default_factory=list)
     """Unreadable ones, and the last."""
+    keys: list[str] = field(default_factory=list)
+    """Of these, in the journal."""
     num_sent: int = 0
     """Requests."""
     base: Base | None = None
@@ -155,6 +157,12 @@ class JudgeClient:
             self._open_journals.pop(0).close()
         self._open_journals.append(ReplyJournal(path))
         self._journal.set(self._open_journals[-1])
+
+    def forget_failed(self) -> None:
+        """Drop the replies to questions that none of them answered: once the judge is mended it is
+        asked them again, and all others' replies are used."""
+        for journal in self._open_journals:
+            journal.forget_failed()
 
     def take_stats(self) -> JudgeStats:
         """What happened since the last call; a request under way counts when it ends."""
@@ -291,6 +299,8 @@ class JudgeClient:
                 except UnreadableReplyError as error:
                     failure, cause, pause_s = f"unreadable: {error}", "unreadable", 0.0
             if num_tries >= self.config.max_attempts:
+                if (journal := self._journal.get()) is not None:
+                    journal.note_failed(asking.keys)
                 return None, f"{failure} ({num_tries} tries)"
             self._stats.retries[cause] += 1
             if not self._bases.has_other(asking.tried):
@@ -349,8 +359,10 @@ class JudgeClient:
             reply = journal.get(request.key)
             if reply is not None:
                 self._stats.reused += 1
-                return reply
-            return journal.put(request.key, await self._send(asking, request))
+            else:
+                reply = journal.put(request.key, await self._send(asking, request))
+        asking.keys.append(request.key)
+        return reply
 
     async def _send(self, asking: _Asking, request: Request) -> str:
         base, is_probe = await self._bases.admit(asking.tried)

@@ -1,14 +1,16 @@
 """Replies already paid for, on disk: a resumed iteration asks only for what it does not have, and
-is exact even under a judge that samples. Scrubbed of keys, and readable to this user alone. What a
-full disk does not take is asked again after a restart. No lock: one process per file."""
+is exact even under a judge that samples. Scrubbed of keys, and readable to this user alone. What
+the disk does not take counts all the same, and is asked again after a restart. No lock: one process
+per file."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
-from rl.files.atomic import FULL, append, lines_of, row_of
+from rl.files.atomic import append, lines_of, row_of
 from rl.files.private import private
 from rl.record.scrub import scrub
 
@@ -22,7 +24,9 @@ class ReplyJournal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
         self._path = path
-        self._num_lost = 0
+        self._has_failed = False
+        self._failed: set[str] = set()
+        """Keys of replies to questions that no reply answered."""
         self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
 
     def get(self, key: str) -> str | None:
@@ -32,18 +36,33 @@ class ReplyJournal:
         """On disk (past this process, not past a power cut) when this returns; returns the reply as
         it is kept, which is how a resumed run will read it."""
         kept = self._replies.setdefault(key, scrub(reply))
-        try:
-            append(self._file, (json.dumps({"key": key, "reply": kept}) + "\n").encode())
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            if not self._num_lost:
-                log.warning(
-                    "%s: %s; replies are not kept until there is room, and would be asked for "
-                    "again after a restart", self._path, error.strerror
-                )  # fmt: skip
-            self._num_lost += 1
+        self._write(key, kept)
         return kept
+
+    def note_failed(self, keys: Iterable[str]) -> None:
+        """The replies under them did not answer a question."""
+        self._failed.update(keys)
+
+    def forget_failed(self) -> None:
+        """Have what was noted so asked again, here and after a restart."""
+        while self._failed:
+            key = self._failed.pop()
+            if self._replies.pop(key, None) is not None:
+                self._write(key, None)
+
+    def _write(self, key: str, reply: str | None) -> None:
+        """`reply`: None takes back what the file has under that key."""
+        try:
+            append(self._file, (json.dumps({"key": key, "reply": reply}) + "\n").encode())
+        except Exception as error:  # whatever it is, the reply is there
+            if not self._has_failed:
+                self._has_failed = True
+                why = getattr(error, "strerror", None) or repr(error)
+                log.warning(
+                    "%s: %s; replies that are not kept would be asked for again after a restart",
+                    self._path,
+                    why,
+                )
 
     def close(self) -> None:
         self._file.close()
@@ -63,6 +82,8 @@ def _load(path: Path) -> dict[str, str]:
         match row_of(line):
             case {"key": str(key), "reply": str(reply)}:
                 replies.setdefault(key, reply)
+            case {"key": str(key), "reply": None}:
+                replies.pop(key, None)
             case _:
                 log.warning("%s line %d is no journal entry; it will be asked again", path, number)
     return replies

@@ -21,6 +21,7 @@ REMEDIES = {
     errno.EFBIG: "the file has reached the largest size allowed here; raise it (ulimit -f)",
     errno.EIO: "the disk fails; name a folder on another one (base_exp_dir)",
     errno.ESTALE: "the network disk has lost it; mount it again, and start the same command",
+    errno.EISDIR: "a folder is where a file belongs; move it away, and start the same command",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "allow this process more open files (ulimit -n)",
     errno.ENFILE: "allow this machine more open files (fs.file-max)",
@@ -59,7 +60,8 @@ def sentence(error: BaseException) -> str | None:
     own plug raises, are not.
     """
     if isinstance(error, OSError) and error.errno in REMEDIES:
-        where = f"{error.filename}: " if error.filename else ""
+        path = error.filename2 or error.filename  # of a renaming: where it goes
+        where = f"{path}: " if path else ""
         said = shown(f"{where}{error.strerror}", MAX_SHOWN)
         return f"this run cannot go on:\n  {said}; {REMEDIES[error.errno]}"
     if isinstance(error, MemoryError):

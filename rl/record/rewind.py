@@ -12,9 +12,11 @@ is moved that does not bear exactly a name that a run gives.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -40,8 +42,15 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     past = [line for _, done, line in read if done is None or done > iteration]
     kept = [line for _, done, line in read if done is not None and done <= iteration]
     damaged = [number for number, done, _ in read if done is None]
-    entries = {name: _entries_after(run_dir / name, iteration) for name in ENTRY_NAMES}
-    missing = _missing(kept, iteration, metrics)
+    entries = {
+        name: sorted(entry for entry, done in _entries(run_dir / name).items() if done > iteration)
+        for name in ENTRY_NAMES
+    }
+    # A last line that is missing is written again.
+    missing = _missing(f"{metrics} has no line", range(iteration), map(iteration_of, kept))
+    if _is_recorded(run_dir, iteration):
+        last, recorded = range(iteration, iteration + 1), _entries(run_dir / "episodes").values()
+        missing += _missing(f"{run_dir / 'episodes'} has none", last, recorded)
     if not past and not any(entries.values()):
         return missing
     folder = _new_folder(run_dir / SET_ASIDE)
@@ -59,13 +68,23 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     return _sentences(folder, iteration, counts, damaged) + missing
 
 
-def _missing(kept: list[bytes], iteration: int, metrics: Path) -> list[str]:
-    """What to tell of lines that are gone for good; the last is written again if it is missing."""
-    gone = sorted(set(range(iteration)) - {iteration_of(line) for line in kept})
+def _is_recorded(run_dir: Path, iteration: int) -> bool:
+    """Whether the run, as it was last started, writes the episodes of that iteration."""
+    try:
+        config = json.loads((run_dir / "config.json").read_bytes())
+        every = config["tracking"]["log_episodes_every_n_iterations"]
+        return iteration > 0 and iteration % every == 0
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
+        return False
+
+
+def _missing(what: str, wanted: range, found: Iterable[int | None]) -> list[str]:
+    """What to tell of iterations whose record is gone for good."""
+    gone = sorted(set(wanted).difference(found))
     if not gone:
         return []
     numbers = ", ".join(map(str, gone[:MAX_NUMBERS])) + ", ..." * (len(gone) > MAX_NUMBERS)
-    return [f"{metrics} has no line of iteration {numbers}, which nothing makes again"]
+    return [f"{what} of iteration {numbers}, which nothing makes again"]
 
 
 def iteration_of(line: bytes) -> int | None:
@@ -74,13 +93,12 @@ def iteration_of(line: bytes) -> int | None:
     return done if type(done) is int else None
 
 
-def _entries_after(folder: Path, iteration: int) -> list[Path]:
+def _entries(folder: Path) -> dict[Path, int]:
+    """What iterations have left in a folder of the run -> which."""
     if not folder.is_dir():
-        return []
-    matches = [
-        (entry, ENTRY_NAMES[folder.name].fullmatch(entry.name)) for entry in folder.iterdir()
-    ]
-    return sorted(entry for entry, match in matches if match and int(match[1]) > iteration)
+        return {}
+    matches = {entry: ENTRY_NAMES[folder.name].fullmatch(entry.name) for entry in folder.iterdir()}
+    return {entry: int(match[1]) for entry, match in matches.items() if match}
 
 
 def _new_folder(parent: Path) -> Path:

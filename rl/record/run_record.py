@@ -19,8 +19,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,19 @@ class RunRecord:
         """Let go of the run folder; the end of the process does it too."""
         self._lock.release()
 
-    def require_folder(self) -> None:
-        """Raise ValueError when the run folder was moved or deleted since it was claimed: what is
-        written would lie in a new one, and nobody would find it beside the rest (rank 0)."""
+    @contextmanager
+    def _while_there(self) -> Iterator[None]:
+        """Raise ValueError when the run folder was moved or deleted since it was claimed, or is
+        meanwhile: what is written would lie in a new one, and nobody would find it beside the rest
+        (rank 0)."""
+        self._require_folder()
+        try:
+            yield
+        except OSError:
+            self._require_folder()
+            raise
+
+    def _require_folder(self) -> None:
         if not self._lock.is_locked or not self._held:
             return
         try:
@@ -129,8 +139,9 @@ class RunRecord:
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
-        if self._dist.is_main:
-            self.require_folder()
+        if not self._dist.is_main:
+            return
+        with self._while_there():
             line = json_line({"iteration": iteration, **metrics})
             append_line(self.run_dir / "metrics.jsonl", line)
 
@@ -147,10 +158,20 @@ class RunRecord:
         Every rank calls it; does nothing on iterations that `log_episodes_every_n_iterations`
         leaves out.
         """
-        self.require_folder()
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
+        with self._while_there():
+            self._write_pictures_and_lines(iteration, episodes_PG, advantages_PG)
+            if num_kept := self._tracking.keep_images_of_last_n_iterations:
+                self._forget_images(iteration - num_kept)
+
+    def _write_pictures_and_lines(
+        self,
+        iteration: int,
+        episodes_PG: Sequence[Sequence[Episode]],
+        advantages_PG: Sequence[Sequence[float | None]],
+    ) -> None:
         lines: list[str] = []
         num_here = sum(map(len, episodes_PG))
         # Ranks have equally many: what the ones before this take is known without asking them.
@@ -174,8 +195,6 @@ class RunRecord:
                 lines.append(json_line(scrubbed(row, self._secret_names)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         write_atomically(path, "".join(lines), private)
-        if num_kept := self._tracking.keep_images_of_last_n_iterations:
-            self._forget_images(iteration - num_kept)
 
     def _write_image(self, image: Image | None, stem: str) -> str | None:
         """Path relative to the run folder, or None without a picture."""

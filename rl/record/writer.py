@@ -16,7 +16,7 @@ from types import TracebackType
 from rl.record.console import warn
 from rl.record.room import when_there_is_room
 
-MAX_WAITING = 8
+MAX_WAITING = 10
 """Jobs, beside the one under way: two iterations' or more. They hold pictures and weights in host
 memory, so whoever brings more waits."""
 
@@ -38,8 +38,9 @@ class BackgroundWriter:
         """Have `write` called after all that was put before; what it reads must not change any
         more. Waits while too much is waiting. Returns what is done when it was called.
 
-        Raises what an earlier one raised, once; this one is put all the same, and so is what
-        follows. On a full disk `write` is called again, from its beginning.
+        Raises what an earlier one raised, once, and what was said when it happened; this one is put
+        all the same, and so is what follows. On a full disk `write` is called again, from its
+        beginning.
         """
         if not self._places.acquire(blocking=False):
             if not self._has_waited:
@@ -72,13 +73,11 @@ class BackgroundWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """Complete what was put, and end. Raises what could not be written, unless something else
-        ends the run already, which is what the user is told: then it is one line."""
+        ends the run already: then that is what the user is told."""
         self.drain()
         self._thread.shutdown()
         if error is None:
             self._raise()
-        for unsaid in self._errors:
-            warn(f"something could not be written: {unsaid}")
 
     def _raise(self) -> None:
         if self._errors:
@@ -88,6 +87,7 @@ class BackgroundWriter:
         try:
             when_there_is_room(write, self._folder, what)
         except Exception as error:
+            warn(f"{what} could not be written: {str(error) or repr(error)}")
             self._errors.append(error)
         finally:
             self._places.release()

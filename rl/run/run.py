@@ -40,6 +40,7 @@ from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
 from rl.run.episode_metrics import (
+    TooManyFailuresError,
     check_failure_rate,
     check_rewards,
     failure_causes,
@@ -190,7 +191,12 @@ class Run:
         rollout = pending.rollout.finished()
         check_rewards(rollout.reward_errors, self.dist)
         self.lost_pictures.add(rollout.pictures, self.dist)
-        check_failure_rate(self.config, rollout.episodes, self.dist)
+        try:
+            check_failure_rate(self.config, rollout.episodes, self.dist)
+        except TooManyFailuresError:
+            if self.judge is not None:
+                self.judge.forget_failed()
+            raise
         self._say_what_is_ungraded(rollout.episodes)
         yield from advantages.rest()
 
@@ -290,11 +296,11 @@ class Run:
             if self.dist.is_main:
                 warn(sentence)
 
-        def write() -> None:
-            self.record.write_metrics(done, reduced)
-            self.tracker.log(done, reduced)
-
+        # Apart: what is put may be called again, and a line is there once.
+        write = partial(self.record.write_metrics, done, reduced)
         self.writer.put(f"the metrics of iteration {done}", write)
+        show = partial(self.tracker.log, done, reduced)
+        self.writer.put(f"the metrics of iteration {done} for wandb", show)
         self.console.iteration(done, self.num_iterations, reduced)
 
     def log_episodes(self, done: int, groups_P: Sequence[GradedGroup]) -> None:

@@ -132,6 +132,26 @@ def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None
     assert [a.value for a in first] != [first[0].value] * 4, "the judge did sample"
 
 
+def test_a_judge_that_was_mended_is_asked_again_what_no_reply_answered(tmp_path: Path) -> None:
+    path = tmp_path / "replies.jsonl"
+    good, bad = pair_question("good"), pair_question("bad")
+    with FaultyJudge([Fault()], after=Fault(reply="a fine picture")) as judge:
+        broken = JudgeClient(quick_config(), judge.api_base, path)
+        values = [answer.value for answer in _run(_without_closing(broken, [good, bad]))]
+        assert values == [(8.0, 6.5), None]
+        judge.after = Fault()
+        killed = JudgeClient(quick_config(), judge.api_base, path)
+        replayed = _run(_without_closing(killed, [good, bad]))
+        assert [answer.value for answer in replayed] == values, "a kill changes nothing"
+        assert [answer.attempts for answer in replayed] == [0, 0]
+        killed.forget_failed()
+        for asked_anew in (1, 0):
+            resumed = JudgeClient(quick_config(), judge.api_base, path)
+            answers = _run(_ask_all(resumed, [good, bad]))
+            assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2
+            assert [answer.attempts for answer in answers] == [0, asked_anew]
+
+
 def test_what_is_no_entry_of_the_journal_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "replies.jsonl"
     for line in ("[" * 100_000, "9" * 5000, '"text"', '{"key": 1, "reply": 2}', "[]", "\xff", "{}"):

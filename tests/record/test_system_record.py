@@ -248,7 +248,7 @@ def test_a_damaged_line_of_the_metrics_costs_no_other(tmp_path, damage):
         assert record.rewind(3) == [], "once"
 
 
-def test_lines_that_are_gone_are_told(tmp_path):
+def test_records_that_are_gone_are_told(tmp_path):
     record = write_some(tmp_path, 20)
     path = tmp_path / "metrics.jsonl"
     assert record.rewind(19) == []
@@ -258,7 +258,16 @@ def test_lines_that_are_gone_are_told(tmp_path):
     assert record.rewind(19) == [f"{path} has no line of iteration 1, 5, {words}"]
     path.unlink()
     numbers = ", ".join(map(str, range(10)))
-    assert record.rewind(19) == [f"{path} has no line of iteration {numbers}, ..., {words}"]
+    of_lines = f"{path} has no line of iteration {numbers}, ..., {words}"
+    assert record.rewind(19) == [of_lines]
+    (tmp_path / "episodes/it_000019.rank0.jsonl").unlink()
+    (tmp_path / "config.json").unlink()
+    assert record.rewind(19) == [of_lines], "nobody knows whether there was one"
+    for every, told in ((1, True), (2, False), (0, False)):
+        config = {"tracking": {"log_episodes_every_n_iterations": every}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        of_episodes = f"{tmp_path / 'episodes'} has none of iteration 19, {words}"
+        assert record.rewind(19) == [of_lines, *[of_episodes] * told]
 
 
 def test_a_line_after_half_a_line_is_whole(tmp_path):
@@ -370,6 +379,19 @@ def test_a_run_folder_that_vanishes_stops_the_run(tmp_path):
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     record.write_metrics(2, {"loss": 0.4})
     assert [row["iteration"] for row in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_one_that_vanishes_while_it_is_written_to_is_told_as_well(tmp_path, monkeypatch):
+    record = record_in(tmp_path / "run")
+    record.claim()
+
+    def vanish(path, *_):
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr("rl.record.run_record.write_atomically", vanish)
+    with pytest.raises(ValueError, match="is gone: it was moved or deleted"):
+        record.write_episodes(2, [[episode()]], [[1.0]])
 
 
 def test_the_thread_that_writes_sees_that_the_run_folder_vanished(tmp_path):

@@ -111,7 +111,7 @@ def test_what_ends_the_run_is_what_the_user_is_told(
         leaving.set()
         raise KeyError("bug")
     assert (tmp_path / "a").read_text() == "b\n", "all is written on the way out"
-    assert "something could not be written: [Errno 5]" in capsys.readouterr().err
+    assert "first could not be written: [Errno 5]" in capsys.readouterr().err
     with pytest.raises(OSError, match="Input/output"), BackgroundWriter(tmp_path) as writer:
         writer.put("the last of a run that ends well", fail)
 

@@ -389,7 +389,7 @@ def run_of(context: RolloutContext) -> Run:
     run = Run.__new__(Run)
     run.said = set()
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
-    run.policy = context.policy
+    run.policy, run.judge = context.policy, None
     return run
 
 
