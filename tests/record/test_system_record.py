@@ -19,7 +19,7 @@ from rl.files.atomic import json_line, read_rows, write_atomically
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.scrub import scrub, scrubbed
-from rl.record.writer import BackgroundWriter
+from rl.record.writer import MAX_WAITING, BackgroundWriter
 
 KEY = "sk-0123456789abcdef"
 
@@ -123,7 +123,8 @@ def test_pictures_of_old_iterations_go_and_nothing_else_does(tmp_path):
     others = ("images/it_000001/mine.png", "images/it_000001_best/rank0_g00_m0.png", "images/x")
     for name in others:
         write_atomically(tmp_path / name, name)
-    for iteration in range(1, 13):
+    last = MAX_WAITING + 4
+    for iteration in range(1, last + 1):
         for record in ranks:
             record.write_episodes(iteration, [[episode()]], [[0.0]])
     folders = sorted(path for path in (tmp_path / "images").iterdir() if path.is_dir())
@@ -131,10 +132,10 @@ def test_pictures_of_old_iterations_go_and_nothing_else_does(tmp_path):
     assert pictures["it_000001"] == ["mine.png"]
     assert pictures["it_000001_best"] == ["rank0_g00_m0.png"]
     assert "it_000002" not in pictures, "empty, and long ago"
-    assert not any(pictures[f"it_{n:06d}"] for n in range(5, 11))
-    assert all(len(pictures[f"it_{n:06d}"]) == 6 for n in (11, 12))
+    assert not any(pictures[f"it_{n:06d}"] for n in range(5, last - 1))
+    assert all(len(pictures[f"it_{n:06d}"]) == 6 for n in (last - 1, last))
     assert all((tmp_path / name).read_text() == name for name in others)
-    assert len(list((tmp_path / "episodes").iterdir())) == 25
+    assert len(list((tmp_path / "episodes").iterdir())) == 2 * last + 1
     every = record_in(tmp_path / "every")
     for iteration in range(1, 13):
         every.write_episodes(iteration, [[episode()]], [[0.0]])
