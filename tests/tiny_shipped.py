@@ -28,3 +28,10 @@ def climb(rows: list[dict[str, Any]]) -> float:
     two answers are about equally likely, a random step flips all scenes of a kind at once."""
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     return fmean(rewards[-10:]) - fmean(rewards[:10])
+
+
+def most_dead_groups(rows: list[dict[str, Any]]) -> float:
+    """Share of groups that failed as a whole in the worst ten iterations in a row: 0.20 the most of
+    48 seeds that learnt, up to 0.38 where a wording was lost for good."""
+    dead = [row["groups/dead"] for row in rows if "groups/dead" in row]
+    return max(fmean(dead[start : start + 10]) for start in range(len(dead) - 9))

@@ -1,6 +1,7 @@
 """The quickstart learns, and its control does not: the shipped configs, weights, vLLM and judge.
 
-Bounds are loose: three seeds' figures stand in the README, a test must not fail by a seed.
+Bounds are looser than the worst of the seeds in benchmarks/results/seeds.md: a test must not fail
+by a seed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_shipped import climb, run
+from tiny_shipped import climb, most_dead_groups, run
 
 
 @pytest.mark.slow
@@ -17,10 +18,11 @@ def test_quickstart_climbs_on_held_out_scenes(tmp_path: Path) -> None:
     first, last = rows[0], rows[-1]
     assert last["iteration"] == 40
     assert climb(rows) > 0.4
-    assert first["eval/reward"] < 0.4 and last["eval/reward"] > 0.75
+    assert first["eval/reward"] < 0.4 and last["eval/reward"] > 0.9
     # The renderer understands the right words before training and after it.
-    assert first["eval_reference/reward"] > 0.85 and last["eval_reference/reward"] > 0.85
+    assert first["eval_reference/reward"] > 0.95 and last["eval_reference/reward"] > 0.95
     assert last["eval/reference_match"] > 0.75
+    assert most_dead_groups(rows) < 0.25
     assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
 
 
