@@ -10,7 +10,7 @@ source .venv/bin/activate
 
 selection=(-m "not slow")
 if [[ ${1:-} == --all ]]; then
-    selection=()
+    selection=(--durations 40)
     shift
 fi
 ruff check .
