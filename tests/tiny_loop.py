@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.inject import end_at
+from benchmarks.faults.inject import end_at, end_at_phase
 from rl.files.atomic import read_rows
 
 TESTS = Path(__file__).parent
@@ -100,7 +100,8 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def run(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """The loop in a fresh process; `arguments` = of `end_at`, or none."""
+    """The loop in a fresh process; `arguments` = of `end_at`, or 'phase' and those of
+    `end_at_phase`, or none."""
     command = [sys.executable, str(Path(__file__)), str(path), *arguments]
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{TESTS}"}
     ended = subprocess.run(
@@ -123,7 +124,9 @@ def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.Co
 
 
 def _train(path: str, *end: str) -> None:
-    if end:
+    if end[:1] == ("phase",):
+        end_at_phase(end[1], int(end[2]))
+    elif end:
         end_at(end[0], int(end[1]), *end[2:])
     from rl.train import main
 

@@ -1,9 +1,9 @@
 """Faults put into a process: an error or a signal at a call, or at an operation on a file.
 
-What: `end_at` (the n-th call of a function), `at_files` (operations on files, as Python's audit
-events tell of them; what native code writes is announced by hand), and what arms a process with
-them. What not: what is expected of the run (`cases.py`), damage to files of a run that is not
-running.
+What: `end_at` (the n-th call of a function), `end_at_phase`, `at_files` (operations on files, as
+Python's audit events tell of them; what native code writes is announced by hand), and what arms a
+process with them. What not: what is expected of the run (`cases.py`), damage to files of a run that
+is not running.
 """
 
 from __future__ import annotations
@@ -53,6 +53,22 @@ def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
             strike(how)
 
     at_calls(where, before)
+
+
+def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
+    """`strike` where the first phase of that name begins after so many finished iterations."""
+    done = 0
+
+    def note(_: object, iteration: int, *__: object) -> None:
+        nonlocal done
+        done = iteration
+
+    def before(_: object, phase: str) -> None:
+        if phase == name and done >= finished:
+            strike(how)
+
+    at_calls("rl.run.last_finished:LastFinished.note", note)
+    at_calls("rl.record.console:PhaseTimer.phase", before)
 
 
 def at_calls(where: str, before: Callable[..., None]) -> None:
