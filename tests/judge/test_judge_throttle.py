@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,14 +24,15 @@ async def ask_all(client: JudgeClient, num: int) -> list[Answer[Any]]:
 
 
 def asked(
-    judge: FaultyJudge, num: int, then: Callable[[], None] = lambda: None, **config: Any
+    judge: FaultyJudge, num: int, then: Fault | None = None, num_before: int = 1, **config: Any
 ) -> tuple[list[Answer[Any]], JudgeClient]:
-    """`then`: done after half a second."""
+    """`then`: what the judge answers after its first `num_before` requests; None: as it did."""
 
     async def run() -> list[Answer[Any]]:
         asking = asyncio.ensure_future(ask_all(client, num))
-        await asyncio.sleep(0.5)
-        then()
+        while then is not None and len(judge.requests) < num_before:
+            await asyncio.sleep(0.02)
+        judge.after = then or judge.after
         answers = await asking
         await client.aclose()
         return answers
@@ -44,14 +44,12 @@ def asked(
 def test_too_many_requests_cost_no_try(caplog: pytest.LogCaptureFixture) -> None:
     """The quota comes back: every question that was refused meanwhile is graded."""
     with FaultyJudge(after=FULL) as judge:
-        answers, client = asked(
-            judge, 6, lambda: setattr(judge, "after", Fault()), max_attempts=2, max_outage_s=20.0
-        )
+        answers, client = asked(judge, 6, Fault(), 20, max_attempts=2, max_outage_s=20.0)
     assert all(answer.value == (8.0, 6.5) for answer in answers)
     assert max(answer.attempts for answer in answers) > 2
     taken = client.take_stats()
     assert taken.throttled == taken.retries["http_429"] > 6 and taken.breaker_openings == 0
-    assert caplog.text == "", "half a second is not worth a line"
+    assert caplog.text == "", "a moment is not worth a line"
 
 
 def test_without_end_it_is_said_and_ends_at_the_limit_for_all(
@@ -63,7 +61,7 @@ def test_without_end_it_is_said_and_ends_at_the_limit_for_all(
     with FaultyJudge(after=FULL) as judge:
         answers, _ = asked(judge, 12, max_concurrency=4, max_outage_s=1.2)
         said = [record.getMessage() for record in caplog.records]
-        again, _ = asked(judge, 1, lambda: setattr(judge, "after", Fault()), max_outage_s=9.0)
+        again, _ = asked(judge, 1, Fault(), max_outage_s=9.0)
     assert time.monotonic() - started_s < 12
     for answer in answers:
         assert answer.value is None
