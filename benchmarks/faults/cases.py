@@ -203,7 +203,18 @@ _JUDGE = {
     "a header of 100 kB": page(_WORDS, "X: " + "x" * 100_000),
     "20 MB": page(b"x" * 20_000_000),
 }
-_FOR_GOOD = ("500", "429", "401", "words without a number", "reset", "not JSON")
+_FOR_GOOD = (
+    "500",
+    "429",
+    "401",
+    "words without a number",
+    "a number out of range",
+    "NaN",
+    "empty words",
+    "random bytes",
+    "reset",
+    "not JSON",
+)
 _AT_START = ("500", "401", "404", "not JSON", "reset", "another model", "slower than timeout_s")
 
 
