@@ -296,7 +296,7 @@ def test_default_and_slow_tests(copy):
         "python -m pytest -n auto --dist worksteal -m not slow -k a or b",
     ]
     everything = run(copy, "scripts/test.sh", "--all", "-x", **settings).stdout.splitlines()
-    parallel = "python -m pytest -n auto --dist worksteal"
+    parallel = "python -m pytest -n auto --dist worksteal --durations 40"
     assert everything[-1] == f"{parallel} -x"
     assert run(copy, ".ci/run", **settings).stdout.splitlines()[-1] == parallel
 
