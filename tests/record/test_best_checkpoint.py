@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_system_checkpoint import checkpoints_in, names_in, save
+from tiny_checkpoints import checkpoints_in, names_in, save
 
 from rl.record.best import BEST, Best, read_best
 from rl.record.checkpoint import Checkpoints, checkpoint_of
