@@ -11,11 +11,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.status import Status
@@ -78,15 +79,56 @@ class Console:
         self.enabled = enabled
         """Whether anything is printed."""
         self._live = enabled and self._rich.is_terminal
+        self._status: Status | None = None
+        """The live line of the phase under way."""
+        self._own_line: Live | None = None
+        """The live line of what is counted outside of any phase."""
         self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
 
     def say(self, text: str) -> None:
         """One plain line."""
         self._rich.print(plain(text), markup=False)
 
-    def status(self, text: str) -> Status | None:
-        """A live line on a terminal, else None."""
-        return self._rich.status(text) if self._live else None
+    @contextmanager
+    def status(self, text: str) -> Iterator[Status | None]:
+        """A live line on a terminal while the block runs, else None."""
+        if not self._live:
+            yield None
+            return
+        with self._rich.status(text) as self._status:
+            guard()  # rich has put streams of its own in the place of the guarded ones
+            try:
+                yield self._status
+            finally:
+                self._status = None
+
+    def live(self, text: str) -> bool:
+        """Put `text` on the line that is drawn anew, '' what else belongs there; False where there
+        is no terminal."""
+        if not self._live:
+            return False
+        if self._status is not None:
+            words = ": ".join(filter(None, (heartbeat.phase_names(), text)))
+            self._status.update(escape(plain(words)))
+        elif text:
+            if self._own_line is None:
+                # Rows that a program reads stay where they go.
+                redirect = beneath(sys.stdout).isatty()
+                self._own_line = Live(
+                    console=self._rich,
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=redirect,
+                )
+                self._own_line.start()
+                guard()
+            self._own_line.update(
+                Text(plain(text), no_wrap=True, overflow="ellipsis"), refresh=True
+            )
+        elif self._own_line is not None:
+            self._own_line.stop()
+            self._own_line = None
+        return True
 
     def phase(self, name: str, seconds: float, note: str) -> None:
         """The line of a finished phase."""
@@ -269,13 +311,10 @@ class PhaseTimer:
     @contextmanager
     def _live_line(self, name: str) -> Iterator[Status | None]:
         """The outermost phase's, which ends with it; None where there is no terminal."""
-        if self._under_way:
-            yield self._under_way[0].status
+        if self._under_way or self._console is None:
+            yield self._under_way[0].status if self._under_way else None
             return
-        status = self._console.status(name) if self._console else None
-        with status or nullcontext():
-            if status is not None:
-                guard()  # rich has put streams of its own in the place of the guarded ones
+        with self._console.status(name) as status:
             yield status
 
     def _settle(self) -> None:
