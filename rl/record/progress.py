@@ -2,8 +2,9 @@
 
 What: `counted`, around whatever does one thing after another; `shown_on`, by which a run says where
 that goes. On a terminal it is a line that is drawn anew, in a log a line after 10 s, 20 s, 40 s and
-so on, while a run loads a part of its loading lines; what takes a few seconds says nothing. What
-not: seconds per phase (`console.py`).
+so on, while a run loads a part of its loading lines; what takes a few seconds says nothing. What an
+iteration does again begins to be told later each time: a log of thousands has lines where something
+takes longer than it did. What not: seconds per phase (`console.py`).
 
 A step is a comparison with the clock: there is no thread, and nothing is drawn between steps.
 """
@@ -29,6 +30,8 @@ FIRST_LINE_S = 10.0
 """In a log; each further line after twice as long as the one before."""
 MAX_BETWEEN_LINES_S = 600.0
 _console: Console | None = None
+_first_line_s: dict[tuple[str, str], float] = {}
+"""(phase, what) -> when the next of that kind has its first line; FIRST_LINE_S where not here."""
 
 
 @contextmanager
@@ -53,7 +56,8 @@ class Progress:
         self.done = self._done_before = done
         self._began_s = time.monotonic()
         self._look_s = self._began_s + SILENT_S
-        self._line_s = FIRST_LINE_S
+        self._kind = heartbeat.phase_names(), what
+        self._first_line_s = self._line_s = _first_line_s.get(self._kind, FIRST_LINE_S)
         self._has_line = self._is_live = False
         self._console: Console | None = None
 
@@ -90,21 +94,20 @@ class Progress:
             while self._line_s <= now_s - self._began_s:
                 self._line_s += min(self._line_s, MAX_BETWEEN_LINES_S)
             self._has_line = True
-            self._say(str(self))
-
-    def _say(self, text: str) -> None:
-        assert self._console is not None
-        phase = heartbeat.phase_names()
-        self._console.say(f"  {phase}: {text}" if phase else text)
+            phase = self._kind[0]
+            self._console.say(f"  {phase}: {self}" if phase else str(self))
 
     def end(self) -> None:
-        """Nothing of it stays on a live line; who heard that it began hears how it ended."""
+        """Nothing of it stays on a live line; who heard that it began hears how it ended, of a
+        phase by the phase's own line."""
         loading.note("")
         if self._is_live and self._console is not None:
             self._console.live("")
         if self._has_line and self._console is not None:
-            took = duration(time.monotonic() - self._began_s)
-            self._say(f"{self.done} of {self.total} {self.what} after {took}")
+            _first_line_s[self._kind] = min(2 * self._first_line_s, MAX_BETWEEN_LINES_S)
+            if not self._kind[0]:
+                took = duration(time.monotonic() - self._began_s)
+                self._console.say(f"{self.done} of {self.total} {self.what} after {took}")
 
 
 @contextmanager

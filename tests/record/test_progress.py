@@ -28,6 +28,7 @@ from rl.rollout.waiting import Waiting
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """clock[0] is the time, in s."""
     now = [100.0]
+    monkeypatch.setattr(progress, "_first_line_s", {})
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
@@ -103,9 +104,21 @@ def test_its_line_names_the_phase_also_of_a_timer_that_is_mute(clock, log) -> No
     timer = PhaseTimer()
     with timer.phase("evaluate"), timer.silent().phase("render"):
         count(12, 1.0, clock)
-    first, last = log.getvalue().rstrip("\n").split("\n")
-    assert first == "  evaluate / render: 10 of 12 pictures, 1.0/s, 2.0 s left"
-    assert last == "  evaluate / render: 12 of 12 pictures after 12.0 s"
+    assert log.getvalue() == "  evaluate / render: 10 of 12 pictures, 1.0/s, 2.0 s left\n"
+
+
+def test_what_every_iteration_does_again_is_told_later_each_time(clock, log) -> None:
+    said = []
+    for _ in range(6):
+        with PhaseTimer().phase("render"):
+            count(90, 1.0, clock)
+        said.append(log.getvalue().count("\n"))
+        log.truncate(0)
+        log.seek(0)
+    assert said == [4, 3, 2, 1, 0, 0]
+    with PhaseTimer().phase("render"):
+        count(90, 9.0, clock)  # slower than ever
+    assert log.getvalue().split("\n")[0].startswith("  render: 18 of 90 pictures")
 
 
 def test_other_ranks_are_mute(clock, capsys) -> None:

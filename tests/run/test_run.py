@@ -128,7 +128,8 @@ def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_pat
     seen: list[Any] = []
     write = lambda done, episodes_PG, advantages_PG: seen.extend(episodes_PG[0])  # noqa: E731
     run.record = SimpleNamespace(write_episodes=write)
-    run.tracker = MagicMock()
+    run.tracker = run.console = MagicMock()
+    run.config = run_config()
     run.writer = BackgroundWriter(tmp_path)
     run.log_episodes(1, [GradedGroup(0, [kept], [1.0], [])])
     run.writer.flush()
