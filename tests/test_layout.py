@@ -46,7 +46,7 @@ FLOORS = [
     {"build"},
     {"enhance", "preflight"},
     {"run"},
-    {"train"},
+    {"report", "train"},
     {"commands", "simple_launch"},
     {"__main__", "test_distributed_env"},
 ]
