@@ -263,5 +263,7 @@
     images_per_iteration: 16,
     // Training's pictures of older iterations are deleted, their records stay; 0 = all stay.
     keep_images_of_last_n_iterations: 0,
+    // Refresh <run>/report/index.html at held-out runs and at the end, by a process of its own.
+    page: true,
   },
 }

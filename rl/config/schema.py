@@ -286,6 +286,8 @@ class TrackingConfig(Section):
     """Pictures written per logged iteration, over all ranks."""
     keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Training's pictures of older iterations are deleted, their records stay; 0 = all stay."""
+    page: bool = True
+    """Refresh <run>/report/index.html at held-out runs and at the end, by a process of its own."""
 
 
 class DataConfig(Section):

@@ -18,6 +18,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ class _Folder:
         self.num_written = 0
         self.kept: set[str] = set()
         self.made: dict[str, dict[str, Any]] = {}
-        self._before: Mapping[str, Any] = {}
+        self._before: dict[str, Any] = {}
         try:
             before = json.loads((folder / "made_of.json").read_bytes())
             if before["format"] == FORMAT and isinstance(before["pages"], dict):
@@ -107,10 +109,17 @@ class _Folder:
         self.kept.add(file)
         return file
 
+    def remember(self, pages: Mapping[str, Any]) -> None:
+        whole = json.dumps({"format": FORMAT, "pages": pages})
+        write_atomically(self.path / "made_of.json", whole)
+
+    def note(self) -> None:
+        """What is made so far is not made again, should this be the end."""
+        self.remember({**self._before, **self.made})
+
     def close(self) -> None:
         """Remember, and remove the pages of what is no more."""
-        whole = json.dumps({"format": FORMAT, "pages": self.made})
-        write_atomically(self.path / "made_of.json", whole)
+        self.remember(self.made)
         for path in self.path.iterdir():
             if _OURS.fullmatch(path.name) and path.name not in self.kept:
                 path.unlink()
@@ -122,24 +131,19 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
     config = read_config(run_dir)
     pieces = Pieces(config)
     readings = _num_readings(config)
-    found_by: dict[int, dict[str, Any]] = {}
-    for iteration, files in episode_files(run_dir).items():
-        name = f"it_{iteration:06d}"
-        images = run_dir / "images" / name
-
-        def make(
-            name: str = name, it: int = iteration, of: Sequence[Path] = files
-        ) -> dict[str, Any]:
-            row, remembered = _iteration(pages, name, it, of, run_dir, pieces, readings)
-            found_by.setdefault(it // CHUNK, {})[str(it)] = row
-            return remembered
-
-        pages.page(name, _stamp([*files, images]), make)
-        remembered = pages.made[name]
-        made.iterations.append((iteration, remembered["groups"]))
-        _note_damage(made, f"episodes/{name}", remembered)
-    for chunk in made.chunks:
-        _chunk(pages, chunk, found_by.get(chunk, {}), {it for it, _ in made.iterations})
+    for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
+        found_by: dict[str, Any] = {}
+        there = []
+        for iteration, files in in_chunk:
+            there.append(iteration)
+            name = f"it_{iteration:06d}"
+            make = partial(_iteration, pages, found_by, iteration, files, run_dir, pieces, readings)
+            pages.page(name, _stamp([*files, run_dir / "images" / name]), make)
+            made.iterations.append((iteration, pages.made[name]["groups"]))
+            _note_damage(made, f"episodes/{name}", pages.made[name])
+        _chunk(pages, chunk, found_by, there)
+        if found_by:
+            pages.note()
     made.evaluations = _evaluations(pages, made, run_dir, "")
     if other is not None:
         made.other_evaluations = _evaluations(pages, made, other, "other_")
@@ -171,14 +175,14 @@ def _note_damage(made: Made, file: str, remembered: Mapping[str, Any]) -> None:
 
 def _iteration(
     pages: _Folder,
-    name: str,
+    found_by: dict[str, Any],
     iteration: int,
     files: Sequence[Path],
     run_dir: Path,
     pieces: Pieces,
     readings: Mapping[str, int],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Writes its pages; returns what its groups are found by, and what to remember."""
+) -> dict[str, Any]:
+    """Writes its pages; returns what to remember, and adds to `found_by` what its groups are."""
     read = [read_rows(path) for path in files]
     rows: list[Record] = [row for rows_here, _ in read for row in rows_here]
     names, groups = part_names(rows), groups_of(rows)
@@ -187,18 +191,13 @@ def _iteration(
         return [literal(group_row(group, names, run_dir, pieces, limits)) for group in groups]
 
     head = {"it": iteration, "parts": names}
-    written = _write(pages, name, head, encoded)
+    written = _write(pages, f"it_{iteration:06d}", head, encoded)
     found = [finding_row(g, group, names, readings) for g, group in enumerate(groups)]
     damaged = sum(len(numbers) for _, numbers in read)
-    return (
-        {"parts": names, "rows": found},
-        # With the page that it is found by goes what stands in it.
-        {
-            "files": [*written, f"{_found_in(iteration // CHUNK)}.js"],
-            "groups": len(groups),
-            "damaged": damaged,
-        },
-    )
+    found_by[str(iteration)] = {"parts": names, "rows": found}
+    # With the page that it is found by goes what stands in it.
+    files_of_it = [*written, f"{_found_in(iteration // CHUNK)}.js"]
+    return {"files": files_of_it, "groups": len(groups), "damaged": damaged}
 
 
 def _found_in(chunk: int) -> str:
@@ -237,7 +236,7 @@ def _write(
     return files
 
 
-def _chunk(pages: _Folder, chunk: int, new: Mapping[str, Any], there: set[int]) -> None:
+def _chunk(pages: _Folder, chunk: int, new: Mapping[str, Any], there: Sequence[int]) -> None:
     """What the groups of some iterations are found by: the new ones beside those of before."""
     name = _found_in(chunk)
     path = pages.path / f"{name}.js"

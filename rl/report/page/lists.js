@@ -76,6 +76,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
   };
 
   const common = (categories, statuses, parts) => [
+    {name: "q", label: "Search", type: "search", placeholder: "words, id"},
     {name: "cat", label: "Category", options: choices("all", categories)},
     {name: "st", label: "Status", options: choices("all", statuses)},
     {name: "min", label: "Reward from", type: "number"},
@@ -83,7 +84,6 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
     {name: "part", label: "Part", options: choices("none", parts)},
     {name: "pmin", label: "Part from", type: "number"},
     {name: "pmax", label: "Part to", type: "number"},
-    {name: "q", label: "Search", type: "search", placeholder: "words, id"},
   ];
 
   page.sets = (state) => {
@@ -93,7 +93,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
   };
 
   page.heldOut = async (state) => {
-    const section = document.getElementById("held-out");
+    const section = document.getElementById("at-held-out");
     const count = section.querySelector(".count");
     const cards = section.querySelector(".cards");
     if (!page.facts.sets.length) {
@@ -189,7 +189,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
   };
 
   page.training = async (state) => {
-    const section = document.getElementById("training");
+    const section = document.getElementById("at-training");
     const count = section.querySelector(".count");
     const all = await allGroups(count);
     const again = () => page.training(page.route());

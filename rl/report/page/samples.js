@@ -3,8 +3,9 @@
 {
   const {el, words, num} = page;
   const MOST_ACROSS = 12;
+  const OPEN_TOKENS = 120;
 
-  const place = () => document.getElementById("sample");
+  const place = () => document.getElementById("at-sample");
 
   const crumbs = (back, steps) => {
     const at = page.order.indexOf(location.hash);
@@ -56,7 +57,7 @@
       return span;
     });
     const ids = typeof one.tok[0] === "number";
-    return el("details", {}, el("summary", {},
+    return el("details", {open: one.tok.length <= OPEN_TOKENS}, el("summary", {},
       `${one.tok.length}${one.cut ? ` of ${one.tok.length + one.cut}` : ""} tokens by log-prob` +
       (ids ? ", as ids: the tokenizer is not on this machine" : "")),
       el("p", {class: "tokens"}, spans),
@@ -64,7 +65,7 @@
   };
 
   const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
-    el("h3", {}, page.reward(one), el("span", {}, "advantage ", page.signed(one.adv, 2)),
+    el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
     one.img ? page.figure(page.at("../", one.img), group.say, `picture ${at + 1}`) : null,
     page.words(one.text || "(no words)", "p"),
@@ -103,6 +104,8 @@
         group.src ? page.figure(page.at("../", group.src), `${group.say} (source)`, "source") : null,
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
       shortened(data.cut),
+      group.src || group.goal || group.of.some((one) => one.img) ? null
+        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration says how many are kept)."),
       el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)))].filter(Boolean));
   };
 

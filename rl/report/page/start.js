@@ -15,7 +15,7 @@
     if (state.it !== undefined) [id, draw] = ["sample", page.group];
     if (state.eval !== undefined) [id, draw] = ["sample", page.heldOutSample];
     page.near = [];
-    for (const section of sections) section.hidden = section.id !== id;
+    for (const section of sections) section.hidden = section.id !== `at-${id}`;
     for (const link of document.querySelectorAll("nav a")) {
       const here = state.it !== undefined ? "training" : state.eval !== undefined ? "held-out" : id;
       if (link.hash === `#${here}`) link.setAttribute("aria-current", "page");
