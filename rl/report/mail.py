@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from rl.report.script import call, literal, value_of
 MAX_BYTES = 5_000_000
 _TABLES = 0.4
 """Of the room: what data pages may take, so that pictures have the rest."""
+_AROUND = 30
+"""Bytes of what stands around a page, or a picture."""
 _SIDE_PX = 160
 _QUALITY = 70
 
@@ -38,27 +41,28 @@ class _Mail:
         self.pictures: dict[str, str] = {}
         self.num_left_out = 0
 
-    def add(self, pages: Mapping[str, Any], least: int) -> bool:
-        """Whether all of these pages are in; they are when `least` bytes are left beside them."""
+    def add(self, pages: Mapping[str, Any], most: int) -> int | None:
+        """The bytes of these pages, which are in now; None, and they are not, where it were more
+        than `most`."""
         scripts = [call(name, value) for name, value in pages.items()]
-        size = sum(len(script.encode()) + 30 for script in scripts)
-        if size > self.room - least:
-            return False
+        size = sum(len(script.encode()) + _AROUND for script in scripts)
+        if size > most:
+            return None
         self.room -= size
         self.pages += scripts
-        return True
+        return size
 
-    def draw(self, wanted: Iterator[str]) -> None:
+    def draw(self, wanted: Iterable[str]) -> None:
         """The thumbnails of these pictures, as far as there is room; `wanted` as the page names
         them, from its own folder."""
         for source in wanted:
             if source in self.pictures:
                 continue
             inside = thumbnail(self.folder / source)
-            if inside is None or len(inside) + len(source) + 10 > self.room:
+            if inside is None or len(inside) + len(source) + _AROUND > self.room:
                 self.num_left_out += 1
                 continue
-            self.room -= len(inside) + len(source) + 10
+            self.room -= len(inside) + len(source) + _AROUND
             self.pictures[source] = inside
 
 
@@ -67,23 +71,23 @@ def write_single_file(run_dir: Path, made: Made, other: Path | None = None) -> s
     folder = run_dir / "report"
     smallest = len(rendered(run_dir, made, other, [Markup()], "x" * 400).encode())
     mail = _Mail(folder, MAX_BYTES - smallest - 20_000)
-    ends = [*made.evaluations[:1], *made.evaluations[1:][-1:]]
-    for iteration, num_files in ends:
-        name = f"eval_{iteration:06d}"
-        pages = _pages(folder, name, num_files)
-        if mail.add(pages, 0):
-            mail.draw(_held_out_pictures(pages, iteration))
     tables = int(mail.room * _TABLES)
+    wanted: list[Iterator[str]] = []
+    for iteration, num_files in [*made.evaluations[:1], *made.evaluations[1:][-1:]]:
+        pages = _pages(folder, f"eval_{iteration:06d}", num_files)
+        if (size := mail.add(pages, tables)) is not None:
+            tables -= size
+            wanted.append(_held_out_pictures(pages, iteration))
     shown = []
     for iteration, _ in reversed(made.iterations):
-        name = f"it_{iteration:06d}"
-        found = _iteration(folder, name, iteration)
-        if not mail.add(found, mail.room - tables):
+        found = _iteration(folder, iteration)
+        if (size := mail.add(found, tables)) is None:
             break
-        tables -= sum(len(call(*page).encode()) for page in found.items())
+        tables -= size
         shown.append(iteration)
-        mail.draw(_training_pictures(found[name]))
+        wanted += [_training_pictures(page) for page in found.values()]
     _regroup(mail, folder, shown)
+    mail.draw(chain.from_iterable(wanted))
     note = (
         "One file, for a mail: it holds the first and the last of "
         f"{len(made.evaluations)} held-out evaluations, {len(shown)} of {len(made.iterations)} "
@@ -108,7 +112,8 @@ def _pages(folder: Path, name: str, num_files: int) -> dict[str, Any]:
     return {name: value_of((folder / "data" / f"{name}.js").read_text("utf-8")) for name in names}
 
 
-def _iteration(folder: Path, name: str, iteration: int) -> dict[str, Any]:
+def _iteration(folder: Path, iteration: int) -> dict[str, Any]:
+    name = f"it_{iteration:06d}"
     first = _pages(folder, name, 1)
     return _pages(folder, name, len(first[name]["starts"]))
 
@@ -118,7 +123,7 @@ def _regroup(mail: _Mail, folder: Path, shown: list[int]) -> None:
     for chunk in sorted({iteration // CHUNK for iteration in shown}):
         name = f"find_{chunk:06d}"
         rows = _pages(folder, name, 1)[name]
-        mail.add({name: {it: row for it, row in rows.items() if int(it) in shown}}, 0)
+        mail.add({name: {it: row for it, row in rows.items() if int(it) in shown}}, mail.room)
 
 
 def _held_out_pictures(pages: Mapping[str, Any], iteration: int) -> Iterator[str]:

@@ -13,7 +13,6 @@ from PIL import Image
 
 from rl.commands import report
 from rl.files.atomic import read_rows
-from rl.report.curves import smooth
 from rl.report.reading import read_named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +134,3 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"{tmp_path} has no metrics.jsonl: no run has been there\n"
-
-
-def test_smoothing_looks_back_only():
-    assert smooth([0, 10, 20, 30, 40, 50]) == [0, 5, 10, 15, 20, 30]
