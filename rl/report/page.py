@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
@@ -59,14 +60,7 @@ def rendered(
     told = dict(made.damaged)
     if damaged:
         told["metrics.jsonl"] = len(damaged)
-    environment = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("index.html.j2").render(
+    return _template().render(
         name=str(config.get("run_name") or run_dir.resolve().name),
         other=None if other is None else other.resolve().name,
         note=note,
@@ -83,6 +77,18 @@ def rendered(
         facts=Markup(literal(_facts(run_dir, made, other, bool(inside)))),  # nosec B704
         inside=inside,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("index.html.j2")
 
 
 def _source(name: str) -> Markup:

@@ -123,7 +123,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
         ["", "as in the data"], ["gain", "biggest gain first"], ["loss", "biggest loss first"],
         ["high", "highest reward first"], ["low", "lowest reward first"]]},
       ...common(new Set(pairs.map((p) => p.after.cat).filter(Boolean)),
-        new Set(pairs.map((p) => p.after.st)), b?.parts ?? []),
+        new Set(pairs.flatMap((p) => [p.after.st, p.old?.st].filter(Boolean))), b?.parts ?? []),
     ], state, again);
     if (!a || !b) return;
     const asked = (state.q ?? "").toLowerCase();
