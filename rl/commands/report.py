@@ -7,7 +7,6 @@ Draws `<run>/report/reward_curve.png` and `before_after.png`, and writes the pag
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from rl.report.mail import write_single_file
 from rl.report.page import write_page
 from rl.report.reading import find_run, read_evaluations, read_named
 from rl.report.summary import summary
-
-_NICENESS = 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write report/report.html too, for a mail: at most 5 MB, thumbnails inside",
     )
     parser.add_argument(
-        "--page-only", action="store_true", help="write the page alone, and let others go first"
+        "--page-only", action="store_true", help="write the page alone: no summary, no PNGs"
     )
     args = parser.parse_intermixed_args(argv)
     try:
@@ -43,13 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         other = None if args.against is None else find_run(args.against)
         if not args.page_only:
             tell(run_dir)
-        else:
-            os.nice(_NICENESS)
         page, made = write_page(run_dir, other)
         print(f"  page: {page} ({made.num_written} of its data pages are new)")
         if args.single_file:
             print(f"  {write_single_file(run_dir, made, other)}")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

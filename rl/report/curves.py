@@ -12,6 +12,8 @@ from statistics import fmean
 from rl.report.reading import Record, number
 
 SMOOTHING_ITERATIONS = 5
+SMOOTHED_FROM = 50
+"""Points: a main line that has more is smoothed, and stands before itself as it is."""
 MAX_POINTS = 300
 """Of a line on the page; more are averaged in equal spans."""
 Points = list[tuple[float, float]]
@@ -25,7 +27,7 @@ class Line:
     metric: str
     label: str
     style: str = "main"
-    """'main', 'second', 'dash', 'dot' or 'dashdot'."""
+    """'main', 'dash', 'dot' or 'dashdot'."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ CURVES = (
         1.0,
     ),
     Curve("Gain over the untrained system", (Line("eval/gain_over_stock", "held-out prompts"),)),
-    Curve("KL to the start", (Line("kl/reference_k3", "k3"),)),
+    Curve(
+        "KL to the start",
+        (Line("kl/reference_k1", "k1", "dash"), Line("kl/reference_k3", "k3")),
+    ),
     Curve("Entropy", (Line("policy/entropy", "per token"),)),
     Curve(
         "Completion length",
@@ -109,3 +114,14 @@ def thinned(found: Points) -> tuple[Points, int]:
     spans = [found[start : start + every] for start in range(0, len(found) - 1, every)]
     means = [(fmean(x for x, _ in span), fmean(y for _, y in span)) for span in spans]
     return [*means, found[-1]], every
+
+
+def how_drawn(lines: Sequence[tuple[Line, Points]]) -> str:
+    """What was averaged in the page's picture of them; '' for nothing."""
+    said = []
+    if any(line.style == "main" and len(found) > SMOOTHED_FROM for line, found in lines):
+        said.append(f"strong: mean of the last {SMOOTHING_ITERATIONS} points, faint: each")
+    every = max(thinned(found)[1] for _, found in lines)
+    if every > 1:
+        said.append(f"a point is the mean of {every} iterations")
+    return "; ".join(said)

@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
 from rl.report.alarms import alarms
-from rl.report.curves import CURVES, points
+from rl.report.curves import CURVES, how_drawn, points
 from rl.report.pages import CHUNK, Made, refresh
 from rl.report.reading import (
     Evaluation,
@@ -170,7 +170,8 @@ def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
                 | {"first": found[0][1], "last": found[-1][1]}
                 | {"unit": row.unit if row else "", "meaning": row.meaning if row else ""}
             )
-        shown.append({"title": curve.title, "svg": drawn(curve, there), "legend": legend})
+        picture = {"title": curve.title, "svg": drawn(curve, there), "note": how_drawn(there)}
+        shown.append(picture | {"legend": legend})
     return shown
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-from rl.report.curves import Curve, Line, Points, smooth, thinned
+from rl.report.curves import SMOOTHED_FROM, Curve, Line, Points, smooth, thinned
 
 WIDTH, HEIGHT = 440, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 8, 20
@@ -46,7 +46,7 @@ def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
         place = at(x, low)[0]
         parts.append(f'<text class="tick {anchor}" x="{place}" y="{HEIGHT - 4}">{x:g}</text>')
     for line, found in lines:
-        if len(found) > 2 * _MAX_DOTS and line.style == "main":
+        if len(found) > SMOOTHED_FROM and line.style == "main":
             parts.append(_path(found, "faint", at))
             found = [(x, y) for (x, _), y in zip(found, smooth([y for _, y in found]), strict=True)]
         parts.append(_path(found, line.style, at))
@@ -74,4 +74,4 @@ def ticks_of(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
     start, stop = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(step * number, 12) for number in range(start, stop + 1)]
+    return [float(f"{step * number:.6g}") for number in range(start, stop + 1)]

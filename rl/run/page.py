@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl.files.private import private
 from rl.record.console import warn
 
-MAX_WAIT_S = 20.0
+MAX_WAIT_S = 40.0
 """At the end of a run, for the last page."""
+_YIELDING = ("nice", "-n", "15")
+"""While the run trains."""
 
 
 class Page:
@@ -33,9 +35,12 @@ class Page:
 
     def refresh(self) -> None:
         """Have the page made of what is on disk; nothing while an earlier one is still made."""
-        if not self._wanted or self._is_running():
-            return
-        command = [sys.executable, "-m", "rl.commands.report", str(self._run_dir), "--page-only"]
+        if self._wanted and not self._is_running():
+            self._start(_YIELDING)
+
+    def _start(self, before: Sequence[str] = ()) -> None:
+        program = [sys.executable, "-m", "rl.commands.report"]
+        command = [*before, *program, str(self._run_dir), "--page-only"]
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb", opener=private) as log:
@@ -53,25 +58,29 @@ class Page:
     def close(self, failed: bool = False) -> None:
         """The last page, waited for; of a run that failed only what is under way. Leaves no
         process."""
-        self._wait()
-        if not failed:
-            self.refresh()
+        if failed:
+            self._wait()
+        elif self._wanted:
+            # What yields to others may wait for long; what it has made is not made again.
+            self._end()
+            self._start()
             self._wait()
 
     def _wait(self) -> None:
-        process = self._process
-        if process is None:
+        if self._process is None:
             return
         try:
-            process.wait(MAX_WAIT_S)
+            self._process.wait(MAX_WAIT_S)
+            self._is_running()
         except subprocess.TimeoutExpired:
             self._warn(f"it takes longer than {MAX_WAIT_S:g} s")
-            with suppress(OSError):
-                process.kill()
-            process.wait()
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_running() and self._process is not None:
+            self._process.kill()
+            self._process.wait()
             self._process = None
-            return
-        self._is_running()
 
     def _is_running(self) -> bool:
         """Whether one is made now; the end of one that failed is said."""

@@ -21,7 +21,7 @@ from tiny_report import EVIL, write_run
 from rl.commands import report
 from rl.files.atomic import json_line
 from rl.report import mail
-from rl.report.curves import CURVES, MAX_POINTS, smooth, thinned
+from rl.report.curves import CURVES, MAX_POINTS, how_drawn, smooth, thinned
 from rl.report.page import times, write_page
 from rl.report.script import value_of
 from rl.report.summary import interval
@@ -212,12 +212,17 @@ def test_every_curve_has_a_meaning_and_few_points() -> None:
     assert len(thin) <= MAX_POINTS and every == 4 and thin[-1] == found[-1]
     assert thin[0] == (1.5, 3.0)
     assert thinned(found[:300]) == (found[:300], 1)
+    line = CURVES[0].lines[0]
+    assert how_drawn([(line, found)]) == (
+        "strong: mean of the last 5 points, faint: each; a point is the mean of 4 iterations"
+    )
+    assert how_drawn([(line, found[:50])]) == ""
 
 
 def test_ticks_are_round_and_hold_what_is_drawn() -> None:
     assert ticks_of(0.0, 1.0) == [0, 0.5, 1]
     assert ticks_of(-0.03, 0.52) == [-0.2, 0, 0.2, 0.4, 0.6]
-    assert ticks_of(0, 1e-9)[-1] >= 1e-9
+    assert ticks_of(0, 1e-13) == [0, 5e-14, 1e-13]
 
 
 def test_smoothing_looks_back_only() -> None:
