@@ -266,5 +266,7 @@
     // One group on the console, to be read: the instruction, the best, the worst and one completion
     // between, their parts, the judge's words; 0 = never.
     show_group_every_n_iterations: 10,
+    // Refresh <run>/report/index.html at held-out runs and at the end, by a process of its own.
+    page: true,
   },
 }

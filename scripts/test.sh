@@ -1,20 +1,35 @@
 #!/usr/bin/env bash
 # Install, lint, check types, look for unsafe calls and for keys, test on all cores. `--all` adds the
-# slow tests; other arguments go to pytest, -n 0 (no worker processes) among them:
+# slow tests, `--with-chromium` a browser for those that look at a page in one (Debian's, by apt);
+# other arguments go to pytest, -n 0 (no worker processes) among them:
 #   ./scripts/test.sh -k sampler
 #   ./scripts/test.sh -k sampler -n 0 --pdb
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+selection=(-m "not slow")
+with_chromium=false
+while [[ ${1:-} == --all || ${1:-} == --with-chromium ]]; do
+    if [[ $1 == --all ]]; then selection=(--durations 40); else with_chromium=true; fi
+    shift
+done
+if $with_chromium && ! command -v chromium >/dev/null; then
+    if ! command -v apt-get >/dev/null; then
+        echo "--with-chromium installs Debian's chromium by apt-get, which is not here: install a" \
+            "chromium that is found as 'chromium', and start again." >&2
+        exit 1
+    fi
+    root=()
+    [[ $(id -u) == 0 ]] || root=(sudo)
+    "${root[@]}" apt-get update
+    # The second: what shows Chinese, Japanese and Korean words.
+    "${root[@]}" apt-get install -y --no-install-recommends chromium fonts-noto-cjk
+fi
 scripts/_install.sh requirements-test.lock
 source .venv/bin/activate
 # The tests start hundreds of processes: what they import is compiled once, not by each of them.
 unset PYTHONDONTWRITEBYTECODE
 
-selection=(-m "not slow")
-if [[ ${1:-} == --all ]]; then
-    selection=(--durations 40)
-    shift
-fi
 ruff check .
 ruff format --check .
 mypy

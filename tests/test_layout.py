@@ -46,7 +46,7 @@ FLOORS = [
     {"build"},
     {"preflight"},
     {"run"},
-    {"edit"},
+    {"edit", "report"},
     {"enhance", "train"},
     {"commands", "simple_launch"},
     {"__main__", "test_distributed_env"},

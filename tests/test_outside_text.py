@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rl.api.data import RowRules
-from rl.commands import report
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.data import edit_jsonl
@@ -28,6 +27,7 @@ from rl.record import checkpoint
 from rl.record.scrub import scrub
 from rl.record.terminal import plain
 from rl.record.untrusted import shown
+from rl.report.reading import read_named
 
 few = settings(
     max_examples=30,
@@ -198,6 +198,6 @@ def test_lines_of_metrics_are_rows_or_named(lines: list[bytes]) -> None:
         assert rows[-1]["iteration"] == 7
         num_lines = path.read_bytes().count(b"\n")
         assert num_lines not in damaged and all(1 <= n < num_lines for n in damaged)
-        readable = [row for row in report.read_named(path, "iteration") if "iteration" in row]
+        readable = [row for row in read_named(path, "iteration") if "iteration" in row]
         assert readable[-1]["reward/mean"] == 0.5
         assert all(row_of(json_line(row).encode()) is not None for row in rows)

@@ -89,6 +89,7 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
         },
         "evaluation": {"every_n_iterations": 4, "num_samples": 3},
         "checkpoint": {"save_every_n_iterations": 1},
+        "tracking": {"page": False},
     }
     return {**config, **changes}
 

@@ -19,6 +19,7 @@ def run(config: str, base_exp_dir: Path, *overrides: str) -> list[dict[str, Any]
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     [metrics] = base_exp_dir.glob("*/metrics.jsonl")
+    assert (metrics.parent / "report" / "index.html").is_file(), "every run writes its page"
     return rows_of(metrics)
 
 

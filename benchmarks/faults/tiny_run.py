@@ -93,6 +93,7 @@ def config_of(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> d
         "sampling": {"max_completion_tokens": 6},
         "optimizer": {"backend": "torch", "learning_rate": 1e-2},
         "checkpoint": {"save_every_n_iterations": 1},
+        "tracking": {"page": False},
     }
     return {**config, **changes}
 

@@ -289,6 +289,8 @@ class TrackingConfig(Section):
     show_group_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 10
     """One group on the console, to be read: the instruction, the best, the worst and one completion
     between, their parts, the judge's words; 0 = never."""
+    page: bool = True
+    """Refresh <run>/report/index.html at held-out runs and at the end, by a process of its own."""
 
 
 class DataConfig(Section):

@@ -52,6 +52,7 @@ from rl.run.last_finished import LastFinished, save_before_leaving
 from rl.run.lost_pictures import LostPictures
 from rl.run.metric_table import check_known
 from rl.run.no_learning import NoLearning
+from rl.run.page import Page
 from rl.run.plug_metrics import PlugMetrics
 from rl.run.rank_times import rank_times
 from rl.run.watch import DeadGroups, HeldOutContents
@@ -86,6 +87,7 @@ class Run:
     checkpoints: Checkpoints
     writer: BackgroundWriter
     """Through which all that is written of an iteration goes, in order."""
+    page: Page
     judge: JudgeClient | None
     context: RolloutContext
     policy: Policy
@@ -309,6 +311,8 @@ class Run:
         self.writer.put(f"the metrics of iteration {done}", write)
         show = partial(self.tracker.log, done, reduced)
         self.writer.put(f"the metrics of iteration {done} for wandb", show)
+        if self.dist.is_main and self._evaluation_due(done):
+            self.writer.put(f"the page after iteration {done}", self.page.refresh)
         self.console.iteration(done, self.num_iterations, reduced)
         self.group_panel.show()
 

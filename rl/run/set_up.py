@@ -42,6 +42,7 @@ from rl.record.writer import BackgroundWriter
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.last_finished import LastFinished, save_at_once
+from rl.run.page import Page
 from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.run import Run
 
@@ -116,6 +117,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
                 warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
         tracker = Tracker(run_dir, config, dist, record.config)
         stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
+        page = Page(run_dir, dist.is_main and config.tracking.page)
+        stack.push(lambda kind, error, trace: page.close(failed=error is not None))
         writer = stack.enter_context(BackgroundWriter(run_dir))
         yield Run(
             config=config,
@@ -127,6 +130,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             tracker=tracker,
             checkpoints=checkpoints,
             writer=writer,
+            page=page,
             judge=judge,
             context=context,
             policy=policy,

@@ -24,6 +24,7 @@ from rl.ranks.dist import Dist
 from rl.record import checkpoint
 from rl.record.adapter_base import base_of, read_config
 from rl.record.run_record import RunRecord
+from rl.report.reading import read_evaluations
 
 OVERRIDES = [
     "num_iterations=3",
@@ -80,7 +81,7 @@ def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
 def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_command.main([str(run_dir)]) == 0
     assert "the user's own words, as they are: 0.001; gain over" in capsys.readouterr().out
-    [first, _] = report_command.read_evaluations(run_dir)
+    [first, _] = read_evaluations(run_dir)
     [record, _] = first.records.values()
     assert (record["bare_file"], record["bare_reward"]) == ("1903207363_baseline.png", 0.0)
 

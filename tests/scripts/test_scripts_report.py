@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from rl.commands import report
+from rl.files.atomic import read_rows
+from rl.report.reading import read_named
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
@@ -57,10 +59,13 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert report.main([str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "What was learnt (0 to 1; before training -> after 8 iterations)"
-    # s0, s1, s3: gains 0.8, 0.2, 0.0; mean 1/3, standard error 0.4163 / sqrt(3)
-    assert lines[1] == "  held-out reward  0.200 -> 0.533   (+0.333 +- 0.240, 3 samples)"
+    # s0, s1, s3: gains 0.8, 0.2, 0.0. All draws but 1 in 27 lie between three of the least and
+    # three of the largest, and 1 in 27 is more than 2.5 %.
+    span = "95 % +0.000 to +0.800"
+    assert lines[1] == f"  held-out reward  0.200 -> 0.533   (+0.333, {span}, 3 samples)"
     assert lines[2] == "  a                0.100 -> 0.900   (+0.800, 1 samples)"
-    assert lines[3] == "  b                0.250 -> 0.350   (+0.100 +- 0.100, 2 samples)"
+    span = "95 % +0.000 to +0.200"
+    assert lines[3] == f"  b                0.250 -> 0.350   (+0.100, {span}, 2 samples)"
     assert lines[4] == "  left out: 1 not graded both times"
     assert lines[5] == "  the renderer, given the right words: 0.000 -> 0.900"
     assert lines[6] == "  the user's own words, as they are: 0.150; gain over them +0.050 -> +0.450"
@@ -69,7 +74,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
 
 def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
     path = run_dir / "metrics.jsonl"
-    rows, _ = report.read_rows(path)
+    rows, _ = read_rows(path)
     stock = {"eval/stock_reward": 0.3, "eval/stock_upstream_reward": 0.25}
     for row, gain, fall in ((rows[0], -0.1, 0.0), (rows[-1], 0.3, 0.06)):
         row |= stock | {"eval/gain_over_stock": gain, "eval/gain_over_stock_error": 0.05}
@@ -89,7 +94,7 @@ def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
 
 def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):
     path = run_dir / "metrics.jsonl"
-    rows, _ = report.read_rows(path)
+    rows, _ = read_rows(path)
     rows[3]["said"] = "\u2028 \u0085 \r"
     lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
     path.write_bytes(b"\n".join([*lines[:2], b'{"iteration": \xff}', *lines[2:], b'{"iterat']))
@@ -97,12 +102,12 @@ def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):
     told = capsys.readouterr()
     assert told.err == f"{path}: damaged lines are left out: 3, 11\n"
     assert "gain over them +0.050 -> +0.450" in told.out, "the first row and the last"
-    assert len(report.read_named(path, "iteration")) == len(rows) == 9
+    assert len(read_named(path, "iteration")) == len(rows) == 9
 
 
 def test_both_pictures_are_drawn_large_enough_to_read(run_dir, capsys):
     report.main([str(run_dir)])
-    drawn = [Path(line.split(": ")[1]) for line in capsys.readouterr().out.splitlines()[-2:]]
+    drawn = [Path(line.split(": ")[1]) for line in capsys.readouterr().out.splitlines()[-3:-1]]
     assert drawn == [
         run_dir / "report" / f"{name}.png" for name in ("reward_curve", "before_after")
     ]
@@ -129,7 +134,3 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"{tmp_path} has no metrics.jsonl: no run has been there\n"
-
-
-def test_smoothing_looks_back_only():
-    assert report.smooth([0, 10, 20, 30, 40, 50]) == [0, 5, 10, 15, 20, 30]

@@ -65,6 +65,21 @@ def installed(copy: Path) -> None:
         subprocess.run(stamp, shell=True, cwd=copy, check=True)
 
 
+TAKES_PLACE = "{ echo '#!/bin/bash' >bin/chromium; chmod +x bin/chromium; }"
+
+
+def with_tools(copy: Path, user: int) -> str:
+    """A PATH on which the system's tools lie without its package manager and browser."""
+    tools = copy / "tools"
+    tools.mkdir()
+    for file in itertools.chain(Path("/usr/bin").iterdir(), Path("/bin").iterdir()):
+        if file.name not in ("apt-get", "chromium", "sudo", "id"):
+            (tools / file.name).unlink(missing_ok=True)
+            (tools / file.name).symlink_to(file)
+    fake(copy / "bin/id", f"echo {user}")
+    return f"{copy / 'bin'}:{tools}"
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_are_strict_and_can_be_started(script):
     subprocess.run(["bash", "-n", script], check=True)
@@ -298,7 +313,41 @@ def test_default_and_slow_tests(copy):
     everything = run(copy, "scripts/test.sh", "--all", "-x", **settings).stdout.splitlines()
     parallel = "python -m pytest -n auto --dist worksteal --durations 40"
     assert everything[-1] == f"{parallel} -x"
+    fake(copy / "bin/chromium", "")
     assert run(copy, ".ci/run", **settings).stdout.splitlines()[-1] == parallel
+
+
+@pytest.mark.parametrize(
+    ("user", "options"),
+    [(0, ["--with-chromium", "--all"]), (1000, ["--all", "--with-chromium"])],
+)
+def test_a_browser_is_installed_once_where_it_is_asked_for(copy, user, options):
+    """In a machine whose only commands are those that are found here."""
+    installed(copy)
+    here = with_tools(copy, user)
+    fake(copy / "bin/apt-get", f'echo "apt-get $*"; [[ $1 != install ]] || {TAKES_PLACE}')
+    fake(copy / "bin/sudo", 'echo "sudo $1"; "$@"')
+    settings = {"REQUIREMENTS": CPU, "PATH": here}
+    lines = run(copy, "scripts/test.sh", *options, "-x", **settings).stdout.splitlines()
+    asked = ["apt-get update", "apt-get install -y --no-install-recommends chromium fonts-noto-cjk"]
+    expected = [word for line in asked for word in (["sudo apt-get", line] if user else [line])]
+    assert lines[: len(expected)] == expected
+    assert lines[-1] == "python -m pytest -n auto --dist worksteal --durations 40 -x"
+    again = run(copy, "scripts/test.sh", *options, **settings).stdout
+    assert "apt-get" not in again and "--durations 40" in again
+    (copy / "bin/chromium").unlink()
+    assert "apt-get" not in run(copy, "scripts/test.sh", "--all", **settings).stdout
+
+
+def test_a_machine_without_apt_is_told_what_to_install(copy):
+    installed(copy)
+    settings = {"REQUIREMENTS": CPU, "PATH": with_tools(copy, 0)}
+    done = run(copy, "scripts/test.sh", "--with-chromium", **settings)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "--with-chromium installs Debian's chromium by apt-get, which is not here: install a "
+        "chromium that is found as 'chromium', and start again.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""How large the page of a long run is, how long it takes to make, and to open.
+
+`python -m benchmarks.report_page FOLDER [iterations] [groups] [completions]` writes a made-up run
+there (default 1,000 iterations of 8 groups of 8, texts of a real run's length) and its page, once
+from nothing and once more after one new iteration. With a browser (`scripts/test.sh
+--with-chromium`) it opens it too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from rl.report.page import write_page
+
+WORDS = ("turn", "the large", "red", "square", "in the upper left", "into", "a", "blue circle")
+NUM_TOKENS = 160
+EVERY = 25
+"""Iterations between two evaluations."""
+NUM_HELD_OUT = 64
+
+
+def write_run(folder: Path, iterations: range, num_groups: int, num_completions: int) -> None:
+    """Lines and episodes of these iterations, whose pictures are all the same few files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(iterations.start)  # nosec B311
+    for iteration in iterations:
+        rows = [
+            episode(draw, iteration, g, m)
+            for g in range(num_groups)
+            for m in range(num_completions)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path = folder / "episodes" / f"it_{iteration:06d}.rank0.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(lines)
+        line = {"iteration": iteration, "time/iteration_s": 60.0, "time/render_s": 40.0}
+        line |= {f"{name}/mean": draw.random() for name in ("reward", "other", "third")}
+        line |= {"policy/entropy": draw.random(), "kl/reference_k3": draw.random() / 100}
+        line |= {"groups/zero_spread": draw.random(), "tokens/completion_mean": 150 * draw.random()}
+        if iteration % EVERY == 0:
+            line["eval/reward"] = draw.random()
+            evaluation(draw, folder, iteration)
+        with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    images = folder / "images" / "it_000001"
+    images.mkdir(parents=True, exist_ok=True)
+    for name in ("source", "made"):
+        Image.effect_noise((256, 256), 40).save(images / f"{name}.png")
+
+
+def episode(draw: random.Random, iteration: int, g: int, member: int) -> dict[str, Any]:
+    reason = " ".join(draw.choices(WORDS, k=80))
+    reply = json.dumps({"reasoning": reason, "score": [draw.randint(0, 10), draw.randint(0, 10)]})
+    parts = {f"viescore/part_{n}": draw.random() * 10 for n in range(10)}
+    return {
+        "sample_id": f"train-{iteration}-{g}",
+        "group_id": f"{iteration}/{g}",
+        "category": draw.choice(["noun", "erase", "match"]),
+        "instruction": " ".join(draw.choices(WORDS, k=14)),
+        "completion": " ".join(draw.choices(WORDS, k=110)),
+        "finish": "stop",
+        "status": draw.choices(["scored", "ungraded"], [50, 1])[0],
+        "failure": None,
+        "reward": draw.random(),
+        "advantage": draw.random() - 0.5,
+        "parts": parts,
+        "judge_s": draw.random(),
+        "replies": {"viescore": [reply, reply]},
+        "noise_seed": draw.getrandbits(31),
+        "token_ids": [draw.randrange(150_000) for _ in range(NUM_TOKENS)],
+        "sampler_logprobs": [-draw.expovariate(3) for _ in range(NUM_TOKENS)],
+        "forced": None,
+        "rank": 0,
+        "member": member,
+        "source_file": "images/it_000001/source.png",
+        "target_file": None,
+        "image_file": "images/it_000001/made.png",
+    }
+
+
+def evaluation(draw: random.Random, folder: Path, iteration: int) -> None:
+    path = folder / "evaluation" / f"it_{iteration:06d}" / "records.jsonl"
+    path.parent.mkdir(parents=True)
+    Image.effect_noise((256, 256), 40).save(path.parent / "made.png")
+    rows = []
+    for number in range(NUM_HELD_OUT):
+        row = {**episode(draw, iteration, number, 0), "id": f"held-out-{number}"}
+        row |= {"source_file": "made.png", "image_file": "made.png", "bare_file": None}
+        rows.append({name: value for name, value in row.items() if name not in ("token_ids",)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def measure(run_dir: Path) -> None:
+    """Prints size and seconds of one making."""
+    began_s = time.perf_counter()
+    page, made = write_page(run_dir)
+    seconds = time.perf_counter() - began_s
+    data = sorted((run_dir / "report" / "data").glob("*.js"), key=lambda path: path.stat().st_size)
+    total_mb = sum(path.stat().st_size for path in data) / 1e6
+    print(
+        f"made in {seconds:.1f} s: {made.num_written} pages written; index.html "
+        f"{page.stat().st_size / 1e6:.2f} MB; {len(data)} data pages, {total_mb:.0f} MB, the "
+        f"largest {data[-1].stat().st_size / 1e3:.0f} KB"
+    )
+
+
+def open_it(page: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for view, ready in (
+            ("", "#at-overview svg"),
+            ("#held-out", "#at-held-out .card"),
+            ("#training", "#at-training tbody tr"),
+            ("#training&sort=spread", "#at-training tbody tr"),
+            ("#it=500&g=3", "#at-sample .member"),
+            ("#eval=500&id=held-out-3", "#at-sample .across .pic"),
+        ):
+            tab = browser.new_page(viewport={"width": 1280, "height": 900})
+            began_s = time.perf_counter()
+            tab.goto(page.resolve().as_uri() + view, wait_until="domcontentloaded")
+            tab.locator(ready).first.wait_for()
+            print(f"open {view or 'the overview'}: {time.perf_counter() - began_s:.2f} s")
+            tab.close()
+        browser.close()
+
+
+def main(folder: str, *sizes: str) -> None:
+    num_iterations, num_groups, num_completions = map(int, sizes or ("1000", "8", "8"))
+    run_dir = Path(folder)
+    write_run(run_dir, range(1, num_iterations + 1), num_groups, num_completions)
+    measure(run_dir)
+    write_run(run_dir, range(num_iterations + 1, num_iterations + 2), num_groups, num_completions)
+    measure(run_dir)
+    open_it(run_dir / "report" / "index.html")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,126 @@
+"""The pictures that go into a mail or a README: `reward_curve.png`, `before_after.png`.
+
+What: both, of the FIRST held-out samples, not the best. What not: the page (`page.py`).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.config.printing import printable
+from rl.report.curves import points, smooth
+from rl.report.reading import Evaluation, Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_SAMPLES_DRAWN = 10
+STYLES = {
+    "eval/reward": ("tab:orange", "o-", "held-out prompts"),
+    "eval/stock_reward": ("tab:red", "--", "held-out, the untrained system"),
+    "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
+    "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
+}
+"""Curves of the held-out run: (colour, marks, label)."""
+
+
+def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [folder / "reward_curve.png"]
+    draw_curve(drawn[0], metrics)
+    if len(evaluations) > 1:
+        drawn.append(folder / "before_after.png")
+        draw_grid(drawn[1], evaluations[0], evaluations[-1])
+    return drawn
+
+
+def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
+    curves = {name: points(metrics, name) for name in ("reward/mean", *STYLES)}
+    if curves["reward/mean"]:
+        x, y = zip(*curves["reward/mean"], strict=True)
+        axes.plot(x, y, color="tab:blue", alpha=0.3, linewidth=1)
+        axes.plot(x, smooth(y), color="tab:blue", label="training prompts, sampled")
+    for name, (color, marks, label) in STYLES.items():
+        if curves[name]:
+            axes.plot(*zip(*curves[name], strict=True), marks, color=color, label=label)
+    axes.set(xlabel="iteration", ylabel="reward (0 to 1)", ylim=(0, 1.02), title="Reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
+    """The first held-out samples, two per row: source with instruction, edit before, edit after.
+
+    Where nothing is edited, the first picture is what the user's own words give."""
+    import matplotlib.pyplot as plt
+
+    shown = [i for i in before.records if i in after.records][:MAX_SAMPLES_DRAWN]
+    num_rows = (len(shown) + 1) // 2
+    height_in = 4.0 * num_rows + 0.8
+    figure = plt.figure(figsize=(18, height_in), dpi=100)
+    # The fourth of seven columns stays empty: it keeps the two samples of a row apart.
+    grid = figure.add_gridspec(num_rows, 7, width_ratios=[1, 1, 1, 0.12, 1, 1, 1])
+    top, bottom = 1 - 1.1 / height_in, 1.0 / height_in
+    grid.update(left=0.01, right=0.99, top=top, bottom=bottom, wspace=0.06, hspace=0.45)
+    for number, identity in enumerate(shown):
+        row, side = divmod(number, 2)
+        source, left, right = (figure.add_subplot(grid[row, 4 * side + k]) for k in range(3))
+        old, new = before.records[identity], after.records[identity]
+        bare = old["source_file"] is None and old.get("bare_file") is not None
+        first = ("bare_file", "the words as they are") if bare else ("source_file", "source")
+        show(source, before.folder, old[first[0]], first[1], old["instruction"])
+        show(left, before.folder, old["image_file"], f"before: {score(old)}", old["completion"])
+        show(right, after.folder, new["image_file"], f"after: {score(new)}", new["completion"])
+    figure.suptitle(
+        f"The first {len(shown)} held-out samples, before training and after "
+        f"{after.iteration} iterations (reward 0 to 1)",
+        fontsize=16,
+    )
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> None:
+    """One picture with its title above and its words below, or the words in its place; tiny
+    pictures keep crisp pixels."""
+    from PIL import Image
+
+    axes.axis("off")
+    drawn = file is not None and (folder / file).is_file()
+    if drawn:
+        with Image.open(folder / str(file)) as image:
+            crisp = max(image.size) < 256
+            axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
+    axes.set_title(printable(title), fontsize=13)
+    width, num_lines = (34, 4) if drawn else (22, 10)
+    words = textwrap.wrap(
+        printable(text, but="\n\t"), width, max_lines=num_lines, placeholder=" ..."
+    )
+    # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
+    axes.text(
+        0.5,
+        -0.04 if drawn else 0.5,
+        "\n".join(words) or "(no words)",
+        ha="center",
+        va="top" if drawn else "center",
+        fontsize=11,
+        transform=axes.transAxes,
+        parse_math=False,
+    )
+
+
+def score(record: Record) -> str:
+    """A record's reward, or why it has none."""
+    return "not graded" if record["reward"] is None else f"{record['reward']:.2f}"

@@ -1,0 +1,218 @@
+"""`<run>/report/index.html`: what a run learnt and every sample of it, opened by a double click.
+
+What: `write_page`. What not: the samples themselves (`pages.py`, made first and loaded as one looks
+at them), what the page does in a browser (`page/*.js`), the file for a mail (`mail.py`).
+Text from a run stands in the page escaped (jinja2) or is put into it as text (`page/base.js`), and
+the page may load nothing but files beside it (its Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from rl.files.atomic import write_atomically
+from rl.report.alarms import alarms
+from rl.report.curves import CURVES, how_drawn, points
+from rl.report.pages import CHUNK, Made, refresh
+from rl.report.reading import (
+    Evaluation,
+    Record,
+    evaluation_folders,
+    named_rows,
+    read_config,
+)
+from rl.report.script import literal
+from rl.report.summary import INTERVAL, beside, compare
+from rl.report.svg import drawn
+from rl.run.metric_table import doc_of
+
+_HERE = Path(__file__).with_name("page")
+_SCRIPTS = ("base.js", "lists.js", "samples.js", "start.js")
+
+
+def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, Made]:
+    """Make `<run>/report/` what the run holds now; `other`: a run to set beside it."""
+    folder = run_dir / "report"
+    made = refresh(run_dir, folder / "data", other)
+    page = rendered(run_dir, made, other)
+    write_atomically(folder / "index.html", page)
+    return folder / "index.html", made
+
+
+def rendered(
+    run_dir: Path,
+    made: Made,
+    other: Path | None = None,
+    inside: Sequence[Markup] = (),
+    note: str = "",
+) -> str:
+    """The page. `inside`: data pages that stand in it; `note`: what one for a mail leaves out."""
+    metrics, damaged = named_rows(run_dir / "metrics.jsonl", "iteration")
+    config = read_config(run_dir)
+    told = dict(made.damaged)
+    if damaged:
+        told["metrics.jsonl"] = len(damaged)
+    return _template().render(
+        name=str(config.get("run_name") or run_dir.resolve().name),
+        other=None if other is None else other.resolve().name,
+        note=note,
+        progress=_progress(metrics, config, made),
+        learnt=_learnt(run_dir),
+        interval=INTERVAL,
+        beside=beside(metrics),
+        alarms=alarms(run_dir, metrics, config, told, made),
+        curves=_curves(metrics),
+        times=times(metrics),
+        settings=settings(config, None if other is None else read_config(other)),
+        style=_source("page.css"),
+        scripts=[_source(name) for name in _SCRIPTS],
+        facts=Markup(literal(_facts(run_dir, made, other, bool(inside)))),  # nosec B704
+        inside=inside,
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("index.html.j2")
+
+
+def _source(name: str) -> Markup:
+    """A file of ours, as it stands."""
+    return Markup((_HERE / name).read_text("utf-8"))  # nosec B704
+
+
+def _facts(run_dir: Path, made: Made, other: Path | None, is_alone: bool) -> dict[str, Any]:
+    """What the page's scripts go by. `is_alone`: nothing lies beside the page."""
+    sets = [
+        {"page": f"eval_{it:06d}", "it": it, "files": num, "base": f"../evaluation/it_{it:06d}/"}
+        | {"stock": "../stock/", "run": ""}
+        for it, num in made.evaluations
+    ]
+    if other is not None:
+        way = quote(
+            Path(os.path.relpath(other.resolve(), (run_dir / "report").resolve())).as_posix()
+        )
+        sets += [
+            {"page": f"other_eval_{it:06d}", "it": it, "files": num}
+            | {"base": f"{way}/evaluation/it_{it:06d}/", "stock": f"{way}/stock/"}
+            | {"run": other.resolve().name}
+            for it, num in made.other_evaluations
+        ]
+    return {
+        "alone": is_alone,
+        "iterations": [it for it, _ in made.iterations],
+        "groups": [num for _, num in made.iterations],
+        "chunks": made.chunks,
+        "chunk": CHUNK,
+        "sets": sets,
+    }
+
+
+def _progress(metrics: Sequence[Record], config: Mapping[str, Any], made: Made) -> str:
+    """How far the run is, in a line."""
+    last = max((int(row["iteration"]) for row in metrics), default=0)
+    planned = config.get("num_iterations")
+    of = f" of {planned}" if type(planned) is int and planned > 0 else ""
+    episodes = f"{sum(num for _, num in made.iterations):,} groups on record"
+    return f"{last:,}{of} iterations, {len(made.evaluations)} held-out evaluations, {episodes}"
+
+
+def _learnt(run_dir: Path) -> dict[str, Any] | None:
+    """The first evaluation beside the last; None with fewer than two."""
+    folders = list(evaluation_folders(run_dir).items())
+    if len(folders) < 2:
+        return None
+    before, after = (_quiet(*folders[end]) for end in (0, -1))
+    changes = compare(before, after)
+    num_graded = len(changes[0].rewards) if changes else 0
+    return {
+        "before": before.iteration,
+        "after": after.iteration,
+        "changes": changes,
+        "left_out": len(before.records) - num_graded,
+    }
+
+
+def _quiet(iteration: int, folder: Path) -> Evaluation:
+    """Its damaged lines stand among the alarms."""
+    rows, _ = named_rows(folder / "records.jsonl", "id")
+    return Evaluation(iteration, folder, {str(row["id"]): row for row in rows})
+
+
+def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
+    """Those that have points, each with its lines' meanings."""
+    shown = []
+    for curve in CURVES:
+        lines = [(line, points(metrics, line.metric)) for line in curve.lines]
+        there = [(line, found) for line, found in lines if found]
+        if not there:
+            continue
+        legend = []
+        for line, found in there:
+            row = doc_of(line.metric, {})
+            legend.append(
+                {"style": line.style, "label": line.label, "metric": line.metric}
+                | {"first": found[0][1], "last": found[-1][1]}
+                | {"unit": row.unit if row else "", "meaning": row.meaning if row else ""}
+            )
+        picture = {"title": curve.title, "svg": drawn(curve, there), "note": how_drawn(there)}
+        shown.append(picture | {"legend": legend})
+    return shown
+
+
+def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
+    """(phase, seconds, share of the whole), the longest first; what no phase has is '(other)'."""
+    whole = sum(value for _, value in points(metrics, "time/iteration_s"))
+    names = {
+        name: name.removeprefix("time/").removesuffix("_s")
+        for row in metrics
+        for name in row
+        if name.startswith("time/") and name.endswith("_s") and name != "time/iteration_s"
+    }
+    spent = {short: sum(v for _, v in points(metrics, name)) for name, short in names.items()}
+    if whole <= 0:
+        return []
+    spent["(other)"] = max(0.0, whole - sum(spent.values()))
+    longest = sorted(spent.items(), key=lambda item: -item[1])
+    return [(name, seconds, seconds / whole) for name, seconds in longest if seconds > 0]
+
+
+def settings(config: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Every key with its value, those first in which another run differs."""
+    ours = _flat(config)
+    theirs = _flat(other) if other is not None else ours
+    rows = [
+        {"key": key, "value": ours.get(key, "-"), "other": theirs.get(key, "-")}
+        | {"differs": ours.get(key) != theirs.get(key)}
+        for key in sorted({*ours, *theirs})
+    ]
+    return sorted(rows, key=lambda row: not row["differs"])
+
+
+def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, item in value.items():
+        name = f"{above}{key}"
+        children: Any = item
+        if isinstance(item, list) and any(isinstance(one, Mapping) for one in item):
+            children = {str(place): one for place, one in enumerate(item)}
+        if isinstance(children, Mapping) and children:
+            found |= _flat(children, f"{name}.")
+        else:
+            found[name] = item if isinstance(item, str) else literal(item)
+    return found

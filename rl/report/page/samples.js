@@ -1,0 +1,172 @@
+// One sample in its own view: a training group with all its completions, or a held-out sample with
+// its arms and its other evaluations.
+{
+  const {el, words, num} = page;
+  const MOST_ACROSS = 12;
+  const OPEN_TOKENS = 120;
+
+  const place = () => document.getElementById("at-sample");
+
+  const crumbs = (back, steps) => {
+    const at = page.order.indexOf(location.hash);
+    const near = at < 0 ? steps : [page.order[at - 1], page.order[at + 1]];
+    page.near = near;
+    return el("p", {class: "crumbs"}, el("a", {href: back[0]}, back[1]),
+      near[0] ? el("a", {href: near[0], rel: "prev"}, "← previous") : null,
+      near[1] ? el("a", {href: near[1], rel: "next"}, "next →") : null,
+      at < 0 ? null : el("span", {class: "soft"}, `${at + 1} of ${page.order.length}`));
+  };
+
+  const title = (text, ...about) => [
+    el("h2", {id: "sample-title", tabindex: -1}, words(text || "(no instruction)")),
+    el("p", {class: "soft"}, ...about)];
+
+  const shortened = (cut) => cut &&
+    el("p", {class: "fine"}, `Shortened, so that the page stays small: texts to ${cut[0]} characters, ` +
+      `replies to ${cut[1]}, log-probs to ${cut[2]} tokens. episodes/ has all of it.`);
+
+  const partsTable = (names, values) => names.length === 0 ? null :
+    el("details", {}, el("summary", {}, `${names.length} parts of the reward`),
+      el("table", {class: "parts"}, el("tbody", {}, names.map((name, at) =>
+        el("tr", {}, el("th", {scope: "row"}, words(name)), el("td", {class: "n"}, num(values[at])))))));
+
+  // The judge's own reasons where a reply is JSON that has some; the raw reply always.
+  const reason = (reply) => {
+    try { const found = JSON.parse(reply).reasoning; return typeof found === "string" ? found : null; }
+    catch { return null; }
+  };
+
+  const replies = (said) => Object.entries(said ?? {}).filter(([, of]) => of.length).map(([name, of]) =>
+    el("div", {}, of.map(reason).some(Boolean)
+      ? el("p", {class: "said"}, el("span", {class: "soft"}, words(name), " says: "),
+          words([...new Set(of.map(reason).filter(Boolean))].join(" · "))) : null,
+      el("details", {}, el("summary", {}, `${of.length} raw ${of.length === 1 ? "reply" : "replies"} of `, words(name)),
+        of.map((reply) => page.words(reply, "pre")))));
+
+  // Colour: how little the engine expected a token; full at -5 nats.
+  const tokens = (one) => {
+    if (!one.tok) return null;
+    const spans = one.tok.map((token, at) => {
+      const nats = one.lp[at] === null || one.lp[at] === undefined ? null : one.lp[at] / 100;
+      const forced = one.forced?.[at];
+      const doubt = nats === null ? 0 : Math.min(1, -nats / 5);
+      const text = typeof token === "number" ? `${token} ` : token;
+      const span = el("span", {class: forced ? "forced" : null,
+        title: `token ${at + 1}: ${nats === null ? "no log-prob" : `${num(nats, 2)} nats`}${forced ? ", left no choice" : ""}`}, text);
+      span.style.setProperty("--doubt", Math.max(0, doubt).toFixed(2));
+      return span;
+    });
+    const ids = typeof one.tok[0] === "number";
+    return el("details", {open: one.tok.length <= OPEN_TOKENS}, el("summary", {},
+      `${one.tok.length}${one.cut ? ` of ${one.tok.length + one.cut}` : ""} tokens by log-prob` +
+      (ids ? ", as ids: the tokenizer is not on this machine" : "")),
+      el("p", {class: "tokens"}, spans),
+      el("p", {class: "fine scale"}, "0 nats", el("i"), "−5 or less"));
+  };
+
+  const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
+    el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
+      one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
+    one.img ? page.figure(page.at("../", one.img), group.say, `picture ${at + 1}`) : null,
+    page.words(one.text || "(no words)", "p"),
+    one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
+    replies(one.said), partsTable(names, one.parts), tokens(one),
+    el("p", {class: "fine"}, `${one.st}; noise seed ${one.seed ?? "–"}; verdict after ${num(one.s, 2)} s`));
+
+  page.group = async (state) => {
+    const it = Number(state.it);
+    const g = Number(state.g ?? 0);
+    const name = `it_${page.padded(it)}`;
+    let data = await page.load(name);
+    if (data) {
+      const file = data.starts.findLastIndex((start) => start <= g);
+      if (file > 0) data = await page.load(`${name}_${file + 1}`);
+    }
+    const at = page.facts.iterations.indexOf(it);
+    const num_groups = page.facts.groups[at] ?? 0;
+    const link = (i, j) => `#it=${i}&g=${j}`;
+    const before = g > 0 ? link(it, g - 1)
+      : at > 0 ? link(page.facts.iterations[at - 1], page.facts.groups[at - 1] - 1) : null;
+    const after = g + 1 < num_groups ? link(it, g + 1)
+      : at >= 0 && at + 1 < page.facts.iterations.length ? link(page.facts.iterations[at + 1], 0) : null;
+    const top = crumbs(["#training", "All groups"], [before, after]);
+    const start = data ? data.starts.findLast((first) => first <= g) : 0;
+    const group = data?.rows[g - start];
+    if (!group) {
+      place().replaceChildren(top, ...title(`Iteration ${state.it}, group ${state.g}`,
+        page.facts.alone ? "is not in this file; the report beside the run has it." : "is not on record."));
+      return;
+    }
+    place().replaceChildren(...[top,
+      ...title(group.say, `Iteration ${it}, group ${g}, sample `, words(group.id),
+        group.cat ? [", ", words(group.cat)] : null, `, ${group.of.length} completions under one noise`),
+      group.src || group.goal ? el("div", {class: "tops"},
+        group.src ? page.figure(page.at("../", group.src), `${group.say} (source)`, "source") : null,
+        group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
+      shortened(data.cut),
+      group.src || group.goal || group.of.some((one) => one.img) ? null
+        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration says how many are kept)."),
+      el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)))].filter(Boolean));
+  };
+
+  // At most so many, the first and the last among them.
+  const spread = (sets) => {
+    if (sets.length <= MOST_ACROSS) return sets;
+    const step = (sets.length - 1) / (MOST_ACROSS - 1);
+    return Array.from({length: MOST_ACROSS}, (_, at) => sets[Math.round(at * step)]);
+  };
+
+  page.heldOutSample = async (state) => {
+    const run = state.run ?? "";
+    const set = page.facts.sets.find((one) => String(one.it) === state.eval && one.run === run);
+    const found = set && await page.evaluation(set);
+    const place_at = found ? found.rows.findIndex((one) => one.id === state.id) : -1;
+    const row = found?.rows[place_at];
+    const other = page.facts.sets.find((one) => one.page === state.a) ??
+      page.facts.sets.find((one) => one.run === run && one !== set);
+    const link = (one) => one && page.hash({eval: state.eval, id: one.id, run, a: state.a});
+    const top = crumbs(["#held-out", "All held-out samples"],
+      [link(found?.rows[place_at - 1]), link(found?.rows[place_at + 1])]);
+    if (!row) {
+      place().replaceChildren(top, ...title(state.id, page.facts.alone
+        ? "is not in this file; the report beside the run has it." : "is not on record."));
+      return;
+    }
+    const old = (other && await page.evaluation(other))?.rows.find((one) => one.id === row.id);
+    const arm = (file, base, name, reward) => file || reward !== null
+      ? page.figure(page.at(base, file), `${row.say} (${name})`, `${name}: ${num(reward, 2)}`) : null;
+    const across = el("div", {class: "across", tabindex: 0, role: "group", "aria-label": "the same sample after other iterations"});
+    place().replaceChildren(...[top,
+      ...title(row.say, `Held-out sample `, words(row.id), row.cat ? [", ", words(row.cat)] : null,
+        ", ", words(page.setName(set))),
+      shortened(found.cut),
+      el("div", {class: "tops"},
+        row.src ? page.figure(page.at(set.base, row.src), `${row.say} (source)`, "source") : null,
+        row.img ? page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)) : null,
+        arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
+        arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
+      el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), words(row.text || "(no words)")),
+      row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Right words: "), words(row.ref)) : null,
+      el("p", {}, "Reward ", page.reward(row), `, ${row.st}`,
+        old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", words(page.setName(other))] : null),
+      row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), words(row.why)) : null,
+      old && (old.img || row.img) ? el("div", {class: "beside-each"},
+        page.slider(page.at(other.base, old.img), page.at(set.base, row.img), row.say,
+          [page.setName(other), page.setName(set)])) : null,
+      partsTable(found.parts, row.parts),
+      el("h3", {}, "Across checkpoints"), across].filter(Boolean));
+    const sets = spread(page.facts.sets);
+    for (const one of sets) {
+      const there = (await page.evaluation(one))?.rows.find((other_row) => other_row.id === row.id);
+      if (!there) continue;
+      across.append(el("div", {class: "pic"},
+        there.img ? page.image(page.at(one.base, there.img), `${row.say} (${page.setName(one)})`) : null,
+        el("p", {class: "fine"}, el("a", {href: page.hash({eval: one.it, id: row.id, run: one.run, a: state.a})},
+          words(page.setName(one))), ": ", page.reward(there)),
+        page.words(there.text || "(no words)", "p")));
+    }
+    if (sets.length < page.facts.sets.length) {
+      place().append(el("p", {class: "fine"}, `${sets.length} of ${page.facts.sets.length} evaluations; choose any two under Held-out.`));
+    }
+  };
+}

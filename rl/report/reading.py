@@ -1,0 +1,118 @@
+"""A run folder as a reader finds it: whole, half, damaged, or of an older format.
+
+What: the rows of its files under today's names, its held-out evaluations, its config, which of its
+pictures are there. What not: what is made of them (the rest of this room), who writes them
+(`rl/record/run_record.py`, `rl/run/evaluation.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.config import formats
+from rl.config.schema import load_config
+from rl.files.atomic import read_rows
+from rl.record.checkpoint import too_new
+
+Record = Mapping[str, Any]
+_EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
+_EVALUATION = re.compile(r"it_(\d{6,})")
+_PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+"""Below the folder that it is said to be in, and nothing that a browser takes for an address."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One held-out evaluation, as `rl/run/evaluation.py` wrote it."""
+
+    iteration: int
+    """Iterations done when it was made."""
+    folder: Path
+    records: Mapping[str, Record]
+    """Sample id -> record."""
+
+
+def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
+    """The run folder itself, or the one that a config leads to. Raises ValueError or
+    FileNotFoundError where there is no run that can be read."""
+    path = Path(run)
+    run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: no run has been there")
+    if problem := too_new(run_dir):
+        raise ValueError(problem)
+    return run_dir
+
+
+def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of a JSONL file that have `key`, under today's names; and the numbers (from 1) of
+    the lines that are none, such as a last one that a kill cut short."""
+    rows, damaged = read_rows(path)
+    return [formats.recorded(row) for row in rows if key in row], damaged
+
+
+def read_named(path: Path, key: str) -> list[dict[str, Any]]:
+    """The same rows; damaged lines are said aloud and left out."""
+    rows, damaged = named_rows(path, key)
+    if damaged:
+        numbers = ", ".join(map(str, damaged))
+        print(f"{path}: damaged lines are left out: {numbers}", file=sys.stderr)
+    return rows
+
+
+def evaluation_folders(run_dir: Path) -> dict[int, Path]:
+    """Iterations done -> folder, of the evaluations that have records; in order."""
+    found = {
+        int(name[1]): folder
+        for folder in run_dir.glob("evaluation/it_*")
+        if (name := _EVALUATION.fullmatch(folder.name)) and (folder / "records.jsonl").is_file()
+    }
+    return dict(sorted(found.items()))
+
+
+def read_evaluation(iteration: int, folder: Path) -> Evaluation:
+    """Damaged lines are said aloud and left out."""
+    records = {str(record["id"]): record for record in read_named(folder / "records.jsonl", "id")}
+    return Evaluation(iteration, folder, records)
+
+
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
+    return [read_evaluation(*found) for found in evaluation_folders(run_dir).items()]
+
+
+def episode_files(run_dir: Path) -> dict[int, list[Path]]:
+    """Iteration -> the files of its ranks; both in order."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in run_dir.glob("episodes/it_*.jsonl"):
+        if name := _EPISODES.fullmatch(path.name):
+            found.setdefault(int(name[1]), []).append((int(name[2]), path))
+    return {
+        iteration: [path for _, path in sorted(found[iteration])] for iteration in sorted(found)
+    }
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """`config.json` of a run; {} where it cannot be read."""
+    try:
+        config = json.loads((run_dir / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def picture(folder: Path, file: object) -> str | None:
+    """`file`, where it names a picture below `folder` that is there."""
+    if not isinstance(file, str) or not _PICTURE.fullmatch(file):
+        return None
+    return file if (folder / file).is_file() else None
+
+
+def number(value: object) -> float | None:
+    """`value`, where it is a number; a bool counts as one."""
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,249 @@
+"""The page in a real Chromium, opened as by a double click: what it shows, keys, links, filters,
+and that hostile words stay words. Skipped without a browser: `scripts/test.sh --with-chromium`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_report import EVIL, write_run
+
+from rl.commands import report
+
+CHROMIUM = shutil.which("chromium")
+api = pytest.importorskip("playwright.sync_api", reason="scripts/test.sh installs playwright")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium here: scripts/test.sh --with-chromium brings it"
+)
+HOSTILE_NAME = "run <b>'&#\u202e %41"
+"""Of a folder; a slash, and what has no UTF-8, is no file name."""
+SCHEMES = ("light", "dark")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with api.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`<run>/report` of a whole run, beside another."""
+    place = tmp_path_factory.mktemp("runs")
+    run_dir = write_run(place / HOSTILE_NAME, name=f"mine {EVIL}")
+    other = write_run(place / f"other {HOSTILE_NAME}")
+    words = [str(run_dir), "--page-only", "--single-file", "--against", str(other)]
+    assert report.main(words) == 0
+    return run_dir / "report"
+
+
+class Tab:
+    """A tab, and all that should not happen in it."""
+
+    def __init__(self, browser: Any, page: Path, scheme: str = "light", width: int = 1280) -> None:
+        self.page = browser.new_page(
+            color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
+        )
+        self.at = page.as_uri()
+        self.wrong: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type != "log" else None)
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("dialog", lambda d: (self.wrong.append(f"dialog {d.message}"), d.dismiss()))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def go(self, view: str, ready: str) -> Any:
+        """The first element of `ready`, in the view of that hash."""
+        self.page.goto(self.at + view)
+        found = self.page.locator(f"section:not([hidden]) {ready}").first
+        found.wait_for()
+        return found
+
+    def texts(self, selector: str) -> list[str]:
+        found = self.page.locator(f"section:not([hidden]) {selector}").all_text_contents()
+        return [" ".join(text.split()) for text in found]
+
+
+@pytest.fixture
+def tab(browser: Any, folder: Path) -> Iterator[Tab]:
+    """Nothing may have gone wrong in it, and nothing have been asked of anybody."""
+    tab = Tab(browser, folder / "index.html")
+    yield tab
+    tab.page.close()
+    assert tab.wrong == []
+    assert [url for url in tab.requests if not url.startswith(("file:", "data:"))] == []
+
+
+VIEWS = {
+    "": "figure svg",
+    "#held-out": ".card img",
+    "#training": "tbody tr",
+    "#it=2&g=2": ".member",
+    "#eval=4&id=s0": ".across .pic",
+    "#settings": "tbody tr",
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_view_is_accessible_and_as_wide_as_the_window(
+    browser: Any, folder: Path, scheme: str, width: int
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    tab = Tab(browser, folder / "index.html", scheme, width)
+    for view, ready in VIEWS.items():
+        tab.go(view, ready)
+        found = axe.run(tab.page).response["violations"]
+        bad = [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in LEVELS]
+        assert bad == [], view
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, view
+    background = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, background[4:-1].split(","))) < 60) == (scheme == "dark")
+    tab.page.close()
+    assert tab.wrong == []
+
+
+LEVELS = ("serious", "critical")
+
+
+def test_hostile_words_are_shown_as_they_are(tab: Tab) -> None:
+    """In the order in which they are spelt: marks of direction turn nothing around them."""
+    tab.go("#it=2&g=2", ".member")
+    spelt = " ".join(EVIL.split())
+    assert tab.texts("h2") == [f"instruction 2 {spelt}"]
+    assert f"completion {spelt}" in tab.texts(".member p.t")
+    assert f"ungraded: no_reply: {spelt}" in tab.texts(".member .said")
+    assert any(spelt in text for text in tab.texts(".member .said")), "the judge's reason"
+    tab.go("#it=2&g=1", ".member")
+    assert any(spelt in text for text in tab.texts(".parts th"))
+    alt = tab.page.locator(".member img").first.get_attribute("alt")
+    assert alt == f"instruction 1 {EVIL}"
+    assert " ".join(tab.page.title().split()) == f"mine {spelt}"
+    tab.go("#settings", "tbody tr")
+    assert any(spelt in text for text in tab.texts("td"))
+    kinds = "[...new Set([...document.querySelectorAll('bdi, .t')].map({}))]"
+    assert tab.page.evaluate(kinds.format("e => getComputedStyle(e).unicodeBidi")) == ["isolate"]
+
+
+def test_a_group_shows_everything_of_its_completions(tab: Tab) -> None:
+    tab.go("#it=2&g=2", ".member")
+    one, lost = tab.texts(".member")
+    assert one.startswith("0.50advantage +0.50") and "noise seed 77" in one
+    assert "ungraded" in lost
+    assert tab.page.locator(".tops img").count() == 1
+    assert tab.page.locator(".member img").count() == 2
+    assert len(tab.texts(".member:first-child pre")) == 2, "raw replies"
+    tokens = tab.page.locator(".member:first-child .tokens span")
+    doubts = "of => of.map(e => e.style.getPropertyValue('--doubt'))"
+    assert tokens.evaluate_all(doubts) == ["0.05", "1.00", "0.00"]
+    crisp = "getComputedStyle(document.querySelector('.member img')).imageRendering"
+    tab.page.wait_for_function(f"{crisp} == 'pixelated'")
+
+
+def test_a_held_out_sample_shows_its_arms_and_other_checkpoints(tab: Tab) -> None:
+    tab.go("#eval=4&id=s0", ".across .pic:nth-child(4)")
+    tops = tab.texts(".tops figcaption")
+    assert tops[:2] == ["source", "now: 0.90"]
+    assert tops[2].endswith("own words: 0.10") and tops[3].endswith("system: 0.20")
+    assert [text.split(": ")[1][:4] for text in tab.texts(".across p.fine")] == [
+        "0.10", "0.90", "0.10", "0.90",
+    ]  # fmt: skip
+    links = tab.page.locator(".across a")
+    links.nth(0).click()
+    tab.page.locator("h2 + p", has_text="0 iterations").wait_for()
+    assert "#eval=0&id=s0" in tab.page.url
+    tab.go("#eval=4&id=" + "s4%20%3C%2Fscript%3E", "h2")
+    assert "is not on record" in tab.texts("p.soft")[0]
+
+
+def test_filters_orders_and_a_link_to_them(tab: Tab) -> None:
+    tab.go("#held-out", ".card")
+    choose = tab.page.locator("section:not([hidden]) form")
+
+    def first_words() -> list[str]:
+        return [" ".join(text.split()[:2]) for text in tab.texts(".card h3")]
+
+    def count() -> str:
+        return tab.texts(".count")[0]
+
+    assert count() == "5 of 5 samples; 2 gained, 1 lost."
+    choose.locator("[name=sort]").select_option("loss")
+    assert first_words()[:2] == ["held-out 1", "held-out 3"]
+    choose.locator("[name=sort]").select_option("gain")
+    assert first_words() == [f"held-out {n}" for n in (0, 4, 3, 1, 2)], "without a gain: last"
+    choose.locator("[name=cat]").select_option("noun")
+    assert count().startswith("3 of 5")
+    choose.locator("[name=st]").select_option("ungraded")
+    assert first_words() == ["held-out 2"]
+    tab.go("#held-out&sort=low&min=0.5", ".card")
+    assert first_words() == [f"held-out {n}" for n in (4, 2, 0)]
+    choose.locator("[name=part]").select_option("viescore")
+    choose.locator("[name=pmax]").fill("0.7")
+    assert first_words() == ["held-out 4"]
+    assert "part=viescore" in tab.page.url and "pmax=0.7" in tab.page.url
+    tab.go("#held-out&a=other_eval_000004", ".card")
+    assert count() == "5 of 5 samples; 0 gained, 0 lost.", "the other run is the same"
+    tab.go("#training&sort=judge", "tbody tr")
+    assert tab.texts("tbody .what")[0].startswith("instruction 2")
+    choose.locator("[name=q]").fill("instruction 1")
+    assert count() == "4 of 12 groups."
+    choose.locator("[name=q]").fill("")
+    choose.locator("[name=st]").select_option("ungraded")
+    assert count() == "4 of 12 groups."
+    choose.locator("[name=sort]").select_option("even")
+    assert tab.page.url.endswith("#training&sort=even&st=ungraded")
+
+
+def test_keys(tab: Tab) -> None:
+    press = tab.page.keyboard.press
+    focused = "document.activeElement.textContent.slice(0, 10)"
+    tab.go("#held-out", ".card")
+    for key, words in (("j", "held-out 0"), ("ArrowRight", "held-out 1"), ("k", "held-out 0")):
+        press(key)
+        assert tab.page.evaluate(focused) == words
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert tab.page.evaluate(outline) == "solid"
+    press("Enter")
+    tab.page.locator(".across .pic").first.wait_for()
+    assert "#eval=4&id=s0" in tab.page.url
+    press("j")
+    tab.page.wait_for_function("location.hash.includes('id=s1')")
+    press("ArrowLeft")
+    tab.page.wait_for_function("location.hash.includes('id=s0')")
+    press("Escape")
+    tab.page.wait_for_function("location.hash == '#held-out'")
+    tab.page.locator(".card").first.wait_for()
+    press("/")
+    assert tab.page.evaluate("document.activeElement.name") == "q"
+    press("j")
+    assert tab.page.locator("#at-held-out [name=q]").input_value() == "j"
+    press("Escape")
+    assert tab.page.evaluate("document.activeElement.tagName") == "BODY"
+    tab.go("#held-out", ".card").locator("input[type=range]").focus()
+    press("ArrowRight")
+    assert tab.page.locator(".card input[type=range]").first.input_value() == "51"
+    tab.go("#it=2&g=2", ".member")
+    press("j")
+    tab.page.wait_for_function("location.hash == '#it=3&g=0'")
+
+
+def test_pictures_are_asked_for_as_they_come_into_view(tab: Tab) -> None:
+    tab.go("", "figure svg")
+    assert not [url for url in tab.requests if url.endswith(".png")]
+    assert not [url for url in tab.requests if "/data/" in url], "nor samples"
+
+
+def test_the_file_for_a_mail_opens_alone(browser: Any, folder: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copy(folder / "report.html", tmp_path / "mailed.html"))
+    tab = Tab(browser, alone)
+    tab.go("#held-out", ".card img")
+    assert tab.texts(".count") == ["5 of 5 samples; 2 gained, 1 lost."]
+    tab.go("#it=4&g=1", ".member img")
+    tab.go("#training", "tbody tr")
+    tab.go("#eval=4&id=s0&run=other%20" + "x", "h2")
+    assert [url for url in tab.requests if not url.startswith(("data:", tab.at))] == []
+    assert tab.wrong == []
+    tab.page.close()

@@ -1,0 +1,237 @@
+"""`index.html`, the file for a mail, and the command that writes both: what they say, and that no
+text of a run becomes anything but text."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_report import EVIL, write_run
+
+from rl.commands import report
+from rl.files.atomic import json_line
+from rl.report import mail
+from rl.report.curves import CURVES, MAX_POINTS, how_drawn, smooth, thinned
+from rl.report.page import times, write_page
+from rl.report.script import value_of
+from rl.report.summary import interval
+from rl.report.svg import ticks_of
+from rl.run.metric_table import METRICS, doc_of
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", name=f"mine {EVIL}")
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and the text outside of scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] not in ("script", "style"):
+            self.words.append(data)
+
+
+def test_words_of_a_run_add_no_tag(run_dir: Path) -> None:
+    page, _ = write_page(run_dir)
+    text = page.read_text("utf-8")
+    plain = write_run(run_dir.parent / "plain")
+    config = json.loads((plain / "config.json").read_text().replace(json.dumps(EVIL), '"kind"'))
+    (plain / "config.json").write_text(json.dumps(config))
+    tags = [tag for tag, _ in Tags(text).tags]
+    assert tags == [tag for tag, _ in Tags(write_page(plain)[0].read_text("utf-8")).tags]
+    assert f"mine {EVIL}" in "".join(Tags(text).words)
+    assert "alert(1)</script>" not in text.replace(html.escape(EVIL), "")
+
+
+def test_nothing_is_loaded_from_elsewhere(run_dir: Path) -> None:
+    page, _ = write_page(run_dir)
+    tags = Tags(page.read_text("utf-8")).tags
+    names = {name for _, attributes in tags for name in attributes}
+    assert not {name for name in names if name.startswith("on")}
+    links = [a[key] for _, a in tags for key in ("src", "href") if a.get(key)]
+    assert links and all(str(link).startswith(("#", "data:,")) for link in links)
+    [policy] = [a["content"] for _, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None and policy.startswith("default-src 'none';")
+    assert "http" not in policy and "*" not in policy
+
+
+def test_what_was_learnt_stands_in_the_page(run_dir: Path) -> None:
+    page, _ = write_page(run_dir)
+    words = " ".join(" ".join(Tags(page.read_text("utf-8")).words).split())
+    # s0, s1, s3, s4: gains 0.8, -0.6, 0.0, 0.1
+    assert "all 4 0.425 0.500 +0.075" in words
+    assert "noun 2 0.300 0.750 +0.450" in words
+    assert "Left out: 1 samples not graded both times." in words
+    assert "Drift: after 4 iterations words that training does not change" in words
+    assert "render 7.5 75.0 %" in words
+    assert METRICS["policy/entropy"].meaning in words
+
+
+def test_the_interval_is_a_bootstrap_of_the_mean() -> None:
+    gains = [0.8, -0.6, 0.0, 0.1, 0.3, 0.2]
+    low, high = interval(gains) or (0, 0)
+    draw = random.Random(1)
+    means = sorted(fmean(draw.choices(gains, k=len(gains))) for _ in range(20_000))
+    assert low == pytest.approx(means[500], abs=0.02)
+    assert high == pytest.approx(means[-501], abs=0.02)
+    assert interval(gains) == (low, high), "the same at every refresh"
+    assert interval([0.5]) is None
+
+
+def test_the_interval_covers_what_it_says_it_does() -> None:
+    """Of 100 samples with the mean 0.3, about 95 %."""
+    draw = np.random.default_rng(5)
+    spans = [interval(list(draw.normal(0.3, 1.0, size=60))) for _ in range(100)]
+    held = sum(low <= 0.3 <= high for low, high in filter(None, spans))
+    assert 88 <= held <= 99
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: (d / "metrics.jsonl").open("a").write('{"iter'), "metrics.jsonl (1)"),
+        (lambda d: next(d.glob("episodes/*2.rank0.jsonl")).unlink(), "no record of iterations 2."),
+        (lambda d: next(d.glob("episodes/*3.rank0*")).open("a").write("{"), "it_000003 (1)"),
+        (lambda d: lines(d, lambda row: row["iteration"] != 2), "no line of iterations 2."),
+        (lambda d: lines(d, lambda row: row.update({"groups/dead": 0.9}) is None), "are dead"),
+        (lambda d: lines(d, lambda row: row.update({"status/ungraded": 0.3}) is None), "30.0%"),
+        (lambda d: (d / "set_aside/20260101-000000").mkdir(parents=True), "1 times what came"),
+    ],
+)
+def test_alarms(tmp_path: Path, change: object, said: str) -> None:
+    assert callable(change)
+    run_dir = write_run(tmp_path / "run", num_iterations=3)
+    assert "No alarm" in write_page(run_dir)[0].read_text()
+    change(run_dir)
+    text = write_page(run_dir)[0].read_text()
+    assert said in text and "No alarm" not in text
+
+
+def lines(run_dir: Path, keeps: object) -> None:
+    """The lines of metrics.jsonl that `keeps` keeps, as it leaves them."""
+    assert callable(keeps)
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().split("\n") if line]
+    path.write_text("".join(json_line(row) for row in rows if keeps(row)))
+
+
+def test_a_run_of_nothing_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    page, made = write_page(tmp_path)
+    assert "No iteration is on record yet" in page.read_text() and made.num_written == 0
+
+
+def test_another_run_stands_beside_it(run_dir: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "the other&run", num_iterations=4)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "seed": 7}))
+    assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
+    text = (run_dir / "report/index.html").read_text("utf-8")
+    words = " ".join("".join(Tags(text).words).split())
+    assert "2 of 8 keys differ from the other&run" in words
+    assert words.index("run_name") < words.index("num_iterations"), "what differs comes first"
+    facts = json.loads(text.partition("const page = {facts: ")[2].partition("};\n")[0])
+    last = facts["sets"][-1]
+    assert (last["page"], last["run"]) == ("other_eval_000004", "the other&run")
+    assert last["base"] == "../../the%20other%26run/evaluation/it_000004/"
+    assert (run_dir / "report/data/other_eval_000004.js").is_file()
+    assert report.main([str(run_dir), "--page-only"]) == 0
+    assert not (run_dir / "report/data/other_eval_000004.js").exists()
+
+
+def test_a_run_that_is_none_is_said_to_be_none(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.main([str(run_dir), "--against", str(run_dir / "images")]) == 1
+    assert "has no metrics.jsonl" in capsys.readouterr().err
+
+
+def inside(page: str) -> Iterator[str]:
+    for script in re.findall(r"<script>\n(page\.data\(.*?)</script>", page, re.DOTALL):
+        yield script.strip() + "\n"
+
+
+def test_one_file_holds_what_has_room(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail, "MAX_BYTES", 1_000_000)
+    draw = np.random.default_rng(0)
+    noise = Image.fromarray(draw.integers(0, 255, (160, 160, 3), dtype=np.uint8))
+    for path in [*run_dir.glob("images/*/*"), *run_dir.glob("evaluation/*/*.png")]:
+        noise.save(path)
+    for iteration in range(5, 14):
+        for kind in ("images/it_{}", "episodes/it_{}.rank0.jsonl"):
+            old = run_dir / kind.format("000004")
+            new = run_dir / kind.format(f"{iteration:06d}")
+            if old.is_dir():
+                shutil.copytree(old, new)
+            else:
+                new.write_text(old.read_text().replace("it_000004", f"it_{iteration:06d}"))
+    assert report.main([str(run_dir), "--page-only", "--single-file"]) == 0
+    said = capsys.readouterr().out
+    page = run_dir / "report/report.html"
+    assert 800_000 < page.stat().st_size <= 1_000_000
+    text = page.read_text("utf-8")
+    num_inside = text.count("data:image/webp;base64,")
+    [(told, left_out)] = re.findall(r"(\d+) thumbnails inside, (\d+) pictures left out", said)
+    assert int(told) == num_inside > 20 and int(left_out) > 0
+    assert f"{left_out} pictures of what it shows were left out" in text
+    names = [script.split('"')[1] for script in inside(text)]
+    assert {"eval_000000", "eval_000004", "it_000013", "find_000000"} < set(names)
+    shown = {int(name[3:]) for name in names if name.startswith("it_")}
+    listed = [int(it) for s in inside(text) if '"find_' in s for it in value_of(s)]
+    assert sorted(shown) == sorted(listed)
+
+
+def test_every_curve_has_a_meaning_and_few_points() -> None:
+    for curve in CURVES:
+        for line in curve.lines:
+            assert doc_of(line.metric, {}), line.metric
+    found = [(float(x), 2.0 * x) for x in range(1000)]
+    thin, every = thinned(found)
+    assert len(thin) <= MAX_POINTS and every == 4 and thin[-1] == found[-1]
+    assert thin[0] == (1.5, 3.0)
+    assert thinned(found[:300]) == (found[:300], 1)
+    line = CURVES[0].lines[0]
+    assert how_drawn([(line, found)]) == (
+        "strong: mean of the last 5 points, faint: each; a point is the mean of 4 iterations"
+    )
+    assert how_drawn([(line, found[:50])]) == ""
+
+
+def test_ticks_are_round_and_hold_what_is_drawn() -> None:
+    assert ticks_of(0.0, 1.0) == [0, 0.5, 1]
+    assert ticks_of(-0.03, 0.52) == [-0.2, 0, 0.2, 0.4, 0.6]
+    assert ticks_of(0, 1e-13) == [0, 5e-14, 1e-13]
+
+
+def test_smoothing_looks_back_only() -> None:
+    assert smooth([0, 10, 20, 30, 40, 50]) == [0, 5, 10, 15, 20, 30]
+
+
+def test_time_that_no_phase_has_is_told() -> None:
+    rows = [
+        {"iteration": 1, "time/iteration_s": 4.0, "time/render_s": 1.0, "time/learn_s": 2.5},
+        {"iteration": 2, "time/iteration_s": 4.0, "time/render_s": 1.0},
+    ]
+    assert times(rows) == [("(other)", 3.5, 0.4375), ("learn", 2.5, 0.3125), ("render", 2.0, 0.25)]

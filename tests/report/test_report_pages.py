@@ -1,0 +1,218 @@
+"""The data pages: what they hold, how large they may be, and that what did not change stays."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
+
+from rl.files.atomic import json_line
+from rl.report import pages, rows, tokens
+from rl.report.pages import MAX_PAGE_BYTES, refresh
+from rl.report.reading import picture
+from rl.report.script import literal, value_of
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def data(run_dir: Path, name: str) -> Any:
+    return value_of((run_dir / "report/data" / f"{name}.js").read_text("utf-8"))
+
+
+def refreshed(run_dir: Path) -> int:
+    return refresh(run_dir, run_dir / "report/data").num_written
+
+
+def test_a_group_has_all_that_its_episodes_say(run_dir: Path) -> None:
+    refreshed(run_dir)
+    page = data(run_dir, "it_000002")
+    assert (page["it"], page["starts"], page["cut"]) == (2, [0], None)
+    assert page["parts"] == ["viescore", EVIL]
+    group = page["rows"][2]
+    assert (group["id"], group["cat"], group["say"]) == (
+        "train-2",
+        "erase",
+        f"instruction 2 {EVIL}",
+    )
+    assert group["src"] == "images/it_000002/rank0_g02_source.png" and group["goal"] is None
+    scored, lost = group["of"]
+    assert (scored["r"], scored["adv"], scored["seed"], scored["s"]) == (0.5, 0.5, 77, 0.25)
+    assert scored["parts"] == [0.5, 1.0] and scored["text"] == f"completion {EVIL}"
+    assert json.loads(scored["said"]["viescore"][1])["score"] == [4, 8]
+    assert scored["lp"] == [-25, -600, 0] and scored["forced"] == [0, 0, 1]
+    assert (lost["r"], lost["st"], lost["why"]) == (None, "ungraded", f"no_reply: {EVIL}")
+
+
+def test_tokens_have_their_own_words_where_the_tokenizer_is_here(run_dir: Path) -> None:
+    refreshed(run_dir)
+    from tokenizers import Tokenizer
+
+    file = "tiny_world/weights/policy/tokenizer.json"
+    known = Tokenizer.from_file(file)
+    words = data(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
+    assert "".join(words) == known.decode([302, 258, 312], skip_special_tokens=False)
+    snowman = known.encode("☃", add_special_tokens=False).ids
+    assert len(snowman) > 1, "of several tokens"
+    here = tokens.Pieces({"policy": {"model_path": "tiny_world/weights/policy"}})
+    assert here.of([*snowman, *snowman[:1]])[: len(snowman)] == ["☃", *[""] * (len(snowman) - 1)]
+    assert len(here.of([*snowman, *snowman[:1]])) == len(snowman) + 1
+    assert tokens.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
+    assert here.of([-1]) is None
+
+
+def test_what_groups_are_found_by(run_dir: Path) -> None:
+    refreshed(run_dir)
+    found = data(run_dir, "find_000000")
+    assert list(found) == ["1", "2", "3", "4"]
+    g, category, say, mean, low, high, spread, status, judge, parts = found["3"]["rows"][1]
+    assert (g, category, say.startswith("instruction 1")) == (1, EVIL[:60] + " [...]", True)
+    assert (mean, low, high, spread) == (0.375, 0.25, 0.5, 0.125)
+    assert status == {"scored": 2} and parts == [0.375, 1.0]
+    assert judge == 0.5, "the means 8 and 7 of the two readings of one question"
+    assert found["3"]["rows"][2][7] == {"scored": 1, "ungraded": 1}
+
+
+def test_replies_that_were_asked_for_again_tell_nothing_of_disagreement() -> None:
+    row = episode(1, 1, 0)
+    assert rows.disagreement([row], {"viescore": 2}) == 0.5
+    assert rows.disagreement([row], {}) is None
+    row["replies"]["viescore"].append("what?")
+    assert rows.disagreement([row], {"viescore": 2}) is None
+
+
+def test_only_what_changed_is_made_again(run_dir: Path) -> None:
+    assert refreshed(run_dir) == 4 + 1 + 2
+    assert refreshed(run_dir) == 0
+    write_episodes(run_dir, 5)
+    assert refreshed(run_dir) == 2, "its page, and the one it is found by"
+    assert list(data(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
+    (run_dir / "report/data/it_000003.js").unlink()
+    assert refreshed(run_dir) == 1
+    (run_dir / "report/data/find_000000.js").unlink()
+    refreshed(run_dir)
+    assert list(data(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
+    (run_dir / "report/data/made_of.json").write_text("{")
+    assert refreshed(run_dir) == 5 + 2
+
+
+def test_what_a_rewind_took_away_is_gone_from_the_report(run_dir: Path) -> None:
+    refreshed(run_dir)
+    (run_dir / "episodes/it_000004.rank0.jsonl").unlink()
+    mine = run_dir / "report/data/mine.js"
+    mine.touch()
+    refreshed(run_dir)
+    assert not (run_dir / "report/data/it_000004.js").exists() and mine.exists()
+    assert list(data(run_dir, "find_000000")) == ["1", "2", "3"]
+
+
+def test_forgotten_pictures_are_not_named(run_dir: Path) -> None:
+    refreshed(run_dir)
+    for path in (run_dir / "images/it_000001").iterdir():
+        path.unlink()
+    refreshed(run_dir)
+    assert data(run_dir, "it_000001")["rows"][0]["src"] is None
+
+
+@pytest.mark.parametrize(("num_tokens", "num_groups"), [(700, 8), (3000, 8), (40, 200)])
+def test_no_page_is_too_large_and_no_group_is_lost(
+    tmp_path: Path, num_tokens: int, num_groups: int
+) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=0)
+    draw = random.Random(0)
+    lines = []
+    for g in range(num_groups):
+        for member in range(8):
+            row = episode(1, g % NUM_GROUPS, member % 2)
+            row |= {"group_id": f"1/{g}", "sample_id": str(g), "member": member}
+            row["completion"] = "word " * num_tokens
+            row["token_ids"] = [draw.randrange(500) for _ in range(num_tokens)]
+            row["sampler_logprobs"] = [-draw.random() for _ in range(num_tokens)]
+            lines.append(json_line(row))
+    (run_dir / "episodes").mkdir()
+    (run_dir / "episodes/it_000001.rank0.jsonl").write_text("".join(lines))
+    refreshed(run_dir)
+    files = [*(run_dir / "report/data").glob("it_*.js")]
+    assert all(path.stat().st_size <= MAX_PAGE_BYTES for path in files)
+    starts = data(run_dir, "it_000001")["starts"]
+    assert len(starts) == len(files)
+    names = ["it_000001", *(f"it_000001_{n}" for n in range(2, len(starts) + 1))]
+    groups = [group for name in names for group in data(run_dir, name)["rows"]]
+    assert [group["id"] for group in groups] == [str(g) for g in range(num_groups)]
+    assert [groups[start]["id"] for start in starts] == [str(start) for start in starts]
+    cut = data(run_dir, "it_000001")["cut"]
+    one = groups[0]["of"][0]
+    assert cut, "said"
+    assert len(one["tok"]) + one.get("cut", 0) == num_tokens
+    assert len(one["text"]) <= cut[0] + len(" [...]")
+
+
+def test_a_script_holds_any_text() -> None:
+    for text in (EVIL, "</SCRIPT >", "\ud800", "\x00\x7f", "]]>"):
+        spelt = literal({"t": text})
+        assert not re.search("[<>&\u2028\u2029\ud800-\udfff]", spelt)
+        assert json.loads(spelt) == {"t": text}
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../x.png", "/x.png", "//host/x.png", "http://host/x.png", "a/../x.png", "a//x.png", "", ".",
+     "data:image/png,", "x.png?y", "a\\x.png", 3, None, ["x.png"]],
+)  # fmt: skip
+def test_only_a_picture_below_its_folder_is_shown(tmp_path: Path, file: object) -> None:
+    (tmp_path / "x.png").touch()
+    (tmp_path / "below").mkdir()
+    assert picture(tmp_path / "below", file) is None
+    assert picture(tmp_path, "x.png") == "x.png"
+
+
+def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
+    """Whoever wrote them."""
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    wrong: list[Any] = [None, 7, "text", [1], {"a": 1}, True, 1e400]
+    lines = []
+    for value in wrong:
+        lines += [json.dumps(dict.fromkeys(episode(1, 0, 0), value))]
+        lines += [json.dumps({**episode(1, 0, 0), name: value}) for name in episode(1, 0, 0)]
+    broken = ['{"half', "[]", "\x00"]
+    path = run_dir / "episodes/it_000001.rank0.jsonl"
+    path.write_text("\n".join([*lines, *broken]))
+    records = run_dir / "evaluation/it_000000/records.jsonl"
+    record = json.loads(records.read_text().split("\n")[0])
+    records.write_text(
+        "\n".join(json.dumps({**record, name: value}) for value in wrong for name in record)
+    )
+    made = refresh(run_dir, run_dir / "report/data")
+    assert made.damaged == {"episodes/it_000001": 3}
+    num_members = sum(len(group["of"]) for group in data(run_dir, "it_000001")["rows"])
+    assert num_members == len(lines)
+    assert len(data(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)
+
+
+def test_an_interrupted_making_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=4)
+    monkeypatch.setattr(pages, "CHUNK", 2)
+    whole = pages.group_row
+
+    def until_the_fourth(group: Any, *rest: Any) -> dict[str, Any]:
+        if group[0]["group_id"].startswith("4/"):
+            raise KeyboardInterrupt
+        return whole(group, *rest)
+
+    monkeypatch.setattr(pages, "group_row", until_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        refreshed(run_dir)
+    monkeypatch.setattr(pages, "group_row", whole)
+    # Not 1, 2 and 3 again, but 4, the page to find it by, and two evaluations.
+    assert refreshed(run_dir) == 1 + 1 + 2
+    found = [list(data(run_dir, f"find_{chunk:06d}")) for chunk in range(3)]
+    assert found == [["1"], ["2", "3"], ["4"]]

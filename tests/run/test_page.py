@@ -1,0 +1,99 @@
+"""The page's own process: started and not waited for, one at a time, and never more than a warning
+to the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_report import write_run
+
+from rl.run import page as page_module
+from rl.run.page import Page
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of Python: notes that it was called, and waits until `go` is there."""
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/bash\necho "$*" >>{tmp_path}/calls\n'
+        f"while [[ ! -e {tmp_path}/go ]]; do sleep 0.02; done\n[[ ! -e {tmp_path}/fail ]]\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return tmp_path
+
+
+def calls(slow: Path) -> list[str]:
+    path = slow / "calls"
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def test_nobody_waits_and_a_second_is_not_started_beside_the_first(slow: Path) -> None:
+    page = Page(slow / "run", wanted=True)
+    page.refresh()
+    while not calls(slow):
+        time.sleep(0.01)
+    for _ in range(3):
+        page.refresh()
+    (slow / "go").touch()
+    page.close()
+    words = f"-m rl.commands.report {slow / 'run'} --page-only"
+    assert calls(slow) == [words] * 2, "the one under way, and the last"
+
+
+def test_a_run_that_failed_waits_for_what_is_under_way_alone(slow: Path) -> None:
+    (slow / "go").touch()
+    page = Page(slow / "run", wanted=True)
+    page.refresh()
+    page.close(failed=True)
+    assert len(calls(slow)) == 1
+    unwanted = Page(slow / "run", wanted=False)
+    unwanted.refresh()
+    unwanted.close()
+    assert len(calls(slow)) == 1
+
+
+def test_what_goes_wrong_is_said_once(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("go", "fail"):
+        (slow / name).touch()
+    page = Page(slow / "run", wanted=True)
+    page.refresh()
+    page.close()
+    [said] = capsys.readouterr().err.splitlines()
+    assert "(exit code 1; " in said and f"rl report {slow / 'run'} makes it" in said
+
+
+def test_a_program_that_cannot_start_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    page = Page(tmp_path, wanted=True)
+    page.refresh()
+    page.close()
+    assert capsys.readouterr().err.count("the page could not be refreshed") == 1
+
+
+def test_none_is_left_behind(
+    slow: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(page_module, "MAX_WAIT_S", 0.2)
+    page = Page(slow / "run", wanted=True)
+    page.refresh()
+    process = page._process
+    assert process is not None
+    page.close(failed=True)
+    assert process.returncode == -9
+    assert "longer than 0.2 s" in capsys.readouterr().err
+
+
+def test_a_real_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    page = Page(run_dir, wanted=True)
+    page.close()
+    assert (run_dir / "report/index.html").is_file()
+    assert (run_dir / "logs/report.log").read_text().startswith("  page: ")
+    assert capsys.readouterr().err == ""

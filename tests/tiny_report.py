@@ -1,0 +1,127 @@
+"""A run folder of a few hostile words, as a run would have written it, without any model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from rl.files.atomic import json_line
+
+EVIL = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`${alert(3)}\u2028\u2029"
+    "\u202egnp.exe\u202c {{ 7*7 }} <!-- ]]> \\u003c"
+)
+"""Ends scripts, comments, attributes, strings, templates and lines, and turns what follows."""
+REWARDS = {0: [0.1, 0.9, None, 0.2, 0.5], 4: [0.9, 0.3, 0.8, 0.2, 0.6]}
+"""Iterations done -> held-out rewards."""
+NUM_GROUPS, NUM_COMPLETIONS = 3, 2
+
+
+def write_run(folder: Path, *, name: str = "tiny", num_iterations: int = 4) -> Path:
+    folder.mkdir(parents=True)
+    config = {
+        "format": 3,
+        "run_name": name,
+        "num_iterations": 4,
+        "policy": {"model_path": "pkg://tiny_world/weights/policy"},
+        "rewards": {"viescore": {"type": "viescore", "n_evals": 2}},
+        "data": {"train": [{"type": EVIL}]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = [metrics(iteration) for iteration in range(num_iterations + 1)]
+    (folder / "metrics.jsonl").write_text("".join(map(json_line, lines)))
+    for iteration in range(1, num_iterations + 1):
+        write_episodes(folder, iteration)
+    for iteration, rewards in REWARDS.items():
+        if iteration <= num_iterations:
+            write_evaluation(folder, iteration, rewards)
+    return folder
+
+
+def metrics(iteration: int) -> dict[str, Any]:
+    line = {"iteration": iteration, "time/iteration_s": 2.0, "time/render_s": 1.5}
+    if iteration:
+        line |= {"reward/mean": iteration / 4, "policy/entropy": 1.0, "groups/dead": 0.0}
+    if iteration in REWARDS:
+        line |= {"eval/reward": iteration / 5, "drift/alarm": float(iteration > 0)}
+    return line
+
+
+def write_episodes(folder: Path, iteration: int) -> None:
+    images = folder / "images" / f"it_{iteration:06d}"
+    images.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for g in range(NUM_GROUPS):
+        Image.new("RGB", (16, 16), "blue").save(images / f"rank0_g{g:02d}_source.png")
+        for member in range(NUM_COMPLETIONS):
+            Image.new("RGB", (16, 16), "red").save(images / f"rank0_g{g:02d}_m{member}.png")
+            rows.append(episode(iteration, g, member))
+    path = folder / "episodes" / f"it_{iteration:06d}.rank0.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(map(json_line, rows)))
+
+
+def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
+    """Of group 2 the second completion has no grade; the judge reads each picture twice."""
+    lost = g == 2 and member == 1
+    stem = f"images/it_{iteration:06d}/rank0_g{g:02d}"
+    scores = [[8, 8], [8 - 2 * g, 8]]
+    return {
+        "sample_id": f"train-{g}",
+        "group_id": f"{iteration}/{g}",
+        "category": ["noun", EVIL, "erase"][g],
+        "instruction": f"instruction {g} {EVIL}",
+        "completion": f"completion {EVIL}",
+        "finish": "stop",
+        "status": "ungraded" if lost else "scored",
+        "failure": f"no_reply: {EVIL}" if lost else None,
+        "reward": None if lost else (g + member) / 4,
+        "advantage": None if lost else 0.5 - member,
+        "parts": {} if lost else {"viescore": (g + member) / 4, EVIL: 1.0},
+        "judge_s": 0.25,
+        "replies": {
+            "viescore": [
+                json.dumps({"reasoning": f"because {EVIL}", "score": score}) for score in scores
+            ]
+        },
+        "noise_seed": 77,
+        "token_ids": [302, 258, 312],
+        "sampler_logprobs": [-0.25, -6.0, -0.001],
+        "forced": [0, 0, 1],
+        "rank": 0,
+        "member": member,
+        "source_file": f"{stem}_source.png",
+        "target_file": None,
+        "image_file": f"{stem}_m{member}.png",
+    }
+
+
+def write_evaluation(folder: Path, iteration: int, rewards: list[float | None]) -> None:
+    place = folder / "evaluation" / f"it_{iteration:06d}"
+    place.mkdir(parents=True)
+    rows = []
+    for number, reward in enumerate(rewards):
+        for kind, colour in (("source", "blue"), ("image", "red"), ("bare", "gray")):
+            Image.new("RGB", (16, 16), colour).save(place / f"{number}_{kind}.png")
+        rows.append(
+            {
+                "id": f"s{number} {EVIL}" if number == 4 else f"s{number}",
+                "category": ["noun", "erase"][number % 2],
+                "instruction": f"held-out {number} {EVIL}",
+                "completion": f"words {iteration} {EVIL}",
+                "reference": EVIL,
+                "status": "ungraded" if reward is None else "scored",
+                "failure": None if reward is not None else f"timeout: {EVIL}",
+                "reward": reward,
+                "parts": {} if reward is None else {"viescore": reward},
+                "bare_reward": 0.1,
+                "stock_reward": 0.2,
+                "source_file": f"{number}_source.png",
+                "image_file": f"{number}_image.png",
+                "bare_file": f"{number}_bare.png",
+            }
+        )
+    (place / "records.jsonl").write_text("".join(map(json_line, rows)))
