@@ -1,3 +1,3 @@
-from rl.commands.export_adapter import main
+from rl.commands.export import main
 
 raise SystemExit(main())

@@ -1,13 +1,20 @@
-"""A trained adapter as a model of its own: `rl export <run, checkpoint, adapter> <target>`.
+"""What a run trained, as a folder for other tools: `rl export <run, checkpoint, adapter> <target>`.
 
-Takes the newest checkpoint of a run (or the one named, or any PEFT folder), adds the adapter
-to the weights it was trained on, in float32 and rounded once at the end, and writes a folder that
-transformers and vLLM load, with tokenizer and image processor as the run used them.
-A checkpoint's `model` folder is an adapter for PEFT, or after full fine-tuning a model, already.
+    --as model          base + adapter, with tokenizer and image processor: for transformers and
+                        vLLM (the default)
+    --as adapter        the PEFT folder as the run wrote it, the base beside it unchanged
+    --as text-encoder   base + adapter as the `text_encoder` folder of a diffusers pipeline, which
+                        serving tools take: where the run drove an editor by its hidden states
 
-Which weights the adapter belongs to stands in the run's own config beside the checkpoint; for a
-bare PEFT folder in its adapter_config.json. `--base` and `--text-encoder-from` override both. The
-whole base is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and 33 GB for 7B.
+Of a run the newest whole checkpoint is taken, or the one of --checkpoint. Beside the model lies its
+card, README.md: what it is, how to use it, what was learnt and its limits, with the reward's curve
+and pictures of the first held-out samples (--no-pictures leaves them out). After full fine-tuning
+the model is copied; it is no adapter.
+
+The adapter is added in float32 and rounded once at the end. Which weights it belongs to stands in
+the run's own config beside the checkpoint; for a bare PEFT folder in its adapter_config.json.
+`--base` and `--text-encoder-from` override both. The whole base is in memory in float32: 4 bytes a
+parameter, about 15 GB for 3B and 33 GB for 7B.
 """
 
 from __future__ import annotations
@@ -16,27 +23,61 @@ import argparse
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import Any, get_args
 
+from rl import build
+from rl.api import find
+from rl.api.renderer import Renderer
+from rl.commands.export_evidence import gather, is_number
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
-from rl.files.model_files import model_problems
+from rl.files.model_files import cached, model_problems
+from rl.files.progress_bars import only_download_bars
+from rl.files.weights import num_parameters
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.emu3.plug import Emu3
 from rl.policies.qwen2_5_vl import loading as qwen_loading
 from rl.policies.qwen2_5_vl.plug import Qwen25VL
 from rl.policies.shared.policy import TrainedPolicy
-from rl.record import adapter_base, terminal
+from rl.preflight.disk import free_gb
+from rl.record import adapter_base, hub, terminal
 from rl.record.adapter_base import ADAPTER_CONFIG
-from rl.record.checkpoint import model_folder, read_state
+from rl.record.card_use import Form
+from rl.record.checkpoint import MODEL_CARD, iteration_of, model_folder, problem_of, read_state
+from rl.record.console import duration, warn
+from rl.record.model_card import model_card
+from rl.record.scrub import scrub
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number."""
 POLICIES: Mapping[str, tuple[type[TrainedPolicy[Any]], Any]] = {
     "qwen2_5_vl": (Qwen25VL, qwen_loading),
     "emu3": (Emu3, emu3_loading),
 }
 """Type -> the plug, and how its base, its tokenizer and its image processor are loaded."""
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", MODEL_CARD)
+WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors", MODEL_CARD)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is exported."""
+
+    model: Path
+    """A PEFT folder, or one of a whole model."""
+    is_adapter: bool
+    run_config: Mapping[str, Any] | None = None
+    """Under today's names; None of a folder that lies alone."""
+    run_dir: Path | None = None
+    """With the record of its training; None where it lies elsewhere."""
+    iteration: int = 0
+    """Finished ones."""
+    metrics: Mapping[str, float] | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,6 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("source", type=Path, help="run folder, checkpoint, or PEFT folder")
     parser.add_argument("target", type=Path, help="folder to write; must not exist")
+    parser.add_argument(
+        "--as", dest="form", choices=get_args(Form), default="model", help="see above"
+    )
+    parser.add_argument(
+        "--checkpoint", default="latest", help="of a run: latest, or the iterations done"
+    )
     parser.add_argument("--base", help="folder or hub id of weights, tokenizer and processor")
     parser.add_argument(
         "--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base"
@@ -54,17 +101,66 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--policy", choices=POLICIES, default="qwen2_5_vl", help="plug of a bare PEFT folder"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: the run's")
+    parser.add_argument(
+        "--push-to", help="repository of the hub, me/my-model, private if it is made; optional"
+    )
+    parser.add_argument(
+        "--no-pictures", action="store_true", help="none of the held-out samples beside the card"
+    )
     args = parser.parse_args(arguments)
     try:
-        adapter = find_adapter(args.source)
-        config = policy_config(adapter, args.base, args.text_encoder_from, args.policy)
-        if args.target.exists():
-            raise ValueError(f"{args.target} exists; name a folder that does not")
-        with written_aside(args.target) as part:
-            merge(adapter, part, config, args.dtype or config.dtype)
+        export(args)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {args.target}")
+    if args.push_to:
+        push(args.target, args.push_to)
+
+
+def push(folder: Path, repo_id: str) -> None:
+    """Upload it. What goes wrong is a warning: the folder is written."""
+    try:
+        with _stage(f"uploading to {repo_id}"):
+            hub.upload(folder, repo_id, "exported")
+    except Exception as error:  # the network and its library may fail in any way
+        warn(
+            scrub(
+                f"the upload to {repo_id!r} failed: {error!r}; {folder} is whole, upload it by "
+                f"hand: hf upload {repo_id} {folder}"
+            )
+        )
+
+
+def export(args: argparse.Namespace) -> None:
+    """Raises ValueError for what the user can mend."""
+    trained = find_trained(args.source, args.checkpoint)
+    if args.target.exists():
+        raise ValueError(f"{args.target} exists; name a folder that does not")
+    if args.form == "adapter" and not trained.is_adapter:
+        raise ValueError(
+            f"{trained.model} is a whole model (full fine-tuning): there is no adapter; export it "
+            "--as model"
+        )
+    if args.form == "adapter" and args.dtype:
+        raise ValueError("--dtype is of a model; --as adapter copies what the run wrote")
+    if args.form == "text-encoder" and (problem := _no_text_encoder(trained, args.policy)):
+        raise ValueError(problem)
+    is_merged = trained.is_adapter and args.form != "adapter"
+    if not (is_merged or args.form == "text-encoder" or args.dtype):
+        names = ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES
+        files = sorted(file for name in names for file in trained.model.glob(name))
+        num_bytes = sum(file.stat().st_size for file in files)
+        write = partial(copy, files)
+    else:
+        config = model_config(trained, args)
+        dtype = args.dtype or config.dtype
+        num_bytes = int(_num_parameters(config) * DTYPES[dtype])
+        adapter = trained.model if trained.is_adapter else None
+        write = partial(merge, adapter, config, dtype, args.form)
+    _require_room(args.target, num_bytes)
+    with written_aside(args.target) as part:
+        write(part)
+        write_card(trained, part, args.form, not args.no_pictures)
 
 
 @contextmanager
@@ -81,20 +177,84 @@ def written_aside(target: Path) -> Iterator[Path]:
         raise
 
 
-def find_adapter(source: Path) -> Path:
-    """The PEFT folder that `source` is or holds. Raises ValueError when there is none."""
-    folder = model_folder(source)
-    if (folder / ADAPTER_CONFIG).is_file():
-        return folder
-    if list(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+def find_trained(source: Path, which: str) -> Trained:
+    """What `source` is or holds. Raises ValueError when there is nothing to export."""
+    if which != "latest":
+        source = checkpoint_of(source, which)
+    model = model_folder(source)
+    is_adapter = (model / ADAPTER_CONFIG).is_file()
+    if not is_adapter and not (
+        list(model.glob("*.safetensors")) and (model / "config.json").is_file()
+    ):
         raise ValueError(
-            f"{folder} is a whole model (full fine-tuning): there is no adapter to merge, load it "
-            "as it is"
+            f"{model} holds neither an adapter ({ADAPTER_CONFIG}) nor a run's checkpoints; name a "
+            "run folder, one of its checkpoints/step_*, or a PEFT folder"
         )
-    raise ValueError(
-        f"{folder} holds neither an adapter ({ADAPTER_CONFIG}) nor a run's checkpoints; name a "
-        "run folder, one of its checkpoints/step_*, or a PEFT folder"
+    checkpoint = model.parent
+    if not (checkpoint / "state.json").is_file():
+        return Trained(model, is_adapter)
+    state = read_state(checkpoint)
+    run_dir = checkpoint.resolve().parent.parent
+    metrics = state["meta"].get("metrics", {})
+    return Trained(
+        model,
+        is_adapter,
+        state["meta"]["config"],
+        run_dir if (run_dir / "metrics.jsonl").is_file() else None,
+        int(state["iteration"]),
+        {name: value for name, value in metrics.items() if is_number(value)},
     )
+
+
+def checkpoint_of(run_dir: Path, which: str) -> Path:
+    """The whole checkpoint of a run after that many iterations. Raises ValueError, naming those
+    that there are."""
+    steps = sorted((run_dir / "checkpoints").glob("step_*"))
+    found = [path for path in steps if which.isdecimal() and iteration_of(path) == int(which)]
+    if not found:
+        there = ", ".join(str(iteration_of(path)) for path in steps) or "none"
+        raise ValueError(
+            f"--checkpoint {which}: {run_dir} holds no such checkpoint (latest, or one of: {there})"
+        )
+    if problem := problem_of(found[0]):
+        raise ValueError(f"checkpoint {found[0]} is damaged ({problem}); name another")
+    return found[0]
+
+
+def _no_text_encoder(trained: Trained, bare_policy: str) -> str:
+    """Why what was trained is no editor's text encoder, or ''."""
+    if trained.run_config is None:
+        is_one = bare_policy == "qwen2_5_vl"
+        return (
+            "" if is_one else f"a {bare_policy} is no editor's text encoder; export it --as model"
+        )
+    renderer = trained.run_config.get("renderer", {}).get("type")
+    if trained.run_config["policy"].get("conditioning") == "base":
+        return (
+            "the run's renderer read the untrained states (policy.conditioning: 'base'): its text "
+            "encoder is the base's own; export what was trained --as model"
+        )
+    if renderer in build.plugs_of("renderers"):
+        module = import_module(build.module_of("renderers", renderer))
+        plug, _ = find.plug_class(module, build.ROOMS["renderers"])
+        assert plug is not None and issubclass(plug, Renderer)
+        if plug.accepts != "hidden_states":
+            return (
+                f"the run's renderer {renderer!r} reads {plug.accepts}, not the policy's hidden "
+                "states: what was trained is no text encoder of it; export it --as model"
+            )
+    return ""
+
+
+def model_config(trained: Trained, args: argparse.Namespace) -> Any:
+    """The policy section that loads what the result is made of: the base of an adapter, or the
+    whole model itself. Raises ValueError naming what is not known and how to say it."""
+    if trained.is_adapter:
+        return policy_config(trained.model, args.base, args.text_encoder_from, args.policy)
+    section = dict(trained.run_config["policy"]) if trained.run_config else {"type": args.policy}
+    for key in ("init_text_encoder_from", "text_encoder_subfolder", "revision", "lora"):
+        section.pop(key, None)
+    return _validated({**section, "model_path": str(trained.model)})
 
 
 def policy_config(
@@ -108,18 +268,22 @@ def policy_config(
     noted = adapter_base.read_config(adapter)
     if (adapter.parent / "state.json").is_file():
         section = read_state(adapter.parent)["meta"]["config"]["policy"]
-        if section["type"] not in POLICIES:
-            raise ValueError(f"adapters of policy {section['type']!r} cannot be exported here")
     else:
         section = {"type": bare_policy, **({} if base else _noted_keys(noted))}
-    # No attention is computed: the run's kernel need not run here.
-    section = {**section, "adapter_path": "", "attn_implementation": "auto"}
     if base is not None:
         section = {**section, "model_path": base, "revision": None}
         section.pop("init_text_encoder_from", None)
     if text_encoder_from is not None:
         section = {**section, "init_text_encoder_from": text_encoder_from}
+    return _validated(section)
+
+
+def _validated(section: Mapping[str, Any]) -> Any:
+    if section["type"] not in POLICIES:
+        raise ValueError(f"policies of type {section['type']!r} cannot be exported here")
     policy, _ = POLICIES[section["type"]]
+    # No attention is computed: the run's kernel need not run here.
+    section = {**section, "adapter_path": "", "attn_implementation": "auto"}
     config, problems = validate(policy.Config, section, at="policy")
     problems = problems or [
         *model_problems(policy.models(config)),
@@ -141,19 +305,77 @@ def _noted_keys(noted: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def merge(adapter: Path, target: Path, config: Any, dtype: str) -> None:
-    """Base + adapter, added in float32 and rounded to `dtype` once."""
+def _num_parameters(config: Any) -> float:
+    """Of the model, from its files' headers; 0 where they are not on this machine yet."""
+    policy, _ = POLICIES[config.type]
+    [model] = [model for model in policy.models(config) if model.weights]
+    file: Path | None = Path(model.path, model.subfolder, model.config)
+    if not Path(model.path).is_dir():
+        file = cached(model.path, str(Path(model.subfolder, model.config)), model.revision)
+    return num_parameters(file.parent) if file else 0.0
+
+
+def _require_room(target: Path, num_bytes: int) -> None:
+    """Say what will be written. Raises ValueError where the disk has no room for it."""
+    free = free_gb(target)
+    need = f"{num_bytes / 1e9:.3g} GB" if num_bytes else "an unknown size (fetched first)"
+    print(f"writing {need} to {target}, where {free:.3g} GB are free")
+    if num_bytes / 1e9 > free:
+        raise ValueError(
+            f"{target}: {need} are to be written and {free:.3g} GB are free; name a larger disk"
+        )
+
+
+def copy(files: Sequence[Path], target: Path) -> None:
+    target.mkdir(parents=True)
+    for file in files:
+        shutil.copy2(file, target)
+
+
+def merge(adapter: Path | None, config: Any, dtype: str, form: Form, target: Path) -> None:
+    """Base + adapter (None: the base is what was trained), added in float32 and rounded to `dtype`
+    once; as a model with what its prompts need."""
     import torch
 
     _, loading = POLICIES[config.type]
-    base = loading.load_model(config.model_copy(update={"dtype": "float32"}))
-    from peft import PeftModel
+    with _stage(f"loading {config.model_path} in float32"):
+        model = loading.load_model(config.model_copy(update={"dtype": "float32"}))
+    if adapter is not None:
+        from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
-    merged.to(getattr(torch, dtype)).save_pretrained(target)
+        with _stage("adding the adapter"):
+            model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    with _stage(f"writing the weights in {dtype}"), only_download_bars():
+        model.to(getattr(torch, dtype)).save_pretrained(target)
+    if form == "text-encoder":
+        return
     loading.load_tokenizer(config).save_pretrained(target)
     if config.type == "qwen2_5_vl":
         qwen_loading.load_image_processor(config).save_pretrained(target)
+
+
+@contextmanager
+def _stage(what: str) -> Iterator[None]:
+    """A line when it begins, and how long it took."""
+    print(f"{what} ...", flush=True)
+    began_s = monotonic()
+    yield
+    print(f"  {duration(monotonic() - began_s)}", flush=True)
+
+
+def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) -> None:
+    """README.md, of a folder that lies alone the one that lies there."""
+    if trained.run_config is None:
+        own = trained.model / MODEL_CARD
+        if own.is_file() and not (target / MODEL_CARD).exists():
+            shutil.copyfile(own, target / MODEL_CARD)
+        return
+    evidence = None
+    if trained.run_dir is not None:
+        with _stage("writing the card"):
+            evidence = gather(trained.run_dir, trained.iteration, target, with_pictures)
+    card = model_card(trained.run_config, trained.iteration, trained.metrics or {}, form, evidence)
+    (target / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 
 if __name__ == "__main__":
