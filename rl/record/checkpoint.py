@@ -14,7 +14,7 @@ What: `Checkpoints` and the layout
 With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/step_<n> does.
 
 What not: which tensors (learner), when (`run/last_finished.py`), whether two configs fit
-(`preflight/resume.py`), the card (`model_card.py`), the upload (`hub.py`). Rank 0 writes, and the others hear the outcome; any
+(`preflight/resume.py`), the upload (`hub.py`). Rank 0 writes, and the others hear the outcome; any
 rank may `save_alone` when the others are gone. The run folder has to be on a file system that all
 nodes see.
 """
