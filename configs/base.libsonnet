@@ -259,7 +259,7 @@
     wandb_project: 'rl',
     // TensorBoard's event files in <run>/tensorboard (pip install 'vlm-edit-rl[tensorboard]').
     tensorboard: false,
-    // trackio's files in <run>/trackio; nothing leaves (pip install 'vlm-edit-rl[trackio]').
+    // trackio's files in <run>/trackio; nothing leaves. `rl check` says how it is installed.
     trackio: false,
     // Space of the hub that trackio keeps them in instead, e.g. 'me/my-runs', private if made.
     trackio_space: '',

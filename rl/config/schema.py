@@ -283,7 +283,7 @@ class TrackingConfig(Section):
     tensorboard: bool = False
     """TensorBoard's event files in <run>/tensorboard (pip install 'vlm-edit-rl[tensorboard]')."""
     trackio: bool = False
-    """trackio's files in <run>/trackio; nothing leaves (pip install 'vlm-edit-rl[trackio]')."""
+    """trackio's files in <run>/trackio; nothing leaves. `rl check` says how it is installed."""
     trackio_space: str = ""
     """Space of the hub that trackio keeps them in instead, e.g. 'me/my-runs', private if made."""
     log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1

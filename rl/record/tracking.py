@@ -128,14 +128,18 @@ class Tracker:
 
 def not_installed(tracking: TrackingConfig) -> list[str]:
     """A sentence for each tracker that is named and whose package is not there."""
-    wanted = {
-        "wandb": tracking.wandb != "off",
-        "tensorboard": tracking.tensorboard,
-        "trackio": tracking.trackio,
+    tracked: Mapping[str, tuple[bool, str]] = {
+        "wandb": (tracking.wandb != "off", "'vlm-edit-rl[train]'"),
+        "tensorboard": (tracking.tensorboard, "'vlm-edit-rl[tensorboard]'"),
+        # The package refuses the pinned Pillow, with which it works.
+        "trackio": (
+            tracking.trackio,
+            "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0",
+        ),
     }
     return [
         f"tracking.{name}: the package {name!r} is not installed here, and the run goes on without "
-        f"it: pip install 'vlm-edit-rl[{'train' if name == 'wandb' else name}]'"
-        for name, is_wanted in wanted.items()
+        f"it: pip install {packages}"
+        for name, (is_wanted, packages) in tracked.items()
         if is_wanted and find_spec(name) is None
     ]

@@ -8,6 +8,7 @@ from there on: an iteration that is done again is shown once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,8 @@ def open_page(
     """None where none is wanted or its package is missing, which is said."""
     if not config.tracking.tensorboard:
         return None
-    is_there = tried("tensorboard", "import", _import)
+    is_there = tried("tensorboard", "import", lambda: import_module("tensorboard"))
     return TensorboardPage(run_dir / "tensorboard", written) if is_there else None
-
-
-def _import() -> None:
-    import tensorboard  # noqa: F401 # torch's own message does not say what to install
 
 
 def _shown(cell: Cell) -> str:
