@@ -27,39 +27,39 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from time import monotonic
 from typing import Any, get_args
 
 from rl import build
 from rl.api import find
 from rl.api.renderer import Renderer
+from rl.commands.export_base import (
+    DTYPES,
+    POLICIES,
+    merge,
+    num_parameters_of,
+    policy_config,
+    run_config_of,
+    stage,
+    validated,
+)
 from rl.commands.export_evidence import gather, is_number
-from rl.config.messages import validate
-from rl.config.schema import RunConfig
-from rl.files.model_files import cached, model_problems
-from rl.files.progress_bars import only_download_bars
-from rl.files.weights import num_parameters
-from rl.policies.emu3 import loading as emu3_loading
-from rl.policies.emu3.plug import Emu3
-from rl.policies.qwen2_5_vl import loading as qwen_loading
-from rl.policies.qwen2_5_vl.plug import Qwen25VL
-from rl.policies.shared.policy import TrainedPolicy
 from rl.preflight.disk import free_gb
-from rl.record import adapter_base, hub, terminal
+from rl.record import hub, terminal
 from rl.record.adapter_base import ADAPTER_CONFIG
 from rl.record.card_use import Form
-from rl.record.checkpoint import MODEL_CARD, iteration_of, model_folder, problem_of, read_state
-from rl.record.console import duration, warn
+from rl.record.checkpoint import (
+    KEPT_MODELS_FOLDER,
+    MODEL_CARD,
+    MODEL_FOLDER,
+    iteration_of,
+    model_folder,
+    problem_of,
+    read_state,
+)
+from rl.record.console import warn
 from rl.record.model_card import model_card
 from rl.record.scrub import scrub
 
-DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a number."""
-POLICIES: Mapping[str, tuple[type[TrainedPolicy[Any]], Any]] = {
-    "qwen2_5_vl": (Qwen25VL, qwen_loading),
-    "emu3": (Emu3, emu3_loading),
-}
-"""Type -> the plug, and how its base, its tokenizer and its image processor are loaded."""
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", MODEL_CARD)
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors", MODEL_CARD)
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def push(folder: Path, repo_id: str) -> None:
     """Upload it. What goes wrong is a warning: the folder is written."""
     try:
-        with _stage(f"uploading to {repo_id}"):
+        with stage(f"uploading to {repo_id}"):
             hub.upload(folder, repo_id, "exported")
     except Exception as error:  # the network and its library may fail in any way
         warn(
@@ -154,9 +154,9 @@ def export(args: argparse.Namespace) -> None:
     else:
         config = model_config(trained, args)
         dtype = args.dtype or config.dtype
-        num_bytes = int(_num_parameters(config) * DTYPES[dtype])
+        num_bytes = int(num_parameters_of(config) * DTYPES[dtype])
         adapter = trained.model if trained.is_adapter else None
-        write = partial(merge, adapter, config, dtype, args.form)
+        write = partial(merge, adapter, config, dtype, args.form != "text-encoder")
     _require_room(args.target, num_bytes)
     with written_aside(args.target) as part:
         write(part)
@@ -190,32 +190,42 @@ def find_trained(source: Path, which: str) -> Trained:
             f"{model} holds neither an adapter ({ADAPTER_CONFIG}) nor a run's checkpoints; name a "
             "run folder, one of its checkpoints/step_*, or a PEFT folder"
         )
-    checkpoint = model.parent
-    if not (checkpoint / "state.json").is_file():
+    config = run_config_of(model)
+    if config is None:
         return Trained(model, is_adapter)
-    state = read_state(checkpoint)
-    run_dir = checkpoint.resolve().parent.parent
-    metrics = state["meta"].get("metrics", {})
+    step = model.resolve()
+    iteration, metrics = 0, {}
+    if step.name == MODEL_FOLDER:
+        step = step.parent
+        state = read_state(step)
+        iteration, metrics = int(state["iteration"]), state["meta"].get("metrics", {})
+    else:
+        iteration = iteration_of(step)
+    run_dir = step.parent.parent
     return Trained(
         model,
         is_adapter,
-        state["meta"]["config"],
+        config,
         run_dir if (run_dir / "metrics.jsonl").is_file() else None,
-        int(state["iteration"]),
+        iteration,
         {name: value for name, value in metrics.items() if is_number(value)},
     )
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
-    """The whole checkpoint of a run after that many iterations. Raises ValueError, naming those
+    """The whole checkpoint of a run after that many iterations, or its model alone where that is
+    what was kept. Raises ValueError, naming those
     that there are."""
-    steps = sorted((run_dir / "checkpoints").glob("step_*"))
+    steps = sorted(run_dir.glob("checkpoints/step_*"))
+    steps += sorted(run_dir.glob(f"{KEPT_MODELS_FOLDER}/step_*"))
     found = [path for path in steps if which.isdecimal() and iteration_of(path) == int(which)]
     if not found:
         there = ", ".join(str(iteration_of(path)) for path in steps) or "none"
         raise ValueError(
             f"--checkpoint {which}: {run_dir} holds no such checkpoint (latest, or one of: {there})"
         )
+    if found[0].parent.name == KEPT_MODELS_FOLDER:
+        return found[0]
     if problem := problem_of(found[0]):
         raise ValueError(f"checkpoint {found[0]} is damaged ({problem}); name another")
     return found[0]
@@ -254,65 +264,7 @@ def model_config(trained: Trained, args: argparse.Namespace) -> Any:
     section = dict(trained.run_config["policy"]) if trained.run_config else {"type": args.policy}
     for key in ("init_text_encoder_from", "text_encoder_subfolder", "revision", "lora"):
         section.pop(key, None)
-    return _validated({**section, "model_path": str(trained.model)})
-
-
-def policy_config(
-    adapter: Path, base: str | None, text_encoder_from: str | None, bare_policy: str
-) -> Any:
-    """The policy section that the adapter was trained under, `bare_policy` telling the plug of one
-    that lies alone.
-
-    Raises ValueError naming what is not known and how to say it.
-    """
-    noted = adapter_base.read_config(adapter)
-    if (adapter.parent / "state.json").is_file():
-        section = read_state(adapter.parent)["meta"]["config"]["policy"]
-    else:
-        section = {"type": bare_policy, **({} if base else _noted_keys(noted))}
-    if base is not None:
-        section = {**section, "model_path": base, "revision": None}
-        section.pop("init_text_encoder_from", None)
-    if text_encoder_from is not None:
-        section = {**section, "init_text_encoder_from": text_encoder_from}
-    return _validated(section)
-
-
-def _validated(section: Mapping[str, Any]) -> Any:
-    if section["type"] not in POLICIES:
-        raise ValueError(f"policies of type {section['type']!r} cannot be exported here")
-    policy, _ = POLICIES[section["type"]]
-    # No attention is computed: the run's kernel need not run here.
-    section = {**section, "adapter_path": "", "attn_implementation": "auto"}
-    config, problems = validate(policy.Config, section, at="policy")
-    problems = problems or [
-        *model_problems(policy.models(config)),
-        *policy.problems(config, RunConfig.model_construct()),
-    ]
-    if problems:
-        remedy = "say where the base lies with --base (and --text-encoder-from)"
-        raise ValueError("\n".join([*problems, remedy]))
-    return config
-
-
-def _noted_keys(noted: Mapping[str, Any]) -> dict[str, Any]:
-    """What loads the base that a bare adapter names. Raises ValueError with the way out."""
-    try:
-        return adapter_base.base_of(noted).policy_keys()
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; or give --base (and --text-encoder-from for an editor's text encoder)"
-        ) from error
-
-
-def _num_parameters(config: Any) -> float:
-    """Of the model, from its files' headers; 0 where they are not on this machine yet."""
-    policy, _ = POLICIES[config.type]
-    [model] = [model for model in policy.models(config) if model.weights]
-    file: Path | None = Path(model.path, model.subfolder, model.config)
-    if not Path(model.path).is_dir():
-        file = cached(model.path, str(Path(model.subfolder, model.config)), model.revision)
-    return num_parameters(file.parent) if file else 0.0
+    return validated({**section, "model_path": str(trained.model)})
 
 
 def _require_room(target: Path, num_bytes: int) -> None:
@@ -332,37 +284,6 @@ def copy(files: Sequence[Path], target: Path) -> None:
         shutil.copy2(file, target)
 
 
-def merge(adapter: Path | None, config: Any, dtype: str, form: Form, target: Path) -> None:
-    """Base + adapter (None: the base is what was trained), added in float32 and rounded to `dtype`
-    once; as a model with what its prompts need."""
-    import torch
-
-    _, loading = POLICIES[config.type]
-    with _stage(f"loading {config.model_path} in float32"):
-        model = loading.load_model(config.model_copy(update={"dtype": "float32"}))
-    if adapter is not None:
-        from peft import PeftModel
-
-        with _stage("adding the adapter"):
-            model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    with _stage(f"writing the weights in {dtype}"), only_download_bars():
-        model.to(getattr(torch, dtype)).save_pretrained(target)
-    if form == "text-encoder":
-        return
-    loading.load_tokenizer(config).save_pretrained(target)
-    if config.type == "qwen2_5_vl":
-        qwen_loading.load_image_processor(config).save_pretrained(target)
-
-
-@contextmanager
-def _stage(what: str) -> Iterator[None]:
-    """A line when it begins, and how long it took."""
-    print(f"{what} ...", flush=True)
-    began_s = monotonic()
-    yield
-    print(f"  {duration(monotonic() - began_s)}", flush=True)
-
-
 def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) -> None:
     """README.md, of a folder that lies alone the one that lies there."""
     if trained.run_config is None:
@@ -372,7 +293,7 @@ def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) 
         return
     evidence = None
     if trained.run_dir is not None:
-        with _stage("writing the card"):
+        with stage("writing the card"):
             evidence = gather(trained.run_dir, trained.iteration, target, with_pictures)
     card = model_card(trained.run_config, trained.iteration, trained.metrics or {}, form, evidence)
     (target / MODEL_CARD).write_text(scrub(card), encoding="utf-8")

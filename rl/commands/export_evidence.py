@@ -20,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from rl.commands import report
 from rl.files.images import downscale, png_bytes
-from rl.record.model_card import Comparison, Evidence, Shown
+from rl.record.model_card import OWN_WORDS, Comparison, Evidence, Shown
 
 PICTURES_FOLDER = "pictures"
 NUM_SAMPLES_SHOWN = 6
@@ -144,9 +144,12 @@ def _sample(
     target: Path | None,
 ) -> Shown:
     old, new = before.records[identity], after.records[identity]
-    first = old.get("source_file") or old.get("bare_file")
+    has_source = old.get("source_file") is not None
     sides = {
-        "source": (before, first),
+        "source" if has_source else OWN_WORDS: (
+            before,
+            old["source_file"] if has_source else old.get("bare_file"),
+        ),
         "before": (before, old.get("image_file")),
         "after": (after, new.get("image_file")),
     }

@@ -36,6 +36,9 @@ TASKS = {
 }
 """Renderer -> the hub's name of what the trained model is for."""
 
+OWN_WORDS = "own_words"
+"""In the name of a picture that the user's own words give, where nothing is edited."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -157,10 +160,12 @@ def _what(config: Mapping[str, Any], iteration: int, form: Form) -> list[str]:
         "model": "A",
         "text-encoder": "The text encoder of an editor: a",
     }[form]
+    drives = "Its completions are what is graded"
+    if at(config, "renderer.type") != "none":
+        drives = f"Its completions drive the frozen renderer {named(config, 'renderer.type')}"
     lines = [
-        f"{what} {named(config, 'policy.type')} policy after {iteration} iterations of GRPO. Its "
-        f"completions drive the frozen renderer {named(config, 'renderer.type')}; rewards: "
-        f"{', '.join(graders) or 'unknown'}.",
+        f"{what} {named(config, 'policy.type')} policy after {iteration} iterations of GRPO. "
+        f"{drives}; rewards: {', '.join(graders) or 'unknown'}.",
         "",
         f"- {named(config, 'prompts_per_iteration')} prompts x "
         f"{named(config, 'generations_per_prompt')} completions per iteration, seed "
@@ -222,7 +227,7 @@ def _samples(evidence: Evidence) -> list[str]:
             sides.append(f"{text(words) or '(no words)'} ({score})")
         cells = [text(sample.instruction), *sides]
         if sample.files:
-            alts = ("source", "before", "after")
+            alts = (OWN_WORDS if OWN_WORDS in sample.files[0] else "source", "before", "after")
             pictures = [f"![{a}]({f})" for a, f in zip(alts, sample.files, strict=True)]
             cells = [
                 f"{picture}<br>{words}" for picture, words in zip(pictures, cells, strict=True)

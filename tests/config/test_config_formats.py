@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl.commands import export
+from rl.commands import export, export_base
 from rl.commands import report as report_command
 from rl.config import formats
 from rl.config.schema import ConfigError, load_config
@@ -89,7 +89,7 @@ def test_its_policy_is_found_again(run_dir: Path) -> None:
     weights = "pkg://tiny_world/weights/rewriter"
     assert policy_section(None, run_dir, None)["model_path"] == weights
     adapter = run_dir / "checkpoints" / "step_000002" / "model"
-    section = export.policy_config(adapter, None, None, "qwen2_5_vl")
+    section = export_base.policy_config(adapter, None, None, "qwen2_5_vl")
     assert (Path(section.model_path) / "config.json").is_file()
     assert base_of(read_config(adapter)).path == weights
 
@@ -199,7 +199,7 @@ def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, 
     sentence = f"{adapter}/adapter_config.json {why}"
     for use in (
         lambda: policy_section("some/model", adapter, None),
-        lambda: export.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
+        lambda: export_base.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
     ):
         with pytest.raises(ValueError) as caught:
             use()

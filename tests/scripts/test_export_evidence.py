@@ -86,6 +86,17 @@ def test_pictures_are_drawn_anew_beside_the_card(run_dir: Path) -> None:
         assert image.size == (512, 384)
 
 
+def test_where_nothing_is_edited_the_first_picture_is_what_the_users_words_give(
+    run_dir: Path,
+) -> None:
+    for iteration in (0, 8):
+        folder = run_dir / "evaluation" / f"it_{iteration:06d}"
+        rows = [record(0, 0.5, source_file=None, bare_file="source.png")]
+        write_lines(folder / "records.jsonl", rows)
+    [sample] = found(run_dir).samples
+    assert sample.files[0] == "pictures/01_own_words.png"
+
+
 def test_without_pictures_nothing_is_drawn(run_dir: Path) -> None:
     evidence = found(run_dir, with_pictures=False)
     assert evidence.curve is None and not any(sample.files for sample in evidence.samples)

@@ -295,6 +295,19 @@ def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_a_model_that_was_kept_alone_leaves_too(tmp_path: Path) -> None:
+    """Under `checkpoint.keep: 'model'`."""
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    (run / "models").mkdir()
+    shutil.move(run / "checkpoints" / "step_000002" / "model", run / "models" / "step_000002")
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.json").write_text(json.dumps({"format": 3, "policy": SECTION}))
+    export.main([str(run), str(tmp_path / "out"), "--checkpoint", "2"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "A qwen2_5_vl policy after 2 iterations" in card
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
 def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
     section = {**SECTION, "lora": None}
     policy = make_policy(section)
