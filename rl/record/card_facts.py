@@ -69,9 +69,9 @@ def without_places(value: Any) -> Any:
     if not isinstance(value, str) or value.startswith("pkg://"):
         return value
     if "://" in value:
-        return "<an address>"
+        return "(an address)"
     is_path = "/" in value or value.startswith("~")
-    return f"<a path>/{Path(value).name}" if is_path and not is_of_hub(value) else value
+    return f"(a path)/{Path(value).name}" if is_path and not is_of_hub(value) else value
 
 
 def licence_of(place: str) -> tuple[str, ...] | None:

@@ -110,7 +110,7 @@ def model_card(
         *_what(config, iteration, form),
         *use(config, form),
         *(_results(evidence) if evidence else _scores(metrics)),
-        *(_samples(evidence) if evidence else []),
+        *(_samples(config, evidence) if evidence else []),
         *_limits(config, metrics, evidence),
         *_licences(config),
         "## Config",
@@ -131,11 +131,6 @@ def _front(config: Mapping[str, Any], form: Form, evidence: Evidence | None) -> 
         more["license_name"] = "unknown" if licence is None else licence[1]
     if is_of_hub(base):
         more["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
-    gallery = [
-        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[2]}}
-        for sample in (evidence.samples if evidence else ())
-        if sample.files
-    ]
     front = ModelCardData(
         base_model=base if is_of_hub(base) else None,
         library_name={"adapter": "peft", "model": "transformers"}.get(form, "diffusers"),
@@ -143,10 +138,21 @@ def _front(config: Mapping[str, Any], form: Form, evidence: Evidence | None) -> 
         pipeline_tag=TASKS.get(str(at(config, "renderer.type"))),
         license=licence[0] if licence else "other",
         datasets=sorted(set(datasets_of(config))) or None,
-        widget=gallery or None,
+        widget=_gallery(config, evidence) or None,
         **more,
     )
     return ["---", front.to_yaml(), "---", ""]
+
+
+def _gallery(config: Mapping[str, Any], evidence: Evidence | None) -> list[dict[str, Any]]:
+    """Of what the model gives for an instruction, where it gives pictures."""
+    if evidence is None or TASKS.get(str(at(config, "renderer.type"))) != "image-to-image":
+        return []
+    return [
+        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[2]}}
+        for sample in evidence.samples
+        if sample.files
+    ]
 
 
 def _what(config: Mapping[str, Any], iteration: int, form: Form) -> list[str]:
@@ -190,7 +196,8 @@ def _results(evidence: Evidence) -> list[str]:
         "## Results",
         "",
         f"Rewards of held-out samples, 0 to 1, after {before} iterations and after {after}; the "
-        "intervals hold 95 % of the change (bootstrap over samples, paired).",
+        "intervals hold 95 % of the change (paired bootstrap over samples, too narrow under about "
+        "20 of them).",
         "",
     ]
     head = ["held-out samples", "number", "before", "after", "change", "95 % interval"]
@@ -209,16 +216,17 @@ def _row(found: Comparison) -> list[str]:
     return [text(found.name), str(found.num_samples), *numbers, interval]
 
 
-def _samples(evidence: Evidence) -> list[str]:
+def _samples(config: Mapping[str, Any], evidence: Evidence) -> list[str]:
     if not evidence.samples:
         return []
-    has_pictures = any(sample.files for sample in evidence.samples)
     lines = [
         f"## The first {len(evidence.samples)} held-out samples",
         "",
         "The first, not the best; rewards beside their words.",
         "",
     ]
+    if any(OWN_WORDS in file for sample in evidence.samples for file in sample.files):
+        lines[-1:] = ["The first picture is what the user's own words give.", ""]
     rows = []
     for sample in evidence.samples:
         sides = []
@@ -234,7 +242,7 @@ def _samples(evidence: Evidence) -> list[str]:
             ]
         rows.append(cells)
     lines += [*table(["asked", "before", "after"], rows), ""]
-    return [*lines, "<Gallery />", ""] if has_pictures else lines
+    return [*lines, *(["<Gallery />", ""] if _gallery(config, evidence) else [])]
 
 
 def _limits(
@@ -266,7 +274,7 @@ def _limits(
         lines.append(
             "- No drift alarm: words that training does not change lost no more than noise."
         )
-    elif evidence:
+    elif evidence and at(config, "renderer.type") in PIPELINES:
         lines.append("- Drift of what the renderer reads was not measured.")
     return [*lines, ""]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_a_checkpoints_card_says_what_it_is_and_what_it_scored():
 def test_a_local_folder_is_no_base_model_on_the_hub_and_not_told(path):
     text = card(policy={"type": "qwen2_5_vl", "model_path": path})
     assert "base_model:" not in text and path not in text
-    assert f'"model_path": "\\u003ca path\\u003e/{Path(path).name}"' in text
+    assert f'"model_path": "(a path)/{Path(path).name}"' in text
 
 
 def test_the_base_on_the_card_is_what_was_trained():
@@ -98,6 +99,20 @@ def test_a_runs_card_has_intervals_arms_and_limits():
     ):
         assert line in text, line
     assert "intern.example" not in text
+
+
+def test_pictures_that_show_what_it_makes_are_the_hubs_gallery():
+    def of(renderer: str, first: str) -> str:
+        files = (f"pictures/01_{first}.png", "pictures/01_before.png", "pictures/01_after.png")
+        samples = [replace(SAMPLE, files=files)]
+        return card(None, replace(EVIDENCE, samples=samples), renderer={"type": renderer})
+
+    editor, rewriter = of("emu3_vq", "source"), of("sd3", "own_words")
+    [shown] = ModelCard(editor).data.widget
+    assert shown == {"text": "make it red", "output": {"url": "pictures/01_after.png"}}
+    assert "<Gallery />" in editor and "![source](pictures/01_source.png)<br>make it" in editor
+    assert "widget" not in ModelCard(rewriter).data.to_dict() and "<Gallery />" not in rewriter
+    assert "The first picture is what the user's own words give." in rewriter
 
 
 def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) -> None:
