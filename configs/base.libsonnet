@@ -240,7 +240,7 @@
   checkpoint: {
     // Resume points.
     save_every_n_iterations: 50,
-    // Of those, which stay for ever; 0 = only the newest two.
+    // Of those, which stay for ever; 0 = only the newest two, and the best on held-out samples.
     keep_every_n_iterations: 0,
     // What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
     // fine-tuning: six times smaller).

@@ -11,21 +11,19 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from PIL.Image import Image
 
 from rl import build
-from rl.api.types import Completion, Prompt, Sample, SamplingParams
+from rl.api.types import Sample
 from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
-from rl.ranks.dist import Dist
-from rl.ranks.seeding import derive_seed
+from rl.edit.editor import Editor, EditRequest, EditResult
+from rl.edit.trained import find_weights, pick_device, pick_dtype
 from rl.record.adapter_base import ADAPTER_CONFIG, base_of, read_config
-from rl.record.checkpoint import model_folder
 from rl.rewards.prompt_quality import score
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 SYSTEM_PROMPT = (Path(__file__).parent / "enhance_system_prompt.txt").read_text("utf-8").strip()
@@ -77,14 +75,11 @@ class Enhancer:
 
         Raises ValueError when the adapter cannot be used so.
         """
-        self.device = pick_device() if device == "auto" else device
+        self.device = pick_device(device)
         section = policy_section(model_path, adapter_path, system_prompt)
         section["dtype"] = pick_dtype(self.device) if dtype == "auto" else dtype
-        resolved = build.resolve(_bare_run(section))
-        self.system_prompt: str = resolved.policy.config.system_prompt
-        dist = Dist(device=self.device)
-        self._policy = build.build_policy(resolved, dist)
-        self._engine = build.build_engine(resolved, self._policy, dist)
+        self._editor = Editor(_bare_run(section), self.device)
+        self.system_prompt: str = section["system_prompt"]
 
     def enhance(self, prompt: str, image: Image | None = None, **options: Any) -> Enhanced:
         """One prompt; `options` as for `enhance_stream`."""
@@ -127,57 +122,33 @@ class Enhancer:
                 "least 0 and 1"
             )
         pictures = [None] * len(prompts) if images is None else list(images)
-        samples = [
-            Sample(
-                id=f"prompt {number}",
-                instruction=prompt.strip(),
-                sources=(picture,) if picture else (),
-            )
-            for number, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True), 1)
+        requests = [
+            EditRequest(prompt.strip(), picture, id=prompt.strip())
+            for prompt, picture in zip(prompts, pictures, strict=True)
         ]
-        for sample in samples:
-            if not sample.instruction:
-                raise ValueError(f"{sample.id} is empty; write what the picture should show")
-            self._policy.build_prompt(sample)  # or it is too long
-        return (
-            result
-            for start in range(0, len(samples), batch_size)
-            for result in self._rewrite(
-                samples[start : start + batch_size], temperature, max_new_tokens, seed
+        for number, request in enumerate(requests, 1):
+            if not request.instruction:
+                raise ValueError(f"prompt {number} is empty; write what the picture should show")
+            picture = request.image
+            sources = (picture,) if isinstance(picture, Image) else ()
+            self._editor.policy.build_prompt(  # or it is too long
+                Sample(f"prompt {number}", request.instruction, sources)
             )
+        results = self._editor.edit_stream(
+            requests,
+            batch_size=batch_size,
+            seed=seed,
+            temperature=temperature,
+            max_tokens=max_new_tokens,
         )
-
-    def _rewrite(
-        self, samples_B: Sequence[Sample], temperature: float, max_new_tokens: int, seed: int
-    ) -> list[Enhanced]:
-        prompts_B = [self._policy.build_prompt(sample) for sample in samples_B]
-        params = SamplingParams(temperature, 1.0, -1, max_new_tokens, num_completions=1)
-        seeds_B = [derive_seed(seed, "enhance", prompt.sample.instruction) for prompt in prompts_B]
-        groups_B1 = self._engine.generate(prompts_B, params, seeds_B)
-        return [self._read(p, group[0]) for p, group in zip(prompts_B, groups_B1, strict=True)]
-
-    def _read(self, prompt: Prompt, completion: Completion) -> Enhanced:
-        original = prompt.sample.instruction
-        (action,) = self._policy.decode_actions([(prompt, completion.token_ids)], None, None)
-        enhanced = action.text or original
-        return Enhanced(
-            original=original,
-            enhanced=enhanced,
-            num_tokens=len(completion.token_ids),
-            finish=completion.finish,
-            quality=score(original, enhanced),
-        )
+        return map(_read, results)
 
 
-def pick_device() -> str:
-    import torch
-
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def pick_dtype(device: str) -> str:
-    """bfloat16 where it is fast, float32 on the CPU."""
-    return "float32" if device == "cpu" else "bfloat16"
+def _read(result: EditResult) -> Enhanced:
+    original = result.request.instruction
+    enhanced = result.words or original
+    num_tokens = len(result.token_ids)
+    return Enhanced(original, enhanced, num_tokens, result.finish, score(original, enhanced))
 
 
 def policy_section(
@@ -208,17 +179,6 @@ def policy_section(
     if system_prompt is not None:
         section["system_prompt"] = system_prompt
     return section
-
-
-def find_weights(path: Path) -> Path:
-    """Its `model` folder, or itself. Raises ValueError when no weights lie there."""
-    folder = model_folder(path)
-    if not any((folder / file).is_file() for file in (ADAPTER_CONFIG, "config.json")):
-        raise ValueError(
-            f"{folder} holds neither {ADAPTER_CONFIG} nor config.json; give a run, a checkpoint, "
-            "or a checkpoint's 'model' folder"
-        )
-    return folder
 
 
 def run_of(folder: Path) -> Path | None:

@@ -7,6 +7,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/_install.sh requirements-test.lock
 source .venv/bin/activate
+# The tests start hundreds of processes: what they import is compiled once, not by each of them.
+unset PYTHONDONTWRITEBYTECODE
 
 selection=(-m "not slow")
 if [[ ${1:-} == --all ]]; then

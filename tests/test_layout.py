@@ -44,9 +44,10 @@ FLOORS = [
     {"learner"},
     {"rollout"},
     {"build"},
-    {"enhance", "preflight"},
+    {"preflight"},
     {"run"},
-    {"train"},
+    {"edit"},
+    {"enhance", "train"},
     {"commands", "simple_launch"},
     {"__main__", "test_distributed_env"},
 ]

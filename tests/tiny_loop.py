@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.inject import end_at, end_at_phase
+from rl.config.jsonnet import evaluate
 from rl.files.atomic import read_rows
 
 TESTS = Path(__file__).parent
@@ -131,6 +132,24 @@ def _train(path: str, *end: str) -> None:
     from rl.train import main
 
     main([path])
+
+
+def shortened(system: str, base_exp_dir: Path, engine: str) -> dict[str, Any]:
+    """A shipped config: three iterations of two prompts, three held-out samples."""
+    values, problems = evaluate(REPO / "configs" / f"{system}.jsonnet", (), {})
+    assert values is not None and not problems
+    return values | {
+        "run_name": "tiny",
+        "base_exp_dir": str(base_exp_dir),
+        "num_iterations": 3,
+        "prompts_per_iteration": 2,
+        "generations_per_prompt": 4,
+        "engine": {"type": engine},
+        "optimizer": values["optimizer"]
+        | {"warmup_iterations": 0, "max_tokens_per_micro_batch": 300},
+        "evaluation": values["evaluation"] | {"every_n_iterations": 3, "num_samples": 3},
+        "checkpoint": values["checkpoint"] | {"save_every_n_iterations": 1},
+    }
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

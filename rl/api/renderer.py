@@ -79,6 +79,11 @@ class Renderer(ModelRunner[ConfigT]):
         by it. None: by the source's own size."""
         return None
 
+    def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
+        """The samples, whose pictures are a user's own, as its policy reads them: with codes, where
+        it reads codes, of each picture scaled to about `area_px`. Asked outside of training."""
+        return list(samples)
+
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples, with the pictures that exist only as codes drawn for rewards and records."""
         return list(samples)

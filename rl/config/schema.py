@@ -262,7 +262,7 @@ class CheckpointConfig(Section):
     save_every_n_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 50
     """Resume points."""
     keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Of those, which stay for ever; 0 = only the newest two."""
+    """Of those, which stay for ever; 0 = only the newest two, and the best on held-out samples."""
     keep: Literal["all", "model"] = "all"
     """What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
     fine-tuning: six times smaller)."""

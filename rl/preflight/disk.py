@@ -20,7 +20,7 @@ from rl.preflight import footprint
 from rl.record.checkpoint import find, iteration_of
 
 NUM_RESUME_POINTS = 3
-"""The newest two, and one that is being written."""
+"""The newest two, and one that is being written; beside them the best on held-out samples."""
 STATE_BYTES = 12
 """Of a trained parameter: float32 value and moments."""
 PNG_BYTES = 2.0
@@ -124,7 +124,8 @@ def _checkpoints(resolved: Resolved, resumed: bool) -> tuple[dict[str, float], d
     model_gb = trained * (sizes.bytes_per_weight if full else 4) / 1e9
     point_gb = model_gb + trained * STATE_BYTES / 1e9
     config = resolved.config.checkpoint
-    number = 1 if resumed else NUM_RESUME_POINTS
+    measured = resolved.config.evaluation.every_n_iterations and resolved.config.data.validation
+    number = 1 if resumed else NUM_RESUME_POINTS + bool(measured)
     fixed = {f"resume points ({_shown(point_gb)} each)": number * point_gb}
     if not config.keep_every_n_iterations:
         return fixed, {}

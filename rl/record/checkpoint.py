@@ -8,6 +8,7 @@ What: `Checkpoints` and the layout
         rng_rank0000.pt ...    every rank's generators, tensors and plain values only
         model/                 PEFT adapter or transformers folder, with its model card
         manifest.json          size and sha256 of every file above but the card, written last
+    <run>/best_checkpoint.json which one scored best on held-out samples (`best.py`); it stays
     <run>/last_checkpoint.txt  the name of the last one, outside: a run whose checkpoints are gone
                                is told from one that never had any
 
@@ -39,6 +40,7 @@ from rl.config.schema import CheckpointConfig
 from rl.files.atomic import fsync, row_of, write_atomically
 from rl.ranks.dist import Dist
 from rl.record import hub
+from rl.record.best import note_if_best, read_best
 from rl.record.console import warn
 from rl.record.room import is_full, when_there_is_room
 from rl.record.scrub import scrub
@@ -145,12 +147,21 @@ class Checkpoints:
             raise SaveError(problem)
         return path
 
-    def publish(self, iteration: int, model_card: str, final: bool = False) -> None:
+    def publish(
+        self, iteration: int, model_card: str, reward: float | None, final: bool = False
+    ) -> None:
         """Give the checkpoint of that iteration, if there is one, the card that knows its held-out
-        run, and begin a push to the hub when that is due. Rank 0."""
-        model = self.folder / f"step_{iteration:06d}" / MODEL_FOLDER
+        run, note whether it is the best (`reward`: on held-out samples, None: not measured), and
+        begin a push to the hub when that is due. Rank 0."""
+        path = self.folder / f"step_{iteration:06d}"
+        model = path / MODEL_FOLDER
         if not model.is_dir():
             return
+        if reward is not None:
+            try:
+                note_if_best(self.folder.parent, path, reward)
+            except OSError as error:
+                warn(f"whether {path.name} is the best checkpoint could not be noted: {error}")
         try:
             write_atomically(model / MODEL_CARD, scrub(model_card))
         except OSError as error:
@@ -253,11 +264,12 @@ class Checkpoints:
             raise
 
     def _prune(self) -> None:
-        """Move out of sight all but the newest two whole checkpoints and the ones kept for ever,
-        of which the model alone may be what stays."""
+        """Move out of sight all but the newest two whole checkpoints, the best, and the ones kept
+        for ever, of which the model alone may be what stays."""
         steps = _steps(self.folder)
         whole = [path for path in steps if problem_of(path, hashes=False) is None]
-        kept = set(whole[-_NUM_NEWEST_KEPT:])
+        best = read_best(self.folder.parent)
+        kept = {*whole[-_NUM_NEWEST_KEPT:], *(p for p in whole if best and p.name == best.name)}
         every = self._config.keep_every_n_iterations
         for_ever = {path for path in whole if every and iteration_of(path) % every == 0} - kept
         if self._config.keep == "all":
@@ -361,6 +373,39 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
         problem = f"{folder} holds no checkpoint, though {last} was written there: restore it, "
         return Found(None, (), problem + way_out)
     return Found()
+
+
+def checkpoint_of(run_dir: Path, which: str) -> Path:
+    """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
+    samples) or the number of its iterations, of which the model alone may be left.
+
+    Raises ValueError, which names those that are there.
+    """
+    steps = _steps(run_dir / "checkpoints")
+    path, problem = None, ""
+    if which == "latest":
+        found = find(run_dir)
+        path, problem = found.path, found.problem or "there is no checkpoint yet"
+    elif which == "best":
+        best = read_best(run_dir)
+        path = next((step for step in steps if best and step.name == best.name), None)
+        problem = (
+            "no checkpoint that is there was measured by a held-out run (they are where "
+            "checkpoint.save_every_n_iterations and evaluation.every_n_iterations meet)"
+        )
+    elif which.isdecimal():
+        kept = (*steps, *_steps(run_dir / KEPT_MODELS_FOLDER))
+        path = next((step for step in kept if iteration_of(step) == int(which)), None)
+        problem = f"there is no checkpoint of {which} iterations"
+    else:
+        problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
+    if path is not None and path in steps and which != "latest" and (broken := problem_of(path)):
+        problem = f"{path.name} is damaged ({broken})"
+        path = None
+    if path is None:
+        names = ", ".join(str(iteration_of(step)) for step in steps) or "none"
+        raise ValueError(f"{run_dir}: {problem}; checkpoints there, by iterations: {names}")
+    return path
 
 
 def model_folder(path: Path) -> Path:

@@ -126,7 +126,8 @@ def episode_of(
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
-        reward = compose(values, config.final_reward)
+        # Outside of training nobody is asked.
+        reward = compose(values, config.final_reward) if verdict.grades else None
         if reward is not None:
             rewards.append(reward)
     more: dict[str, Any] = {

@@ -109,6 +109,8 @@ class Run:
     """What the engine holds."""
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line written, for the model card."""
+    last_line: int = -1
+    """Iterations done when it was."""
     last_save: Future[None] | None = None
     """The last checkpoint that was handed to the writer."""
     said: set[str] = field(default_factory=set)
@@ -289,7 +291,7 @@ class Run:
             **rank_times([seconds for _, seconds in of_ranks]),
         }
         check_known(reduced, self.plug_metrics.rows)
-        self.last_metrics = reduced
+        self.last_metrics, self.last_line = reduced, done
         if "groups/dead" in reduced and (sentence := self.dead_groups.add(reduced["groups/dead"])):
             self.console.say(sentence)
         for sentence in self.no_learning.sentences(reduced, done == self.num_iterations):
@@ -349,7 +351,9 @@ class Run:
         if self.dist.is_main:
             card = model_card(self.record.config, done, self.last_metrics)
             final = final or done == self.num_iterations
-            publish = partial(self.checkpoints.publish, done, card, final)
+            # A run that is stopped in a held-out run has no line of it.
+            reward = self.last_metrics.get("eval/reward") if self.last_line == done else None
+            publish = partial(self.checkpoints.publish, done, card, reward, final)
             self.writer.put(f"the model card of iteration {done}", publish)
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from tiny_edits import PHOTO_SIZE, save_photos
 
-from rl.data.shared.pictures import UnusableError, check_header, decode, locate
+from rl.data.shared.pictures import UnusableError, check_header, decode, locate, opened
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **how) -> bytes:
@@ -144,3 +144,30 @@ def test_what_a_cell_may_hold(photo):
     for cell, message in refused.items():
         with pytest.raises(UnusableError, match=message):
             locate(cell, folder)
+
+
+@pytest.mark.parametrize("brand", [b"heic", b"mif1"])
+def test_heic_is_refused_with_the_way_out(tmp_path, brand):
+    file = tmp_path / "phone.heic"
+    file.write_bytes(b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0" + brand + bytes(64))
+    for located in (file, file.read_bytes()):
+        with pytest.raises(UnusableError, match="is HEIC, which Pillow cannot read; save it as JP"):
+            decode(located, 8192)
+
+
+def test_a_users_picture_is_upright_and_no_larger_than_asked(photo, tmp_path):
+    picture, before = opened(photo, 8192)
+    assert (picture.size, before) == (PHOTO_SIZE, None)
+    turned = tmp_path / "turned.jpg"
+    exif = Image.Exif()
+    exif[0x112] = 6
+    Image.open(photo).save(turned, exif=exif)
+    small, before = opened(str(turned), 128)
+    assert before == PHOTO_SIZE[::-1]
+    assert max(small.size) == 128 and small.height > small.width
+    same, _ = opened(Image.open(turned), 128)
+    np.testing.assert_array_equal(np.asarray(same), np.asarray(small))
+    clear = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
+    assert opened(clear, 128)[0].getpixel((3, 3)) == (255, 255, 255)
+    with pytest.raises(UnusableError, match=r"nowhere\.png does not exist"):
+        opened("nowhere.png", 128)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoints import checkpoints_in, names_in, save
 from tiny_ranks import run_ranks, spawn
 
 from rl.config.schema import CheckpointConfig
@@ -24,37 +25,6 @@ from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state, seed_everything, set_rng_state
 from rl.record import checkpoint
 from rl.record.checkpoint import Checkpoints, ResumePoint, SaveError, model_folder, problem_of
-
-
-def checkpoints_in(folder: Path, **config) -> Checkpoints:
-    return Checkpoints(folder, CheckpointConfig(**config), Dist())
-
-
-def save(
-    checkpoints: Checkpoints,
-    iteration: int,
-    write_model: Callable[[Path], None] | None = None,
-    final: bool = False,
-    size: int = 12,
-) -> Path | None:
-    """Every number in the checkpoint is its iteration, so that a mixture would show."""
-
-    def write(folder: Path) -> None:
-        (folder / "adapter_model.bin").write_text(str(iteration) * 100)
-
-    point = ResumePoint(
-        iteration,
-        {"master/w": torch.full((size,), float(iteration)), "exp_avg/w": torch.zeros(2)},
-        {"learner": {"version": iteration}, "config": {"seed": 1}},
-        [rng_state()],
-        write_model or write,
-        f"# card {iteration}\n",
-    )
-    return checkpoints.save(point, final)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
@@ -419,6 +389,6 @@ def test_keys_in_the_environment_do_not_reach_a_checkpoint(tmp_path, monkeypatch
         "trained with sk-0123456789abcdef",
     )
     path = checkpoints.save(point)
-    checkpoints.publish(1, "scored with sk-0123456789abcdef")
+    checkpoints.publish(1, "scored with sk-0123456789abcdef", None)
     assert checkpoints.load(path).meta == {"config": {"note": "uses <SOME_API_KEY>"}}
     assert all(b"sk-0123" not in file.read_bytes() for file in path.rglob("*") if file.is_file())

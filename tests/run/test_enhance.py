@@ -112,7 +112,7 @@ def by_engine(policy: Any, temperature: float, seed: int = 0) -> list[str]:
     ]
     params = SamplingParams(temperature, 1.0, -1, NUM_TOKENS, num_completions=1)
     prompts = [policy.build_prompt(sample) for sample in samples]
-    seeds = [derive_seed(seed, "enhance", prompt) for prompt in PROMPTS]
+    seeds = [derive_seed("evaluation", seed, "sampling", prompt) for prompt in PROMPTS]
     groups = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu")).generate(
         prompts, params, seeds
     )
@@ -158,7 +158,7 @@ def test_a_result_reports_itself(enhancer: Enhancer) -> None:
 
 
 def test_it_stops_where_the_policy_stops(enhancer: Enhancer) -> None:
-    policy = enhancer._policy
+    policy = enhancer._editor.policy
     stop = policy.stop_token_ids[0]
     head = policy.module.base_model.lm_head.weight
     before = head[stop].clone()

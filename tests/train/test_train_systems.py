@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_loop
 from tiny_rounding import NATS
 
-from rl.config.jsonnet import evaluate
-
 SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts")
 
 
-def shortened(system: str, base_exp_dir: Path, engine: str) -> dict[str, Any]:
-    """Three iterations of two prompts, three held-out samples."""
-    values, problems = evaluate(tiny_loop.REPO / "configs" / f"{system}.jsonnet", (), {})
-    assert values is not None and not problems
-    return values | {
-        "run_name": "tiny",
-        "base_exp_dir": str(base_exp_dir),
-        "num_iterations": 3,
-        "prompts_per_iteration": 2,
-        "generations_per_prompt": 4,
-        "engine": {"type": engine},
-        "optimizer": values["optimizer"]
-        | {"warmup_iterations": 0, "max_tokens_per_micro_batch": 300},
-        "evaluation": values["evaluation"] | {"every_n_iterations": 3, "num_samples": 3},
-        "checkpoint": values["checkpoint"] | {"save_every_n_iterations": 1},
-    }
-
-
 def write(folder: Path, system: str, engine: str = "transformers") -> Path:
-    return tiny_loop.write_config(folder, shortened(system, folder, engine))
+    return tiny_loop.write_config(folder, tiny_loop.shortened(system, folder, engine))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

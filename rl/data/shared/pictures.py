@@ -14,12 +14,17 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl.config.paths import not_a_file
+from rl.files.images import downscale
 from rl.record.untrusted import shown
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
 """Qwen2-VL's processors refuse more than this."""
+MAX_FILE_SIDE_PX = 65_535
+"""The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
+HEIC_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
+"""Bytes 8 to 12 of such a file, after `ftyp`."""
 RUN_PROGRAMS = frozenset({"EPS"})
 """Formats whose pixels Pillow has another program compute, from a program in the file."""
 
@@ -75,10 +80,29 @@ def decode(located: Path | bytes, max_side_px: int) -> Image.Image:
             raise UnusableError(_broken(located, error)) from error
 
 
+def opened(
+    image: Image.Image | Path | str, max_side_px: int
+) -> tuple[Image.Image, tuple[int, int] | None]:
+    """(a user's own picture as 8-bit RGB, upright, its longer side at most `max_side_px`; its size
+    before, (width, height), where it was scaled down). Raises UnusableError."""
+    if isinstance(image, Image.Image):
+        picture = _to_rgb(ImageOps.exif_transpose(image), "the picture")
+    else:
+        picture = decode(locate(str(image), Path()), MAX_FILE_SIDE_PX)
+    size = picture.size
+    picture = downscale(picture, max_side_px)
+    return picture, None if picture.size == size else size
+
+
 def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(located) if isinstance(located, bytes) else located)
     except UnidentifiedImageError as error:
+        if _is_heic(located):
+            raise UnusableError(
+                f"{_name(located)} is HEIC, which Pillow cannot read; save it as JPEG (phones: "
+                "'most compatible')"
+            ) from error
         raise UnusableError(
             f"{_name(located)} is not a picture Pillow can read; save it as PNG or JPEG"
         ) from error
@@ -105,6 +129,13 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise UnusableError(f"{size}; one side is more than {MAX_ASPECT_RATIO} times the other")
     return image
+
+
+def _is_heic(located: Path | bytes) -> bool:
+    if isinstance(located, Path):
+        with located.open("rb") as file:
+            located = file.read(12)
+    return located[4:8] == b"ftyp" and located[8:12] in HEIC_BRANDS
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:

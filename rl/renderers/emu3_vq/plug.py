@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,6 +60,15 @@ class Emu3Vq(Renderer[Config]):
         device = resolve_device(config.device, resources.device)
         codec = load_codec(config.model_path, config.revision, config.dtype, device)
         self.loop = Emu3VqLoop(codec, config.batch_size)
+
+    def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
+        """By the tokenizer's own encoder."""
+        pictures = [sample.source for sample in samples if sample.source is not None]
+        if len(pictures) < len(samples):
+            raise ValueError("renderer 'emu3_vq' edits pictures: give one with each instruction")
+        codes = self.loop.codec.encode(pictures, area_px, self.config.batch_size)
+        pairs = zip(samples, codes, strict=True)
+        return [replace(sample, source_codes=grid) for sample, grid in pairs]
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """See `Emu3VqLoop.decode_sources`."""

@@ -1,0 +1,374 @@
+"""What was trained, in use: a picture and an instruction in, words and an edited picture out.
+
+    editor = Editor.from_run("runs/my-run", checkpoint="best")
+    result = editor.edit("photo.jpg", "make the sky red")
+    result.image.save("red.png"); print(result.words)
+
+Asked, sampled and drawn by the code of the held-out run: a held-out sample under its id and the
+run's seed comes out as it did there, bit for bit. What not: whose pictures these are and where they
+are written (`files.py`), which weights (`trained.py`), grading.
+
+Axes: `_B` requests of a batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from rl import build
+from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
+from rl.config.schema import RunConfig
+from rl.data.shared.pictures import UnusableError, opened
+from rl.edit.trained import Trained, pick_device, trained
+from rl.judge.background import BackgroundLoop
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import derive_seed
+from rl.rollout.stream import RolloutContext
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Weights = Callable[[], AbstractContextManager[None]]
+"""Under which a policy's states are taken."""
+OWN_WORDS, UNTRAINED, STOCK = "bare", "before", "stock"
+"""What is drawn beside: of the user's own words, of the words that the policy wrote before
+training, and by the renderer's own pipeline without a policy."""
+
+
+@dataclass(frozen=True, eq=False)
+class EditRequest:
+    """One edit to make."""
+
+    instruction: str
+    """The user's words; what spells a special token in them is text."""
+    image: Image | Path | str | None = None
+    """The picture, or its file; None where words alone are drawn."""
+    id: str = "edit"
+    """Names its draws, beside the seed: requests of one id have the same noise."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """What one way of asking came to."""
+
+    words: str
+    """Without a thought."""
+    image: Image | None
+    """RGB; None: nothing was drawn."""
+    failure: str | None = None
+    """Why not, in words."""
+
+
+@dataclass(frozen=True, eq=False)
+class EditResult:
+    """One request, answered."""
+
+    request: EditRequest
+    source: Image | None
+    """RGB, upright, as the policy was shown it before its own scaling."""
+    original_size_px: tuple[int, int] | None
+    """(width, height) of the file, where it was scaled down to `source`."""
+    words: str
+    """What the policy wrote for the renderer, or its answer."""
+    thought: str
+    """What it wrote before."""
+    image: Image | None
+    """RGB; None: nothing was drawn."""
+    failure: str | None
+    """Why not, in words; None where all is well, or the run's renderer draws nothing."""
+    arms: Mapping[str, Arm] = field(default_factory=dict)
+    """By `OWN_WORDS`, `UNTRAINED`, `STOCK`; those that this system has, under the same noise."""
+    seed: int = 0
+    noise_seed: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish: Literal["stop", "length"] = "stop"
+    seconds: float = 0.0
+    """Its share of the batch's."""
+
+
+class Writer:
+    """A policy and the engine that samples from it."""
+
+    def __init__(self, config: RunConfig, dist: Dist) -> None:
+        resolved = build.resolve(config)
+        self.policy = build.build_policy(resolved, dist)
+        self.engine = build.build_engine(resolved, self.policy, dist)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.policy.close()
+
+
+class Editor:
+    """A loaded run. Close it, or use it as a context manager."""
+
+    def __init__(self, config: RunConfig, device: str = "auto") -> None:
+        """Load policy and renderer.
+
+        Args:
+            config: of a run made ready for use, see `trained.py`.
+            device: 'auto' = CUDA, else the CPU.
+
+        Raises ValueError for what the user can mend.
+        """
+        self.config = config
+        self.trained: Trained | None = None
+        self.device = pick_device(device)
+        self._dist = Dist(device=self.device)
+        self._writer = Writer(config, self._dist)
+        self.policy = self._writer.policy
+        resolved = build.resolve(config)
+        renderer = build.build_renderer(resolved, self._dist)
+        self._loop = BackgroundLoop("edit")
+        self.needs_picture: bool = resolved.renderer.cls.needs_source
+        self.draws: bool = resolved.renderer.cls.makes_images
+        self._context = RolloutContext(config, self.policy, renderer, {}, self.draws, self._loop)
+
+    @classmethod
+    def from_run(
+        cls,
+        run_dir: str | Path,
+        checkpoint: str = "latest",
+        *,
+        settings: Sequence[str] = (),
+        device: str = "auto",
+        num_steps: int | None = None,
+        size_px: tuple[int, ...] = (),
+    ) -> Self:
+        """Of a run folder; arguments as for `trained`."""
+        ready = trained(Path(run_dir), checkpoint, settings, device, num_steps, size_px)
+        editor = cls(ready.config, device)
+        editor.trained = ready
+        editor._codes_area_px = size_px[0] * size_px[-1] if size_px else None
+        return editor
+
+    _codes_area_px: int | None = None
+    """Of a picture that is read as codes; None: as large as the run's own."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the models."""
+        self._loop.close()
+        if "_untrained" in self.__dict__:
+            self._untrained[0].close()
+        self._context.renderer.close()
+        self._writer.close()
+
+    def edit(
+        self,
+        image: Image | Path | str | None,
+        instruction: str,
+        *,
+        seed: int = 0,
+        arms: bool = False,
+    ) -> EditResult:
+        """One picture. Raises ValueError for one that cannot be read or asked; what the policy or
+        the renderer could not do is the result's `failure`. More of both: `edit_stream`."""
+        request = EditRequest(instruction, image)
+        self._sample(request)
+        [result] = self.edit_stream([request], seed=seed, arms=arms)
+        return result
+
+    def edit_batch(
+        self, requests: Sequence[EditRequest], *, seed: int = 0, arms: bool = False
+    ) -> list[EditResult]:
+        """All at once; arguments as for `edit_stream`."""
+        return list(self.edit_stream(requests, seed=seed, arms=arms))
+
+    def edit_stream(
+        self,
+        requests: Iterable[EditRequest],
+        *,
+        batch_size: int = 8,
+        seed: int = 0,
+        arms: bool = False,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+    ) -> Iterator[EditResult]:
+        """One result a request, in order, each batch as it is done.
+
+        A result depends on its request and `seed`, not on the rest of the batch (but for float
+        rounding). A request that cannot be asked (a damaged file, words that are too long) gives a
+        result with its `failure`.
+
+        Args:
+            requests: taken a batch at a time.
+            batch_size: requests sampled and drawn together, >= 1.
+            seed: of the words that are sampled and of the noise.
+            arms: also draw what `EditResult.arms` says, each as dear as the edit itself.
+            temperature: None: the run's held-out temperature; 0 = the likeliest words.
+            max_tokens: longest completion; None: the run's.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; a batch holds one request at least")
+        evaluation = self.config.evaluation
+        params = SamplingParams(
+            temperature=evaluation.temperature if temperature is None else temperature,
+            top_p=1.0,
+            top_k=evaluation.top_k,
+            max_tokens=max_tokens or self.config.sampling.max_completion_tokens,
+            num_completions=1,
+        )
+        return (
+            result
+            for batch in _batches(requests, batch_size)
+            for result in self._edit_batch(batch, params, seed, arms)
+        )
+
+    def _edit_batch(
+        self, requests_B: Sequence[EditRequest], params: SamplingParams, seed: int, arms: bool
+    ) -> list[EditResult]:
+        began = time.monotonic()
+        results: dict[int, EditResult] = {}
+        asked: dict[int, tuple[Prompt, tuple[int, int] | None]] = {}
+        for b, request in enumerate(requests_B):
+            try:
+                sample, original_size_px = self._sample(request)
+                if "source_codes" in self.policy.needs:
+                    [sample] = self._context.renderer.encode_sources([sample], self._area_px())
+                asked[b] = self.policy.build_prompt(sample), original_size_px
+            except ValueError as error:  # this one's own: the others are made
+                results[b] = EditResult(request, None, None, "", "", None, str(error), seed=seed)
+        prompts = [prompt for prompt, _ in asked.values()]
+        drawn = self._draw(prompts, params, seed, arms) if prompts else []
+        seconds = (time.monotonic() - began) / max(1, len(prompts))
+        for (b, (prompt, original_size_px)), (episode, beside) in zip(
+            asked.items(), drawn, strict=True
+        ):
+            arm = self._arm(episode)
+            results[b] = EditResult(
+                requests_B[b],
+                prompt.sample.source,
+                original_size_px,
+                arm.words,
+                episode.action.thought,
+                arm.image,
+                arm.failure,
+                {name: self._arm(found) for name, found in beside.items()},
+                seed,
+                episode.noise_seed,
+                episode.completion.token_ids,
+                episode.completion.finish,
+                seconds,
+            )
+        return [results[b] for b in range(len(requests_B))]
+
+    def _sample(self, request: EditRequest) -> tuple[Sample, tuple[int, int] | None]:
+        """The request as a row of data, and its picture's size where that was scaled down.
+
+        Raises ValueError for one that cannot be asked.
+        """
+        if not request.instruction.strip():
+            raise ValueError("the instruction is empty; say what the picture should show")
+        if request.image is None:
+            if self.needs_picture:
+                raise ValueError("this run edits pictures: give one with the instruction")
+            return Sample(request.id, request.instruction), None
+        try:
+            picture, original_size_px = opened(request.image, self.config.data.max_image_side_px)
+        except UnusableError as error:
+            raise ValueError(str(error)) from error
+        return Sample(request.id, request.instruction, (picture,)), original_size_px
+
+    def _area_px(self) -> int:
+        """Of a picture that is read as codes."""
+        if self._codes_area_px is None:
+            self._codes_area_px = self.trained.source_area_px() if self.trained else 512 * 512
+        return self._codes_area_px
+
+    def _draw(
+        self, prompts_B: Sequence[Prompt], params: SamplingParams, seed: int, arms: bool
+    ) -> list[tuple[Episode, dict[str, Episode]]]:
+        """_B: the edit, and what is drawn beside it."""
+        completions_B = self._write(prompts_B, params, seed, self._writer)
+        bare_B = [
+            self.policy.pass_through_completion(p.sample) if arms else None for p in prompts_B
+        ]
+        edits_B, of_bare_B = self._render(prompts_B, completions_B, bare_B, seed, self._writer)
+        beside_B: list[dict[str, Episode]] = [
+            {} if bare is None else {OWN_WORDS: bare} for bare in of_bare_B
+        ]
+        if arms:
+            before, untrained = self._untrained
+            with untrained():
+                words_B = self._write(prompts_B, params, seed, before)
+            self._beside(beside_B, UNTRAINED, prompts_B, words_B, seed, self._untrained)
+            stock_B = [before.policy.stock_arms(prompt).get(STOCK) for prompt in prompts_B]
+            # A renderer that reads words alone makes the same of them as it made of the bare arm.
+            if before.policy.reads_states and all(stock_B):
+                prompts, completions = zip(*filter(None, stock_B), strict=True)
+                self._beside(beside_B, STOCK, prompts, completions, seed, self._untrained)
+        return list(zip(edits_B, beside_B, strict=True))
+
+    @cached_property
+    def _untrained(self) -> tuple[Writer, Weights]:
+        """Who wrote before training, and under what: the policy without its adapter, or where all
+        of it was trained a second one."""
+        if self.policy.config.lora is not None or self.trained is None:
+            return self._writer, self.policy.reference
+        base = self.config.model_copy(update={"policy": dict(self.trained.base_policy)})
+        return Writer(base, self._dist), nullcontext
+
+    def _beside(
+        self,
+        beside_B: Sequence[dict[str, Episode]],
+        name: str,
+        prompts_B: Sequence[Prompt],
+        completions_B: Sequence[Completion],
+        seed: int,
+        untrained: tuple[Writer, Weights],
+    ) -> None:
+        """Draw an arm and put it there."""
+        nothing = [None] * len(prompts_B)
+        episodes_B, _ = self._render(prompts_B, completions_B, nothing, seed, *untrained)
+        for beside, episode in zip(beside_B, episodes_B, strict=True):
+            beside[name] = episode
+
+    def _write(
+        self, prompts_B: Sequence[Prompt], params: SamplingParams, seed: int, writer: Writer
+    ) -> list[Completion]:
+        seeds_B = [derive_seed("evaluation", seed, "sampling", p.sample.id) for p in prompts_B]
+        groups_B1 = writer.engine.generate(prompts_B, params, seeds_B)
+        return [group[0] for group in groups_B1]
+
+    def _render(
+        self,
+        prompts_B: Sequence[Prompt],
+        completions_B: Sequence[Completion],
+        bare_B: Sequence[Completion | None],
+        seed: int,
+        writer: Writer,
+        weights: Weights = nullcontext,
+    ) -> tuple[list[Episode], list[Episode | None]]:
+        """(_B of the completions, _B of the bare arm), ungraded."""
+        from rl.run.held_out import score
+
+        config = self.config.model_copy(update={"seed": seed})
+        context = replace(self._context, config=config, policy=writer.policy)
+        groups_B1 = [[completion] for completion in completions_B]
+        rollout = score(context, prompts_B, groups_B1, bare_B, self._dist, weights)
+        return [episode for (episode,) in rollout.episodes], rollout.bare_episodes
+
+    def _arm(self, episode: Episode) -> Arm:
+        words = episode.action.text.removeprefix(episode.action.thought).strip()
+        # Nothing is graded here, and that is no failure.
+        failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
+        return Arm(words, episode.image, episode.failure if failed else None)
+
+
+def _batches(requests: Iterable[EditRequest], size: int) -> Iterator[list[EditRequest]]:
+    left = iter(requests)
+    while batch := list(islice(left, size)):
+        yield batch

@@ -1,0 +1,253 @@
+"""What was trained, in use: each system's held-out samples come out as they did in its run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_loop
+from PIL import Image
+
+from rl.commands import edit
+from rl.edit.editor import OWN_WORDS, STOCK, UNTRAINED, Editor, EditRequest, EditResult
+from rl.edit.trained import trained
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("tiny_prompts", "tiny_reasoning")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name of a system -> its run folder, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def run_of(system: str) -> Path:
+        if system not in made:
+            folder = tmp_path_factory.mktemp(system)
+            config = tiny_loop.shortened(system, folder, "transformers")
+            tiny_loop.run_forked(tiny_loop.write_config(folder, config))
+            made[system] = folder / "tiny"
+        return made[system]
+
+    return run_of
+
+
+def held_out(run: Path, iteration: int = 3) -> tuple[Path, list[dict[str, Any]]]:
+    folder = run / "evaluation" / f"it_{iteration:06d}"
+    return folder, tiny_loop.rows_of(folder / "records.jsonl")
+
+
+def asked_again(run: Path, checkpoint: str = "latest", **how: Any) -> list[EditResult]:
+    """The run's held-out samples, under their own ids and the run's seed."""
+    folder, records = held_out(run)
+    requests = [
+        EditRequest(
+            row["instruction"],
+            folder / row["source_file"] if row["source_file"] else None,
+            id=row["id"],
+        )
+        for row in records
+    ]
+    with Editor.from_run(run, checkpoint, device="cpu") as editor:
+        seed = json.loads((run / "config.json").read_text())["seed"]
+        return editor.edit_batch(requests, seed=seed, **how)
+
+
+def same(picture: Image.Image | None, file: Path) -> bool:
+    assert picture is not None
+    return np.array_equal(np.asarray(picture), np.asarray(Image.open(file)))
+
+
+@pytest.mark.parametrize("system", ["quickstart", *SLOW])
+def test_a_held_out_sample_comes_out_as_it_did(runs: Any, system: str) -> None:
+    run = runs(system)
+    folder, records = held_out(run)
+    drawn = run / "stock" / "rewards.jsonl"
+    stock = {row["id"]: row["files"] for row in tiny_loop.rows_of(drawn)} if drawn.is_file() else {}
+    results = asked_again(run, arms=True)
+    assert len(results) == len(records) == 3
+    for result, row in zip(results, records, strict=True):
+        assert result.failure is None
+        assert result.thought + result.words == row["completion"]
+        if system == "tiny_reasoning":
+            assert result.image is None
+            continue
+        assert same(result.image, folder / row["image_file"])
+        assert same(result.arms[OWN_WORDS].image, folder / row["bare_file"])
+        if system == "quickstart":
+            assert same(result.arms[STOCK].image, drawn.parent / stock[row["id"]]["stock"])
+        else:
+            assert STOCK not in result.arms, "it is the user's own words again"
+
+
+@pytest.mark.slow
+def test_a_picture_is_read_and_written_as_codes(runs: Any) -> None:
+    run = runs("tiny_earl")
+    for result in asked_again(run, arms=True):
+        assert result.failure is None and result.image is not None and result.source is not None
+        assert result.image.size == result.source.size
+        assert result.words == "[image 4x4]"
+        assert list(result.arms) == [UNTRAINED]
+    with Editor.from_run(run, device="cpu", size_px=(64,)) as editor:
+        photograph = Image.effect_noise((300, 200), 64).convert("RGB")
+        result = editor.edit(photograph, "paint the square red")
+    assert result.image is not None and result.image.size in ((64, 48), (80, 48))
+
+
+def test_before_training_is_the_run_before_its_first_iteration(runs: Any) -> None:
+    folder, records = held_out(runs("quickstart"), iteration=0)
+    for result, row in zip(asked_again(runs("quickstart"), arms=True), records, strict=True):
+        assert result.arms[UNTRAINED].words == row["completion"]
+        assert same(result.arms[UNTRAINED].image, folder / row["image_file"])
+
+
+def test_a_checkpoint_is_chosen(runs: Any) -> None:
+    run = runs("quickstart")
+    words = {which: asked_again(run, which)[0].image for which in ("latest", "3", "best", "2")}
+    pixels = {which: np.asarray(image).astype(int) for which, image in words.items()}
+    assert np.array_equal(pixels["latest"], pixels["3"])
+    assert np.array_equal(pixels["latest"], pixels["best"]), "the one that was measured"
+    assert not np.array_equal(pixels["latest"], pixels["2"])
+
+
+def test_a_result_hangs_on_its_own_request_and_seed(runs: Any) -> None:
+    folder, records = held_out(runs("quickstart"))
+    sources = [folder / row["source_file"] for row in records]
+    with Editor.from_run(runs("quickstart"), device="cpu") as editor:
+        requests = [EditRequest("erase the square", source) for source in sources]
+        together = editor.edit_batch(requests)
+        alone = [editor.edit(source, "erase the square") for source in sources]
+        other = editor.edit(sources[0], "erase the square", seed=1)
+        # A special token that a user spells is words.
+        spelt = editor.edit(sources[0], "<|im_end|><|vision_start|> red <script>")
+    for one, other_way in zip(together, alone, strict=True):
+        assert one.words == other_way.words
+        difference = np.asarray(one.image).astype(int) - np.asarray(other_way.image)
+        assert abs(difference).max() <= 1
+    assert other.noise_seed != alone[0].noise_seed
+    assert not np.array_equal(np.asarray(other.image), np.asarray(alone[0].image))
+    assert spelt.failure is None and spelt.image is not None
+
+
+def test_what_cannot_be_asked_spoils_nothing_else(runs: Any, tmp_path: Path) -> None:
+    folder, records = held_out(runs("quickstart"))
+    source = folder / records[0]["source_file"]
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(source.read_bytes()[:200])
+    requests = [
+        EditRequest("erase it", broken),
+        EditRequest("erase it", source),
+        EditRequest("erase it"),
+        EditRequest("word " * 500, source),
+        EditRequest("  ", source),
+    ]
+    with Editor.from_run(runs("quickstart"), device="cpu") as editor:
+        results = list(editor.edit_stream(requests, batch_size=2))
+        with pytest.raises(ValueError, match="is corrupt or truncated"):
+            editor.edit(broken, "erase it")
+        with pytest.raises(ValueError, match="batch_size is 0"):
+            editor.edit_stream(requests, batch_size=0)
+    failures = [result.failure or "" for result in results]
+    words = ("corrupt or truncated", "", "give one with", "max_prompt_tokens", "is empty")
+    for failure, expected in zip(failures, words, strict=True):
+        assert (expected in failure) if expected else not failure
+    assert [result.image is not None for result in results] == [False, True, False, False, False]
+
+
+def test_the_command_writes_what_it_says_and_overwrites_nothing(
+    runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
+    photograph = tmp_path / "my photo <b>.png"
+    photograph.write_bytes((folder / records[0]["source_file"]).read_bytes())
+    command = ["--run", str(run), "--out", str(tmp_path / "edits"), "--device", "cpu"]
+    asked = [str(photograph), "paint the square red\x1b[2J"]
+    for _ in range(2):
+        assert edit.main([*command, *asked]) == 0
+    out = capsys.readouterr().out
+    note = json.loads((tmp_path / "edits" / "my-photo-b-2.json").read_text())
+    assert f"words:   {note['words']}" in out
+    assert "\\x1b[2J" in out and "\x1b" not in out
+    names = sorted(file.name for file in (tmp_path / "edits").iterdir())
+    stems = ("my-photo-b", "my-photo-b-2")
+    endings = (".json", ".png", "_sheet.png")
+    assert names == sorted(f"{stem}{ending}" for stem in stems for ending in endings)
+    assert note["instruction"] == asked[1] and note["image"] == asked[0]
+    assert note["run"]["checkpoint"] == "step_000003"
+    assert note["run"]["held_out_reward"] == tiny_loop.metrics_of(run)[3]["eval/reward"]
+    assert set(note["beside"]) == {OWN_WORDS, UNTRAINED, STOCK}
+    assert note["files"] == {"picture": "my-photo-b-2.png", "sheet": "my-photo-b-2_sheet.png"}
+    first, second = (Image.open(tmp_path / "edits" / f"{stem}.png") for stem in stems)
+    assert np.array_equal(np.asarray(first), np.asarray(second)), "the same command"
+
+
+def test_a_folder_and_a_file_of_edits(
+    runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
+    photos, out = tmp_path / "photos", tmp_path / "out"
+    photos.mkdir()
+    source = (folder / records[0]["source_file"]).read_bytes()
+    (photos / "a.png").write_bytes(source)
+    (photos / "b.png").write_bytes(source[:100])
+    (photos / "notes.txt").write_text("no picture")
+    (photos / "edits.jsonl").write_text(
+        json.dumps({"image": "a.png", "instruction": "erase the square"}) + "\n"
+    )
+    command = ["--run", str(run), "--out", str(out), "--device", "cpu", "--only-edit"]
+    assert edit.main([*command, str(photos), "erase the square"]) == 1
+    assert "b.png is corrupt or truncated" in capsys.readouterr().out
+    assert edit.main([*command, str(photos / "edits.jsonl")]) == 0
+    assert sorted(file.name for file in out.iterdir()) == [
+        "a-2.json",
+        "a-2.png",
+        "a.json",
+        "a.png",
+        "b.json",
+    ]
+    assert json.loads((out / "b.json").read_text())["failure"]
+
+
+WRONG = [
+    (["x.png", "red", "blue"], "3 arguments: give a picture"),
+    (["nowhere.png", "red"], r"nowhere\.png does not exist; paths count from"),
+    (["--checkpoint", "7", "{}"], "there is no checkpoint of 7 iterations; checkpoints there"),
+    (["--set", "renderer", "{}"], "setting 'renderer': write key.sub=value"),
+    (["--set", "renderer.num_step=8", "{}"], r"renderer\.num_step: .*num_steps"),
+    (["--set", "renderer.model_path=/no/where", "{}"], r"renderer\.model_path: .*/no/where"),
+    (["--run", "nowhere", "{}"], "nowhere is no run folder: it holds no config.json"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG)
+def test_what_is_wrong_is_a_sentence(
+    runs: Any, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    given = [str(picture) if word == "{}" else word for word in arguments]
+    told = [*given, "red"] if "{}" in arguments else given
+    run = [] if "--run" in told else ["--run", str(runs("quickstart"))]
+    with pytest.raises(SystemExit, match=words):
+        edit.main([*run, *told])
+
+
+def test_steps_and_size_are_the_renderers(runs: Any) -> None:
+    run = runs("quickstart")
+    area = trained(run, num_steps=7, size_px=(96,), device="cpu").config.renderer
+    assert (area["num_steps"], area["output_area_px"], area["width_px"]) == (7, 96 * 96, None)
+    sides = trained(run, size_px=(96, 64), device="cpu").config.renderer
+    assert (sides["width_px"], sides["height_px"]) == (96, 64)
+    ready = trained(run, settings=["renderer.batch_size=3"], device="cpu")
+    assert ready.config.renderer["batch_size"] == 3
+    assert ready.config.policy["adapter_path"].endswith("step_000003/model")
+    assert ready.config.rewards == {}
+    config = json.loads((run / "config.json").read_text())
+    with pytest.raises(ValueError, match="'none' draws in one go: it takes no --steps"):
+        written = run.parent / "none"
+        written.mkdir()
+        (written / "checkpoints").symlink_to(run / "checkpoints")
+        (written / "config.json").write_text(json.dumps({**config, "renderer": {"type": "none"}}))
+        trained(written, num_steps=7, device="cpu")

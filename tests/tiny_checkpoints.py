@@ -1,0 +1,44 @@
+"""Checkpoints of a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rl.config.schema import CheckpointConfig
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import rng_state
+from rl.record.checkpoint import Checkpoints, ResumePoint
+
+
+def checkpoints_in(folder: Path, **config) -> Checkpoints:
+    return Checkpoints(folder, CheckpointConfig(**config), Dist())
+
+
+def save(
+    checkpoints: Checkpoints,
+    iteration: int,
+    write_model: Callable[[Path], None] | None = None,
+    final: bool = False,
+    size: int = 12,
+) -> Path | None:
+    """Every number in the checkpoint is its iteration, so that a mixture would show."""
+
+    def write(folder: Path) -> None:
+        (folder / "adapter_model.bin").write_text(str(iteration) * 100)
+
+    point = ResumePoint(
+        iteration,
+        {"master/w": torch.full((size,), float(iteration)), "exp_avg/w": torch.zeros(2)},
+        {"learner": {"version": iteration}, "config": {"seed": 1}},
+        [rng_state()],
+        write_model or write,
+        f"# card {iteration}\n",
+    )
+    return checkpoints.save(point, final)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
