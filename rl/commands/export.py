@@ -6,10 +6,10 @@
     --as text-encoder   base + adapter as the `text_encoder` folder of a diffusers pipeline, which
                         serving tools take: where the run drove an editor by its hidden states
 
-Of a run the newest whole checkpoint is taken, or the one of --checkpoint. Beside the model lies its
-card, README.md: what it is, how to use it, what was learnt and its limits, with the reward's curve
-and pictures of the first held-out samples (--no-pictures leaves them out). After full fine-tuning
-the model is copied; it is no adapter.
+Of a run the newest whole checkpoint is taken, or the one of --checkpoint (best, or a number).
+Beside the model lies its card, README.md: what it is, how to use it, what was learnt and its
+limits, with the reward's curve and pictures of the first held-out samples (--no-pictures leaves
+them out). After full fine-tuning the model is copied; it is no adapter.
 
 The adapter is added in float32 and rounded once at the end. Which weights it belongs to stands in
 the run's own config beside the checkpoint; for a bare PEFT folder in its adapter_config.json.
@@ -48,12 +48,11 @@ from rl.record import hub, terminal
 from rl.record.adapter_base import ADAPTER_CONFIG
 from rl.record.card_use import Form
 from rl.record.checkpoint import (
-    KEPT_MODELS_FOLDER,
     MODEL_CARD,
     MODEL_FOLDER,
+    checkpoint_of,
     iteration_of,
     model_folder,
-    problem_of,
     read_state,
 )
 from rl.record.console import warn
@@ -91,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--as", dest="form", choices=get_args(Form), default="model", help="see above"
     )
     parser.add_argument(
-        "--checkpoint", default="latest", help="of a run: latest, or the iterations done"
+        "--checkpoint",
+        default="latest",
+        help="of a run: latest, best (on held-out samples), or its number of iterations",
     )
     parser.add_argument("--base", help="folder or hub id of weights, tokenizer and processor")
     parser.add_argument(
@@ -210,25 +211,6 @@ def find_trained(source: Path, which: str) -> Trained:
         iteration,
         {name: value for name, value in metrics.items() if is_number(value)},
     )
-
-
-def checkpoint_of(run_dir: Path, which: str) -> Path:
-    """The whole checkpoint of a run after that many iterations, or its model alone where that is
-    what was kept. Raises ValueError, naming those
-    that there are."""
-    steps = sorted(run_dir.glob("checkpoints/step_*"))
-    steps += sorted(run_dir.glob(f"{KEPT_MODELS_FOLDER}/step_*"))
-    found = [path for path in steps if which.isdecimal() and iteration_of(path) == int(which)]
-    if not found:
-        there = ", ".join(str(iteration_of(path)) for path in steps) or "none"
-        raise ValueError(
-            f"--checkpoint {which}: {run_dir} holds no such checkpoint (latest, or one of: {there})"
-        )
-    if found[0].parent.name == KEPT_MODELS_FOLDER:
-        return found[0]
-    if problem := problem_of(found[0]):
-        raise ValueError(f"checkpoint {found[0]} is damaged ({problem}); name another")
-    return found[0]
 
 
 def _no_text_encoder(trained: Trained, bare_policy: str) -> str:

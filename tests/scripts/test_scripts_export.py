@@ -25,6 +25,7 @@ from rl.engines.transformers import TransformersEngine
 from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.record.best import note_if_best
 from rl.record.checkpoint import _seal, model_folder
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import MadeConfig
@@ -251,10 +252,12 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     assert "--dtype is of a model" in refusal(
         str(run), target, "--as", "adapter", "--dtype", "float16"
     )
-    assert refusal(str(run), target, "--checkpoint", "7") == (
-        f"--checkpoint 7: {run} holds no such checkpoint (latest, or one of: 2, 4)"
-    )
-    assert "step_000004 is damaged (" in refusal(str(run), target, "--checkpoint", "4")
+    for which, why in (
+        ("7", "there is no checkpoint of 7 iterations; checkpoints there, by iterations: 2, 4"),
+        ("4", "step_000004 is damaged ("),
+        ("best", "no checkpoint that is there was measured by a held-out run"),
+    ):
+        assert why in refusal(str(run), target, "--checkpoint", which)
     with monkeypatch.context() as patch:
         patch.setattr(export, "free_gb", lambda folder: 0.001)
         assert "are to be written and 0.001 GB are free" in refusal(str(run), target)
@@ -306,6 +309,21 @@ def test_a_model_that_was_kept_alone_leaves_too(tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "A qwen2_5_vl policy after 2 iterations" in card
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_the_best_checkpoint_leaves(tmp_path: Path) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    step = run / "checkpoints" / "step_000002"
+    newest = shutil.copytree(step, step.parent / "step_000006")
+    state = json.loads((newest / "state.json").read_text())
+    (newest / "state.json").write_text(json.dumps(state | {"iteration": 6}))
+    (newest / "manifest.json").unlink()
+    _seal(newest)
+    assert note_if_best(run, step, 0.9) and not note_if_best(run, newest, 0.5)
+    for which, iterations in (("best", 2), ("latest", 6)):
+        export.main([str(run), str(tmp_path / which), "--as", "adapter", "--checkpoint", which])
+        card = (tmp_path / which / "README.md").read_text()
+        assert f"policy after {iterations} iterations" in card
 
 
 def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
