@@ -46,12 +46,11 @@ from rl.commands.export_evidence import gather, is_number
 from rl.preflight.disk import free_gb
 from rl.record import hub, terminal
 from rl.record.adapter_base import ADAPTER_CONFIG
+from rl.record.card_facts import at
 from rl.record.card_use import Form
 from rl.record.checkpoint import (
     MODEL_CARD,
-    MODEL_FOLDER,
     checkpoint_of,
-    iteration_of,
     model_folder,
     read_state,
 )
@@ -194,21 +193,19 @@ def find_trained(source: Path, which: str) -> Trained:
     config = run_config_of(model)
     if config is None:
         return Trained(model, is_adapter)
-    step = model.resolve()
-    iteration, metrics = 0, {}
-    if step.name == MODEL_FOLDER:
-        step = step.parent
-        state = read_state(step)
-        iteration, metrics = int(state["iteration"]), state["meta"].get("metrics", {})
-    else:
-        iteration = iteration_of(step)
-    run_dir = step.parent.parent
+    folder = model.resolve().parent  # of a checkpoint, or of models that were kept alone
+    state: Mapping[str, Any] = {}
+    if (folder / "state.json").is_file():
+        state, folder = read_state(folder), folder.parent
+    number = at(state, "iteration") or model.name.removeprefix("step_")
+    metrics = at(state, "meta.metrics")
+    metrics = metrics if isinstance(metrics, Mapping) else {}
     return Trained(
         model,
         is_adapter,
         config,
-        run_dir if (run_dir / "metrics.jsonl").is_file() else None,
-        iteration,
+        folder.parent if (folder.parent / "metrics.jsonl").is_file() else None,
+        int(number) if str(number).isdecimal() else 0,
         {name: value for name, value in metrics.items() if is_number(value)},
     )
 
@@ -220,8 +217,8 @@ def _no_text_encoder(trained: Trained, bare_policy: str) -> str:
         return (
             "" if is_one else f"a {bare_policy} is no editor's text encoder; export it --as model"
         )
-    renderer = trained.run_config.get("renderer", {}).get("type")
-    if trained.run_config["policy"].get("conditioning") == "base":
+    renderer = at(trained.run_config, "renderer.type")
+    if at(trained.run_config, "policy.conditioning") == "base":
         return (
             "the run's renderer read the untrained states (policy.conditioning: 'base'): its text "
             "encoder is the base's own; export what was trained --as model"

@@ -26,6 +26,7 @@ from rl.policies.qwen2_5_vl import loading as qwen_loading
 from rl.policies.qwen2_5_vl.plug import Qwen25VL
 from rl.policies.shared.policy import TrainedPolicy
 from rl.record import adapter_base
+from rl.record.card_facts import at
 from rl.record.checkpoint import KEPT_MODELS_FOLDER, read_state
 from rl.record.console import duration
 
@@ -40,17 +41,19 @@ POLICIES: Mapping[str, tuple[type[TrainedPolicy[Any]], Any]] = {
 
 def run_config_of(model: Path) -> Mapping[str, Any] | None:
     """Of the run whose checkpoint that model is in, or which kept it alone; None of a folder that
-    lies elsewhere."""
-    if (model.parent / "state.json").is_file():
-        config: Mapping[str, Any] = read_state(model.parent)["meta"]["config"]
-        return config
-    file = model.parent.parent / "config.json"
-    if model.parent.name != KEPT_MODELS_FOLDER or not file.is_file():
-        return None
-    written = row_of(file.read_bytes())
-    if written is None:
-        raise ValueError(f"{file} is damaged: it holds no JSON object")
-    return formats.stored(written, str(file))
+    lies elsewhere. Raises ValueError for one that names no policy."""
+    file = model.parent / "state.json"
+    if file.is_file():
+        config = at(read_state(model.parent), "meta.config")
+    else:
+        file = model.parent.parent / "config.json"
+        if model.parent.name != KEPT_MODELS_FOLDER or not file.is_file():
+            return None
+        written = row_of(file.read_bytes())
+        config = None if written is None else formats.stored(written, str(file))
+    if not isinstance(at(config, "policy.type"), str):
+        raise ValueError(f"{file} is damaged: it names no policy; give its model folder alone")
+    return config
 
 
 def policy_config(

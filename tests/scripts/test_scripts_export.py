@@ -410,6 +410,35 @@ def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Pa
             export.main([str(run), str(folder / "out"), "--as", "text-encoder"])
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"meta": {}},
+        {"meta": {"config": {"policy": 3}}},
+        {"meta": {"config": {"policy": {"type": ["x"]}}}},
+    ],
+)
+def test_a_state_that_names_no_policy_is_a_sentence(tmp_path: Path, state: Any) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
+    (step / "state.json").write_text(json.dumps({"iteration": 2, **state}))
+    for form in ("model", "adapter", "text-encoder"):
+        with pytest.raises(SystemExit, match="is damaged: it names no policy"):
+            export.main([str(step), str(tmp_path / "out"), "--as", form])
+
+
+def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path: Path) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION, rewards=[1], renderer="x", data=None)
+    step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
+    state = json.loads((step / "state.json").read_text())
+    state["iteration"], state["meta"]["metrics"] = "many", {"eval/reward": "high", "reward/mean": 1}
+    (step / "state.json").write_text(json.dumps(state))
+    export.main([str(step), str(tmp_path / "out"), "--as", "adapter"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "policy after 0 iterations" in card
+    assert "| reward/mean | 1 |" in card and "eval/reward" not in card
+
+
 def test_a_push_that_fails_leaves_the_folder_and_says_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
