@@ -269,5 +269,8 @@
     images_per_iteration: 16,
     // Training's pictures of older iterations are deleted, their records stay; 0 = all stay.
     keep_images_of_last_n_iterations: 0,
+    // One group on the console, to be read: the instruction, the best, the worst and one completion
+    // between, their parts, the judge's words; 0 = never.
+    show_group_every_n_iterations: 10,
   },
 }

@@ -7,8 +7,8 @@
 
 Prints the words that the policy wrote and writes, into `--out`, the picture, a sheet that shows it
 beside what the untrained policy, the user's own words and the stock pipeline give (`--only-edit`:
-no sheet, a quarter of the time), and a JSON with everything that made it. Nothing is overwritten.
-The same command makes the same picture. No judge is asked.
+no sheet, one picture instead of four), and a JSON with everything that made it. Nothing is
+overwritten. The same command makes the same picture. No judge is asked.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ from typing import Any
 from rl.data.emu3_tokens.files import SUFFIX, TokenisedEdit, is_whole, write
 from rl.files.atomic import write_atomically
 from rl.ranks.signals import die_with_parent
+from rl.record.progress import counted
 
 LIST = "tokenized_datalist.json"
-PROGRESS_S = 5.0
 
 
 class CannotPrepare(Exception):  # noqa: N818 - it is a message to the user
@@ -104,17 +103,11 @@ def make_all(
     bad: dict[int, str] = {}
     with ProcessPoolExecutor(len(makers), context, begin, (waiting,)) as pool:
         sizes = {pool.submit(work, batch, feature, on_bad_row): len(batch) for batch in batches}
-        start = shown = time.monotonic()
-        num_done = 0
         try:
-            for future, size in sizes.items():
-                bad |= future.result()
-                num_done += size
-                now = time.monotonic()
-                if now - shown > PROGRESS_S or num_done == len(edits):
-                    rate = num_done / max(now - start, 1e-9)
-                    print(f"{num_done} of {len(edits)} edits ({rate:.1f}/s)", flush=True)
-                    shown = now
+            with counted("edits", len(edits)) as progress:
+                for future, size in sizes.items():
+                    bad |= future.result()
+                    progress.step(size)
         except Exception as error:
             pool.shutdown(cancel_futures=True)
             known = isinstance(error, CannotPrepare)

@@ -292,6 +292,9 @@ class TrackingConfig(Section):
     """Pictures written per logged iteration, over all ranks."""
     keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Training's pictures of older iterations are deleted, their records stay; 0 = all stay."""
+    show_group_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 10
+    """One group on the console, to be read: the instruction, the best, the worst and one completion
+    between, their parts, the judge's words; 0 = never."""
 
 
 class DataConfig(Section):

@@ -161,10 +161,10 @@ class Editor:
     def close(self) -> None:
         """Let go of the models."""
         self._loop.close()
-        if "_untrained" in self.__dict__:
-            self._untrained[0].close()
         self._context.renderer.close()
         self._writer.close()
+        if "_untrained" in vars(self) and self._untrained[0] is not self._writer:
+            self._untrained[0].close()
 
     def edit(
         self,

@@ -24,6 +24,7 @@ HARMLESS = (
     "tracking.wandb", "tracking.wandb_project", "tracking.tensorboard", "tracking.trackio",
     "tracking.trackio_space", "tracking.log_episodes_every_n_iterations",
     "tracking.images_per_iteration", "tracking.keep_images_of_last_n_iterations",
+    "tracking.show_group_every_n_iterations",
     # The held-out curve goes on under another meaning; nothing is trained on it.
     "evaluation.num_samples", "evaluation.temperature", "evaluation.top_k",
     "evaluation.reference_drift", "evaluation.stock_arm", "data.validation.*",

@@ -115,6 +115,12 @@ def phase(name: str) -> Iterator[None]:
         _heart.beat()
 
 
+def phase_names() -> str:
+    """'learn / judge_wait': what the main thread is at, with what is around it; '' outside of any
+    phase."""
+    return " / ".join(name for name, _ in _heart.phases[1:])
+
+
 def note_wait() -> None:
     """What this process waits for is said elsewhere, and is no hang however long it takes."""
     _heart.moved_s = time.monotonic()

@@ -1,7 +1,8 @@
 """A line every few seconds while a run loads: which of our modules is at it, and in whose package.
 
 `start`, and `stop` once the loop has lines of its own to print. What is under way is read off the
-main thread's stack: nothing else of a run has to call anything.
+main thread's stack: nothing else of a run has to call anything. What counts (`record/progress.py`)
+may `note` how far it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import FrameType
 EVERY_S = 4.0
 _stopped = threading.Event()
 _stopped.set()
+_far = ""
 
 
 def start(first_s: float | None = None) -> None:
@@ -30,11 +32,23 @@ def stop() -> None:
     _stopped.set()
 
 
+def is_told() -> bool:
+    """Whether lines are being printed."""
+    return not _stopped.is_set()
+
+
+def note(far: str) -> None:
+    """How far that is which loads, for the lines to come; '' when it is done."""
+    global _far
+    _far = far
+
+
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
     began, wait_s = time.monotonic(), first_s
     while not stopped.wait(wait_s):
         what = under_way(sys._current_frames().get(threading.main_thread().ident or 0))
-        print(f"[{time.monotonic() - began:3.0f} s] loading: {what}", flush=True)
+        far = f": {_far}" if _far else ""
+        print(f"[{time.monotonic() - began:3.0f} s] loading: {what}{far}", flush=True)
         wait_s = EVERY_S
 
 

@@ -62,6 +62,7 @@ _MAX_SHOWN_CHARS = 300
 """Of what a manifest says."""
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_ENTRY_NAME = re.compile(r"state\.(?:safetensors|json)|rng_rank\d{4,}\.pt|manifest\.json|model")
 _ASIDE_PREFIX = ".tmp-"
 _ASIDE_NAME = re.compile(r"\.tmp-(?:damaged-|pruned-)?step_\d{6,}")
 
@@ -406,6 +407,34 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
         names = ", ".join(str(iteration_of(step)) for step in steps) or "none"
         raise ValueError(f"{run_dir}: {problem}; checkpoints there, by iterations: {names}")
     return path
+
+
+def steps_of(run_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run, oldest first, whole or not."""
+    return _steps(run_dir / "checkpoints")
+
+
+def left_aside(run_dir: Path) -> list[Path]:
+    """What a kill or a failure left of checkpoints, which the next save deletes."""
+    found = (run_dir / "checkpoints").glob(f"{_ASIDE_PREFIX}*")
+    return sorted(path for path in found if _ASIDE_NAME.fullmatch(path.name))
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint, or what is left aside of one; a kill meanwhile leaves none that seems to
+    be there."""
+    if _STEP_NAME.fullmatch(path.name):
+        path = path.rename(path.with_name(f"{_ASIDE_PREFIX}pruned-{path.name}"))
+    shutil.rmtree(path)
+
+
+def foreign_entry(path: Path) -> str:
+    """The name of something in a checkpoint's folder that no save puts there, or a link; or ''."""
+    for entry in path.iterdir():
+        if entry.is_symlink() or not _ENTRY_NAME.fullmatch(entry.name):
+            return entry.name
+    inside = (path / MODEL_FOLDER).rglob("*")
+    return next((entry.name for entry in inside if entry.is_symlink()), "")
 
 
 def model_folder(path: Path) -> Path:

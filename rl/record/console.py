@@ -10,15 +10,18 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.markup import escape
+from rich.panel import Panel
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from rl.meter import flop_meter
 from rl.meter.flop_meter import Ceilings
@@ -40,6 +43,10 @@ LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
 """Shares that the line shows where they are not 0."""
 _ETA_WINDOW = 20
 """Iterations that the time per iteration is averaged over."""
+_LOG_WIDTH = 80
+"""Columns of a block of text where there is no terminal."""
+_MAX_FRAME_WIDTH = 110
+"""Longer lines are hard to read."""
 
 
 def warn(text: str) -> None:
@@ -63,18 +70,65 @@ class Console:
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
         """`enabled`: rank 0. `stream`: default stdout."""
         self._rich = RichConsole(
-            file=stream or beneath(sys.stdout), quiet=not enabled, highlight=False, soft_wrap=True
+            file=stream or beneath(sys.stdout),
+            quiet=not enabled,
+            highlight=False,
+            emoji=False,  # ':smile:' in a completion is text
+            soft_wrap=True,
         )
+        self.enabled = enabled
+        """Whether anything is printed."""
         self._live = enabled and self._rich.is_terminal
+        self._status: Status | None = None
+        """The live line of the phase under way."""
+        self._own_line: Live | None = None
+        """The live line of what is counted outside of any phase."""
         self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
 
     def say(self, text: str) -> None:
         """One plain line."""
         self._rich.print(plain(text), markup=False)
 
-    def status(self, text: str) -> Status | None:
-        """A live line on a terminal, else None."""
-        return self._rich.status(text) if self._live else None
+    @contextmanager
+    def status(self, text: str) -> Iterator[Status | None]:
+        """A live line on a terminal while the block runs, else None."""
+        if not self._live:
+            yield None
+            return
+        with self._rich.status(text) as self._status:
+            guard()  # rich has put streams of its own in the place of the guarded ones
+            try:
+                yield self._status
+            finally:
+                self._status = None
+
+    def live(self, text: str) -> bool:
+        """Put `text` on the line that is drawn anew, '' what else belongs there; False where there
+        is no terminal."""
+        if not self._live:
+            return False
+        if self._status is not None:
+            words = ": ".join(filter(None, (heartbeat.phase_names(), text)))
+            self._status.update(escape(plain(words)))
+        elif text:
+            if self._own_line is None:
+                # Rows that a program reads stay where they go.
+                redirect = beneath(sys.stdout).isatty()
+                self._own_line = Live(
+                    console=self._rich,
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=redirect,
+                )
+                self._own_line.start()
+                guard()
+            self._own_line.update(
+                Text(plain(text), no_wrap=True, overflow="ellipsis"), refresh=True
+            )
+        elif self._own_line is not None:
+            self._own_line.stop()
+            self._own_line = None
+        return True
 
     def phase(self, name: str, seconds: float, note: str) -> None:
         """The line of a finished phase."""
@@ -93,6 +147,32 @@ class Console:
             parts.append(f"{duration(mean_s)}/it")
             parts.append(f"ETA {duration(mean_s * (num_iterations - iteration))}")
         self._rich.print("  ".join(parts), markup=False, style="bold")
+
+    def framed(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """A block of (label, text), texts wrapped beside their labels: in a frame on a terminal,
+        else plain lines of at most 80 columns between two rules."""
+        width = min(self._rich.width, _MAX_FRAME_WIDTH) if self._live else _LOG_WIDTH
+        if not self._live:
+            self.say(f"---- {title} ".ljust(width, "-"))
+            for line in self._wrapped(rows, width):
+                self.say(line.plain)
+            self.say("-" * width)
+            return
+        body = Text("\n").join(self._wrapped(rows, width - 4))
+        head = Text(plain(title))
+        self._rich.print(Panel(body, title=head, title_align="left", width=width))
+
+    def _wrapped(self, rows: Sequence[tuple[str, str]], width: int) -> list[Text]:
+        """Lines of at most `width` columns; what has no label goes on under the text above it."""
+        indent = max((len(label) for label, _ in rows), default=0) + 2
+        lines = []
+        for label, text in rows:
+            pieces = Text(plain(text)).wrap(self._rich, width - indent)
+            for number, piece in enumerate(pieces or [Text()]):
+                piece.rstrip()
+                head = (label if number == 0 else "").ljust(indent)
+                lines.append(Text.assemble((head, "dim" if label[:1] == " " else "bold"), piece))
+        return lines
 
     def where_time_went(self, timer: PhaseTimer) -> None:
         """The closing table: every phase's time and FLOPs on this rank, the longest first."""
@@ -231,13 +311,10 @@ class PhaseTimer:
     @contextmanager
     def _live_line(self, name: str) -> Iterator[Status | None]:
         """The outermost phase's, which ends with it; None where there is no terminal."""
-        if self._under_way:
-            yield self._under_way[0].status
+        if self._under_way or self._console is None:
+            yield self._under_way[0].status if self._under_way else None
             return
-        status = self._console.status(name) if self._console else None
-        with status or nullcontext():
-            if status is not None:
-                guard()  # rich has put streams of its own in the place of the guarded ones
+        with self._console.status(name) as status:
             yield status
 
     def _settle(self) -> None:

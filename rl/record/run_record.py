@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,14 +31,13 @@ from rl.files.atomic import append_line, json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
-from rl.record.rewind import ENTRY_NAMES, rewind
+from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
 from rl.record.scrub import scrubbed
 from rl.record.writer import MAX_WAITING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source|target|m\d+)\.png")
 _LOGPROB_DIGITS = 6
 """Float32 log-probs carry no more, and the shortest float64 spelling is three times as long."""
 
@@ -212,7 +210,7 @@ class RunRecord:
                 continue
             with suppress(OSError):  # what cannot be deleted stays
                 for path in folder.iterdir():
-                    made = _PICTURE_NAME.fullmatch(path.name)
+                    made = PICTURE_NAME.fullmatch(path.name)
                     # Those of ranks that are no more belong to somebody too.
                     if made and int(made[1]) % self._dist.world_size == self._dist.rank:
                         path.unlink()

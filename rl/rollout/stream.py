@@ -11,9 +11,9 @@ Axes: `_P` prompts on this rank, `_G` completions in a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from PIL.Image import Image
 
@@ -27,6 +27,7 @@ from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import Forwards, Member
 from rl.ranks.seeding import derive_seed
 from rl.record.console import PhaseTimer
+from rl.record.progress import counted
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import (
@@ -38,8 +39,7 @@ from rl.rollout.episodes import (
     picture_outcome,
     why_not_rendered,
 )
-
-T = TypeVar("T")
+from rl.rollout.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,13 @@ def begin(
         if forwards.collective:
             jobs = list(jobs)
         try:
-            for number, outcome in context.renderer.render(jobs):
-                if should_stop():
-                    raise Interrupted
-                _check_outcome(context, outcome)
-                pending.submit(number, outcome)
+            with counted(*_to_make(context, sampled)) as progress:
+                for number, outcome in context.renderer.render(jobs):
+                    if should_stop():
+                        raise Interrupted
+                    _check_outcome(context, outcome)
+                    pending.submit(number, outcome)
+                    progress.step()
         except BaseException:
             pending.cancel()
             raise
@@ -154,6 +156,13 @@ def begin(
             phase.note(f"{pending.num_pictures} pictures")
     pending.renderer_metrics = _reported(context.renderer)
     return pending
+
+
+def _to_make(context: RolloutContext, sampled: Sampled) -> tuple[str, int]:
+    """(what is made, how many at most): what turns out to be nothing that can be drawn is not."""
+    num_different = sum(len({c.token_ids for c in arms_G}) for arms_G in sampled.arms)
+    what = "pictures" if context.makes_images else "answers"
+    return what, num_different * context.config.images_per_completion
 
 
 def _check_outcome(context: RolloutContext, outcome: object) -> None:
@@ -304,12 +313,13 @@ class PendingRollout:
         """
         assert len(self._outcomes) == self.num_pictures, "the renderer lost a job"
         sampled = self._sampled
+        waiting = Waiting(self._futures, should_stop)
         try:
             for p, arms_G in enumerate(sampled.arms):
                 arms = [self._arms[p, g] for g in range(len(arms_G))]
                 with timer.phase("judge_wait") as phase:
                     verdicts = {
-                        key: self._verdict(key, should_stop) for arm in arms for key in arm.pictures
+                        key: self._verdict(key, waiting) for arm in arms for key in arm.pictures
                     }
                     if p == len(sampled.prompts) - 1:
                         phase.note(self._latency())
@@ -320,16 +330,18 @@ class PendingRollout:
         except BaseException:
             self.cancel()
             raise
+        finally:
+            waiting.end()
 
-    def _verdict(self, key: PictureKey, should_stop: Callable[[], bool]) -> Verdict:
+    def _verdict(self, key: PictureKey, waiting: Waiting) -> Verdict:
         outcome = self._outcomes[key]
         if isinstance(outcome, RenderFailure):
             return Verdict(None, outcome)
-        verdict: grading.Grades = _wait_for(self._grades[key], should_stop)
+        verdict: grading.Grades = waiting.result(self._grades[key])
         grades = dict(verdict)
         p, _, number = key
         if self._compares:
-            rows_G = _wait_for(self._compared[p, number], should_stop)
+            rows_G = waiting.result(self._compared[p, number])
             grades |= rows_G[self._group_of(p, number).index(key)]
         # In the config's order, whichever way they were asked.
         ordered = {name: grades[name] for name in self._context.rewards}
@@ -379,13 +391,6 @@ class PendingRollout:
         tracebacks = [grades[name].traceback for grades in self._outputs.values()]
         raised = [text for text in tracebacks if text]
         return RewardErrors(len(tracebacks), len(raised), next(iter(raised), ""))
-
-
-def _wait_for(future: Future[T], should_stop: Callable[[], bool]) -> T:
-    while not should_stop():
-        if wait([future], timeout=0.5).done:
-            return future.result()
-    raise Interrupted
 
 
 def _reported(renderer: Renderer) -> Mapping[str, float] | Exception:

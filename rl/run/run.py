@@ -31,6 +31,7 @@ from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.console import Console, PhaseTimer, warn
+from rl.record.group_panel import GroupPanel
 from rl.record.model_card import model_card
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
@@ -131,6 +132,11 @@ class Run:
     def no_learning(self) -> NoLearning:
         """What keeps the run from learning, though it goes on."""
         return NoLearning(self.context.config)
+
+    @cached_property
+    def group_panel(self) -> GroupPanel:
+        """One group, to be read on the console."""
+        return GroupPanel(self.console, self.config.tracking.show_group_every_n_iterations)
 
     def sync_engine(self) -> Metrics:
         """Give the engine the learner's weights and prove that they arrived."""
@@ -304,11 +310,13 @@ class Run:
         show = partial(self.tracker.log, done, reduced)
         self.writer.put(f"the metrics of iteration {done} for wandb", show)
         self.console.iteration(done, self.num_iterations, reduced)
+        self.group_panel.show()
 
     def log_episodes(self, done: int, groups_P: Sequence[GradedGroup]) -> None:
         """Provenance and pictures of an iteration."""
         episodes_PG = [[_as_recorded(episode) for episode in group.episodes] for group in groups_P]
         advantages_PG = [group.advantages for group in groups_P]
+        self.group_panel.note(done, episodes_PG, advantages_PG)
 
         def write() -> None:
             self.record.write_episodes(done, episodes_PG, advantages_PG)

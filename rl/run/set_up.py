@@ -35,6 +35,7 @@ from rl.ranks.hang_watch import WATCHED_ELSEWHERE
 from rl.ranks.seeding import seed_everything, set_rng_state
 from rl.record.checkpoint import Checkpoints, read_state
 from rl.record.console import Console, PhaseTimer, warn
+from rl.record.progress import shown_on
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
@@ -61,6 +62,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     resolved = build.resolve(config)
     console = Console(dist.is_main)
     with ExitStack() as stack:
+        stack.enter_context(shown_on(console))
         record = RunRecord(run_dir, config, dist)
         record.claim()
         stack.callback(record.release)

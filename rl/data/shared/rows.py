@@ -16,12 +16,15 @@ from rl.api.plug import ConfigT, FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
 from rl.data.shared.pictures import UnusableError, check_header, decode, locate
+from rl.record.progress import counted
 from rl.record.untrusted import shown
 
 PictureCheck = Literal["exists", "header", "pixels"]
 MAX_PROBLEMS_SHOWN = 10
 MAX_SHOWN = 500
 """Characters of one problem: a path or a key may have any number of them."""
+MAX_ORIGIN = 40
+"""Characters of where rows are from, on a line of progress."""
 _LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
     "exists": lambda _located, _max_side_px: None,
     "header": check_header,
@@ -175,22 +178,29 @@ class Rows:
 
     def problems(self, picture_check: PictureCheck) -> Iterator[tuple[int, str]]:
         """(index, what is wrong with it) of every bad row."""
-        owners: dict[str, int] = {}
-        for index in range(len(self.rows)):
-            try:
-                row = self.rows[index]
-                _check_text(row, self.columns)
-                self._each_picture(row, _LOOKS[picture_check])
-                identity = self._id(index, row)
-            # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
-            # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
-            except Exception as error:
-                yield index, self._sentence(index, error)
-                continue
-            owner = owners.setdefault(identity, self.numbers[index])
-            if owner != self.numbers[index]:
-                said = f"id {identity!r} is already that of row {owner}"
-                yield index, f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
+        with counted(f"rows of {shown(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
+            owners: dict[str, int] = {}
+            for index in range(len(self.rows)):
+                progress.at(index)
+                if sentence := self._problem(index, picture_check, owners):
+                    yield index, sentence
+
+    def _problem(self, index: int, picture_check: PictureCheck, owners: dict[str, int]) -> str:
+        """What is wrong with a row, or ''. `owners`: whose each id is; a good row's is added."""
+        try:
+            row = self.rows[index]
+            _check_text(row, self.columns)
+            self._each_picture(row, _LOOKS[picture_check])
+            identity = self._id(index, row)
+        # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
+        # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
+        except Exception as error:
+            return self._sentence(index, error)
+        owner = owners.setdefault(identity, self.numbers[index])
+        if owner == self.numbers[index]:
+            return ""
+        said = f"id {identity!r} is already that of row {owner}"
+        return f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
 
     def _each_picture(
         self, row: Mapping[str, Any], use: Callable[[Path | bytes, int], Any]
@@ -222,9 +232,12 @@ class Rows:
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
         given = pick(row, self.columns.id, None) if self.columns.id else None
-        # The folder is left out: moving the data must not change seeds that derive from ids.
-        name = self.origin.rsplit("/", 1)[-1]
-        return f"{name}:{self.numbers[index]}" if given is None else str(given)
+        return f"{self._name}:{self.numbers[index]}" if given is None else str(given)
+
+    @property
+    def _name(self) -> str:
+        """Without its folder: moving the data must not change seeds that derive from ids."""
+        return self.origin.rsplit("/", 1)[-1]
 
 
 def shorten(problems: Sequence[str]) -> list[str]:

@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.files.progress_bars import only_download_bars
 from rl.policies.shared import loading as shared
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
+from rl.record.progress import weights_counted
 
 if TYPE_CHECKING:
     from rl.policies.emu3.config import Config
@@ -149,7 +149,7 @@ def load_model(config: Config) -> Any:
     from rl.policies.shared.packed_attention import register
 
     folder = model_folder(config)
-    with only_download_bars():
+    with weights_counted():
         model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 # a local folder
             folder,
             config=read_model_config(folder),

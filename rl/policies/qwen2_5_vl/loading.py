@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl.files.progress_bars import only_download_bars
 from rl.policies.shared import loading as shared
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
+from rl.record.progress import weights_counted
 
 if TYPE_CHECKING:
     from rl.policies.qwen2_5_vl.config import Config
@@ -57,7 +57,7 @@ def load_model(config: Config) -> Any:
     if config.init_text_encoder_from:
         path = config.init_text_encoder_from
         source = {"subfolder": config.text_encoder_subfolder}
-    with only_download_bars():
+    with weights_counted():
         return Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # its `revision`
             path,
             dtype=getattr(torch, config.dtype),

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl.api.types import RenderJob
-from rl.files.progress_bars import only_download_bars
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
 from rl.ranks.wheels import mend_mismatched_wheels
+from rl.record.progress import weights_counted
 from rl.renderers.sd3.text import PromptEncoder, TextParts, TextStates
 from rl.renderers.shared.batches import Outcome, render_in_batches
 from rl.renderers.shared.decoding import decode_in_slices, to_pictures
@@ -69,7 +69,7 @@ def load_parts(config: Config, device: str) -> SD3Parts:
     align_weights(transformer, device)
     align_weights(vae, device)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
-    with only_download_bars():
+    with weights_counted():
         text = _load_text_parts(config, device)
     return SD3Parts(
         transformer=transformer.eval().requires_grad_(False),

@@ -15,10 +15,10 @@ from functools import lru_cache
 
 from PIL import Image
 
-from rl.files.progress_bars import only_download_bars
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
 from rl.ranks.wheels import mend_mismatched_wheels
+from rl.record.progress import weights_counted
 from rl.rewards.clip.config import Config
 
 mend_mismatched_wheels()
@@ -39,7 +39,7 @@ class ClipModel:
         """Raises OSError when the files cannot be read."""
         path, revision = config.model_path, config.revision
         dtype = getattr(torch, config.dtype)
-        with only_download_bars():
+        with weights_counted():
             model = CLIPModel.from_pretrained(path, revision=revision, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         align_weights(self._model, device)

@@ -1,0 +1,167 @@
+"""One group on the console: which completions, on which iterations, and that all words are text."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from unittest.mock import MagicMock
+
+import pytest
+from rich.cells import cell_len
+from tiny_run import SAMPLE, episode, run_config
+
+from rl.api.types import Action, Completion, Episode, Prompt, Status
+from rl.ranks.dist import Dist
+from rl.record.console import Console, PhaseTimer
+from rl.record.group_panel import GroupPanel, chosen, group_rows
+from rl.rollout.graded_groups import GradedGroup
+from rl.run.run import Run
+
+HOSTILE = "[red]no[/red] [/] :smile: \x1b[31mred\x1b[0m \u202eturned\u200f \x07 " + "w" * 400
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def wrote(text: str, reward: float | None, **changes) -> Episode:
+    status = Status.UNGRADED if reward is None else Status.SCORED
+    return episode(action=Action(text, text), reward=reward, status=status, **changes)
+
+
+def printed(episodes: list[Episode], stream: io.StringIO, every: int = 1) -> str:
+    panel = GroupPanel(Console(True, stream), every)
+    panel.note(1, [episodes], [[0.5] * len(episodes)])
+    panel.show()
+    return stream.getvalue()
+
+
+def test_the_best_the_worst_one_between_and_a_lost_one_are_shown() -> None:
+    group = [wrote(f"text {g}", r) for g, r in enumerate([0.5, None, 0.0, 1.0, 0.25, None])]
+    assert chosen(group) == [("best", 3), ("between", 4), ("worst", 2), ("lost", 1)]
+    assert chosen(group[2:4]) == [("best", 1), ("worst", 0)]
+    assert chosen(group[:1]) == [("one", 0)]
+    assert chosen(group[1:2]) == [("lost", 0)]
+
+
+def test_equal_rewards_make_none_of_them_the_best() -> None:
+    assert [name for name, _ in chosen([wrote("a", 0.0)] * 4)] == ["one", "another", "a third"]
+
+
+def test_what_says_something_else_is_shown_before_a_repetition() -> None:
+    group = [wrote(text, r) for text, r in [("a", 1.0), ("a", 1.0), ("b", 0.0), ("c", 0.0)]]
+    assert chosen([group[0], group[1], group[3], group[2]]) == [
+        ("best", 0),
+        ("between", 2),
+        ("worst", 3),
+    ]
+
+
+def test_each_has_its_reward_advantage_parts_cause_and_the_judges_words() -> None:
+    long = {"judge": tuple(f"reply {n}" for n in range(5)), "other": ("x",)}
+    group = [
+        wrote("good", 1.0, replies=long),
+        replace(wrote("", 0.0), status=Status.POLICY_FAILED, failure="empty: wrote nothing"),
+        wrote(
+            "lost", None, failure="timeout: 120 s", completion=Completion((5,), (0.0,), "length")
+        ),
+    ]
+    rows = group_rows(group, [1.25, -0.75, None])
+    assert rows == [
+        ("asked", "make it red"),
+        ("sample", "row-7 (group it12/row-7)"),
+        ("group", "3 completions, reward 0.5 (0 to 1), 1 policy_failed, 1 ungraded"),
+        ("best", "reward 1, advantage +1.25"),
+        ("  wrote", "good"),
+        ("  parts", "judge=0.75  edit_success=8"),
+        ("  judge", "(judge) reply 0"),
+        ("  judge", "(judge) reply 1"),
+        ("", "(judge) and 3 more"),
+        ("  judge", "(other) x"),
+        ("worst", "reward 0, advantage -0.75, policy_failed, empty: wrote nothing"),
+        ("  wrote", "(nothing)"),
+        ("  parts", "judge=0.75  edit_success=8"),
+        ("  judge", '{"score": [8, 9]}'),
+        ("lost", "ungraded, timeout: 120 s, cut at the token limit"),
+        ("  wrote", "lost"),
+        ("  parts", "judge=0.75  edit_success=8"),
+        ("  judge", '{"score": [8, 9]}'),
+    ]
+
+
+@pytest.fixture
+def hostile() -> list[Episode]:
+    prompt = Prompt(replace(SAMPLE, id=HOSTILE, instruction="日本語の長い文章" * 60), (1,))
+    return [
+        wrote(HOSTILE, 0.5, prompt=prompt, parts={HOSTILE: 1.0}, replies={HOSTILE: (HOSTILE,) * 9}),
+        wrote("\ud800 half\r\nof it\u2028", None, failure=HOSTILE),
+    ]
+
+
+def test_in_a_log_it_is_plain_lines_of_eighty_columns(hostile: list[Episode]) -> None:
+    lines = printed(hostile, io.StringIO()).split("\n")
+    assert max(map(cell_len, lines)) == 80
+    assert all(line.isprintable() and line == line.rstrip() for line in lines)
+    assert lines[0].startswith("---- one group of iteration 1 ---") and lines[-2] == "-" * 80
+    text = "\n".join(lines)
+    assert "─" not in text and "│" not in text
+    for kept in ("[red]no[/red] [/] :smile:", r"\x1b[31mred", r"\u202eturned\u200f", r"\ud800"):
+        assert kept in text
+
+
+@pytest.mark.parametrize("columns", [40, 80, 300])
+def test_on_a_terminal_it_has_a_frame_that_fits(hostile, columns, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "dumb-no-colours")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = printed(hostile, Terminal())
+    for style in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
+        text = text.replace(style, "")
+    lines = text.rstrip("\n").split("\n")
+    assert {cell_len(line) for line in lines} == {min(columns, 110)}
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].startswith("╭─ one group of iteration 1 ") and lines[-1].endswith("╯")
+    assert "[red]no[/red] [/]" in text and ":smile:" in text
+
+
+def test_a_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2-hunter2")
+    text = printed([wrote("it is hunter2-hunter2-hunter2", 1.0)], io.StringIO())
+    assert "hunter2" not in text and "<MY_API_KEY>" in text
+
+
+def test_it_is_shown_every_n_iterations_once_and_by_one_rank() -> None:
+    stream = io.StringIO()
+    panel, mute = GroupPanel(Console(True, stream), 3), GroupPanel(Console(False, stream), 3)
+    never = GroupPanel(Console(True, stream), 0)
+    shown = []
+    for iteration in range(1, 8):
+        for one in (panel, mute, never):
+            one.note(iteration, [[wrote("a", 1.0)], [wrote("b", 1.0)]], [[None], [None]])
+            one.show()
+            one.show()
+        shown.append("wrote  a" in stream.getvalue())
+        stream.truncate(0)
+    assert shown == [False, False, True, False, False, True, False]
+
+
+def test_a_run_shows_it_under_the_line_of_its_iteration() -> None:
+    stream = io.StringIO()
+    run = Run.__new__(Run)
+    run.config = run_config(tracking={"show_group_every_n_iterations": 2})
+    run.dist, run.console, run.judge, run.num_iterations = Dist(), Console(True, stream), None, 4
+    run.timer, run.num_skipped_rows = PhaseTimer(run.console), 0
+    run.writer = run.record = run.tracker = run.prompt_order = MagicMock()
+    run.prompt_order.num_replaced = 0
+    run.last_finished = MagicMock(metrics={"reward/mean": 0.5})
+    run.plug_metrics = MagicMock(rows={})
+    run.no_learning = MagicMock()
+    run.no_learning.sentences.return_value = []
+    for done in (1, 2):
+        run.log_episodes(done, [GradedGroup(0, [wrote("a", 1.0)], [0.0], [None])])
+        run.log(done, MagicMock(state=dict))
+    lines = stream.getvalue().split("\n")
+    assert [line.partition(" ")[0] for line in lines[:3]] == ["[1/4]", "[2/4]", "----"]

@@ -1,0 +1,428 @@
+"""`rl runs`: what it says of a folder of runs; pruning takes what it showed and no more."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from rich.cells import cell_len
+from tiny_run import episode, run_config
+
+from rl.commands import runs
+from rl.commands.runs import age_text, main, size_text
+from rl.config.schema import CheckpointConfig
+from rl.ranks.dist import Dist
+from rl.ranks.seeding import rng_state
+from rl.record.best import note_if_best
+from rl.record.checkpoint import Checkpoints, ResumePoint
+from rl.record.prune import plan, remove, steps_that_stay
+from rl.record.run_summary import look
+
+ROOT = Path(__file__).resolve().parents[2]
+HOUR_S = 3600.0
+
+
+def make_run(folder: Path, steps: tuple[int, ...] = (1, 2), age_h: float = 0.0) -> Path:
+    """A run of three iterations, as a run writes it."""
+    from rl.record.run_record import RunRecord
+
+    tracking = {"images_per_iteration": 4}
+    config = run_config(
+        run_name=folder.name,
+        base_exp_dir=str(folder.parent),
+        num_iterations=3,
+        renderer={"type": "sd3", "model_path": "x"},
+        tracking=tracking,
+    )
+    record = RunRecord(folder, config, Dist())
+    record.claim()
+    record.write_config()
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep_every_n_iterations=1), Dist())
+    for iteration, reward in enumerate((0.25, 0.75, 0.5), start=1):
+        record.write_episodes(iteration, [[episode(), episode()]], [[0.5, -0.5]])
+        record.write_metrics(iteration, {"eval/reward": reward})
+        if iteration in steps:
+            save(checkpoints, iteration)
+    record.release()
+    set_age(folder, age_h)
+    return folder
+
+
+def save(checkpoints: Checkpoints, iteration: int) -> None:
+    def write_model(model: Path) -> None:
+        (model / "adapter_model.bin").write_text("x" * 5000)
+
+    tensors = {"master/w": torch.full((8,), float(iteration))}
+    point = ResumePoint(iteration, tensors, {"learner": {}}, [rng_state()], write_model, "# card")
+    assert checkpoints.save(point) is not None
+
+
+def set_age(folder: Path, hours: float) -> None:
+    at_s = runs.time.time() - hours * HOUR_S
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            os.utime(path, (at_s, at_s))
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every path below a folder -> its content, its target where it is a link."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path).encode()
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def gone(before: dict[str, bytes | None], folder: Path) -> set[str]:
+    after = tree(folder)
+    assert all(before[name] == after[name] for name in after if name in before), "was changed"
+    return {name for name in before if name not in after}
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Given back after a command has guarded them."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    yield
+
+
+def test_each_run_has_how_far_how_good_how_large_and_the_last_written_is_first(
+    tmp_path: Path, capsys
+) -> None:
+    make_run(tmp_path / "older", age_h=50)
+    make_run(tmp_path / "newer", steps=(1,), age_h=2)
+    assert main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert [line.split() for line in (lines[0], lines[1], lines[3])] == [
+        ["run", "done", "held-out", "best", "checkpoint", "written"],
+        ["newer", "3/3", "0.500", "0.750", "1", "2", "h", "ago"],
+        ["older", "3/3", "0.500", "0.750", "2", "2", "d", "ago"],
+    ]
+    assert re.fullmatch(r"  sd3; \d+ KB: checkpoints .+, pictures .+, rest .+", lines[4])
+    assert lines[5].startswith("2 runs in ")
+
+
+def test_sizes_add_up_to_those_of_the_files(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    (run / "elsewhere").symlink_to("/usr")
+    found = look(run)
+    files = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
+    pictures = [path for path in files if path.suffix == ".png"]
+    assert found.num_bytes == sum(path.stat().st_size for path in files)
+    assert found.bytes_of["pictures"] == sum(path.stat().st_size for path in pictures) > 0
+    assert found.bytes_of["checkpoints"] > 10_000
+
+
+def test_a_run_under_way_is_told_and_so_is_one_that_only_saves(tmp_path: Path, capsys) -> None:
+    for name, lock in (("loops", ".lock"), ("saves", ".saving.lock"), ("idle", "other.lock")):
+        held = FileLock(make_run(tmp_path / name) / lock)
+        held.acquire()
+        assert look(tmp_path / name).use == ("idle" if name == "idle" else "running")
+        main([str(tmp_path)])
+        assert ("RUNNING; sd3" in capsys.readouterr().out) == (name != "idle")
+        held.release()
+        assert look(tmp_path / name).use == "idle"
+
+
+def test_what_is_damaged_newer_or_no_run_is_named_and_left_alone(tmp_path: Path, capsys) -> None:
+    broken = {name: make_run(tmp_path / name) for name in ("config", "future", "lines", "steps")}
+    (broken["config"] / "config.json").write_text('{"run_name": ')
+    config = json.loads((broken["future"] / "config.json").read_text())
+    (broken["future"] / "config.json").write_text(json.dumps(config | {"format": 99}))
+    with (broken["lines"] / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"iteration": "x"}\n{"iteration": 4, "eval/reward": "high"}\n\xff\n{"iter')
+    (broken["steps"] / "checkpoints/step_000002/state.json").write_text("{}")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/.lock").touch()
+    (tmp_path / "a file").touch()
+    before = tree(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert main(["prune", str(tmp_path), "--keep-last", "0", "--pictures", "--yes"]) == 0
+    for sentence in (
+        "config: its config.json is damaged",
+        "has the format 99, and this version reads",
+        "photos: no run",
+        "begun: it has no config.json: it is being loaded, or never was",
+    ):
+        assert sentence in " ".join(out.split())
+    assert "checkpoint 2 is damaged" in " ".join(out.split()) and "a file" not in out
+    assert "\nlines                         4/3            0.500" in out
+    lost = {name.split("/")[0] for name in gone(before, tmp_path)}
+    assert lost == {"lines", "steps"}
+
+
+def test_foreign_names_are_text_and_every_line_fits(tmp_path: Path, capsys) -> None:
+    make_run(tmp_path / "n").rename(tmp_path / ("\x1b[31m\u202e" + "n" * 190))
+    run = make_run(tmp_path / "system")
+    config = json.loads((run / "config.json").read_text())
+    config["renderer"]["type"] = "mine.\x1b[2J" + "w" * 300
+    (run / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil\nname\x07").mkdir()
+    main([str(tmp_path)])
+    main(["prune", str(tmp_path), "--pictures", "--yes"])
+    lines = capsys.readouterr().out.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert max(map(cell_len, lines)) <= 80, max(lines, key=cell_len)
+
+
+def test_one_run_may_be_named_and_a_folder_that_is_not_there_is_said(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    run = make_run(tmp_path / "a")
+    main([str(run)])
+    assert "1 run in " in capsys.readouterr().out
+    monkeypatch.setenv("APP__BASE_EXP_DIR", str(tmp_path / "none"))
+    assert main([]) == 1
+    assert "is no folder; name one, or set APP__BASE_EXP_DIR" in capsys.readouterr().err
+
+
+def test_nothing_goes_without_a_rule_or_a_yes(tmp_path: Path, capsys, monkeypatch) -> None:
+    make_run(tmp_path / "a")
+    before = tree(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", str(tmp_path), "--yes"])
+    for text in ("", "n\n", "\n", "yess\n"):
+        answer(monkeypatch, text)
+        assert main(["prune", str(tmp_path), "--keep-last", "0"]) == 1
+        assert "nothing was deleted" in capsys.readouterr().out
+    assert not gone(before, tmp_path)
+    answer(monkeypatch, "y\n")
+    assert main(["prune", str(tmp_path), "--keep-last", "0"]) == 0
+    assert gone(before, tmp_path)
+
+
+def test_what_goes_is_what_was_shown_and_frees_as_much(tmp_path: Path, capsys) -> None:
+    run = make_run(tmp_path / "a", steps=(1, 2, 3))
+    aside = run / "checkpoints/.tmp-pruned-step_000001"
+    aside.mkdir()
+    (aside / "state.json").write_text("x" * 1000)
+    before, size = tree(run), look(run).num_bytes
+    assert main(["prune", str(tmp_path), "--pictures", "--checkpoints-but-latest", "--yes"]) == 0
+    out = capsys.readouterr().out
+    lost = gone(before, run)
+    assert {name for name in lost if name.startswith("images")} == {
+        name for name in before if name.startswith("images/")
+    }
+    assert {name.split("/")[1] for name in lost if name.startswith("checkpoints")} == {
+        "step_000001",
+        "step_000002",
+        aside.name,
+    }
+    assert {name.split("/")[0] for name in lost} == {"images", "checkpoints"}
+    freed = size - look(run).num_bytes
+    assert f"frees {size_text(freed)}\n" in out and f"freed {size_text(freed)} in" in out
+    assert "12 pictures (" in out and "3 checkpoints .tmp-pruned-step_000001, step_" in out
+    latest = Checkpoints(run, CheckpointConfig(), Dist()).latest()
+    assert latest is not None and latest.name == "step_000003"
+
+
+def test_rules_say_which_runs_and_which_things(tmp_path: Path) -> None:
+    for name, age_h in (("new", 1), ("mid", 30), ("old", 100)):
+        make_run(tmp_path / name, age_h=age_h)
+
+    def after(*rule: str) -> set[str]:
+        before = tree(tmp_path)
+        assert main(["prune", str(tmp_path), *rule, "--yes"]) == 0
+        return {"/".join(name.split("/")[:2]) for name in gone(before, tmp_path)}
+
+    assert after("--keep-last", "3") == set()
+    assert after("--older-than", "3d", "--pictures") == {"old/images"}
+    assert after("--keep-last", "1", "--older-than", "40h") == {"old/checkpoints"}
+    assert after("--keep-last", "1", "--checkpoints-but-latest") == {"mid/checkpoints"}
+    assert after("--pictures") == {"new/images", "mid/images"}
+    assert after("--older-than", "0h") == {"new/checkpoints"}
+
+
+def test_the_newest_whole_checkpoint_stays_however_the_newer_ones_look(tmp_path: Path) -> None:
+    """Damage that only a sha256 shows is damage."""
+    run = make_run(tmp_path / "a", steps=(1, 2, 3))
+    weights = run / "checkpoints/step_000003/state.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    before = tree(run)
+    planned = plan(look(run), ["checkpoints"])
+    assert [going.path.name for going in planned.going] == ["step_000001"]
+    assert planned.left == [
+        "step_000002: the newest that is whole",
+        "step_000003: damaged, and newer than what is whole",
+    ]
+    assert remove(planned, ["checkpoints"], print) > 0
+    assert {name.split("/")[1] for name in gone(before, run)} == {"step_000001"}
+    for step in (2, 3):
+        (run / f"checkpoints/step_{step:06d}/state.json").write_text("")
+    assert set(steps_that_stay(run).values()) == {"no checkpoint is whole"}
+    assert plan(look(run), ["checkpoints"]).going == []
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=(1, 2, 3))
+    assert note_if_best(run, run / "checkpoints/step_000001", 0.9)
+    before = tree(run)
+    assert main(["prune", str(run), "--checkpoints-but-latest", "--yes"]) == 0
+    assert {name.split("/")[1] for name in gone(before, run)} == {"step_000002"}
+    assert list(steps_that_stay(run).values()) == [
+        "the best on held-out samples",
+        "the newest that is whole",
+    ]
+
+
+def test_a_run_that_is_used_is_left_alone_also_when_it_begins_after_the_question(
+    tmp_path: Path, capsys
+) -> None:
+    run = make_run(tmp_path / "a")
+    before = tree(run)
+    planned = plan(look(run), ["pictures", "checkpoints"])
+    assert planned.going
+    held = FileLock(run / ".lock")
+    with held:
+        said: list[str] = []
+        assert remove(planned, ["pictures", "checkpoints"], said.append) == 0
+        assert said == ["a: running: stop it first"]
+        assert main(["prune", str(tmp_path), "--pictures", "--yes"]) == 0
+        assert "left alone: running: stop it first" in capsys.readouterr().out
+    assert not gone(before, run)
+
+
+def test_what_a_run_wrote_since_the_question_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    planned = plan(look(run), ["pictures", "checkpoints"])
+    save(Checkpoints(run, CheckpointConfig(keep_every_n_iterations=1), Dist()), 3)
+    new = run / "images/it_000003/rank0_g09_m0.png"
+    new.write_text("new")
+    assert remove(planned, ["pictures", "checkpoints"], print) > 0
+    assert new.is_file() and (run / "checkpoints/step_000002").is_dir()
+    assert not (run / "checkpoints/step_000001").exists()
+
+
+def test_what_bears_no_name_of_a_run_stays_and_links_are_not_followed(
+    tmp_path: Path, capsys
+) -> None:
+    outside = tmp_path / "outside"
+    (outside / "it_000009").mkdir(parents=True)
+    treasures = [outside / "it_000009/rank0_g00_m0.png", outside / "state.json"]
+    for treasure in treasures:
+        treasure.write_text("precious")
+    folder = tmp_path / "runs"
+    run = make_run(folder / "a", steps=(1, 2, 3))
+    mine = [
+        run / "images/it_000001/favourite.png",
+        run / "images/it_000001/rank0_g00_m0.png.txt",
+        run / "images/best/rank0_g00_m0.png",
+        run / "checkpoints/step_000001/notes.txt",
+        run / "checkpoints/step_12/state.json",
+        run / "checkpoints/.tmp-mine/state.json",
+        run / "models/step_000001/adapter.bin",
+    ]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    (run / "images/it_000009").symlink_to(outside / "it_000009")
+    (run / "images/it_000002/rank0_g00_m9.png").symlink_to(treasures[0])
+    (run / "checkpoints/step_000002/model/adapter_model.bin").unlink()
+    (run / "checkpoints/step_000002/model/adapter_model.bin").symlink_to(treasures[1])
+    linked = make_run(tmp_path / "elsewhere")
+    (folder / "link").symlink_to(linked)
+    (make_run(folder / "b") / "images").rename(tmp_path / "pictures of b")
+    (folder / "b/images").symlink_to(tmp_path / "pictures of b")
+    before = tree(tmp_path)
+    assert main(["prune", str(folder), "--keep-last", "0", "--yes"]) == 0
+    lost = gone(before, tmp_path)
+    assert {"/".join(name.split("/")[:4]) for name in lost if "/images/" not in name} == {
+        "runs/b/checkpoints/step_000001"
+    }
+    assert {name.split("/")[1] for name in lost if "/images/" in name} == {"a"}
+    assert all(path.read_text() == "mine" for path in mine)
+    assert (run / "images/it_000002/rank0_g00_m9.png").is_symlink()
+    out = " ".join(capsys.readouterr().out.split())
+    for sentence in (
+        "images/best is none of the run's",
+        "link: nothing goes left alone: it is a link to elsewhere",
+        "images is a link to elsewhere",
+        "and 3 more",
+    ):
+        assert sentence in out, sentence
+
+
+def test_what_cannot_be_deleted_is_said_and_the_rest_goes(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    run = make_run(tmp_path / "a")
+    real = Path.unlink
+
+    def refuse(path: Path, **options: bool) -> None:
+        if path.name == "rank0_g00_m0.png" and path.parent.name == "it_000002":
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["prune", str(tmp_path), "--pictures", "--yes"]) == 1
+    assert "rank0_g00_m0.png could not be deleted: Permission denied" in capsys.readouterr().err
+    assert [path.name for path in run.glob("images/*/*")] == ["rank0_g00_m0.png"]
+
+
+def test_a_file_system_without_locks_prunes_nothing(tmp_path: Path, monkeypatch) -> None:
+    run = make_run(tmp_path / "a")
+
+    def refuse(_descriptor: int, _kind: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    planned = plan(look(run), ["pictures"])
+    assert not planned.going and "cannot be told" in planned.left[0]
+
+
+def test_it_needs_nothing_but_what_a_check_needs(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    blocked = ("torch", "filelock", "transformers", "safetensors", "huggingface_hub", "wandb")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
+        "from rl.commands.runs import main\n"
+        "sys.exit(main(sys.argv[1:]) or main(['prune', *sys.argv[1:], '--pictures', '--yes']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 run in " in done.stdout and "\nfreed " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0"), (999, "999 B"), (1000, "1.0 KB"), (18_400_000, "18 MB"), (84e9, "84 GB")],
+)
+def test_sizes_read_well(num_bytes: float, text: str) -> None:
+    assert size_text(int(num_bytes)) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "now"), (59, "now"), (60, "1 min ago"), (3600, "1 h ago"), (2.6 * 86400, "3 d ago")],
+)
+def test_ages_read_well(seconds: float, text: str) -> None:
+    assert age_text(seconds) == text
