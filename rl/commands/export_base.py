@@ -18,7 +18,6 @@ from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
 from rl.files.model_files import cached, model_problems
-from rl.files.progress_bars import only_download_bars
 from rl.files.weights import num_parameters
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.emu3.plug import Emu3
@@ -29,6 +28,7 @@ from rl.record import adapter_base
 from rl.record.card_facts import at
 from rl.record.checkpoint import KEPT_MODELS_FOLDER, read_state
 from rl.record.console import duration
+from rl.record.progress import weights_counted
 
 DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number."""
@@ -128,7 +128,7 @@ def merge(adapter: Path | None, config: Any, dtype: str, with_words: bool, targe
 
         with stage("adding the adapter"):
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    with stage(f"writing the weights in {dtype}"), only_download_bars():
+    with stage(f"writing the weights in {dtype}"), weights_counted():
         model.to(getattr(torch, dtype)).save_pretrained(target)
     if not with_words:
         return
