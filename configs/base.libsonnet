@@ -257,6 +257,12 @@
     wandb: 'off',
     // wandb project name.
     wandb_project: 'rl',
+    // TensorBoard's event files in <run>/tensorboard (pip install 'vlm-edit-rl[tensorboard]').
+    tensorboard: false,
+    // trackio's files in <run>/trackio; nothing leaves. `rl check` says how it is installed.
+    trackio: false,
+    // Space of the hub that trackio keeps them in instead, e.g. 'me/my-runs', private if made.
+    trackio_space: '',
     // Episode records (text, parts, replies, images); 0 = never.
     log_episodes_every_n_iterations: 1,
     // Pictures written per logged iteration, over all ranks.

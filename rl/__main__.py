@@ -44,7 +44,7 @@ COMMANDS = {
     "edit": Command("edit pictures with what was trained", "rl.commands.edit"),
     "runs": Command("what runs there are; make room", "rl.commands.runs", needs_torch=False),
     "enhance": Command("better prompts from a trained rewriter", "rl.commands.enhance"),
-    "export": Command("a trained adapter as a model of its own", "rl.commands.export_adapter"),
+    "export": Command("what a run trained, as a folder for other tools", "rl.commands.export"),
     "prepare": Command("edit sets as Emu3's codes", "rl.commands.prepare_data"),
     "check-distributed": Command(
         "do the ranks of this machine hear each other?", "rl.simple_launch", after=(_RANK_SCRIPT,)

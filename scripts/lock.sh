@@ -33,5 +33,6 @@ torch=$(grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 lock requirements-cpu.lock pyproject.toml --extra cpu --no-emit-package torch \
     --override <(echo "$torch") --excludes <(printf '%s\n' "${CUDA[@]}") "$@"
 lock requirements.lock pyproject.toml --extra cuda "$@"
-lock requirements-test.lock --group test \
+# setuptools comes with either set, of another version in each.
+lock requirements-test.lock --group test --excludes <(echo setuptools) \
     --constraint requirements-cpu.lock --constraint requirements.lock "$@"

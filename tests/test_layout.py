@@ -60,7 +60,9 @@ FENCES = {
     "deepspeed": r"rl/learner/deepspeed\.py",
     "diffusers": r"rl/renderers/[\w/]+\.py",
     "httpx": r"rl/judge/(http|endpoint)\.py",
-    "wandb": r"rl/record/tracking\.py",
+    "wandb": r"rl/record/trackers/wandb_page\.py",
+    "tensorboard": r"rl/record/trackers/tensorboard_page\.py",
+    "trackio": r"rl/record/trackers/trackio_page\.py",
     "datasets": r"rl/data/[\w/]+\.py",
 }
 """Third-party package -> the only files that may import it."""

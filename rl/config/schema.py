@@ -280,6 +280,12 @@ class TrackingConfig(Section):
     """wandb is a view of the record; a run never needs the network."""
     wandb_project: str = "rl"
     """wandb project name."""
+    tensorboard: bool = False
+    """TensorBoard's event files in <run>/tensorboard (pip install 'vlm-edit-rl[tensorboard]')."""
+    trackio: bool = False
+    """trackio's files in <run>/trackio; nothing leaves. `rl check` says how it is installed."""
+    trackio_space: str = ""
+    """Space of the hub that trackio keeps them in instead, e.g. 'me/my-runs', private if made."""
     log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1
     """Episode records (text, parts, replies, images); 0 = never."""
     images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 16

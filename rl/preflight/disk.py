@@ -29,7 +29,7 @@ UNKNOWN_AREA_PX = 1024 * 1024
 """Of a picture whose renderer does not say."""
 NUM_STOCK_ARMS = 3
 """Of a held-out sample, at the most: the stock pipeline, its variant, the reference's words."""
-WANDB_AREA_PX = 384 * 384
+TRACKER_AREA_PX = 384 * 384
 TOKEN_BYTES, EPISODE_BYTES = 24, 3000
 """Of an episode's line: its id, log-prob and mask of each token; its words, marks and replies."""
 REPLY_BYTES = 5
@@ -136,7 +136,7 @@ def _checkpoints(resolved: Resolved, resumed: bool) -> tuple[dict[str, float], d
 
 def _pictures_gb(resolved: Resolved) -> tuple[float, float]:
     """Of an iteration: rendered ones with their groups' sources and targets; and those of held-out
-    runs and wandb's."""
+    runs and trackers' pages."""
     config, renderer = resolved.config, resolved.renderer
     area_px = _picture_area_px(resolved)
     provided = [plug.cls.provides(plug.config) for plug in resolved.train]
@@ -150,9 +150,12 @@ def _pictures_gb(resolved: Resolved) -> tuple[float, float]:
     every = config.tracking.log_episodes_every_n_iterations
     trainings_px = (most + shown * beside) * area_px / every if every else 0.0
     others_px = 0.0
-    if every and config.tracking.wandb != "off":
+    tracking = config.tracking
+    if every:
+        pages = (tracking.wandb != "off") + tracking.tensorboard + tracking.trackio
         of_rank_0 = groups // config.world_size * config.generations_per_prompt
-        others_px += min(most, of_rank_0) * (1 + beside) * min(area_px, WANDB_AREA_PX) / every
+        shown_px = min(most, of_rank_0) * (1 + beside) * min(area_px, TRACKER_AREA_PX)
+        others_px += pages * shown_px / every
     evaluation = config.evaluation
     if evaluation.every_n_iterations:
         arms = 1 + (config.bare_arm != "never") + beside

@@ -17,14 +17,14 @@ from rl.api.plug import ModelFiles
 from rl.build import Plug, Resolved
 from rl.files.model_files import cached, missing_model
 from rl.judge.endpoint import is_loopback, resolve_api_bases
-from rl.record.tracking import allowed_by_env
+from rl.record.trackers.wandb_page import allowed_by_env
 
 DATA_FILE = re.compile(r".*\.(jsonl?|txt|csv|parquet|arrow)")
 
 
 def leaving_lines(resolved: Resolved) -> list[str]:
     """Line by line; ['nothing'] where everything stays."""
-    lines = [*_judge(resolved), *_hub(resolved), *_push(resolved), *_wandb(resolved)]
+    lines = [*_judge(resolved), *_hub(resolved), *_push(resolved), *_trackers(resolved)]
     return lines or ["nothing"]
 
 
@@ -96,14 +96,16 @@ def _push(resolved: Resolved) -> Iterator[str]:
         yield f"to {place}: the model, every {every} iterations"
 
 
-def _wandb(resolved: Resolved) -> Iterator[str]:
+def _trackers(resolved: Resolved) -> Iterator[str]:
     config = resolved.config.tracking
+    shown = f"{config.images_per_iteration} episodes with their words and pictures"
+    every = config.log_episodes_every_n_iterations
+    what = "the config, metrics" + (f", every {every} iterations {shown}" if every else "")
     if allowed_by_env(config.wandb) == "online":
         host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-        shown = f"{config.images_per_iteration} episodes with their words and pictures"
-        every = config.log_episodes_every_n_iterations
-        episodes = f", every {every} iterations {shown}" if every else ""
-        yield f"to {host} (wandb): the config, metrics{episodes}"
+        yield f"to {host} (wandb): {what}"
+    if config.trackio and config.trackio_space:
+        yield f"to {_hub_host()}/spaces/{config.trackio_space} (trackio): {what}"
 
 
 def _hub_host() -> str:

@@ -104,6 +104,7 @@ def _rules(resolved: Resolved) -> Sequence[Rule]:
             "push_to_hub_every_n_iterations is 0, and nothing is pushed",
         ),
         (config.tracking.wandb == "off", "tracking", "wandb_project", "wandb is 'off'"),
+        (not config.tracking.trackio, "tracking", "trackio_space", "trackio is false"),
         (
             not config.tracking.log_episodes_every_n_iterations,
             "tracking",

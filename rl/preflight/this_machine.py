@@ -22,6 +22,7 @@ from rl import build
 from rl.build import Resolved
 from rl.preflight.disk import disk_problems
 from rl.preflight.leaving import hub_models, is_offline
+from rl.record.tracking import not_installed
 
 CUDA, MIN_DRIVER = 13, 580
 """What the pinned PyTorch is built for, and the first NVIDIA driver that runs it."""
@@ -37,7 +38,12 @@ def machine_problems(resolved: Resolved) -> list[str]:
 
 
 def machine_lines(resolved: Resolved) -> list[str]:
-    """What this machine has, or what the one that trains has to have."""
+    """What this machine has, or what the one that trains has to have; and which trackers it lacks,
+    without which a run goes on."""
+    return [*_gpu_lines(resolved), *not_installed(resolved.config.tracking)]
+
+
+def _gpu_lines(resolved: Resolved) -> list[str]:
     if not _wants_gpu(resolved):
         return ["the run uses no GPU"]
     needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"

@@ -1,7 +1,8 @@
-"""Publishing a checkpoint's model folder, and the card that says what it is.
+"""Publishing a checkpoint's model folder.
 
-What: `model_card` (written into every checkpoint) and `Pusher` (uploads beside training, never
-fatal). What not: when (`checkpoint.py`). The token is huggingface_hub's own business.
+What: `upload`, and `Pusher` (uploads beside training, never fatal). What not: when
+(`checkpoint.py`), the card that says what it is (`model_card.py`). The token is huggingface_hub's
+own business.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rl.record.adapter_base import is_hub_id
 from rl.record.console import duration, warn
 from rl.record.scrub import scrub
 
@@ -22,40 +21,6 @@ CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""
 _ASIDE_PREFIX = ".push-ckpt_"
 _ASIDE_NAME = re.compile(r"\.push-ckpt_\d{6,}")
-
-
-def model_card(config: Mapping[str, Any], iteration: int, metrics: Mapping[str, float]) -> str:
-    """Markdown with the hub's front matter: base model, task, how it was trained, what it scored.
-
-    `config` is the resolved run config, `metrics` the latest scalars of the run.
-    """
-    from huggingface_hub import ModelCardData
-
-    policy, algorithm = config["policy"], config["algorithm"]
-    base = str(policy.get("init_text_encoder_from") or policy.get("model_path", ""))
-    front = ModelCardData(
-        base_model=base if is_hub_id(base) else None,
-        library_name="peft" if policy.get("lora") else None,
-        tags=["grpo", "reinforcement-learning"],
-    )
-    shown = [name for name in sorted(metrics) if name.startswith(("eval/reward", "reward/mean"))]
-    scores = [f"| {name} | {metrics[name]:.4g} |" for name in shown]
-    table = ["", "| metric | value |", "|---|---|", *scores] if scores else []
-    rewards = ", ".join(f"`{name}` ({plug['type']})" for name, plug in config["rewards"].items())
-    lines = [
-        f"---\n{front.to_yaml()}\n---\n",
-        f"# {config['run_name']}",
-        "",
-        f"A `{policy['type']}` policy after {iteration} iterations of GRPO. Its completions drive "
-        f"the frozen renderer `{config['renderer']['type']}`; rewards: {rewards}.",
-        "",
-        f"- {config['prompts_per_iteration']} prompts x {config['generations_per_prompt']} "
-        f"completions per iteration, seed {config['seed']}",
-        f"- loss `{algorithm['loss']}`, KL coefficient {algorithm['kl_coeff']}, learning rate "
-        f"{config['optimizer']['learning_rate']}",
-        *table,
-    ]
-    return "\n".join(lines) + "\n"
 
 
 class Pusher:
@@ -133,7 +98,8 @@ class Pusher:
                     self._thread = None
                     return
             try:
-                _upload(self._aside(iteration), self._repo_id, iteration)
+                commit = upload(self._aside(iteration), self._repo_id, f"iteration {iteration}")
+                _keep(commit, self._repo_id, iteration)
             # The network and its library may fail in any way.
             except Exception as error:
                 self._warn(iteration, f"failed, the run goes on: {error!r}")
@@ -150,18 +116,24 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _upload(folder: Path, repo_id: str, iteration: int) -> None:
-    """One commit on `main` of the (private) repository, made if need be, and a branch that stays at
-    it. An iteration done again moves its branch."""
+def upload(folder: Path, repo_id: str, message: str) -> str:
+    """One commit on `main` of the (private) repository, which is made if need be; its id. Raises
+    whatever the network and its library may."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # they would run through the console's lines; all models are loaded
     api = HfApi()
     api.create_repo(repo_id, private=True, exist_ok=True)
-    message = f"iteration {iteration}"
-    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).oid
+
+
+def _keep(commit: str, repo_id: str, iteration: int) -> None:
+    """A branch that stays at that commit. An iteration done again moves its branch."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
     branch = f"ckpt_{iteration:06d}"
     if any(ref.name == branch for ref in api.list_repo_refs(repo_id).branches):
         api.delete_branch(repo_id, branch=branch)
-    api.create_branch(repo_id, branch=branch, revision=commit.oid)
+    api.create_branch(repo_id, branch=branch, revision=commit)

@@ -18,9 +18,9 @@ from rl.learner.learner import Learner
 from rl.preflight.host_memory import HELD_STATE_GB
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
-from rl.record import hub
 from rl.record.checkpoint import Checkpoints, ResumePoint, find, iteration_of
 from rl.record.console import warn
+from rl.record.model_card import model_card
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class LastFinished:
             meta={"learner": learner_meta, "config": self._config, "metrics": finished.metrics},
             rng_by_rank=finished.rng_by_rank,
             write_model=lambda folder: self._policy.save_pretrained(str(folder), trained),
-            model_card=hub.model_card(self._config, finished.done, finished.metrics),
+            model_card=model_card(self._config, finished.done, finished.metrics),
         )
 
 

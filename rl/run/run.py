@@ -29,10 +29,10 @@ from rl.learner.weight_sync import SyncReport, sync
 from rl.meter import flop_meter
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.record import hub
 from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.console import Console, PhaseTimer, warn
 from rl.record.group_panel import GroupPanel
+from rl.record.model_card import model_card
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
@@ -361,7 +361,7 @@ class Run:
     def publish(self, done: int, final: bool = False) -> None:
         """Of the checkpoint of that iteration, if there is one: its card, and a push if due."""
         if self.dist.is_main:
-            card = hub.model_card(self.record.config, done, self.last_metrics)
+            card = model_card(self.record.config, done, self.last_metrics)
             final = final or done == self.num_iterations
             # A run that is stopped in a held-out run has no line of it.
             reward = self.last_metrics.get("eval/reward") if self.last_line == done else None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl.commands import export_adapter
+from rl.commands import export, export_base
 from rl.commands import report as report_command
 from rl.config import formats
 from rl.config.schema import ConfigError, load_config
@@ -90,7 +90,7 @@ def test_its_policy_is_found_again(run_dir: Path) -> None:
     weights = "pkg://tiny_world/weights/rewriter"
     assert policy_section(None, run_dir, None)["model_path"] == weights
     adapter = run_dir / "checkpoints" / "step_000002" / "model"
-    section = export_adapter.policy_config(adapter, None, None, "qwen2_5_vl")
+    section = export_base.policy_config(adapter, None, None, "qwen2_5_vl")
     assert (Path(section.model_path) / "config.json").is_file()
     assert base_of(read_config(adapter)).path == weights
 
@@ -178,7 +178,7 @@ def test_what_a_newer_version_wrote_is_refused_and_left_alone(
         with pytest.raises(ValueError, match="^" + why.replace(".", r"\.") + "$"):
             use(run_dir)
     with pytest.raises(SystemExit, match="a newer one wrote it"):
-        export_adapter.main([str(run_dir), str(run_dir / "exported")])
+        export.main([str(run_dir), str(run_dir / "exported")])
     if file == "config.json":
         assert report_command.main([str(run_dir)]) == 1
         assert capsys.readouterr().err == f"{why}\n"
@@ -200,7 +200,7 @@ def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, 
     sentence = f"{adapter}/adapter_config.json {why}"
     for use in (
         lambda: policy_section("some/model", adapter, None),
-        lambda: export_adapter.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
+        lambda: export_base.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
     ):
         with pytest.raises(ValueError) as caught:
             use()

@@ -67,6 +67,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["checkpoint.keep"],
     ),
     ("qwen_image_edit", ["tracking.wandb=off"], ["wandb_project"]),
+    ("qwen_image_edit", ["tracking.trackio_space=me/runs"], ["trackio_space"]),
     ("qwen_image_edit", ["optimizer.max_kept_tokens=99", "max_staleness=1"], ["max_kept_tokens"]),
     ("qwen_image_edit", ["judge.start_timeout_s=9"], ["judge.start_timeout_s"]),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,11 @@ def test_the_disk_that_earls_run_fills() -> None:
     area_px = 1720 * 8**2
     assert stock == pytest.approx(64 * 3 * area_px * 2 / 1e9), "once"
     assert pictures == pytest.approx((logged / 5 + held_out / 100) * area_px * 2 / 1e9)
+    more = disk_need(
+        build.resolve(tiny_config.shipped("sft_s__rl_sc", "tracking.tensorboard=true"))
+    )
+    beside = more.per_iteration["pictures"] - pictures
+    assert beside == pytest.approx(16 * 3 / 5 * area_px * 2 / 1e9), "TensorBoard's, as wandb's"
     assert episodes == pytest.approx(128 * (24 * 1720 + 3000) / 5 / 1e9)
     assert need.total_gb == pytest.approx(
         sum(need.fixed.values()) + 3000 * (kept + pictures + episodes)
@@ -253,6 +259,20 @@ def test_what_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert leaving(tiny_config.shipped("sft_s__rl_sc")) == [judge, push]
+    page = ["tracking.trackio_space=me/runs", "tracking.log_episodes_every_n_iterations=0"]
+    assert leaving(tiny_config.shipped("quickstart", *page)) == ["nothing"]
+    assert leaving(tiny_config.shipped("quickstart", *page, "tracking.trackio=true")) == [
+        "to huggingface.co/spaces/me/runs (trackio): the config, metrics"
+    ]
+
+
+def test_a_tracker_that_is_not_installed_is_said_and_no_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    resolved = build.resolve(tiny_config.shipped("quickstart", "tracking.tensorboard=true"))
+    assert "pip install 'vlm-edit-rl[tensorboard]'" in machine_lines(resolved)[-1]
+    assert not machine_problems(resolved)
 
 
 def test_the_tiny_world_stays_at_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The model card, and a push that is made when due and never stops a run."""
+"""A push that is made when due and never stops a run."""
 
 from __future__ import annotations
 
@@ -9,39 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import run_config
 
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
-from rl.record import hub
 from rl.record.checkpoint import Checkpoints, ResumePoint
-
-
-def card(**changes: Any) -> str:
-    config = run_config(**changes).model_dump(mode="json")
-    return hub.model_card(config, 50, {"eval/reward": 0.81234, "time/learn_s": 3.0})
-
-
-def test_the_card_says_what_it_is_and_what_it_scored():
-    text = card()
-    assert text.startswith("---\nbase_model: some/base\nlibrary_name: peft\ntags:\n- grpo\n")
-    assert "after 50 iterations of GRPO" in text and "`judge` (viescore)" in text
-    assert "| eval/reward | 0.8123 |" in text and "time/learn_s" not in text
-
-
-@pytest.mark.parametrize("path", ["/models/qwen", "./here/qwen", "assets/tiny/policy"])
-def test_a_local_folder_is_no_base_model_on_the_hub(path):
-    assert "base_model" not in card(policy={"type": "qwen2_5_vl", "model_path": path})
-
-
-def test_the_base_on_the_card_is_what_was_trained():
-    """Not where its tokenizer lies."""
-    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
-    assert "\nbase_model: Qwen/Qwen-Image-Edit\n" in card(policy={"type": "qwen2_5_vl"} | editor)
-    assert "\nbase_model: one-word\n" in card(
-        policy={"type": "qwen2_5_vl", "model_path": "one-word"}
-    )
 
 
 class _Hub:

@@ -17,10 +17,11 @@ import wandb
 from tiny_run import episode, run_config
 
 from rl.ranks.dist import Dist
-from rl.record import tracking
 from rl.record.console import PhaseTimer
 from rl.record.run_record import RunRecord
-from rl.record.tracking import Tracker, page_id
+from rl.record.trackers import wandb_page
+from rl.record.trackers.wandb_page import allowed_by_env, page_id
+from rl.record.tracking import Tracker
 
 TABLES = "wandb/offline-run-*/files/media/table"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -206,7 +207,7 @@ def refusing_server() -> Iterator[str]:
 def test_a_key_that_is_refused_goes_on_offline(tmp_path, monkeypatch, capfd, refusing_server):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", refusing_server)
-    monkeypatch.setattr(tracking, "INIT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(wandb_page, "INIT_TIMEOUT_S", 3.0)
     page = tracker(tmp_path, "online")
     assert page.mode == "offline"
     use(page)
@@ -235,7 +236,7 @@ def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd
     run, hangs = wandb.run, _Hangs()
     finish = run.finish
     monkeypatch.setattr(run, "finish", hangs.finish)
-    monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(wandb_page, "FINISH_TIMEOUT_S", 0.2)
     page.close()
     assert hangs.began.is_set() and not hangs.ended.is_set()
     assert "no answer in 0.2 s" in capfd.readouterr().err
@@ -267,4 +268,4 @@ class _Hangs:
 def test_wandb_s_own_switch_lowers_the_mode_only(monkeypatch, wanted, from_env, allowed):
     if from_env:
         monkeypatch.setenv("WANDB_MODE", from_env)
-    assert tracking.allowed_by_env(wanted) == allowed
+    assert allowed_by_env(wanted) == allowed

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_editor
 import tiny_emu3
 import tiny_qwen
 import torch
@@ -19,11 +20,12 @@ from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
-from rl.commands import export_adapter
+from rl.commands import export
 from rl.engines.transformers import TransformersEngine
 from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen2_5_vl import loading
 from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.record.best import note_if_best
 from rl.record.checkpoint import _seal, model_folder
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import MadeConfig
@@ -78,15 +80,15 @@ def trained(policy: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
 
 
-def checkpoint(folder: Path, policy: Any, section: Mapping[str, Any]) -> Path:
+def checkpoint(folder: Path, policy: Any, section: Mapping[str, Any], **config: Any) -> Path:
     """A run folder with one whole checkpoint and a newer, damaged one."""
     step = folder / "run" / "checkpoints" / "step_000002"
     policy.save_pretrained(str(step / "model"), trained(policy))
-    state = {"iteration": 2, "meta": {"config": {"policy": dict(section)}}}
+    state = {"iteration": 2, "meta": {"config": {"policy": dict(section), **config}}}
     (step / "state.json").write_text(json.dumps(state))
     _seal(step)
     damaged = shutil.copytree(step, step.parent / "step_000004")
-    (damaged / "model" / "adapter_config.json").unlink()
+    next((damaged / "model").glob("*config.json")).unlink()
     return folder / "run"
 
 
@@ -118,7 +120,7 @@ def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) 
     policy = make_policy()
     prompts, expected = greedy(policy)
     run = checkpoint(tmp_path, policy, SECTION)
-    export_adapter.main([str(run), str(tmp_path / "merged")])
+    export.main([str(run), str(tmp_path / "merged")])
     assert answers(load(tmp_path / "merged"), prompts) == expected
     assert answers(load(BASE), prompts) != expected, "the adapter changes nothing"
 
@@ -127,7 +129,7 @@ def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> N
     section = {**SECTION, "image_max_pixels": 48 * 48}
     policy = make_policy(section)
     elsewhere = {**section, "attn_implementation": "varlen"}  # which runs on a GPU alone
-    export_adapter.main([str(checkpoint(tmp_path, policy, elsewhere)), str(tmp_path / "merged")])
+    export.main([str(checkpoint(tmp_path, policy, elsewhere)), str(tmp_path / "merged")])
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -148,7 +150,7 @@ def test_it_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
     policy = make_policy()
     policy.save_pretrained(str(tmp_path / "adapter"), trained(policy))
     arguments = [str(tmp_path / "adapter"), str(tmp_path / "merged"), "--dtype", "bfloat16"]
-    export_adapter.main(arguments)
+    export.main(arguments)
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     base, merged = (load_file(Path(f) / "model.safetensors") for f in (BASE, tmp_path / "merged"))
     assert all(tensor.dtype == torch.bfloat16 for tensor in merged.values())
@@ -176,15 +178,15 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     noted = run / "checkpoints" / "step_000002" / "model" / "adapter_config.json"
     assert json.loads(noted.read_text())["base_model_name_or_path"] == str(encoder)
     from_run, from_adapter = tmp_path / "merged", tmp_path / "merged_too"
-    export_adapter.main([str(run), str(from_run)])
+    export.main([str(run), str(from_run)])
     bare = shutil.copytree(noted.parent, tmp_path / "bare")
     bases = ["--base", words, "--text-encoder-from", str(tmp_path / "editor")]
-    export_adapter.main([str(bare), str(from_adapter), *bases, "--dtype", "float32"])
+    export.main([str(bare), str(from_adapter), *bases, "--dtype", "float32"])
     merged, base = (load_file(f / "model.safetensors") for f in (from_run, encoder))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
     assert any(not torch.equal(merged[key], base[key]) for key in merged if "q_proj" in key)
     # Bare, it says itself what it belongs to.
-    export_adapter.main([str(bare), str(tmp_path / "alone"), "--dtype", "float32"])
+    export.main([str(bare), str(tmp_path / "alone"), "--dtype", "float32"])
     alone = load_file(tmp_path / "alone" / "model.safetensors")
     assert all(torch.equal(merged[key], alone[key]) for key in merged)
     again = load_file(from_adapter / "model.safetensors")
@@ -202,7 +204,7 @@ def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
     )
     move_from_zero(policy.module)
     run = checkpoint(tmp_path, policy, section)
-    export_adapter.main([str(run), str(tmp_path / "merged")])
+    export.main([str(run), str(tmp_path / "merged")])
     ids = torch.arange(10, 40)[None]
     with torch.no_grad():
         merged = Emu3ForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
@@ -226,27 +228,39 @@ def test_a_merge_that_fails_midway_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_image_processor", fail)  # the last to be written
         with pytest.raises(OSError, match="disk full"):
-            export_adapter.main([str(run), str(tmp_path / "merged")])
+            export.main([str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "merged.part").mkdir()  # of an export that was killed
     (tmp_path / "merged.part" / "model-00009.safetensors").touch()
-    export_adapter.main([str(run), str(tmp_path / "merged")])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "run"]
+    export.main([str(run), str(tmp_path / "merged")])
+    assert file_names(tmp_path) == ["merged", "run"]
     assert not list((tmp_path / "merged").glob("model-*"))
 
 
-def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(*arguments: str) -> str:
         with pytest.raises(SystemExit) as refused:
-            export_adapter.main(list(arguments))
+            export.main(list(arguments))
         return str(refused.value)
 
     target = str(tmp_path / "target")
-    assert "there is no adapter to merge, load it as it is" in refusal(BASE, target)
+    assert "there is no adapter; export it --as model" in refusal(BASE, target, "--as", "adapter")
     assert "neither an adapter" in refusal(str(tmp_path), target)
     policy = make_policy()
     run = checkpoint(tmp_path, policy, SECTION)
     assert "exists; name a folder that does not" in refusal(str(run), str(tmp_path))
+    assert "--dtype is of a model" in refusal(
+        str(run), target, "--as", "adapter", "--dtype", "float16"
+    )
+    for which, why in (
+        ("7", "there is no checkpoint of 7 iterations; checkpoints there, by iterations: 2, 4"),
+        ("4", "step_000004 is damaged ("),
+        ("best", "no checkpoint that is there was measured by a held-out run"),
+    ):
+        assert why in refusal(str(run), target, "--checkpoint", which)
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "free_gb", lambda folder: 0.001)
+        assert "are to be written and 0.001 GB are free" in refusal(str(run), target)
     moved = {**SECTION, "model_path": str(tmp_path / "gone")}
     run = checkpoint(tmp_path / "moved", policy, moved)
     assert "say where the base lies with --base" in refusal(str(run), target)
@@ -264,13 +278,189 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
+def test_an_adapter_leaves_as_it_is(tmp_path: Path) -> None:
+    policy = make_policy()
+    run = checkpoint(tmp_path, policy, SECTION)
+    export.main([str(run), str(tmp_path / "adapter"), "--as", "adapter", "--checkpoint", "2"])
+    assert file_names(tmp_path / "adapter") == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        there = run / "checkpoints" / "step_000002" / "model" / name
+        assert (tmp_path / "adapter" / name).read_bytes() == there.read_bytes()
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "A PEFT adapter of a qwen2_5_vl policy after 2 iterations" in card
+
+
+def file_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_model_that_was_kept_alone_leaves_too(tmp_path: Path) -> None:
+    """Under `checkpoint.keep: 'model'`."""
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    (run / "models").mkdir()
+    shutil.move(run / "checkpoints" / "step_000002" / "model", run / "models" / "step_000002")
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.json").write_text(json.dumps({"format": 3, "policy": SECTION}))
+    export.main([str(run), str(tmp_path / "out"), "--checkpoint", "2"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "A qwen2_5_vl policy after 2 iterations" in card
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_the_best_checkpoint_leaves(tmp_path: Path) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    step = run / "checkpoints" / "step_000002"
+    newest = shutil.copytree(step, step.parent / "step_000006")
+    state = json.loads((newest / "state.json").read_text())
+    (newest / "state.json").write_text(json.dumps(state | {"iteration": 6}))
+    (newest / "manifest.json").unlink()
+    _seal(newest)
+    assert note_if_best(run, step, 0.9) and not note_if_best(run, newest, 0.5)
+    for which, iterations in (("best", 2), ("latest", 6)):
+        export.main([str(run), str(tmp_path / which), "--as", "adapter", "--checkpoint", which])
+        card = (tmp_path / which / "README.md").read_text()
+        assert f"policy after {iterations} iterations" in card
+
+
+def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
+    section = {**SECTION, "lora": None}
+    policy = make_policy(section)
+    run = checkpoint(tmp_path, policy, section)
+    export.main([str(run), str(tmp_path / "model"), "--checkpoint", "2"])
+    there = run / "checkpoints" / "step_000002" / "model"
+    assert set(file_names(tmp_path / "model")) == {*file_names(there), "README.md"}
+    ids = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        expected = policy.module.base_model(ids).logits
+        copied = load(tmp_path / "model")(ids).logits
+        assert torch.equal(copied, expected)
+        export.main([str(run), str(tmp_path / "encoder"), "--as", "text-encoder"])
+        assert torch.equal(load(tmp_path / "encoder")(ids).logits, expected)
+
+
+def test_an_editor_takes_the_text_encoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stands in for the `text_encoder` folder of a stock pipeline, and its states are those of
+    base + adapter."""
+    from diffusers import QwenImageEditPipeline
+    from peft import PeftModel
+
+    editor = tmp_path / "editor"
+    parts = tiny_editor.make_stock()
+    QwenImageEditPipeline(
+        parts.scheduler, parts.vae, load(BASE), None, None, parts.transformer
+    ).save_pretrained(editor)
+    section = {**SECTION, "model_path": BASE, "init_text_encoder_from": str(editor)}
+    policy = make_policy(section)
+    run = checkpoint(tmp_path, policy, section)
+    encoder = tmp_path / "trained"
+    export.main([str(run), str(encoder), "--as", "text-encoder"])
+    said = capsys.readouterr().out
+    for stage in (
+        "writing 0.00",
+        "loading ",
+        "adding the adapter",
+        "writing the weights in float32",
+    ):
+        assert stage in said
+    names = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert file_names(encoder) == names
+    stock = QwenImageEditPipeline.from_pretrained(
+        editor, tokenizer=None, processor=None
+    ).text_encoder
+    before = load_file(editor / "text_encoder" / "model.safetensors")
+    assert set(load_file(encoder / "model.safetensors")) == set(before), "other names of weights"
+    shutil.rmtree(editor / "text_encoder")
+    shutil.copytree(encoder, editor / "text_encoder")
+    pipeline = QwenImageEditPipeline.from_pretrained(editor, tokenizer=None, processor=None)
+    assert type(pipeline.text_encoder) is type(stock)
+    adapter = run / "checkpoints" / "step_000002" / "model"
+    ids = torch.arange(10, 40)[None]
+    with torch.no_grad():
+        merged, untrained, adapted = (
+            model(ids, output_hidden_states=True).hidden_states[-1]
+            for model in (
+                pipeline.text_encoder,
+                stock,
+                PeftModel.from_pretrained(load(BASE), adapter),
+            )
+        )
+    assert float((untrained - adapted).abs().max()) > 1e-2
+    assert float((merged - adapted).abs().max()) < 1e-4
+
+
+def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Path) -> None:
+    policy = make_policy()
+    for renderer, policy_keys, why in (
+        (
+            {"type": "sd3"},
+            {},
+            "the run's renderer 'sd3' reads text, not the policy's hidden states",
+        ),
+        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "read the untrained states"),
+    ):
+        folder = tmp_path / renderer["type"]
+        run = checkpoint(folder, policy, {**SECTION, **policy_keys}, renderer=renderer)
+        with pytest.raises(SystemExit, match=why):
+            export.main([str(run), str(folder / "out"), "--as", "text-encoder"])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"meta": {}},
+        {"meta": {"config": {"policy": 3}}},
+        {"meta": {"config": {"policy": {"type": ["x"]}}}},
+    ],
+)
+def test_a_state_that_names_no_policy_is_a_sentence(tmp_path: Path, state: Any) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
+    (step / "state.json").write_text(json.dumps({"iteration": 2, **state}))
+    for form in ("model", "adapter", "text-encoder"):
+        with pytest.raises(SystemExit, match="is damaged: it names no policy"):
+            export.main([str(step), str(tmp_path / "out"), "--as", form])
+
+
+def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path: Path) -> None:
+    run = checkpoint(tmp_path, make_policy(), SECTION, rewards=[1], renderer="x", data=None)
+    step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
+    state = json.loads((step / "state.json").read_text())
+    state["iteration"], state["meta"]["metrics"] = "many", {"eval/reward": "high", "reward/mean": 1}
+    (step / "state.json").write_text(json.dumps(state))
+    export.main([str(step), str(tmp_path / "out"), "--as", "adapter"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "policy after 0 iterations" in card
+    assert "| reward/mean | 1 |" in card and "eval/reward" not in card
+
+
+def test_a_push_that_fails_leaves_the_folder_and_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The suite runs with HF_HUB_OFFLINE=1."""
+    monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    target = tmp_path / "out"
+    export.main([str(run), str(target), "--as", "adapter", "--push-to", "me/mine"])
+    said = capsys.readouterr()
+    assert f"wrote {target}" in said.out and "hunter2" not in said.err
+    assert "the upload to 'me/mine' failed" in said.err
+    assert f"hf upload me/mine {target}" in said.err
+    assert (target / "README.md").is_file()
+
+
 @pytest.mark.slow
 def test_vllm_answers_the_same(tmp_path: Path) -> None:
     from rl.engines.vllm import plug as vllm_engine
 
     policy = make_policy()
     prompts, expected = greedy(policy)
-    export_adapter.main([str(checkpoint(tmp_path, policy, SECTION)), str(tmp_path / "merged")])
+    export.main([str(checkpoint(tmp_path, policy, SECTION)), str(tmp_path / "merged")])
     section = {**SECTION, "model_path": str(tmp_path / "merged"), "lora": None}
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
     engine = vllm_engine.VllmEngine(config, EngineSetup(make_policy(section), "cpu"))

@@ -125,6 +125,7 @@ def third_party(*rooms: str) -> set[str]:
     local |= {"benchmarks", "tiny_world", "rl"}
     names = set().union(*map(imported_names, files)) - set(sys.stdlib_module_names) - local
     distributions = {"PIL": "pillow", "sklearn": "scikit-learn", "_jsonnet": "jsonnet"}
+    distributions["markdown_it"] = "markdown-it-py"
     return {plain(distributions.get(name, name)) for name in names}
 
 

@@ -1,0 +1,50 @@
+"""Text from outside the process in Markdown, where it reads as it is spelt.
+
+What: `text` for a line or a table's cell, `code` for a block of JSON, `table`. What not: which
+words are shown. Keys are scrubbed and invisible characters escaped first (`untrusted.py`); then
+nothing is left of a text that starts a tag, a link, a heading, a cell, a formula, a mention or a
+block of code, in Markdown as the hub, GitHub and TensorBoard read it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rl.record.scrub import scrub
+from rl.record.untrusted import shown
+
+MAX_CHARS = 300
+_SPECIAL = re.compile(
+    r"[&<>@$|\\~]"  # tags, mentions, formulas (the hub reads `\\(` as one), cells, strokes
+    r"|(?<=:)//|(?i:(?<=www)\.)"  # a bare address becomes a link
+    r"|[`*\[\]#]|(?<!\w)_|_(?!\w)"
+)
+_BACKSLASHED = "`*[]#_"
+
+
+def text(value: object, max_chars: int = MAX_CHARS) -> str:
+    """`value` as one line of at most about `max_chars` characters that reads as it is spelt."""
+    return _SPECIAL.sub(_spelt, shown(str(value), max_chars))
+
+
+def _spelt(found: re.Match[str]) -> str:
+    if found[0] in _BACKSLASHED:
+        return rf"\{found[0]}"
+    return "".join(f"&#{ord(char)};" for char in found[0])
+
+
+def code(value: Any) -> list[str]:
+    """`value` as a fenced block of JSON that nothing in it can end."""
+    written = scrub(json.dumps(value, indent=1))
+    for sign in "`<>&":
+        written = written.replace(sign, f"\\u{ord(sign):04x}")
+    return ["```json", *written.split("\n"), "```"]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table; its cells are Markdown already. [] without rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return lines if len(lines) > 2 else []

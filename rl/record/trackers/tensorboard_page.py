@@ -1,0 +1,101 @@
+"""TensorBoard: `open_page`, event files in `<run>/tensorboard`, which no service is needed to read
+(`tensorboard --logdir <base_exp_dir>`).
+
+They begin anew with each start. The first step that a start writes purges what an earlier one wrote
+from there on: an iteration that is done again is shown once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from rl.config.schema import RunConfig
+from rl.record.markdown import code, table, text
+from rl.record.trackers.page import Cell, Page, is_picture, tried
+
+MAX_CELL_CHARS = 600
+
+
+class TensorboardPage(Page):
+    """See the module."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, written: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._written = written
+        self._writer: Any = None
+        self._last_iteration = 0
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        writer = self._at(iteration)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, iteration)
+        writer.flush()
+
+    def log_table(
+        self,
+        name: str,
+        iteration: int | None,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+    ) -> None:
+        """Words and numbers as a table of text, a row's pictures side by side as one picture."""
+        step = self._last_iteration if iteration is None else iteration
+        writer = self._at(step)
+        kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
+        head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
+        cells = [[_shown(row[i]) for i in kept] for row in rows]
+        writer.add_text(name, "\n".join(table(head, cells)), step)
+        for number, row in enumerate(rows):
+            pictures = [cell for cell in row if is_picture(cell)]
+            if pictures:
+                writer.add_image(f"{name}/{number:02d}", _sheet(pictures), step, dataformats="HWC")
+
+    def close(self, failed: bool) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _at(self, step: int) -> Any:
+        """The writer, opened at the first step that is written."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+            self._writer.add_text("config", "\n".join(code(self._written)), step)
+        self._last_iteration = step
+        return self._writer
+
+
+def open_page(
+    run_dir: Path, config: RunConfig, written: Mapping[str, Any]
+) -> TensorboardPage | None:
+    """None where none is wanted or its package is missing, which is said."""
+    if not config.tracking.tensorboard:
+        return None
+    is_there = tried("tensorboard", "import", lambda: import_module("tensorboard"))
+    return TensorboardPage(run_dir / "tensorboard", written) if is_there else None
+
+
+def _shown(cell: Cell) -> str:
+    if cell is None or is_picture(cell):
+        return ""
+    return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"
+
+
+def _sheet(pictures: Sequence[Image.Image]) -> Any:
+    """[H, W, 3] uint8: side by side, aligned at the top, on white."""
+    import numpy as np
+
+    height, width = max(p.height for p in pictures), sum(p.width for p in pictures)
+    sheet = Image.new("RGB", (width, height), "white")
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture.convert("RGB"), (left, 0))
+        left += picture.width
+    return np.asarray(sheet)

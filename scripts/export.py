@@ -1,0 +1,3 @@
+from rl.commands.export import main
+
+raise SystemExit(main())

@@ -1,3 +1,0 @@
-from rl.commands.export_adapter import main
-
-raise SystemExit(main())

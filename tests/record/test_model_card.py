@@ -1,0 +1,220 @@
+"""The card of a model: what the hub reads of it, and that no foreign word is more than a word."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard, metadata_load
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from tiny_run import run_config
+
+from rl.record.card_facts import licence_of
+from rl.record.model_card import Comparison, Evidence, Shown, model_card
+
+SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
+EVIDENCE = Evidence(
+    iterations=(0, 50),
+    learnt=[Comparison("held-out reward", 64, 0.3, 0.9, (0.5, 0.7))],
+    arms=[Comparison("stock", 1, 0.1, 0.9, None)],
+    num_left_out=3,
+    ungraded_share=0.015,
+    drift_alarms=(20, 30),
+    curve="pictures/reward_curve.png",
+    samples=[SAMPLE],
+)
+HOSTILE = (
+    "</td><script>alert(1)</script> | `code` ```\n---\nlicense: mit\n---\n# head ![p](http://evil) "
+    "[l](javascript:x) http://evil.example www.evil.example @everyone $x$ \\(y\\) **b** _i_ ~~s~~ "
+    "&lt;b&gt; \u2028\u202e '\"{{ x }} <!-- {% raw %}"
+)
+
+
+def card(form: Any = None, evidence: Evidence | None = None, **changes: Any) -> str:
+    config = run_config(**changes).model_dump(mode="json")
+    return model_card(config, 50, {"eval/reward": 0.81234, "time/learn_s": 3.0}, form, evidence)
+
+
+def test_a_checkpoints_card_says_what_it_is_and_what_it_scored():
+    text = card()
+    assert ModelCard(text).data.to_dict() == {
+        "base_model": "some/base",
+        "base_model_relation": "adapter",
+        "library_name": "peft",
+        "license": "other",
+        "license_name": "unknown",
+        "pipeline_tag": "image-text-to-text",
+        "tags": ["grpo", "reinforcement-learning"],
+    }
+    assert "after 50 iterations of GRPO" in text and "judge (viescore)" in text
+    assert "| eval/reward | 0.8123 |" in text and "time/learn_s" not in text
+
+
+@pytest.mark.parametrize("path", ["/models/qwen", "./here/qwen", "assets/tiny/policy"])
+def test_a_local_folder_is_no_base_model_on_the_hub_and_not_told(path):
+    text = card(policy={"type": "qwen2_5_vl", "model_path": path})
+    assert "base_model:" not in text and path not in text
+    assert f'"model_path": "(a path)/{Path(path).name}"' in text
+
+
+def test_the_base_on_the_card_is_what_was_trained():
+    """Not where its tokenizer lies."""
+    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
+    text = card(policy={"type": "qwen2_5_vl", "lora": {"r": 8}} | editor)
+    assert "\nbase_model: Qwen/Qwen-Image-Edit\n" in text
+    assert 'from_pretrained("Qwen/Qwen-Image-Edit", subfolder="text_encoder")' in text
+    assert "the image processor are the base's own (of some/words)" in text
+    assert "\nbase_model: one-word\n" in card(
+        policy={"type": "qwen2_5_vl", "model_path": "one-word"}
+    )
+
+
+def test_a_runs_card_has_intervals_arms_and_limits():
+    text = card(
+        "text-encoder",
+        EVIDENCE,
+        renderer={"type": "qwen_image_edit_plus", "model_path": "Qwen/Qwen-Image-Edit-2509"},
+        judge={"api_base": "http://judge.intern.example:8000", "model": "some-judge"},
+        data={"train": [{"type": "hf_dataset", "path": "me/edits"}]},
+    )
+    data = ModelCard(text).data
+    assert (data.library_name, data.pipeline_tag) == ("diffusers", "image-to-image")
+    assert (data.datasets, data["base_model_relation"]) == (["me/edits"], "finetune")
+    for line in (
+        "| held-out reward | 64 | 0.300 | 0.900 | +0.600 | +0.500 to +0.700 |",
+        "| stock | 1 | 0.100 | 0.900 | +0.800 |  |",
+        "![reward by iteration](pictures/reward_curve.png)",
+        "| make it red | turn it (0.20) | turn it red (not graded) |",
+        "- 1.5% of the training's episodes could not be graded.",
+        "- 3 held-out samples were not graded both times",
+        "- DRIFT: after 20, 30 iterations",
+        "Measured by the judge some-judge and the rewards",
+        'QwenImageEditPlusPipeline.from_pretrained("Qwen/Qwen-Image-Edit-2509", text_encoder',
+        "A stock pipeline hands this encoder the words that its user typed.",
+        "| data | me/edits | unknown |",
+    ):
+        assert line in text, line
+    assert "intern.example" not in text
+
+
+def test_pictures_that_show_what_it_makes_are_the_hubs_gallery():
+    def of(renderer: str, first: str) -> str:
+        files = (f"pictures/01_{first}.png", "pictures/01_before.png", "pictures/01_after.png")
+        samples = [replace(SAMPLE, files=files)]
+        return card(None, replace(EVIDENCE, samples=samples), renderer={"type": renderer})
+
+    editor, rewriter = of("emu3_vq", "source"), of("sd3", "own_words")
+    [shown] = ModelCard(editor).data.widget
+    assert shown == {"text": "make it red", "output": {"url": "pictures/01_after.png"}}
+    assert "<Gallery />" in editor and "![source](pictures/01_source.png)<br>make it" in editor
+    assert "widget" not in ModelCard(rewriter).data.to_dict() and "<Gallery />" not in rewriter
+    assert "The first picture is what the user's own words give." in rewriter
+
+
+def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    assert licence_of(str(tmp_path)) is None
+    for front, found in (
+        ("license: apache-2.0", ("apache-2.0",)),
+        ("license: other\nlicense_name: qwen-research", ("other", "qwen-research")),
+        ("license: other", ("other", "unnamed")),
+        ("license: [a, b]", None),
+        ("license: 'x\n\n  y'", None),
+        ("license: {", None),
+        ("- a list", None),
+        ("tags: [a]", None),
+    ):
+        readme.write_text(f"---\n{front}\n---\n# a model\n")
+        assert licence_of(str(tmp_path)) == found, front
+    readme.write_bytes(b"---\nlicense: \xff\n---\n")
+    assert licence_of(str(tmp_path)) is None
+    readme.write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n")
+    text = card(policy={"type": "qwen2_5_vl", "model_path": str(tmp_path)})
+    assert ModelCard(text).data.license_name == "qwen-research"
+    assert "| base | local files | other qwen-research |" in text
+
+
+def everything_hostile() -> tuple[str, str]:
+    """An export's card and a checkpoint's."""
+    config = json.loads(json.dumps(run_config().model_dump(mode="json")))
+    config |= {"run_name": HOSTILE, "seed": HOSTILE, HOSTILE: HOSTILE}
+    config["rewards"] = {HOSTILE: {"type": HOSTILE}}
+    config["policy"] |= {"type": HOSTILE, "model_path": HOSTILE, "init_text_encoder_from": HOSTILE}
+    config["judge"] |= {"model": HOSTILE, "api_base": "http://127.0.0.1:1"}
+    config["algorithm"]["loss"] = HOSTILE
+    config["data"]["train"] = [{"type": HOSTILE, "path": HOSTILE}]
+    config["renderer"] = {"type": "qwen_image_edit", "model_path": HOSTILE}
+    files = tuple(f"pictures/01_{side}.png" for side in ("source", "before", "after"))
+    evidence = Evidence(
+        iterations=(0, 50),
+        learnt=[Comparison(HOSTILE, 64, 0.3, 0.9, None)],
+        arms=[Comparison(HOSTILE, 64, 0.3, 0.9, None)],
+        num_left_out=0,
+        ungraded_share=None,
+        drift_alarms=None,
+        curve=None,
+        samples=[Shown(HOSTILE, (HOSTILE, HOSTILE), (0.1, 0.2), files)],
+    )
+    metrics = {f"eval/reward/{HOSTILE}": 0.5}
+    whole = model_card(config, 50, metrics, "text-encoder", evidence)
+    return whole, model_card(config, 50, metrics)
+
+
+def walk(tokens: list[Token]) -> list[Token]:
+    return [inner for token in tokens for inner in (token, *walk(token.children or []))]
+
+
+def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
+    keys = {"library_name", "license", "license_name", "pipeline_tag", "tags"}
+    for number, text in enumerate(everything_hostile()):
+        assert all(char.isprintable() or char == "\n" for char in text)
+        file = tmp_path / f"{number}.md"
+        file.write_text(text)
+        front = metadata_load(file)
+        assert front is not None and set(front) == keys | ({"widget"} if number == 0 else set())
+        assert (front["license"], front["license_name"]) == ("other", "unknown")
+        parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+        tokens = walk(parser.parse(ModelCard(text).text))
+        html = {token.content for token in tokens if token.type.startswith("html")}
+        assert html <= {"<br>", "<Gallery />", "<Gallery />\n"}
+        kinds = {token.type for token in tokens}
+        assert not kinds & {"link_open", "em_open", "strong_open", "s_open"}, kinds
+        code = {token.content for token in tokens if token.type == "code_inline"}
+        assert code <= {"policy.adapter_path: '<this folder>'", "rl edit"}
+        pictures = {token.attrs["src"] for token in tokens if token.type == "image"}
+        assert all(str(source).startswith("pictures/01_") for source in pictures)
+        titles = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
+        assert titles[0].startswith("&#60;/td&#62;&#60;script") and len(titles) < 9
+        assert [t.info for t in tokens if t.type == "fence"] in (["python", "json"], ["json"])
+        said = "".join(token.content for token in tokens if token.type == "text")
+        assert "</td><script>alert(1)</script> | `code` ``` --- license: mit --- # head" in said
+        rows = {line.count("|") for line in text.split("\n") if line.startswith("| ")}
+        assert rows <= {3, 4, 7}, rows
+        for autolink in ("http://", "https://", "www.", "@"):
+            assert autolink not in "".join(text.split("```")[0::2]).partition("\n---\n")[2]
+
+
+def test_a_key_stands_on_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
+    text = card(
+        "model",
+        Evidence(
+            **{
+                **vars(EVIDENCE),
+                "samples": [Shown("hunter2-hunter2", ("hunter2-hunter2", ""), (1, 1), ())],
+            }
+        ),
+        rewards={"judge": {"type": "viescore", "header": "hunter2-hunter2"}},
+    )
+    assert "hunter2" not in text and "<JUDGE_TOKEN>" in text.replace("&#60;", "<").replace(
+        "&#62;", ">"
+    )
+
+
+def test_a_config_of_which_parts_are_missing_has_a_card() -> None:
+    for config in ({}, {"policy": 3, "rewards": [1], "data": {"train": "x"}, "renderer": None}):
+        assert "## Config" in model_card(config, 0, {}, "adapter")

@@ -1,0 +1,219 @@
+"""TensorBoard's files really written and read by TensorBoard; trackio by a fake that keeps what it
+is given: the real one refuses the Pillow that the locks hold."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import episode, run_config
+
+from rl.config.schema import TrackingConfig
+from rl.ranks.dist import Dist
+from rl.record.console import PhaseTimer
+from rl.record.run_record import RunRecord
+from rl.record.trackers import trackio_page
+from rl.record.tracking import Tracker, not_installed
+
+
+def tracker(folder: Path, dist: Dist | None = None, **tracking: Any) -> Tracker:
+    config = run_config(tracking={"images_per_iteration": 3, **tracking})
+    dist = dist or Dist()
+    return Tracker(folder / "run", config, dist, RunRecord(folder / "run", config, dist).config)
+
+
+def read(folder: Path) -> EventAccumulator:
+    keep_all = {"scalars": 0, "images": 0, "tensors": 0}
+    events = EventAccumulator(str(folder / "run" / "tensorboard"), size_guidance=keep_all)
+    events.Reload()
+    return events
+
+
+def words_of(events: EventAccumulator, name: str) -> str:
+    return str(events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode())
+
+
+def test_tensorboard_shows_scalars_words_pictures_and_where_time_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
+    page = tracker(tmp_path, tensorboard=True)
+    page.log_episodes(1, [[episode(failure="401: hunter2-hunter2")] * 5], [[1.5] * 5])
+    page.log(1, {"reward/mean": 0.25, "eval/reward": float("nan")})
+    timer = PhaseTimer()
+    with timer.phase("render"):
+        pass
+    page.log_where_time_went(timer)
+    page.close()
+    events = read(tmp_path)
+    [point] = events.Scalars("reward/mean")
+    assert (point.step, point.value) == (1, 0.25)
+    table = words_of(events, "episodes")
+    assert table.count("| make it red |") == 3 and "401: &#60;JUDGE" in table
+    assert "| instruction | completion | status | failure | reward |" in table
+    assert "| render |" in words_of(events, "where_time_went")
+    assert '"run_name": "tiny"' in words_of(events, "config")
+    tags = events.Tags()["images"]
+    assert tags == ["episodes/00", "episodes/01", "episodes/02"]
+    picture = events.Images("episodes/00")[0]
+    assert (picture.width, picture.height) == (3 * 48, 32)
+    for file in (tmp_path / "run").rglob("*"):
+        assert file.is_dir() or b"hunter2" not in file.read_bytes(), file
+
+
+def test_tensorboard_shows_an_iteration_once_though_it_was_done_twice(tmp_path: Path) -> None:
+    for start, value in ((0, 1.0), (3, 2.0)):
+        page = tracker(tmp_path, tensorboard=True)
+        for iteration in range(start, 6):
+            page.log_episodes(iteration, [[episode()]], [[1.0]])
+            page.log(iteration, {"reward/mean": value})
+        page.close()
+    events = read(tmp_path)
+    points = [(point.step, point.value) for point in events.Scalars("reward/mean")]
+    assert points == [(i, 1.0 if i < 3 else 2.0) for i in range(6)]
+    assert [point.step for point in events.Images("episodes/00")] == list(range(6))
+
+
+def test_tensorboard_reads_no_foreign_word_as_markup(tmp_path: Path) -> None:
+    from markdown import markdown
+
+    page = tracker(tmp_path, tensorboard=True)
+    bad = "<script>alert(1)</script> | **b** [l](http://evil) \u202e"
+    page.log_episodes(1, [[episode(failure=bad)]], [[1.0]])
+    page.close()
+    html = markdown(words_of(read(tmp_path), "episodes"), extensions=["tables"])
+    assert html.count("<td>") == 8 and "&#60;script&#62;" in html
+    assert not any(tag in html for tag in ("<script", "<strong", "<a ", "\u202e"))
+
+
+def test_other_ranks_and_trackers_that_nobody_named_write_nothing(tmp_path: Path) -> None:
+    for page in (tracker(tmp_path), tracker(tmp_path, Dist(1, 2), tensorboard=True, trackio=True)):
+        page.log(1, {"reward/mean": 0.25})
+        page.log_episodes(1, [[episode()]], [[1.0]])
+        page.close()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [
+        ("tensorboard", "'vlm-edit-rl[tensorboard]'"),
+        ("trackio", "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0"),
+    ],
+)
+def test_one_that_is_not_installed_is_a_sentence_and_a_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    install: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # an import raises
+    assert not_installed(TrackingConfig.model_validate({name: True})) == [
+        f"tracking.{name}: the package {name!r} is not installed here, and the run goes on without "
+        f"it: pip install {install}"
+    ]
+    page = tracker(tmp_path, **{name: True})
+    page.log(1, {"reward/mean": 0.25})
+    page.close()
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"WARNING: {name} " in line and "failed, the run goes on" in line
+
+
+def test_a_page_that_fails_is_given_up_and_the_other_goes_on(
+    tmp_path: Path, fake: _Trackio, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = tracker(tmp_path, tensorboard=True, trackio=True)
+    fake.problem = OSError("disk full")
+    for iteration in range(3):
+        page.log(iteration, {"reward/mean": 0.5})
+    page.close()
+    assert capfd.readouterr().err.count("trackio log failed, the run goes on: OSError") == 1
+    assert len(read(tmp_path).Scalars("reward/mean")) == 3
+
+
+class _Trackio(SimpleNamespace):
+    """The module, as 0.43 has it: rows by step, which outlive a run's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.inits: list[dict[str, Any]] = []
+        self.problem: Exception | None = None
+        self.finished = 0
+
+    def init(self, **arguments: Any) -> Any:
+        self.inits.append(arguments)
+        next_step = max((step for step, _ in self.rows), default=-1) + 1
+        return SimpleNamespace(_next_step=next_step, log=self._log, finish=self._finish)
+
+    def _log(self, metrics: Mapping[str, Any], step: int) -> None:
+        if self.problem:
+            raise self.problem
+        self.rows.append((step, dict(metrics)))
+
+    def _finish(self) -> None:
+        self.finished += 1
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> Any:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def Image(self, value: Image.Image) -> Any:
+        return ("picture", value.size)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Trackio]:
+    module = _Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", module)  # type: ignore[arg-type]
+    monkeypatch.setenv("TRACKIO_DIR", "")
+    return module
+
+
+def test_trackio_keeps_a_run_on_this_machine_whatever_the_environment_says(
+    tmp_path: Path,
+    fake: _Trackio,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in trackio_page.PLACES:
+        monkeypatch.setenv(name, "http://somewhere.invalid")
+    page = tracker(tmp_path, trackio=True)
+    [arguments] = fake.inits
+    assert (arguments["space_id"], arguments["resume"]) == (None, "allow")
+    assert not arguments["auto_log_cpu"] and not arguments["auto_log_gpu"]
+    assert not set(trackio_page.PLACES) & set(os.environ)
+    assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")
+    assert capfd.readouterr().err.count("is not heeded; a place to send to is") == 4
+    page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])
+    assert fake.rows == [], "a table goes along with the iteration's line"
+    page.log(1, {"reward/mean": 0.25})
+    page.log_where_time_went(PhaseTimer())
+    page.close()
+    assert fake.finished == 1
+    (step, row), (last, closing) = fake.rows
+    assert (step, last, row["reward/mean"]) == (1, 1, 0.25) and "where_time_went" in closing
+    [shown] = row["episodes"]
+    assert shown["rendered"] == ("picture", (48, 32)) and shown["failure"] == "&#60;b&#62;"
+    tracker(tmp_path, trackio=True, trackio_space="me/mine")
+    assert fake.inits[1]["space_id"] == "me/mine" and fake.inits[1]["private"]
+
+
+def test_trackio_holds_an_iteration_once_though_it_was_done_twice(
+    tmp_path: Path, fake: _Trackio
+) -> None:
+    for start in (0, 3):
+        page = tracker(tmp_path, trackio=True)
+        for iteration in range(start, 6 + start):
+            page.log_episodes(iteration, [[episode()]], [[1.0]])
+            page.log(iteration, {"reward/mean": 1.0})
+        page.close()
+    assert [step for step, _ in fake.rows] == list(range(9))
+    assert all("episodes" in row for _, row in fake.rows)

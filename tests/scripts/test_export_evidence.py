@@ -1,0 +1,145 @@
+"""What a card tells of a run, on a run folder as the loop writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rl.commands.export_evidence import comparison, gather
+from rl.record.model_card import Evidence
+
+REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2], 16: [1.0, 1.0, 1.0, 1.0]}
+
+
+def write_lines(file: Path, rows: Sequence[Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def record(i: int, reward: float | None, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": f"s{i}",
+        "category": "ab"[i % 2],
+        "instruction": f"ask {i}",
+        "completion": f"write {i}",
+        "reward": reward,
+        "bare_reward": 0.25,
+        "source_file": "source.png",
+        "bare_file": None,
+        "image_file": "image.png",
+        **changes,
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    rows: list[dict[str, Any]] = [{"iteration": 0, "eval/reward": 0.2, "drift/alarm": 0.0}]
+    rows += [{"iteration": i, "reward/mean": i / 20, "status/ungraded": 0.1} for i in range(1, 17)]
+    rows[8] |= {"drift/alarm": 1.0}
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    for iteration, rewards in REWARDS.items():
+        folder = tmp_path / "evaluation" / f"it_{iteration:06d}"
+        write_lines(folder / "records.jsonl", [record(i, r) for i, r in enumerate(rewards)])
+        Image.new("RGB", (64, 48), "blue").save(folder / "source.png")
+        Image.new("RGB", (1600, 1200), "red").save(folder / "image.png")
+    return tmp_path
+
+
+def found(run_dir: Path, done: int = 8, with_pictures: bool = True) -> Evidence:
+    target = run_dir / "out"
+    target.mkdir()
+    evidence = gather(run_dir, done, target, with_pictures)
+    assert evidence is not None
+    return evidence
+
+
+def test_it_tells_of_the_model_and_not_of_a_later_one(run_dir: Path) -> None:
+    evidence = found(run_dir)
+    assert evidence.iterations == (0, 8)
+    whole, of_a, of_b = evidence.learnt
+    assert (whole.num_samples, of_a.num_samples, of_b.num_samples) == (3, 1, 2)
+    assert whole.old == pytest.approx(0.2) and whole.new == pytest.approx(1.6 / 3)
+    assert evidence.num_left_out == 1 and evidence.ungraded_share == pytest.approx(0.1)
+    assert evidence.drift_alarms == [8]
+    [bare] = evidence.arms
+    assert bare.num_samples == 4 and bare.old == 0.25 and bare.new == pytest.approx(0.6)
+    assert [sample.instruction for sample in evidence.samples] == [f"ask {i}" for i in range(4)]
+    assert evidence.samples[2].rewards == (None, 0.8)
+    assert gather(run_dir, 7, run_dir / "none", True) is None, (
+        "one held-out run: no before and after"
+    )
+
+
+def test_pictures_are_drawn_anew_beside_the_card(run_dir: Path) -> None:
+    evidence = found(run_dir)
+    files = [file for sample in evidence.samples for file in sample.files]
+    there = {f"pictures/{path.name}" for path in (run_dir / "out" / "pictures").iterdir()}
+    assert there == {*files, evidence.curve} and len(files) == 12
+    with Image.open(run_dir / "out" / "pictures" / "01_after.png") as image:
+        assert image.size == (512, 384)
+
+
+def test_where_nothing_is_edited_the_first_picture_is_what_the_users_words_give(
+    run_dir: Path,
+) -> None:
+    for iteration in (0, 8):
+        folder = run_dir / "evaluation" / f"it_{iteration:06d}"
+        rows = [record(0, 0.5, source_file=None, bare_file="source.png")]
+        write_lines(folder / "records.jsonl", rows)
+    [sample] = found(run_dir).samples
+    assert sample.files[0] == "pictures/01_own_words.png"
+
+
+def test_without_pictures_nothing_is_drawn(run_dir: Path) -> None:
+    evidence = found(run_dir, with_pictures=False)
+    assert evidence.curve is None and not any(sample.files for sample in evidence.samples)
+    assert not list((run_dir / "out").iterdir())
+
+
+def test_what_is_no_picture_of_that_folder_is_not_taken_along(run_dir: Path) -> None:
+    folder = run_dir / "evaluation" / "it_000008"
+    Image.new("RGB", (8, 8)).save(run_dir / "private.png")
+    os.symlink(run_dir / "private.png", folder / "link.png")
+    (folder / "words.png").write_text("no picture")
+    names = ("../../private.png", "link.png", "words.png", str(run_dir / "private.png"), 7)
+    write_lines(
+        folder / "records.jsonl", [record(i, 0.5, image_file=n) for i, n in enumerate(names)]
+    )
+    before = run_dir / "evaluation" / "it_000000" / "records.jsonl"
+    write_lines(before, [record(i, 0.5) for i in range(5)])
+    evidence = found(run_dir)
+    assert len(evidence.samples) == 5 and not any(sample.files for sample in evidence.samples)
+
+
+def test_records_that_no_run_writes_are_left_out(run_dir: Path) -> None:
+    strange: list[Any] = [
+        {"id": "s0"}, [1], "x", record(1, 0.5) | {"reward": "high"}, record(2, 0.5, category=[1]),
+        record(3, 0.5, instruction=None), record(4, 0.5, bare_reward={}), record(5, 0.5),
+    ]  # fmt: skip
+    for iteration in (0, 8):
+        write_lines(run_dir / "evaluation" / f"it_{iteration:06d}" / "records.jsonl", strange)
+    write_lines(
+        run_dir / "metrics.jsonl", [{"iteration": "x"}, {"iteration": 1, "reward/mean": []}]
+    )
+    evidence = found(run_dir)
+    assert [sample.instruction for sample in evidence.samples] == ["ask 5"]
+    assert evidence.drift_alarms is None and evidence.ungraded_share is None
+
+
+def test_the_interval_is_that_of_a_paired_mean() -> None:
+    random = np.random.default_rng(7)
+    old = random.normal(0.3, 0.2, 400)
+    new = old + random.normal(0.1, 0.1, 400)
+    result = comparison("all", old.tolist(), new.tolist())
+    assert result.interval is not None
+    error = (new - old).std(ddof=1) / 20
+    expected = (new - old).mean() + np.array([-1.96, 1.96]) * error
+    assert result.interval == pytest.approx(tuple(expected), abs=0.15 * error)
+    assert comparison("one", [0.1], [0.5]).interval is None
