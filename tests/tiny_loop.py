@@ -150,6 +150,7 @@ def shortened(system: str, base_exp_dir: Path, engine: str) -> dict[str, Any]:
         | {"warmup_iterations": 0, "max_tokens_per_micro_batch": 300},
         "evaluation": values["evaluation"] | {"every_n_iterations": 3, "num_samples": 3},
         "checkpoint": values["checkpoint"] | {"save_every_n_iterations": 1},
+        "tracking": values["tracking"] | {"page": False},
     }
 
 

@@ -5,12 +5,11 @@ What: both, of the FIRST held-out samples, not the best. What not: the page (`pa
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.config.printing import printable
+from rl.files.panels import panel
 from rl.report.curves import points, smooth
 from rl.report.reading import Evaluation, Record
 
@@ -93,32 +92,14 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
 
 
 def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> None:
-    """One picture with its title above and its words below, or the words in its place; tiny
-    pictures keep crisp pixels."""
+    """One picture, or where it is not there its words alone."""
     from PIL import Image
 
-    axes.axis("off")
-    drawn = file is not None and (folder / file).is_file()
-    if drawn:
-        with Image.open(folder / str(file)) as image:
-            crisp = max(image.size) < 256
-            axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
-    axes.set_title(printable(title), fontsize=13)
-    width, num_lines = (34, 4) if drawn else (22, 10)
-    words = textwrap.wrap(
-        printable(text, but="\n\t"), width, max_lines=num_lines, placeholder=" ..."
-    )
-    # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
-    axes.text(
-        0.5,
-        -0.04 if drawn else 0.5,
-        "\n".join(words) or "(no words)",
-        ha="center",
-        va="top" if drawn else "center",
-        fontsize=11,
-        transform=axes.transAxes,
-        parse_math=False,
-    )
+    if file is None or not (folder / file).is_file():
+        panel(axes, None, title, text)
+        return
+    with Image.open(folder / file) as image:
+        panel(axes, image, title, text)
 
 
 def score(record: Record) -> str:

@@ -55,14 +55,12 @@ class Page:
         except OSError as error:
             self._warn(str(error))
 
-    def close(self, failed: bool = False) -> None:
-        """The last page, waited for; of a run that failed only what is under way. Leaves no
-        process."""
-        if failed:
-            self._wait()
-        elif self._wanted:
-            # What yields to others may wait for long; what it has made is not made again.
-            self._end()
+    def close(self, finished: bool = True) -> None:
+        """The last page, waited for; a run that failed, or was asked to stop, waits for none.
+        Leaves no process."""
+        # What yields to others may wait for long; what it has made is not made again.
+        self._end()
+        if finished and self._wanted:
             self._start()
             self._wait()
 

@@ -118,7 +118,9 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         tracker = Tracker(run_dir, config, dist, record.config)
         stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
         page = Page(run_dir, dist.is_main and config.tracking.page)
-        stack.push(lambda kind, error, trace: page.close(failed=error is not None))
+        stack.push(
+            lambda kind, error, trace: page.close(error is None and not signals.stop_heard())
+        )
         writer = stack.enter_context(BackgroundWriter(run_dir))
         yield Run(
             config=config,

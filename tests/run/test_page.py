@@ -45,12 +45,15 @@ def test_nobody_waits_and_a_second_is_not_started_beside_the_first(slow: Path) -
     assert calls(slow) == [words] * 2, "the one under way, and the last"
 
 
-def test_a_run_that_failed_waits_for_what_is_under_way_alone(slow: Path) -> None:
-    (slow / "go").touch()
+def test_a_run_that_failed_or_was_stopped_waits_for_none(slow: Path) -> None:
     page = Page(slow / "run", wanted=True)
     page.refresh()
-    page.close(failed=True)
-    assert len(calls(slow)) == 1
+    process = page._process
+    assert process is not None
+    while not calls(slow):
+        time.sleep(0.01)
+    page.close(finished=False)
+    assert process.returncode == -9 and len(calls(slow)) == 1
     unwanted = Page(slow / "run", wanted=False)
     unwanted.refresh()
     unwanted.close()
@@ -82,11 +85,8 @@ def test_none_is_left_behind(
 ) -> None:
     monkeypatch.setattr(page_module, "MAX_WAIT_S", 0.2)
     page = Page(slow / "run", wanted=True)
-    page.refresh()
-    process = page._process
-    assert process is not None
-    page.close(failed=True)
-    assert process.returncode == -9
+    page.close()
+    assert page._process is None and len(calls(slow)) == 1
     assert "longer than 0.2 s" in capsys.readouterr().err
 
 

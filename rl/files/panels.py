@@ -1,0 +1,44 @@
+"""One picture of a figure: a title above it, words below it, or the words in its place."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from rl.config.printing import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from PIL.Image import Image
+
+CRISP_BELOW_PX = 256
+"""Pictures smaller than this are enlarged pixel by pixel."""
+PICTURE_CHARS, PICTURE_LINES = 34, 4
+"""Of the words below a picture."""
+WORDS_CHARS, WORDS_LINES = 22, 10
+"""Of the words in its place."""
+
+
+def panel(axes: Axes, image: Image | None, title: str, words: str) -> None:
+    """Draw one; what a terminal would act upon is escaped here too."""
+    axes.axis("off")
+    if image is not None:
+        crisp = max(image.size) < CRISP_BELOW_PX
+        axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
+    axes.set_title(printable(title), fontsize=13)
+    drawn = image is not None
+    num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if drawn else (WORDS_CHARS, WORDS_LINES)
+    lines = textwrap.wrap(
+        printable(words, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
+    )
+    # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
+    axes.text(
+        0.5,
+        -0.04 if drawn else 0.5,
+        "\n".join(lines) or "(no words)",
+        ha="center",
+        va="top" if drawn else "center",
+        fontsize=11,
+        transform=axes.transAxes,
+        parse_math=False,
+    )
