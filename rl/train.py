@@ -118,14 +118,15 @@ def learn_from(run: Run, pending: PendingStep) -> None:
         for group in run.graded_groups(pending):
             train_step.accumulate(group.p, group.sequences)
             groups_P.append(group)
-        metrics = run.rollout_metrics(pending.rollout.finished())
+        rollout = pending.rollout.finished()
+        metrics = run.rollout_metrics(rollout)
         metrics.update(train_step.step())
     run.engine.wake()
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
     with timer.phase("record"):
         run.finish(done, metrics)
-        run.log_episodes(done, groups_P)
+        run.log_episodes(done, groups_P, rollout.bare_episodes)
     run.save_if_due(done)
     measure(run, done, Metrics())
 

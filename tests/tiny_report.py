@@ -59,6 +59,10 @@ def write_episodes(folder: Path, iteration: int) -> None:
         for member in range(NUM_COMPLETIONS):
             Image.new("RGB", (16, 16), "red").save(images / f"rank0_g{g:02d}_m{member}.png")
             rows.append(episode(iteration, g, member))
+        bare = episode(iteration, g, 0) | {"completion": f"own words {EVIL}", "reward": 0.125}
+        Image.new("RGB", (16, 16), "gray").save(images / f"rank0_g{g:02d}_bare.png")
+        bare["image_file"] = f"images/it_{iteration:06d}/rank0_g{g:02d}_bare.png"
+        rows[-NUM_COMPLETIONS]["bare"] = bare
     path = folder / "episodes" / f"it_{iteration:06d}.rank0.jsonl"
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(map(json_line, rows)))
@@ -117,6 +121,11 @@ def write_evaluation(folder: Path, iteration: int, rewards: list[float | None]) 
                 "failure": None if reward is not None else f"timeout: {EVIL}",
                 "reward": reward,
                 "parts": {} if reward is None else {"viescore": reward},
+                "replies": {"viescore": [f"it is {EVIL}"]},
+                "noise_seed": 78,
+                "judge_s": 0.5,
+                "token_ids": [302, 258],
+                "sampler_logprobs": [-0.25, -6.0],
                 "bare_reward": 0.1,
                 "stock_reward": 0.2,
                 "source_file": f"{number}_source.png",

@@ -148,7 +148,8 @@ def _pictures_gb(resolved: Resolved) -> tuple[float, float]:
     else:
         shown, most = groups if most else 0, 0
     every = config.tracking.log_episodes_every_n_iterations
-    trainings_px = (most + shown * beside) * area_px / every if every else 0.0
+    of_group = beside + (config.bare_arm == "always" and renderer.cls.makes_images)
+    trainings_px = (most + shown * of_group) * area_px / every if every else 0.0
     others_px = 0.0
     tracking = config.tracking
     if every:

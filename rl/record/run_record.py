@@ -148,10 +148,11 @@ class RunRecord:
         iteration: int,
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
+        bare_P: Sequence[Episode | None] = (),
     ) -> None:
-        """This rank's episodes and, whole groups first, those of the run's first
-        `images_per_iteration` pictures that are its own; then forget pictures of iterations that
-        `keep_images_of_last_n_iterations` leaves out.
+        """This rank's episodes, in a group's first line its bare arm (`bare_P`), and, whole groups
+        first, those of the run's first `images_per_iteration` pictures that are its own; then
+        forget pictures of iterations that `keep_images_of_last_n_iterations` leaves out.
 
         Every rank calls it; does nothing on iterations that `log_episodes_every_n_iterations`
         leaves out.
@@ -160,7 +161,8 @@ class RunRecord:
         if every == 0 or iteration % every != 0:
             return
         with self._while_there():
-            self._write_pictures_and_lines(iteration, episodes_PG, advantages_PG)
+            bare_P = bare_P or [None] * len(episodes_PG)
+            self._write_pictures_and_lines(iteration, episodes_PG, advantages_PG, bare_P)
             if num_kept := self._tracking.keep_images_of_last_n_iterations:
                 self._forget_images(iteration - num_kept)
 
@@ -169,30 +171,38 @@ class RunRecord:
         iteration: int,
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
+        bare_P: Sequence[Episode | None],
     ) -> None:
         lines: list[str] = []
         num_here = sum(map(len, episodes_PG))
         # Ranks have equally many: what the ones before this take is known without asking them.
         images_left = self._tracking.images_per_iteration - self._dist.rank * num_here
-        for p, (episodes_G, advantages_G) in enumerate(
-            zip(episodes_PG, advantages_PG, strict=True)
-        ):
+        groups = zip(episodes_PG, advantages_PG, bare_P, strict=True)
+        for p, (episodes_G, advantages_G, bare) in enumerate(groups):
             stem = f"images/it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
             files: dict[str, str | None] = {"source_file": None, "target_file": None}
             if images_left > 0 and episodes_G:
                 sample = episodes_G[0].prompt.sample
                 files["source_file"] = self._write_image(sample.source, f"{stem}_source")
                 files["target_file"] = self._write_image(sample.target, f"{stem}_target")
+            beside = self._bare_row(bare, stem, images_left > 0)
             for g, (episode, advantage) in enumerate(zip(episodes_G, advantages_G, strict=True)):
                 picture = episode.image if images_left > 0 else None
                 image = self._write_image(picture, f"{stem}_m{g}")
                 images_left -= image is not None
                 row = provenance(episode, advantage)
                 row |= {"rank": self._dist.rank, "member": g}
-                row |= files | {"image_file": image}
+                row |= files | {"image_file": image} | (beside if g == 0 else {})
                 lines.append(json_line(scrubbed(row, self._secret_names)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         write_atomically(path, "".join(lines), private)
+
+    def _bare_row(self, bare: Episode | None, stem: str, with_picture: bool) -> dict[str, Any]:
+        """What a group's first line says of its bare arm; {} where there is none."""
+        if bare is None:
+            return {}
+        image = self._write_image(bare.image if with_picture else None, f"{stem}_bare")
+        return {"bare": provenance(bare, None) | {"image_file": image}}
 
     def _write_image(self, image: Image | None, stem: str) -> str | None:
         """Path relative to the run folder, or None without a picture."""

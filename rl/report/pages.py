@@ -144,9 +144,9 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
         _chunk(pages, chunk, found_by, there)
         if found_by:
             pages.note()
-    made.evaluations = _evaluations(pages, made, run_dir, "")
+    made.evaluations = _evaluations(pages, made, run_dir, pieces, "")
     if other is not None:
-        made.other_evaluations = _evaluations(pages, made, other, "other_")
+        made.other_evaluations = _evaluations(pages, made, other, pieces, "other_")
     pages.close()
     made.num_written = pages.num_written
     return made
@@ -253,7 +253,9 @@ def _chunk(pages: _Folder, chunk: int, new: Mapping[str, Any], there: Sequence[i
         pages.write(path.name, call(name, dict(sorted(merged.items(), key=lambda e: int(e[0])))))
 
 
-def _evaluations(pages: _Folder, made: Made, run_dir: Path, prefix: str) -> list[tuple[int, int]]:
+def _evaluations(
+    pages: _Folder, made: Made, run_dir: Path, pieces: Pieces, prefix: str
+) -> list[tuple[int, int]]:
     stock_file = run_dir / "stock" / "rewards.jsonl"
     pictures = _stock_pictures(stock_file)
     found = []
@@ -268,8 +270,9 @@ def _evaluations(pages: _Folder, made: Made, run_dir: Path, prefix: str) -> list
 
             def encoded(limits: Limits) -> list[str]:
                 return [
-                    literal(record_row(row, names, folder, pictures.get(str(row["id"])), limits))
+                    literal(record_row(row, names, folder, stock, pieces, limits))
                     for row in rows
+                    for stock in [pictures.get(str(row["id"]))]
                 ]
 
             written = _write(pages, name, {"it": iteration, "parts": names}, encoded)

@@ -78,6 +78,7 @@ def group_row(
 ) -> dict[str, Any]:
     """A whole group, as its own view shows it."""
     first = rows_G[0]
+    bare = first.get("bare")
     return {
         "id": text(first.get("sample_id"), 300),
         "cat": text(first.get("category"), 200),
@@ -85,12 +86,16 @@ def group_row(
         "src": picture(run_dir, first.get("source_file")),
         "goal": picture(run_dir, first.get("target_file")),
         "of": [_member(row, names, run_dir, pieces, limits) for row in rows_G],
+        "bare": _member(bare, names, run_dir, pieces, limits)
+        if isinstance(bare, Mapping)
+        else None,
     }
 
 
 def _member(
-    row: Record, names: Sequence[str], run_dir: Path, pieces: Pieces, limits: Limits
+    row: Record, names: Sequence[str], folder: Path, pieces: Pieces, limits: Limits
 ) -> dict[str, Any]:
+    """One completion, of training or held out; its picture lies in `folder`."""
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
@@ -103,7 +108,7 @@ def _member(
         "seed": row.get("noise_seed") if isinstance(row.get("noise_seed"), int) else None,
         "s": short(row.get("judge_s"), 3),
         "parts": _parts(row, names),
-        "img": picture(run_dir, row.get("image_file")),
+        "img": picture(folder, row.get("image_file")),
         "said": {
             text(name, 100): [text(reply, limits.reply_chars) for reply in said]
             for name, said in replies.items()
@@ -196,23 +201,23 @@ def score_of(reply: object) -> float | None:
 
 
 def record_row(
-    record: Record, names: Sequence[str], folder: Path, stock: str | None, limits: Limits
+    record: Record,
+    names: Sequence[str],
+    folder: Path,
+    stock: str | None,
+    pieces: Pieces,
+    limits: Limits,
 ) -> dict[str, Any]:
     """A held-out sample. `stock`: the stock arm's picture of it, in the folder of that arm."""
     return {
+        **_member(record, names, folder, pieces, limits),
         "id": text(str(record["id"]), 300),
         "cat": text(record.get("category"), 200),
         "say": text(record.get("instruction"), limits.text_chars),
-        "text": text(record.get("completion"), limits.text_chars),
         "ref": text(record.get("reference"), limits.text_chars),
-        "st": text(record.get("status"), 40),
-        "why": text(record.get("failure"), limits.text_chars),
-        "r": short(record.get("reward")),
         "bare": short(record.get("bare_reward")),
         "stock": short(record.get("stock_reward")),
-        "parts": _parts(record, names),
         "src": picture(folder, record.get("source_file")),
-        "img": picture(folder, record.get("image_file")),
         "bimg": picture(folder, record.get("bare_file")),
         "simg": stock,
     }

@@ -21,6 +21,7 @@ from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, St
 from rl.files.atomic import json_line, write_atomically
 from rl.files.images import png_bytes
 from rl.ranks.seeding import derive_seed
+from rl.record.run_record import provenance
 from rl.record.scrub import scrubbed
 from rl.rollout.stream import RolloutContext
 from rl.run.drift import add_falls, add_state_drift, add_stock_arm
@@ -176,16 +177,13 @@ def _record(
         if picture is not None:
             files[key] = f"{name}_{key.removesuffix('_file')}.png"
             pictures[folder / str(files[key])] = picture
+    told = provenance(episode, None)
+    for key in ("sample_id", "group_id", "advantage"):
+        del told[key]
     return {
         "id": sample.id,
-        "category": sample.category,
-        "instruction": sample.instruction,
-        "completion": episode.action.text,
+        **told,
         "reference": sample.reference,
-        "status": episode.status.value,
-        "failure": episode.failure,
-        "reward": episode.reward,
-        "parts": dict(episode.parts),
         "bare_reward": None if bare is None else bare.reward,
         "stock_reward": untrained.get("stock"),
         **files,

@@ -316,14 +316,18 @@ class Run:
         self.console.iteration(done, self.num_iterations, reduced)
         self.group_panel.show()
 
-    def log_episodes(self, done: int, groups_P: Sequence[GradedGroup]) -> None:
-        """Provenance and pictures of an iteration."""
+    def log_episodes(
+        self, done: int, groups_P: Sequence[GradedGroup], bare_P: Sequence[Episode | None] = ()
+    ) -> None:
+        """Provenance and pictures of an iteration. `bare_P`: the bare arms, by the groups' p."""
         episodes_PG = [[_as_recorded(episode) for episode in group.episodes] for group in groups_P]
         advantages_PG = [group.advantages for group in groups_P]
+        arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
+        recorded_P = [None if arm is None else _as_recorded(arm) for arm in arms_P]
         self.group_panel.note(done, episodes_PG, advantages_PG)
 
         def write() -> None:
-            self.record.write_episodes(done, episodes_PG, advantages_PG)
+            self.record.write_episodes(done, episodes_PG, advantages_PG, recorded_P)
             self.tracker.log_episodes(done, episodes_PG, advantages_PG)
 
         self.writer.put(f"the record of iteration {done}", write)

@@ -181,8 +181,8 @@ def test_the_disk_that_earls_run_fills() -> None:
     assert point == pytest.approx(4 * EARL_GB * (12 + 2)), "119 GB each: base.libsonnet says so"
     kept, pictures, episodes = need.per_iteration.values()
     assert kept * 3000 == pytest.approx(30 * EARL_GB * 2)
-    # Every 5: the run's 16 pictures with 2 groups' sources and targets, and wandb's.
-    logged = 16 + 2 * 2 + 16 * 3
+    # Every 5: the run's 16 pictures with 2 groups' sources, targets and bare arms, and wandb's.
+    logged = 16 + 2 * 3 + 16 * 3
     held_out = 64 * 4  # ours, the bare words, source, target; every 100
     area_px = 1720 * 8**2
     assert stock == pytest.approx(64 * 3 * area_px * 2 / 1e9), "once"

@@ -74,6 +74,7 @@ def test_an_episode_can_be_traced_from_its_line(tmp_path):
         "target_file": "images/it_000012/rank0_g00_target.png",
         "image_file": "images/it_000012/rank0_g00_m0.png",
     }
+    assert "bare" not in broken
     assert (broken["status"], broken["failure"], broken["forced"]) == (
         "policy_failed",
         "no JSON",
@@ -417,3 +418,17 @@ def test_one_run_folder_belongs_to_one_run(tmp_path):
     owner.join()
     record.claim(wait_s=0)
     record.release()
+
+
+def test_the_bare_arm_stands_in_its_groups_first_line(tmp_path):
+    bare = episode(reward=0.25, action=Action("make it red", "make it red"))
+    record = record_in(tmp_path, tracking={"images_per_iteration": 2})
+    groups = [[episode(), episode()], [episode(), episode()]]
+    record.write_episodes(3, groups, [[1.0, -1.0]] * 2, [bare, bare])
+    lines = lines_of(tmp_path / "episodes" / "it_000003.rank0.jsonl")
+    assert ["bare" in line for line in lines] == [True, False, True, False]
+    told, without_picture = lines[0]["bare"], lines[2]["bare"]
+    assert (told["completion"], told["reward"], told["advantage"]) == ("make it red", 0.25, None)
+    assert told["image_file"] == "images/it_000003/rank0_g00_bare.png"
+    assert (tmp_path / told["image_file"]).is_file()
+    assert without_picture["image_file"] is None, "its group has none either"

@@ -130,11 +130,12 @@ def test_hostile_words_are_shown_as_they_are(tab: Tab) -> None:
 
 def test_a_group_shows_everything_of_its_completions(tab: Tab) -> None:
     tab.go("#it=2&g=2", ".member")
-    one, lost = tab.texts(".member")
+    one, lost, bare = tab.texts(".member")
+    assert bare.startswith("0.13bare arm, the user's own words")
     assert one.startswith("0.50advantage +0.50") and "noise seed 77" in one
     assert "ungraded" in lost
     assert tab.page.locator(".tops img").count() == 1
-    assert tab.page.locator(".member img").count() == 2
+    assert tab.page.locator(".member img").count() == 3
     assert len(tab.texts(".member:first-child pre")) == 2, "raw replies"
     tokens = tab.page.locator(".member:first-child .tokens span")
     doubts = "of => of.map(e => e.style.getPropertyValue('--doubt'))"
@@ -151,6 +152,9 @@ def test_a_held_out_sample_shows_its_arms_and_other_checkpoints(tab: Tab) -> Non
     assert [text.split(": ")[1][:4] for text in tab.texts(".across p.fine")] == [
         "0.10", "0.90", "0.10", "0.90",
     ]  # fmt: skip
+    assert tab.page.locator("#at-sample pre").all_text_contents() == [f"it is {EVIL}"]
+    assert "noise seed 78" in " ".join(tab.texts("p.fine"))
+    assert tab.page.locator(".tokens span").count() == 2
     links = tab.page.locator(".across a")
     links.nth(0).click()
     tab.page.locator("h2 + p", has_text="0 iterations").wait_for()

@@ -49,6 +49,17 @@ def test_a_group_has_all_that_its_episodes_say(run_dir: Path) -> None:
     assert json.loads(scored["said"]["viescore"][1])["score"] == [4, 8]
     assert scored["lp"] == [-25, -600, 0] and scored["forced"] == [0, 0, 1]
     assert (lost["r"], lost["st"], lost["why"]) == (None, "ungraded", f"no_reply: {EVIL}")
+    bare = group["bare"]
+    assert (bare["text"], bare["r"]) == (f"own words {EVIL}", 0.125)
+    assert bare["img"] == "images/it_000002/rank0_g02_bare.png"
+
+
+def test_a_held_out_sample_has_all_that_its_record_says(run_dir: Path) -> None:
+    refreshed(run_dir)
+    row = data(run_dir, "eval_000000")["rows"][0]
+    assert row["said"] == {"viescore": [f"it is {EVIL}"]}
+    assert (row["lp"], row["seed"], row["s"]) == ([-25, -600], 78, 0.5)
+    assert (row["bare"], row["stock"], row["bimg"]) == (0.1, 0.2, "0_bare.png")
 
 
 def test_tokens_have_their_own_words_where_the_tokenizer_is_here(run_dir: Path) -> None:

@@ -64,14 +64,23 @@
       el("p", {class: "fine scale"}, "0 nats", el("i"), "−5 or less"));
   };
 
+  const traced = (one) => el("p", {class: "fine"},
+    `${one.st}; noise seed ${one.seed ?? "–"}; verdict after ${num(one.s, 2)} s`);
+
   const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
     one.img ? page.figure(page.at("../", one.img), group.say, `picture ${at + 1}`) : null,
     page.words(one.text || "(no words)", "p"),
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
-    replies(one.said), partsTable(names, one.parts), tokens(one),
-    el("p", {class: "fine"}, `${one.st}; noise seed ${one.seed ?? "–"}; verdict after ${num(one.s, 2)} s`));
+    replies(one.said), partsTable(names, one.parts), tokens(one), traced(one));
+
+  // What the user's own words give, under the group's noise: it teaches nothing.
+  const bareArm = (one, group, names) => el("article", {class: "member", "aria-label": "the bare arm"},
+    el("h3", {}, page.reward(one), el("span", {class: "soft"}, "bare arm, the user's own words")),
+    one.img ? page.figure(page.at("../", one.img), group.say, "picture of the bare arm") : null,
+    one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
+    replies(one.said), partsTable(names, one.parts), traced(one));
 
   page.group = async (state) => {
     const it = Number(state.it);
@@ -106,7 +115,8 @@
       shortened(data.cut),
       group.src || group.goal || group.of.some((one) => one.img) ? null
         : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration says how many are kept)."),
-      el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)))].filter(Boolean));
+      el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)),
+        group.bare ? bareArm(group.bare, group, data.parts) : null)].filter(Boolean));
   };
 
   // At most so many, the first and the last among them.
@@ -153,7 +163,7 @@
       old && (old.img || row.img) ? el("div", {class: "beside-each"},
         page.slider(page.at(other.base, old.img), page.at(set.base, row.img), row.say,
           [page.setName(other), page.setName(set)])) : null,
-      partsTable(found.parts, row.parts),
+      ...replies(row.said), partsTable(found.parts, row.parts), tokens(row), row.seed === null ? null : traced(row),
       el("h3", {}, "Across checkpoints"), across].filter(Boolean));
     const sets = spread(page.facts.sets);
     for (const one of sets) {
