@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         requests = files.requests_of(*_asked(args.what))
+        args.out.mkdir(parents=True, exist_ok=True)
         print(f"loading {args.run}", flush=True)
         editor = Editor.from_run(
             args.run,
@@ -58,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for number, result in enumerate(stream, 1):
             failed += result.failure is not None
-            written = files.save(editor, result, files.free_stem(args.out, result.request))
+            try:
+                written = files.save(editor, result, files.free_stem(args.out, result.request))
+            except OSError as error:
+                raise SystemExit(f"{error}; the edits before this one are written") from error
             _say(editor, result, written, number, len(requests), time.monotonic() - began)
     return int(failed > 0)
 

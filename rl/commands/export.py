@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         export(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {args.target}")
     if args.push_to:
@@ -148,7 +148,7 @@ def export(args: argparse.Namespace) -> None:
     is_merged = trained.is_adapter and args.form != "adapter"
     if not (is_merged or args.form == "text-encoder" or args.dtype):
         names = ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES
-        files = sorted(file for name in names for file in trained.model.glob(name))
+        files = sorted(own_file(file) for name in names for file in trained.model.glob(name))
         num_bytes = sum(file.stat().st_size for file in files)
         write = partial(copy, files)
     else:
@@ -165,9 +165,9 @@ def export(args: argparse.Namespace) -> None:
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """`<target>.part` to write, renamed at the end: under its own name the target is whole. A part
-    that fails, or that a kill left, is deleted."""
-    part = target.with_name(f"{target.name}.part")
+    """`.<target>.rl-export` to write, renamed at the end: under its own name the target is whole.
+    One that fails, or that a kill left, is deleted."""
+    part = target.with_name(f".{target.name}.rl-export")
     shutil.rmtree(part, ignore_errors=True)
     try:
         yield part
@@ -257,6 +257,16 @@ def _require_room(target: Path, num_bytes: int) -> None:
         )
 
 
+def own_file(file: Path) -> Path:
+    """`file`, unless it is a link to what is not of its folder: what is exported is passed on. A
+    hub's cache has links into its own `blobs`. Raises ValueError."""
+    folder, place = file.parent.resolve(), file.resolve()
+    blobs = folder.parent.parent / "blobs"
+    if file.is_symlink() and not (place.is_relative_to(folder) or place.parent == blobs):
+        raise ValueError(f"{file} is a link to {place}, elsewhere; put the file itself there")
+    return file
+
+
 def copy(files: Sequence[Path], target: Path) -> None:
     target.mkdir(parents=True)
     for file in files:
@@ -268,7 +278,7 @@ def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) 
     if trained.run_config is None:
         own = trained.model / MODEL_CARD
         if own.is_file() and not (target / MODEL_CARD).exists():
-            shutil.copyfile(own, target / MODEL_CARD)
+            shutil.copyfile(own_file(own), target / MODEL_CARD)
         return
     evidence = None
     if trained.run_dir is not None:

@@ -105,7 +105,7 @@ def trained(
             values[room] |= _drawn(plug.name, keys, num_steps, size_px)
     for setting in settings:
         values = _set(values, setting)
-    base = values["policy"]
+    base = _config(values, file).policy
     values["policy"] = with_weights(base, find_weights(step))
     reward = _held_out_reward(run_dir, iteration_of(step))
     return Trained(run_dir, step, iteration_of(step), reward, _config(values, file), base)

@@ -149,11 +149,15 @@ class Checkpoints:
         return path
 
     def publish(
-        self, iteration: int, model_card: str, reward: float | None, final: bool = False
+        self,
+        iteration: int,
+        model_card: Callable[[], str],
+        reward: float | None,
+        final: bool = False,
     ) -> None:
         """Give the checkpoint of that iteration, if there is one, the card that knows its held-out
-        run, note whether it is the best (`reward`: on held-out samples, None: not measured), and
-        begin a push to the hub when that is due. Rank 0."""
+        run (made only then), note whether it is the best (`reward`: on held-out samples, None: not
+        measured), and begin a push to the hub when that is due. Rank 0."""
         path = self.folder / f"step_{iteration:06d}"
         model = path / MODEL_FOLDER
         if not model.is_dir():
@@ -164,7 +168,7 @@ class Checkpoints:
             except OSError as error:
                 warn(f"whether {path.name} is the best checkpoint could not be noted: {error}")
         try:
-            write_atomically(model / MODEL_CARD, scrub(model_card))
+            write_atomically(model / MODEL_CARD, scrub(model_card()))
         except OSError as error:
             warn(f"{model / MODEL_CARD} could not be written: {error}")
         if self._push_due(iteration, final):

@@ -365,7 +365,7 @@ class Run:
     def publish(self, done: int, final: bool = False) -> None:
         """Of the checkpoint of that iteration, if there is one: its card, and a push if due."""
         if self.dist.is_main:
-            card = model_card(self.record.config, done, self.last_metrics)
+            card = partial(model_card, self.record.config, done, self.last_metrics)
             final = final or done == self.num_iterations
             # A run that is stopped in a held-out run has no line of it.
             reward = self.last_metrics.get("eval/reward") if self.last_line == done else None

@@ -217,6 +217,8 @@ WRONG = [
     (["--set", "renderer", "{}"], "setting 'renderer': write key.sub=value"),
     (["--set", "renderer.num_step=8", "{}"], r"renderer\.num_step: .*num_steps"),
     (["--set", "renderer.model_path=/no/where", "{}"], r"renderer\.model_path: .*/no/where"),
+    (["--set", "policy=5", "{}"], "policy: "),
+    (["--out", "/dev/null", "{}"], "File exists: '/dev/null'"),
     (["--run", "nowhere", "{}"], "nowhere is no run folder: it holds no config.json"),
 ]
 

@@ -14,7 +14,7 @@ from rl.record.checkpoint import Checkpoints, checkpoint_of
 def save_and_measure(checkpoints: Checkpoints, rewards: dict[int, float | None]) -> None:
     for iteration, reward in rewards.items():
         save(checkpoints, iteration)
-        checkpoints.publish(iteration, "card", reward)
+        checkpoints.publish(iteration, lambda: "card", reward)
 
 
 def test_the_best_stays_however_old(tmp_path):
@@ -32,7 +32,7 @@ def test_the_best_stays_however_old(tmp_path):
 def test_one_that_is_measured_again_has_the_newer_mark(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
-    checkpoints.publish(10, "card", 0.25)
+    checkpoints.publish(10, lambda: "card", 0.25)
     assert read_best(tmp_path) == Best("step_000010", 0.25)
     save_and_measure(checkpoints, {20: 0.5})
     assert checkpoint_of(tmp_path, "best").name == "step_000020"

@@ -389,6 +389,6 @@ def test_keys_in_the_environment_do_not_reach_a_checkpoint(tmp_path, monkeypatch
         "trained with sk-0123456789abcdef",
     )
     path = checkpoints.save(point)
-    checkpoints.publish(1, "scored with sk-0123456789abcdef", None)
+    checkpoints.publish(1, lambda: "scored with sk-0123456789abcdef", None)
     assert checkpoints.load(path).meta == {"config": {"note": "uses <SOME_API_KEY>"}}
     assert all(b"sk-0123" not in file.read_bytes() for file in path.rglob("*") if file.is_file())

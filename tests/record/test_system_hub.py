@@ -66,7 +66,7 @@ def save(checkpoints: Checkpoints, iteration: int, final: bool = False) -> None:
     tensors = {"w": torch.ones(1)}
     point = ResumePoint(iteration, tensors, {}, [rng_state()], write_model, "no card yet")
     checkpoints.save(point, final)
-    checkpoints.publish(iteration, "card", None, final)
+    checkpoints.publish(iteration, lambda: "card", None, final)
 
 
 def model_of(iteration: int) -> dict[str, str]:

@@ -126,14 +126,18 @@ def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_pat
     run = Run.__new__(Run)
     run.said = set()
     seen: list[Any] = []
-    write = lambda done, episodes_PG, advantages_PG: seen.extend(episodes_PG[0])  # noqa: E731
+
+    def write(done: int, episodes_PG: Any, advantages_PG: Any, bare_P: Any) -> None:
+        seen.extend([*episodes_PG[0], *bare_P])
+
     run.record = SimpleNamespace(write_episodes=write)
     run.tracker = run.console = MagicMock()
     run.config = run_config()
     run.writer = BackgroundWriter(tmp_path)
-    run.log_episodes(1, [GradedGroup(0, [kept], [1.0], [])])
+    run.log_episodes(1, [GradedGroup(0, [kept], [1.0], [])], [kept])
     run.writer.flush()
-    assert seen[0].image is kept.image and not seen[0].prompt.model_inputs
+    assert len(seen) == 2, "the group's completion and its bare arm"
+    assert all(one.image is kept.image and not one.prompt.model_inputs for one in seen)
 
 
 @pytest.mark.parametrize(("last_line", "reward"), [(4, 0.75), (3, None)])

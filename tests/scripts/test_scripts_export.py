@@ -227,11 +227,11 @@ def test_a_merge_that_fails_midway_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(loading, "load_image_processor", fail)  # the last to be written
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(SystemExit, match="disk full"):
             export.main([str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    (tmp_path / "merged.part").mkdir()  # of an export that was killed
-    (tmp_path / "merged.part" / "model-00009.safetensors").touch()
+    (tmp_path / ".merged.rl-export").mkdir()  # of an export that was killed
+    (tmp_path / ".merged.rl-export" / "model-00009.safetensors").touch()
     export.main([str(run), str(tmp_path / "merged")])
     assert file_names(tmp_path) == ["merged", "run"]
     assert not list((tmp_path / "merged").glob("model-*"))
@@ -469,3 +469,31 @@ def test_vllm_answers_the_same(tmp_path: Path) -> None:
         assert [group[0].token_ids for group in groups] == expected
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "README.md"])
+def test_a_link_to_what_lies_elsewhere_is_not_passed_on(tmp_path: Path, name: str) -> None:
+    secret, folder = tmp_path / "secret", tmp_path / "bare"
+    secret.write_text("private")
+    folder.mkdir()
+    for file in ("adapter_config.json", "config.json", "model.safetensors"):
+        (folder / file).write_text("{}")
+    if name == "vocab.txt":
+        (folder / "adapter_config.json").unlink()
+    (folder / name).symlink_to(secret)
+    with pytest.raises(SystemExit, match=rf"{name} is a link to .*secret, elsewhere"):
+        export.main([str(folder), str(tmp_path / "out"), *_FORM[name]])
+    assert not (tmp_path / "out").exists()
+
+
+_FORM = {"vocab.txt": [], "README.md": ["--as", "adapter"]}
+
+
+def test_links_of_a_hubs_cache_are_its_own(tmp_path: Path) -> None:
+    blob = tmp_path / "models--a--b" / "blobs" / "0123456789abcdef"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "main"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    blob.write_text("{}")
+    (snapshot / "config.json").symlink_to(blob)
+    assert export.own_file(snapshot / "config.json") == snapshot / "config.json"
