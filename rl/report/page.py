@@ -21,6 +21,7 @@ from markupsafe import Markup
 from rl.files.atomic import write_atomically
 from rl.report.alarms import alarms
 from rl.report.curves import CURVES, how_drawn, points
+from rl.report.folder import to_oneself
 from rl.report.pages import CHUNK, Made, refresh
 from rl.report.reading import (
     Evaluation,
@@ -41,9 +42,9 @@ _SCRIPTS = ("base.js", "lists.js", "samples.js", "start.js")
 def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, Made]:
     """Make `<run>/report/` what the run holds now; `other`: a run to set beside it."""
     folder = run_dir / "report"
-    made = refresh(run_dir, folder / "data", other)
-    page = rendered(run_dir, made, other)
-    write_atomically(folder / "index.html", page)
+    with to_oneself(folder):
+        made = refresh(run_dir, folder / "data", other)
+        write_atomically(folder / "index.html", rendered(run_dir, made, other))
     return folder / "index.html", made
 
 

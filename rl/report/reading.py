@@ -107,10 +107,24 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def picture(folder: Path, file: object) -> str | None:
-    """`file`, where it names a picture below `folder` that is there."""
+    """`file`, where it names a picture below `folder` that is there, and no link leads to it."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
-    return file if (folder / file).is_file() else None
+    names = file.split("/")
+    steps = [folder.joinpath(*names[:count]) for count in range(1, len(names) + 1)]
+    if folder.parent.name == "evaluation":
+        steps.append(folder)
+    if any(step.is_symlink() for step in steps):
+        return None
+    return file if steps[len(names) - 1].is_file() else None
+
+
+def picture_of(run_dir: Path, file: object) -> str | None:
+    """The same of a whole run, whose `images` may be a link to another disk."""
+    if not isinstance(file, str) or not _PICTURE.fullmatch(file):
+        return None
+    top, _, rest = file.partition("/")
+    return file if rest and picture(run_dir / top, rest) else None
 
 
 def number(value: object) -> float | None:

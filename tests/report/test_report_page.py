@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
@@ -20,8 +21,9 @@ from tiny_report import EVIL, write_run
 
 from rl.commands import report
 from rl.files.atomic import json_line
-from rl.report import mail
+from rl.report import figures, folder, mail
 from rl.report.curves import CURVES, MAX_POINTS, how_drawn, smooth, thinned
+from rl.report.mail import write_single_file
 from rl.report.page import times, write_page
 from rl.report.script import value_of
 from rl.report.summary import interval
@@ -133,6 +135,36 @@ def lines(run_dir: Path, keeps: object) -> None:
     path = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().split("\n") if line]
     path.write_text("".join(json_line(row) for row in rows if keeps(row)))
+
+
+@pytest.mark.parametrize(
+    "name", ["report", "report/data", "report/index.html", "report/data/it_000001.js"]
+)
+def test_a_report_is_written_to_no_other_place(run_dir: Path, tmp_path: Path, name: str) -> None:
+    _, made = write_page(run_dir)
+    path = run_dir / name
+    path.rename(tmp_path / "theirs")
+    path.symlink_to(tmp_path / "theirs")
+    theirs = tmp_path / "theirs"
+    before = theirs.stat().st_mtime_ns
+    (run_dir / "metrics.jsonl").touch()
+    for write in (write_page, partial(write_single_file, made=made)):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
+            write(run_dir)
+    with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
+        figures.draw(run_dir / "report", [], [])
+    assert theirs.stat().st_mtime_ns == before and not (run_dir / "report/report.html").exists()
+
+
+def test_two_reports_write_one_after_the_other(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
+    with folder.to_oneself(run_dir / "report"):
+        with pytest.raises(ValueError, match="another report is being made"):
+            write_page(run_dir)
+        assert not (run_dir / "report/index.html").exists()
+    write_page(run_dir)
 
 
 def test_a_run_of_nothing_has_a_page(tmp_path: Path) -> None:
