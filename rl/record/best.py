@@ -35,7 +35,10 @@ def read_best(run_dir: Path) -> Best | None:
     name, reward = row.get("checkpoint"), row.get("reward")
     if not isinstance(name, str) or not isinstance(reward, int | float):
         return None
-    return Best(name, float(reward)) if math.isfinite(reward) else None
+    try:
+        return Best(name, float(reward)) if math.isfinite(reward) else None
+    except OverflowError:  # of an integer
+        return None
 
 
 def note_if_best(run_dir: Path, checkpoint: Path, reward: float) -> bool:

@@ -22,6 +22,7 @@ from rl.record.untrusted import shown
 
 NO_RUN = "no run"
 _MAX_SHOWN = 200
+_MAX = 10**9
 _PICTURES = ("images", "evaluation", "stock", "report")
 """Folders whose .png count as pictures."""
 _CHECKPOINTS = ("checkpoints", KEPT_MODELS_FOLDER)
@@ -140,11 +141,16 @@ def _planned(config: Mapping[str, Any]) -> str:
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     rows = read_rows(file)[0] if file.is_file() else []
-    return [formats.recorded(row) for row in rows if type(row.get("iteration")) is int]
+    return [
+        formats.recorded(row)
+        for row in rows
+        if type(it := row.get("iteration")) is int and 0 <= it <= _MAX
+    ]
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """One that a line has room for."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX
 
 
 def _damaged(path: Path, found: Found) -> list[int]:
@@ -162,7 +168,9 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
         is_picture = top in _PICTURES and file.suffix == ".png"
         kind = "checkpoints" if top in _CHECKPOINTS else "pictures" if is_picture else "rest"
         bytes_of[kind] += known.st_size
-        newest_s = max(newest_s, known.st_mtime)
+        # To look at a run, or to report on it, is not to go on with it.
+        if top != "report" and str(file.relative_to(path)) not in LOCKS:
+            newest_s = max(newest_s, known.st_mtime)
     return bytes_of, newest_s or written_s
 
 

@@ -7,6 +7,7 @@ teach, what drifted. What not: what a run says while it trains (`rl/run/no_learn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,8 +42,10 @@ def alarms(
         ("status/policy_failed", "of the completions could not be used"),
     ):
         shares = [value for _, value in points(metrics, name)]
-        if shares and fmean(shares) > _NOT_GRADED:
-            said.append(f"{fmean(shares):.1%} {what}; {max(shares):.1%} at worst.")
+        recent = fmean(shares[-10:]) if shares else 0.0
+        if shares and max(fmean(shares), recent) > _NOT_GRADED:
+            lately = f", {recent:.1%} in the last 10" if len(shares) > 10 else ""
+            said.append(f"{fmean(shares):.1%} {what}{lately}; {max(shares):.1%} at worst.")
     for name, what in (
         ("groups/dead", "are dead: all rewards equal and below 0.5"),
         ("groups/zero_spread", "have no spread of rewards, and teach nothing"),
@@ -65,10 +68,11 @@ def _lost(
 ) -> list[str]:
     """Iterations without a line, or without the episodes that the config asks for."""
     said = []
-    lines = {row["iteration"] for row in metrics if type(row["iteration"]) is int}
+    lines = {row["iteration"] for row in metrics}
     last = max(lines, default=0)
-    if missing := [str(it) for it in range(1, last) if it not in lines]:
-        said.append(f"metrics.jsonl has no line of iterations {_named(missing)}.")
+    if num_missing := last - len(lines - {0}):
+        first = islice((str(it) for it in range(1, last) if it not in lines), _MAX_NAMED)
+        said.append(f"metrics.jsonl has no line of iterations {_named([*first], num_missing)}.")
     tracking = config.get("tracking")
     every = tracking.get("log_episodes_every_n_iterations") if isinstance(tracking, Mapping) else 1
     there = {it for it, _ in made.iterations}
@@ -84,6 +88,7 @@ def _lost(
     return said
 
 
-def _named(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_NAMED
+def _named(names: Sequence[str], num_names: int | None = None) -> str:
+    """`num_names`: of them all, where only the first are at hand."""
+    rest = (len(names) if num_names is None else num_names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -108,10 +108,11 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 def thinned(found: Points) -> tuple[Points, int]:
     """At most `MAX_POINTS`, and how many iterations each is the mean of; the last stays itself."""
-    every = -(-len(found) // MAX_POINTS)
-    if every <= 1:
+    if len(found) <= MAX_POINTS:
         return found, 1
-    spans = [found[start : start + every] for start in range(0, len(found) - 1, every)]
+    rest = found[:-1]
+    every = -(-len(rest) // (MAX_POINTS - 1))
+    spans = [rest[start : start + every] for start in range(0, len(rest), every)]
     means = [(fmean(x for x, _ in span), fmean(y for _, y in span)) for span in spans]
     return [*means, found[-1]], every
 

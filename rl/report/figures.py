@@ -5,18 +5,24 @@ What: both, of the FIRST held-out samples, not the best. What not: the page (`pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.files.panels import panel
+from rl.record.untrusted import shown
 from rl.report.curves import points, smooth
-from rl.report.reading import Evaluation, Record
+from rl.report.folder import refuse_links
+from rl.report.reading import Evaluation, Record, number, picture
+from rl.report.rows import text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_SAMPLES_DRAWN = 10
+_MAX_CHARS = 2000
 STYLES = {
     "eval/reward": ("tab:orange", "o-", "held-out prompts"),
     "eval/stock_reward": ("tab:red", "--", "held-out, the untrained system"),
@@ -27,16 +33,31 @@ STYLES = {
 
 
 def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
+    """Those that can be drawn; of another it is said why."""
     import matplotlib
 
+    refuse_links(folder)
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [folder / "reward_curve.png"]
-    draw_curve(drawn[0], metrics)
+    wanted = {folder / "reward_curve.png": partial(draw_curve, metrics=metrics)}
     if len(evaluations) > 1:
-        drawn.append(folder / "before_after.png")
-        draw_grid(drawn[1], evaluations[0], evaluations[-1])
-    return drawn
+        wanted[folder / "before_after.png"] = partial(
+            draw_grid, before=evaluations[0], after=evaluations[-1]
+        )
+    return [path for path, make in wanted.items() if _is_drawn(path, make)]
+
+
+def _is_drawn(path: Path, make: Callable[[Path], None]) -> bool:
+    import matplotlib.pyplot as plt
+
+    try:
+        make(path)
+        return True
+    except Exception as error:  # whatever a foreign record holds: the page is made all the same
+        print(f"{path} could not be drawn: {shown(str(error), 200)}", file=sys.stderr)
+        return False
+    finally:
+        plt.close("all")
 
 
 def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
@@ -65,25 +86,29 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
     Where nothing is edited, the first picture is what the user's own words give."""
     import matplotlib.pyplot as plt
 
-    shown = [i for i in before.records if i in after.records][:MAX_SAMPLES_DRAWN]
-    num_rows = (len(shown) + 1) // 2
+    both = [i for i in before.records if i in after.records][:MAX_SAMPLES_DRAWN]
+    num_rows = (len(both) + 1) // 2
     height_in = 4.0 * num_rows + 0.8
     figure = plt.figure(figsize=(18, height_in), dpi=100)
     # The fourth of seven columns stays empty: it keeps the two samples of a row apart.
     grid = figure.add_gridspec(num_rows, 7, width_ratios=[1, 1, 1, 0.12, 1, 1, 1])
     top, bottom = 1 - 1.1 / height_in, 1.0 / height_in
     grid.update(left=0.01, right=0.99, top=top, bottom=bottom, wspace=0.06, hspace=0.45)
-    for number, identity in enumerate(shown):
-        row, side = divmod(number, 2)
+    for place, identity in enumerate(both):
+        row, side = divmod(place, 2)
         source, left, right = (figure.add_subplot(grid[row, 4 * side + k]) for k in range(3))
         old, new = before.records[identity], after.records[identity]
-        bare = old["source_file"] is None and old.get("bare_file") is not None
+        bare = old.get("source_file") is None and old.get("bare_file") is not None
         first = ("bare_file", "the words as they are") if bare else ("source_file", "source")
-        show(source, before.folder, old[first[0]], first[1], old["instruction"])
-        show(left, before.folder, old["image_file"], f"before: {score(old)}", old["completion"])
-        show(right, after.folder, new["image_file"], f"after: {score(new)}", new["completion"])
+        show(source, before.folder, old.get(first[0]), first[1], old.get("instruction"))
+        for axes, folder, when, record in (
+            (left, before.folder, "before", old),
+            (right, after.folder, "after", new),
+        ):
+            title = f"{when}: {score(record)}"
+            show(axes, folder, record.get("image_file"), title, record.get("completion"))
     figure.suptitle(
-        f"The first {len(shown)} held-out samples, before training and after "
+        f"The first {len(both)} held-out samples, before training and after "
         f"{after.iteration} iterations (reward 0 to 1)",
         fontsize=16,
     )
@@ -91,17 +116,20 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
     plt.close(figure)
 
 
-def show(axes: Axes, folder: Path, file: str | None, title: str, text: str) -> None:
+def show(axes: Axes, folder: Path, file: object, title: str, words: object) -> None:
     """One picture, or where it is not there its words alone."""
     from PIL import Image
 
-    if file is None or not (folder / file).is_file():
-        panel(axes, None, title, text)
+    said = text(words, _MAX_CHARS)
+    there = picture(folder, file)
+    if there is None:
+        panel(axes, None, title, said)
         return
-    with Image.open(folder / file) as image:
-        panel(axes, image, title, text)
+    with Image.open(folder / there) as image:
+        panel(axes, image, title, said)
 
 
 def score(record: Record) -> str:
     """A record's reward, or why it has none."""
-    return "not graded" if record["reward"] is None else f"{record['reward']:.2f}"
+    reward = number(record.get("reward"))
+    return "not graded" if reward is None else f"{reward:.2f}"

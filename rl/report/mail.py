@@ -18,8 +18,10 @@ from markupsafe import Markup
 from PIL import Image
 
 from rl.files.atomic import write_atomically
+from rl.report.folder import to_oneself
 from rl.report.page import rendered
 from rl.report.pages import CHUNK, Made
+from rl.report.reading import picture_of
 from rl.report.script import call, literal, value_of
 
 MAX_BYTES = 5_000_000
@@ -58,7 +60,9 @@ class _Mail:
         for source in wanted:
             if source in self.pictures:
                 continue
-            inside = thumbnail(self.folder / source)
+            # Those of another run are not asked for.
+            there = picture_of(self.folder.parent, source.removeprefix("../"))
+            inside = thumbnail(self.folder.parent / there) if there else None
             if inside is None or len(inside) + len(source) + _AROUND > self.room:
                 self.num_left_out += 1
                 continue
@@ -69,6 +73,11 @@ class _Mail:
 def write_single_file(run_dir: Path, made: Made, other: Path | None = None) -> str:
     """Writes it; returns what to tell the user. The data pages lie there."""
     folder = run_dir / "report"
+    with to_oneself(folder):
+        return _write(folder, run_dir, made, other)
+
+
+def _write(folder: Path, run_dir: Path, made: Made, other: Path | None) -> str:
     smallest = len(rendered(run_dir, made, other, [Markup()], "x" * 400).encode())
     mail = _Mail(folder, MAX_BYTES - smallest - 20_000)
     tables = int(mail.room * _TABLES)

@@ -8,6 +8,7 @@ the page may load nothing but files beside it (its Content-Security-Policy).
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -19,8 +20,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
+from rl.record.untrusted import without_lone_surrogates
 from rl.report.alarms import alarms
 from rl.report.curves import CURVES, how_drawn, points
+from rl.report.folder import to_oneself
 from rl.report.pages import CHUNK, Made, refresh
 from rl.report.reading import (
     Evaluation,
@@ -41,9 +44,9 @@ _SCRIPTS = ("base.js", "lists.js", "samples.js", "start.js")
 def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, Made]:
     """Make `<run>/report/` what the run holds now; `other`: a run to set beside it."""
     folder = run_dir / "report"
-    made = refresh(run_dir, folder / "data", other)
-    page = rendered(run_dir, made, other)
-    write_atomically(folder / "index.html", page)
+    with to_oneself(folder):
+        made = refresh(run_dir, folder / "data", other)
+        write_atomically(folder / "index.html", rendered(run_dir, made, other))
     return folder / "index.html", made
 
 
@@ -60,7 +63,7 @@ def rendered(
     told = dict(made.damaged)
     if damaged:
         told["metrics.jsonl"] = len(damaged)
-    return _template().render(
+    page = _template().render(
         name=str(config.get("run_name") or run_dir.resolve().name),
         other=None if other is None else other.resolve().name,
         note=note,
@@ -75,8 +78,10 @@ def rendered(
         style=_source("page.css"),
         scripts=[_source(name) for name in _SCRIPTS],
         facts=Markup(literal(_facts(run_dir, made, other, bool(inside)))),  # nosec B704
+        is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         inside=inside,
     )
+    return without_lone_surrogates(page)
 
 
 @cache
@@ -214,5 +219,12 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, str]:
         if isinstance(children, Mapping) and children:
             found |= _flat(children, f"{name}.")
         else:
-            found[name] = item if isinstance(item, str) else literal(item)
+            found[name] = item if isinstance(item, str) else _spelt(item)
     return found
+
+
+def _spelt(value: object) -> str:
+    try:
+        return literal(value)
+    except ValueError:  # an infinity, which is shown and no script
+        return json.dumps(value)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rl.files.atomic import read_rows, write_atomically
 from rl.report.reading import (
@@ -92,16 +92,27 @@ class _Folder:
         it, among it 'files'."""
         old = self._before.get(name)
         if (
-            isinstance(old, dict)
-            and old.get("stamp") == list(stamp)
+            _is_whole(old, name)
+            and old["stamp"] == list(stamp)
+            and old["left"] == self._left(name, old["files"])
             and all((self.path / file).is_file() for file in old["files"])
         ):
             self.made[name] = old
             self.kept.update(old["files"])
             return False
-        self.made[name] = make() | {"stamp": list(stamp)}
-        self.kept.update(self.made[name]["files"])
+        made = make()
+        left = self._left(name, made["files"])
+        self.made[name] = made | {"stamp": list(stamp), "left": left}
+        self.kept.update(made["files"])
         return True
+
+    def _left(self, name: str, files: Sequence[str]) -> list[list[Any]]:
+        """What tells whether pages of that name are as they were left."""
+        return _stamp([self.path / file for file in files if file.startswith(name)])
+
+    def forget(self, name: str) -> None:
+        """Have it made again."""
+        self._before.pop(name, None)
 
     def write(self, file: str, content: str) -> str:
         write_atomically(self.path / file, content)
@@ -125,6 +136,19 @@ class _Folder:
                 path.unlink()
 
 
+def _is_whole(old: Any, name: str) -> TypeGuard[dict[str, Any]]:
+    """Whether that is what `page` remembers; the file may come with a stranger's run."""
+    return (
+        isinstance(old, dict)
+        and {"stamp", "left"} <= old.keys()
+        and isinstance(files := old.get("files"), list)
+        and all(isinstance(file, str) and _OURS.fullmatch(file) for file in files)
+        and f"{name}.js" in files
+        and type(old.get("damaged")) is int
+        and (not name.startswith("it_") or type(old.get("groups")) is int)
+    )
+
+
 def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
     """Make the pages in `folder` what `run_dir` holds now. `other`: a run to compare with."""
     pages, made = _Folder(folder), Made()
@@ -133,15 +157,18 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
     readings = _num_readings(config)
     for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
         found_by: dict[str, Any] = {}
+        found_before = _found_before(folder / f"{_found_in(chunk)}.js")
         there = []
         for iteration, files in in_chunk:
             there.append(iteration)
             name = f"it_{iteration:06d}"
+            if str(iteration) not in found_before:
+                pages.forget(name)
             make = partial(_iteration, pages, found_by, iteration, files, run_dir, pieces, readings)
             pages.page(name, _stamp([*files, run_dir / "images" / name]), make)
             made.iterations.append((iteration, pages.made[name]["groups"]))
             _note_damage(made, f"episodes/{name}", pages.made[name])
-        _chunk(pages, chunk, found_by, there)
+        _chunk(pages, chunk, found_before, found_by, there)
         if found_by:
             pages.note()
     made.evaluations = _evaluations(pages, made, run_dir, pieces, "")
@@ -163,9 +190,13 @@ def _num_readings(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _stamp(paths: Sequence[Path]) -> list[list[Any]]:
-    """What tells whether files changed; those that are not there are left out."""
+    """What tells whether files changed or were copied (nobody sets a ctime); those that are not
+    there are left out."""
     stats = [(str(path), path.stat()) for path in paths if path.exists()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return [
+        [name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        for name, stat in stats
+    ]
 
 
 def _note_damage(made: Made, file: str, remembered: Mapping[str, Any]) -> None:
@@ -236,21 +267,31 @@ def _write(
     return files
 
 
-def _chunk(pages: _Folder, chunk: int, new: Mapping[str, Any], there: Sequence[int]) -> None:
+def _found_before(path: Path) -> dict[str, Any]:
+    """What a page to find groups by holds; {} where it cannot be read."""
+    try:
+        found = value_of(path.read_bytes().decode())
+        literal(found)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _chunk(
+    pages: _Folder,
+    chunk: int,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    there: Sequence[int],
+) -> None:
     """What the groups of some iterations are found by: the new ones beside those of before."""
     name = _found_in(chunk)
+    merged = {str(it): new.get(str(it), old.get(str(it))) for it in there}
+    content = call(name, merged)
     path = pages.path / f"{name}.js"
-    old: Mapping[str, Any] = {}
-    if path.is_file():
-        try:
-            found = value_of(path.read_text("utf-8"))
-            old = {it: row for it, row in found.items() if it.isdigit()}
-        except (AttributeError, ValueError):
-            old = {}
-    merged = {str(it): row for it, row in {**old, **new}.items() if int(it) in there}
     pages.kept.add(path.name)
-    if merged != old:
-        pages.write(path.name, call(name, dict(sorted(merged.items(), key=lambda e: int(e[0])))))
+    if not path.is_file() or path.read_bytes() != content.encode():
+        pages.write(path.name, content)
 
 
 def _evaluations(

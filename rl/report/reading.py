@@ -21,6 +21,8 @@ from rl.files.atomic import read_rows
 from rl.record.checkpoint import too_new
 
 Record = Mapping[str, Any]
+_MAX_ITERATION = 10**9
+_MAX_NUMBER = 1e100
 _EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
 _EVALUATION = re.compile(r"it_(\d{6,})")
 _PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
@@ -54,7 +56,14 @@ def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of a JSONL file that have `key`, under today's names; and the numbers (from 1) of
     the lines that are none, such as a last one that a kill cut short."""
     rows, damaged = read_rows(path)
-    return [formats.recorded(row) for row in rows if key in row], damaged
+    return [formats.recorded(row) for row in rows if _has(row, key)], damaged
+
+
+def _has(row: Record, key: str) -> bool:
+    value = row.get(key)
+    if key != "iteration":
+        return key in row
+    return type(value) is int and 0 <= value <= _MAX_ITERATION
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
@@ -107,12 +116,28 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def picture(folder: Path, file: object) -> str | None:
-    """`file`, where it names a picture below `folder` that is there."""
+    """`file`, where it names a picture below `folder` that is there, and no link leads to it."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
-    return file if (folder / file).is_file() else None
+    names = file.split("/")
+    steps = [folder.joinpath(*names[:count]) for count in range(1, len(names) + 1)]
+    if folder.parent.name == "evaluation":
+        steps.append(folder)
+    if any(step.is_symlink() for step in steps):
+        return None
+    return file if steps[len(names) - 1].is_file() else None
+
+
+def picture_of(run_dir: Path, file: object) -> str | None:
+    """The same of a whole run, whose `images` may be a link to another disk."""
+    if not isinstance(file, str) or not _PICTURE.fullmatch(file):
+        return None
+    top, _, rest = file.partition("/")
+    return file if rest and picture(run_dir / top, rest) else None
 
 
 def number(value: object) -> float | None:
-    """`value`, where it is a number; a bool counts as one."""
-    return float(value) if isinstance(value, (int, float)) else None
+    """`value`, where it is a finite number that sums stay finite of; a bool counts as one."""
+    if not isinstance(value, (int, float)) or not abs(value) <= _MAX_NUMBER:
+        return None
+    return float(value)

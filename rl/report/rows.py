@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from rl.record.untrusted import without_lone_surrogates
-from rl.report.reading import Record, number, picture
+from rl.report.reading import Record, number, picture, picture_of
 from rl.report.tokens import Pieces
 
 _SCORE = re.compile(r'"score"\s*:\s*(\[[^\[\]]{0,200}\]|-?[0-9.]{1,20})')
@@ -79,23 +80,26 @@ def group_row(
     """A whole group, as its own view shows it."""
     first = rows_G[0]
     bare = first.get("bare")
+    there = partial(picture_of, run_dir)
     return {
         "id": text(first.get("sample_id"), 300),
         "cat": text(first.get("category"), 200),
         "say": text(first.get("instruction"), limits.text_chars),
-        "src": picture(run_dir, first.get("source_file")),
-        "goal": picture(run_dir, first.get("target_file")),
-        "of": [_member(row, names, run_dir, pieces, limits) for row in rows_G],
-        "bare": _member(bare, names, run_dir, pieces, limits)
-        if isinstance(bare, Mapping)
-        else None,
+        "src": picture_of(run_dir, first.get("source_file")),
+        "goal": picture_of(run_dir, first.get("target_file")),
+        "of": [_member(row, names, there, pieces, limits) for row in rows_G],
+        "bare": _member(bare, names, there, pieces, limits) if isinstance(bare, Mapping) else None,
     }
 
 
 def _member(
-    row: Record, names: Sequence[str], folder: Path, pieces: Pieces, limits: Limits
+    row: Record,
+    names: Sequence[str],
+    there: Callable[[object], str | None],
+    pieces: Pieces,
+    limits: Limits,
 ) -> dict[str, Any]:
-    """One completion, of training or held out; its picture lies in `folder`."""
+    """One completion, of training or held out. `there`: a picture's name, where it is there."""
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
@@ -108,7 +112,7 @@ def _member(
         "seed": row.get("noise_seed") if isinstance(row.get("noise_seed"), int) else None,
         "s": short(row.get("judge_s"), 3),
         "parts": _parts(row, names),
-        "img": picture(folder, row.get("image_file")),
+        "img": there(row.get("image_file")),
         "said": {
             text(name, 100): [text(reply, limits.reply_chars) for reply in said]
             for name, said in replies.items()
@@ -210,7 +214,7 @@ def record_row(
 ) -> dict[str, Any]:
     """A held-out sample. `stock`: the stock arm's picture of it, in the folder of that arm."""
     return {
-        **_member(record, names, folder, pieces, limits),
+        **_member(record, names, partial(picture, folder), pieces, limits),
         "id": text(str(record["id"]), 300),
         "cat": text(record.get("category"), 200),
         "say": text(record.get("instruction"), limits.text_chars),

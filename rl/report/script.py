@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any
 
+_CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
+"""As `call` writes it."""
 _SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
 
 
@@ -23,8 +25,8 @@ def call(name: str, value: Any) -> str:
 
 
 def value_of(script: str) -> Any:
-    """What a data page holds. Raises ValueError for what is none."""
-    _, comma, rest = script.partition('",')
-    if not comma:
+    """What a data page holds. Raises ValueError for what is none, such as one that says more."""
+    found = _CALL.fullmatch(script)
+    if found is None:
         raise ValueError("no data page")
-    return json.loads(rest.removesuffix("\n").removesuffix(");"))
+    return json.loads(found[1])

@@ -81,7 +81,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 def compare(before: Evaluation, after: Evaluation) -> list[Change]:
     """All samples first, then each category; only what was graded both times."""
-    rewards: dict[str, list[tuple[float, float]]] = {"held-out reward": []}
+    overall: list[tuple[float, float]] = []
+    rewards: dict[str, list[tuple[float, float]]] = {}
     for identity, old in before.records.items():
         new = after.records.get(identity)
         if new is None:
@@ -89,11 +90,11 @@ def compare(before: Evaluation, after: Evaluation) -> list[Change]:
         pair = number(old.get("reward")), number(new.get("reward"))
         if pair[0] is None or pair[1] is None:
             continue
-        category = old.get("category")
-        for name in ["held-out reward", *([printable(str(category))] if category else [])]:
-            rewards.setdefault(name, []).append((pair[0], pair[1]))
-    first, *categories = rewards
-    return [Change(name, rewards[name]) for name in (first, *sorted(categories)) if rewards[name]]
+        overall.append((pair[0], pair[1]))
+        if category := old.get("category"):
+            rewards.setdefault(str(category), []).append((pair[0], pair[1]))
+    of_categories = [Change(printable(name), rewards[name]) for name in sorted(rewards)]
+    return [Change("held-out reward", overall), *of_categories] if overall else []
 
 
 def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[str]:
@@ -117,17 +118,18 @@ def beside(metrics: Sequence[Record]) -> list[str]:
     and how far what the renderer reads has moved."""
     lines = []
     name = "eval_reference/reward"
-    reference = [row[name] for row in metrics if row.get(name) is not None]
+    reference = [value for row in metrics if (value := number(row.get(name))) is not None]
     if len(reference) > 1:
         lines.append(
             f"the renderer, given the right words: {reference[0]:.3f} -> {reference[-1]:.3f}"
         )
-    gains = [row for row in metrics if row.get("eval/reward_gain") is not None]
+    gains = _with(metrics, "eval/reward_gain")
     if len(gains) > 1:
         first, last = gains[0], gains[-1]
         lines.append(
-            f"the user's own words, as they are: {first['eval/bare_reward']:.3f}; gain over "
-            f"them {first['eval/reward_gain']:+.3f} -> {last['eval/reward_gain']:+.3f}"
+            f"the user's own words, as they are: {_said(first, 'eval/bare_reward')}; gain "
+            f"over them {_said(first, 'eval/reward_gain', '+.3f')} -> "
+            f"{_said(last, 'eval/reward_gain', '+.3f')}"
         )
     return [*lines, *stock_lines(metrics), *drift_lines(metrics)]
 
@@ -135,15 +137,15 @@ def beside(metrics: Sequence[Record]) -> list[str]:
 def stock_lines(metrics: Sequence[Record]) -> list[str]:
     """What was gained over the untrained system."""
     name = "eval/gain_over_stock"
-    rows = [row for row in metrics if row.get(name) is not None]
+    rows = _with(metrics, name)
     if not rows:
         return []
-    first, last = (f"{row[name]:+.3f}{_error(row, name)}" for row in (rows[0], rows[-1]))
-    upstream = rows[-1].get("eval/stock_upstream_reward")
+    first, last = (f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in (rows[0], rows[-1]))
+    upstream = number(rows[-1].get("eval/stock_upstream_reward"))
     beside = "" if upstream is None else f" ({upstream:.3f} as upstream calls its text encoder)"
     return [
-        f"the untrained system on the user's words: {rows[-1]['eval/stock_reward']:.3f}{beside}; "
-        f"gain over it {first} -> {last}"
+        f"the untrained system on the user's words: {_said(rows[-1], 'eval/stock_reward')}{beside}"
+        f"; gain over it {first} -> {last}"
     ]
 
 
@@ -158,19 +160,29 @@ def drift_lines(metrics: Sequence[Record]) -> list[str]:
         )
     for arm, words in (("bare", "the user's own words"), ("reference", "the right words")):
         name = f"drift/{arm}_fall"
-        if rows and rows[-1].get(name) is not None:
-            lost = f"{rows[-1][name]:+.3f}{_error(rows[-1], name)}"
+        if rows and number(rows[-1].get(name)) is not None:
+            lost = f"{_said(rows[-1], name, '+.3f')}{_error(rows[-1], name)}"
             lines.append(f"lost by {words} since training began: {lost}")
-    moved = [row for row in metrics if row.get("drift/state_l2") is not None]
+    moved = _with(metrics, "drift/state_l2")
     if moved:
         lines.append(
-            f"the states of the user's own words moved by {moved[-1]['drift/state_l2']:.1%} of "
-            f"their length (cosine {moved[-1]['drift/state_cosine']:.3f})"
+            "the states of the user's own words moved by "
+            f"{_said(moved[-1], 'drift/state_l2', '.1%')} of their length "
+            f"(cosine {_said(moved[-1], 'drift/state_cosine')})"
         )
     return lines
 
 
+def _with(metrics: Sequence[Record], name: str) -> list[Record]:
+    return [row for row in metrics if number(row.get(name)) is not None]
+
+
+def _said(row: Record, name: str, spelt: str = ".3f") -> str:
+    value = number(row.get(name))
+    return "?" if value is None else format(value, spelt)
+
+
 def _error(row: Record, name: str) -> str:
     """' +- 0.012', where a metric has a standard error."""
-    error = row.get(f"{name}_error")
+    error = number(row.get(f"{name}_error"))
     return "" if error is None else f" +- {error:.3f}"

@@ -24,7 +24,8 @@ def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
     first, last = min(x for x, _ in every), max(x for x, _ in every)
     low = min(0.0, min(y for _, y in every))
     high = max(y for _, y in every) if curve.top is None else curve.top
-    high = high if high > low else low + 1.0
+    # Nearer together than this, and no number has room between them.
+    high = high if high - low > max(1e-100, 1e-9 * abs(low)) else low + max(1.0, abs(low))
     ticks = ticks_of(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
 

@@ -50,7 +50,8 @@ class Pieces:
 
 
 def _tokenizer(config: Mapping[str, Any]) -> Any:
-    path = config.get("policy", {}).get("model_path")
+    policy = config.get("policy")
+    path = policy.get("model_path") if isinstance(policy, Mapping) else None
     if not isinstance(path, str):
         return None
     try:

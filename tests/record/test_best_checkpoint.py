@@ -50,7 +50,14 @@ def test_one_that_is_gone_makes_room_for_a_worse(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"checkpoint": 3, "reward": 1}', '{"checkpoint": "x", "reward": NaN}'],
+    [
+        "",
+        "{",
+        "[]",
+        '{"checkpoint": 3, "reward": 1}',
+        '{"checkpoint": "x", "reward": NaN}',
+        f'{{"checkpoint": "x", "reward": {10**400}}}',
+    ],
 )
 def test_a_damaged_note_is_made_anew(tmp_path, content):
     checkpoints = checkpoints_in(tmp_path)

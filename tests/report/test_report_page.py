@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import random
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
@@ -20,12 +22,16 @@ from tiny_report import EVIL, write_run
 
 from rl.commands import report
 from rl.files.atomic import json_line
-from rl.report import mail
-from rl.report.curves import CURVES, MAX_POINTS, how_drawn, smooth, thinned
+from rl.report import figures, folder, mail
+from rl.report.alarms import alarms
+from rl.report.curves import CURVES, MAX_POINTS, Curve, how_drawn, smooth, thinned
+from rl.report.mail import write_single_file
 from rl.report.page import times, write_page
+from rl.report.pages import Made
+from rl.report.reading import Evaluation, number
 from rl.report.script import value_of
-from rl.report.summary import interval
-from rl.report.svg import ticks_of
+from rl.report.summary import compare, interval
+from rl.report.svg import drawn, ticks_of
 from rl.run.metric_table import METRICS, doc_of
 
 
@@ -135,6 +141,98 @@ def lines(run_dir: Path, keeps: object) -> None:
     path.write_text("".join(json_line(row) for row in rows if keeps(row)))
 
 
+@pytest.mark.parametrize(
+    "name", ["report", "report/data", "report/index.html", "report/data/it_000001.js"]
+)
+def test_a_report_is_written_to_no_other_place(run_dir: Path, tmp_path: Path, name: str) -> None:
+    _, made = write_page(run_dir)
+    path = run_dir / name
+    path.rename(tmp_path / "theirs")
+    path.symlink_to(tmp_path / "theirs")
+    theirs = tmp_path / "theirs"
+    before = theirs.stat().st_mtime_ns
+    (run_dir / "metrics.jsonl").touch()
+    for write in (write_page, partial(write_single_file, made=made)):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
+            write(run_dir)
+    with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
+        figures.draw(run_dir / "report", [], [])
+    assert theirs.stat().st_mtime_ns == before and not (run_dir / "report/report.html").exists()
+
+
+def test_two_reports_write_one_after_the_other(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
+    with folder.to_oneself(run_dir / "report"):
+        with pytest.raises(ValueError, match="another report is being made"):
+            write_page(run_dir)
+        assert not (run_dir / "report/index.html").exists()
+    write_page(run_dir)
+
+
+def test_no_number_or_text_of_a_stranger_ends_a_report(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge = 10**400
+    strange = [
+        {"iteration": it, "eval/reward": 0.5} for it in (huge, -1, 1.5, True, None, "2", 10**9 + 1)
+    ]
+    for value in (math.inf, math.nan, huge, "text", 1e308):
+        strange += [
+            {"iteration": 10**9, name: value}
+            for name in ("eval/reward", "eval/gain_over_stock", "drift/bare_fall", "drift/state_l2")
+        ]
+    strange += [{"iteration": 5, "eval/gain_over_stock": 0.1, "drift/state_l2": 0.1}]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in strange))
+    config = {"policy": [], "seed": math.nan, "run_name": "half \ud800", "list": [math.inf]}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    assert report.main([str(run_dir)]) == 0
+    text = (run_dir / "report/index.html").read_text("utf-8")
+    assert "1,000,000,000 iterations" in text and "and 999999986 more" in text
+    assert "NaN" in text and "[Infinity]" in text and "the user&#39;s words: ?" in text
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [10**400, math.inf, math.nan, -1e308, "1", None])
+def test_what_is_no_number_here(value: object) -> None:
+    assert number(value) is None
+
+
+def test_curves_of_any_height_are_drawn() -> None:
+    for values in ((0, 5e-324), (-1e100, -1e100), (-1e100, 1e100), (1e15, 1e15 + 0.125)):
+        found = [(float(x), y) for x, y in enumerate(values)]
+        assert "<svg" in drawn(Curve("any", ()), [(CURVES[0].lines[0], found)])
+
+
+def test_drift_that_was_not_measured_is_not_said_to_be_none(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=3)
+    assert "No alarm: no drift" in write_page(run_dir)[0].read_text()
+    lines(run_dir, lambda row: row.pop("drift/alarm", None) is not row)
+    assert "No alarm: drift was not measured" in write_page(run_dir)[0].read_text()
+
+
+def test_what_is_lately_not_graded_is_an_alarm(tmp_path: Path) -> None:
+    shares = [0.0] * 990 + [0.5] * 10
+    rows = [{"iteration": it, "status/ungraded": value} for it, value in enumerate(shares, 1)]
+    [said] = alarms(tmp_path, rows, {}, {}, Made())
+    assert said.startswith("0.5% of the episodes") and "50.0% in the last 10; 50.0%" in said
+
+
+def test_a_category_may_have_any_name(tmp_path: Path) -> None:
+    records = {
+        str(n): {"reward": reward, "category": category}
+        for n, (reward, category) in enumerate([(0.0, "held-out reward"), (1.0, "b\n")])
+    }
+    one = Evaluation(0, tmp_path, records)
+    assert [(c.name, c.before) for c in compare(one, one)] == [
+        ("held-out reward", 0.5),
+        ("b\\n", 1.0),
+        ("held-out reward", 0.0),
+    ]
+
+
 def test_a_run_of_nothing_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     page, made = write_page(tmp_path)
@@ -211,6 +309,14 @@ def test_every_curve_has_a_meaning_and_few_points() -> None:
     thin, every = thinned(found)
     assert len(thin) <= MAX_POINTS and every == 4 and thin[-1] == found[-1]
     assert thin[0] == (1.5, 3.0)
+    for length in (301, 302, 600, 899, 1200):
+        found = [(float(x), 1.0) for x in range(length)]
+        thin, every = thinned(found)
+        assert len(thin) <= MAX_POINTS
+        assert thin[-2][0] <= length - 2, "the last point stands alone"
+        last = (length - 1) % every or every
+        assert thin[-2][0] == fmean(range(length - 1 - last, length - 1))
+    found = [(float(x), 2.0 * x) for x in range(1000)]
     assert thinned(found[:300]) == (found[:300], 1)
     line = CURVES[0].lines[0]
     assert how_drawn([(line, found)]) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 from rl.files.atomic import json_line
 from rl.report import pages, rows, tokens
 from rl.report.pages import MAX_PAGE_BYTES, refresh
-from rl.report.reading import picture
+from rl.report.reading import picture, picture_of
 from rl.report.script import literal, value_of
 
 
@@ -114,6 +115,44 @@ def test_only_what_changed_is_made_again(run_dir: Path) -> None:
     assert refreshed(run_dir) == 5 + 2
 
 
+def test_what_somebody_planted_is_written_anew(run_dir: Path) -> None:
+    refreshed(run_dir)
+    folder = run_dir / "report/data"
+    whole = {path.name: path.read_text() for path in folder.glob("*.js")}
+    for name in ("find_000000.js", "it_000002.js", "eval_000004.js"):
+        (folder / name).write_text("alert(1);" + whole[name])
+        with pytest.raises(ValueError, match="no data page"):
+            value_of((folder / name).read_text())
+    (folder / "it_000002_2.js").write_text("alert(1);")
+    assert refreshed(run_dir) == 4 + 1 + 1, "what is found by comes from all four"
+    assert {path.name: path.read_text() for path in folder.glob("*.js")} == whole
+    (folder / "find_000000.js").write_text(whole["find_000000.js"].replace('"1":', '"1" :'))
+    assert refreshed(run_dir) == 1, "whatever does not stand there as it would be written"
+    (folder / "find_000000.js").write_text('page.data("find_000000",{"1":NaN});\n')
+    refreshed(run_dir)
+    assert refreshed(run_dir) == 0
+
+
+def test_a_copied_run_is_made_anew(run_dir: Path, tmp_path: Path) -> None:
+    refreshed(run_dir)
+    run_dir.rename(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere", run_dir)
+    assert refreshed(run_dir) == 4 + 2, "all but what is found by, which stands as it would"
+
+
+def test_what_is_remembered_may_be_anything(run_dir: Path) -> None:
+    refreshed(run_dir)
+    path = run_dir / "report/data/made_of.json"
+    whole = json.loads(path.read_text())
+    for key in ("groups", "files", "left", "stamp", "damaged"):
+        pages_of = {
+            name: {k: v for k, v in page.items() if k != key}
+            for name, page in whole["pages"].items()
+        }
+        path.write_text(json.dumps({**whole, "pages": pages_of}))
+        assert refreshed(run_dir) >= 4
+
+
 def test_what_a_rewind_took_away_is_gone_from_the_report(run_dir: Path) -> None:
     refreshed(run_dir)
     (run_dir / "episodes/it_000004.rank0.jsonl").unlink()
@@ -182,6 +221,21 @@ def test_only_a_picture_below_its_folder_is_shown(tmp_path: Path, file: object) 
     (tmp_path / "below").mkdir()
     assert picture(tmp_path / "below", file) is None
     assert picture(tmp_path, "x.png") == "x.png"
+
+
+def test_what_a_link_leads_to_is_no_picture(tmp_path: Path) -> None:
+    disk, run_dir = tmp_path / "disk", tmp_path / "run"
+    (disk / "it_000001").mkdir(parents=True)
+    (disk / "it_000001/x.png").touch()
+    (run_dir / "evaluation").mkdir(parents=True)
+    (run_dir / "images").symlink_to(disk)
+    assert picture_of(run_dir, "images/it_000001/x.png") == "images/it_000001/x.png"
+    (disk / "it_000002").symlink_to(disk / "it_000001")
+    (disk / "it_000001/y.png").symlink_to(disk / "it_000001/x.png")
+    assert picture_of(run_dir, "images/it_000002/x.png") is None
+    assert picture_of(run_dir, "images/it_000001/y.png") is None
+    (run_dir / "evaluation/it_000001").symlink_to(disk / "it_000001")
+    assert picture(run_dir / "evaluation/it_000001", "x.png") is None
 
 
 def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ write it."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,29 @@ def test_both_pictures_are_drawn_large_enough_to_read(run_dir, capsys):
         # Both edits of the first sample are there: red fills at least two thirds of a 240 px cell.
         colours = dict(map(reversed, grid.convert("RGB").getcolors(maxcolors=2**24)))
         assert colours[(255, 0, 0)] > 2 * 240 * 160
+
+
+def test_a_picture_from_elsewhere_is_not_drawn(run_dir, tmp_path_factory, capsys):
+    theirs = tmp_path_factory.mktemp("theirs") / "green.png"
+    Image.new("RGB", (640, 427), (0, 255, 0)).save(theirs)
+    file = run_dir / "evaluation/it_000000/records.jsonl"
+    rows, _ = read_rows(file)
+    rows[0] |= {"image_file": str(theirs), "source_file": os.path.relpath(theirs, file.parent)}
+    del rows[1]["source_file"]
+    rows[1] |= {"instruction": None, "completion": 3}
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert report.main([str(run_dir)]) == 0
+    with Image.open(run_dir / "report/before_after.png") as grid:
+        colours = dict(map(reversed, grid.convert("RGB").getcolors(maxcolors=2**24)))
+    assert (0, 255, 0) not in colours and (255, 0, 0) in colours
+    assert "could not" not in capsys.readouterr().err
+
+
+def test_what_cannot_be_drawn_ends_no_report(run_dir, capsys):
+    (run_dir / "evaluation/it_000008/image.png").write_text("none")
+    assert report.main([str(run_dir)]) == 0
+    assert "before_after.png could not be drawn: cannot identify" in capsys.readouterr().err
+    assert (run_dir / "report/index.html").is_file()
 
 
 def test_a_run_without_evaluations_still_has_its_curve(run_dir, capsys):

@@ -25,6 +25,7 @@ from rl.ranks.seeding import rng_state
 from rl.record.best import note_if_best
 from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.prune import plan, remove, steps_that_stay
+from rl.record.run_lock import LOCKS
 from rl.record.run_summary import look
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -426,3 +427,23 @@ def test_sizes_read_well(num_bytes: float, text: str) -> None:
 )
 def test_ages_read_well(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
+
+
+def test_numbers_that_no_run_writes_are_none(tmp_path: Path, capsys) -> None:
+    path = make_run(tmp_path / "run", age_h=50) / "metrics.jsonl"
+    with path.open("a") as file:
+        for row in ({"iteration": 10**400}, {"iteration": 3, "eval/reward": 10**400}):
+            file.write(json.dumps(row) + "\n")
+    config = json.loads((path.parent / "config.json").read_text())
+    (path.parent / "config.json").write_text(json.dumps({**config, "num_iterations": 10**400}))
+    assert main([str(tmp_path)]) == 0
+    assert (look(path.parent).done, look(path.parent).held_out) == (3, 0.5)
+
+
+def test_a_report_or_a_lock_is_not_the_last_that_was_written(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", age_h=50)
+    before_s = look(run_dir).written_s
+    (run_dir / "report/data").mkdir(parents=True)
+    for name in ("report/data/it_000001.js", *LOCKS):
+        (run_dir / name).touch()
+    assert look(run_dir).written_s == before_s
