@@ -202,7 +202,9 @@ class RunRecord:
         if bare is None:
             return {}
         image = self._write_image(bare.image if with_picture else None, f"{stem}_bare")
-        return {"bare": provenance(bare, None) | {"image_file": image}}
+        told = provenance(bare, None)
+        del told["judge_s"]  # two runs that are one and the same have the same lines but for that
+        return {"bare": told | {"image_file": image}}
 
     def _write_image(self, image: Image | None, stem: str) -> str | None:
         """Path relative to the run folder, or None without a picture."""

@@ -178,7 +178,8 @@ def _record(
             files[key] = f"{name}_{key.removesuffix('_file')}.png"
             pictures[folder / str(files[key])] = picture
     told = provenance(episode, None)
-    for key in ("sample_id", "group_id", "advantage"):
+    # Seconds, too: the records of two runs that are one and the same are the same.
+    for key in ("sample_id", "group_id", "advantage", "judge_s"):
         del told[key]
     return {
         "id": sample.id,

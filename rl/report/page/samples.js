@@ -65,7 +65,7 @@
   };
 
   const traced = (one) => el("p", {class: "fine"},
-    `${one.st}; noise seed ${one.seed ?? "–"}; verdict after ${num(one.s, 2)} s`);
+    `${one.st}; noise seed ${one.seed ?? "–"}` + (one.s === null ? "" : `; verdict after ${num(one.s, 2)} s`));
 
   const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
