@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("edits"), help="default: edits/")
     parser.add_argument("--seed", type=int, default=0, help="another one gives another picture")
-    parser.add_argument("--steps", type=_at_least_one, help="denoising steps; default: the run's")
+    parser.add_argument("--steps", type=at_least_one, help="denoising steps; default: the run's")
     parser.add_argument(
         "--size",
         type=_size,
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         help="1024x768, or 1024: about so many squared in the source's aspect; default: the run's",
     )
     parser.add_argument("--only-edit", action="store_true", help="draw nothing beside: no sheet")
-    parser.add_argument("--batch-size", type=_at_least_one, default=4, help="pictures at once")
+    parser.add_argument("--batch-size", type=at_least_one, default=4, help="pictures at once")
     parser.add_argument("--device", default="auto", help="default: CUDA, else the CPU")
     parser.add_argument(
         "--set",
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)

@@ -18,6 +18,7 @@ from typing import Any
 from PIL.Image import Image
 
 from rl.api.data import RowRules
+from rl.commands.edit import at_least_one
 from rl.config.messages import validate
 from rl.data import prompts as prompt_files
 from rl.data.shared.jsonl import numbered_lines, read_rows
@@ -69,12 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=at_least_one, default=MAX_NEW_TOKENS)
     parser.add_argument("--seed", type=int, default=0, help="another one gives other words")
     return parser
-
-
-def at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
-    return int(text)
 
 
 def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None]]:
