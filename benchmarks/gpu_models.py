@@ -20,7 +20,7 @@ from rl import build
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.policies.qwen2_5_vl import loading
+from rl.policies.qwen_vl import loading
 from rl.policies.shared.packed_attention import register
 from rl.renderers.qwen_image.components import EditorParts
 from rl.renderers.qwen_image.config import MODULATIONS

@@ -26,8 +26,8 @@ from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import Learner
 from rl.meter import flop_meter
 from rl.meter.flop_meter import Work
-from rl.policies.qwen2_5_vl import loading
-from rl.policies.qwen2_5_vl.plug import Config as PolicyConfig
+from rl.policies.qwen2_5_vl import Config as PolicyConfig
+from rl.policies.qwen_vl import loading
 from rl.policies.shared.adapters import fingerprint
 from rl.policies.shared.attention_kernels import VARLEN, choose_kernel
 from rl.policies.shared.logprobs import token_logprobs

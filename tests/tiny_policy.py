@@ -9,8 +9,8 @@ import torch
 
 from rl.api.policy import Policy, PolicySetup
 from rl.api.types import PromptTemplate
+from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import plug as emu3
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 
 TEMPERATURE = 0.7
 """Of `make_qwen` and `make_emu3`."""

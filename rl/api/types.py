@@ -94,7 +94,7 @@ class ImageVocabulary:
 class PromptTemplate:
     """How a renderer wants its text encoder to be asked; the policy samples under the same words.
 
-    `text` holds `{image}` where the picture goes and `{instruction}` where the user's words go.
+    `text` holds `{image}` where the pictures go and `{instruction}` where the user's words go.
     """
 
     text: str
@@ -104,6 +104,12 @@ class PromptTemplate:
     """Area the source is resized to (aspect kept) before the policy's processor; None: as it is."""
     image_multiple_px: int = 32
     """Width and height after that resize are multiples of this."""
+    picture: str = "{image}"
+    """How each picture is written there; `{number}` counts them from 1."""
+    between_pictures: str = ""
+    """What stands between two of them."""
+    max_pictures: int = 1
+    """How many it may show; a sample with more is refused."""
 
 
 @dataclass(frozen=True, eq=False)

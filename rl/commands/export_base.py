@@ -21,8 +21,8 @@ from rl.files.model_files import cached, model_problems
 from rl.files.weights import num_parameters
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.emu3.plug import Emu3
-from rl.policies.qwen2_5_vl import loading as qwen_loading
-from rl.policies.qwen2_5_vl.plug import Qwen25VL
+from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import loading as qwen_loading
 from rl.policies.shared.policy import TrainedPolicy
 from rl.record import adapter_base
 from rl.record.card_facts import at

@@ -14,7 +14,7 @@ from rl.api.plug import PlugConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies import qwen2_5_vl
 
 TEMPERATURE = 0.7
 PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)

@@ -19,7 +19,7 @@ from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import weights as vllm_weights
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies import qwen2_5_vl
 
 NUM_TOKENS = 12
 LORA = {"r": 4, "alpha": 6}
@@ -282,7 +282,7 @@ def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_
 
 def test_text_only_prompts_are_sampled_too(synced, policy):
     from rl.api.types import Sample
-    from rl.policies.qwen2_5_vl.prompts import QwenPrompts
+    from rl.policies.qwen_vl.prompts import QwenPrompts
     from rl.policies.shared import prompting
 
     prompts = QwenPrompts(

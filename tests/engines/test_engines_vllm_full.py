@@ -21,7 +21,7 @@ from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import weights as vllm_weights
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies import qwen2_5_vl
 
 PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
 

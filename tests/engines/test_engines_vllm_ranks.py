@@ -18,7 +18,7 @@ def sample_train_and_sync(folder: str) -> dict[str, object]:
     from rl.api.policy import PolicySetup
     from rl.api.types import SamplingParams
     from rl.engines.vllm import plug as vllm_engine
-    from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+    from rl.policies import qwen2_5_vl
     from rl.ranks.dist import Dist
 
     dist = Dist.from_env("cpu")

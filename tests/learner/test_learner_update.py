@@ -28,7 +28,7 @@ from rl.learner.backends import TorchBackend
 from rl.learner.learner import Learner
 from rl.learner.micro_batches import pack_groups, split_evenly
 from rl.learner.train_step import TrainStep
-from rl.policies.qwen2_5_vl.plug import Qwen25VL
+from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.ranks.dist import Dist
 
 A_GROUP = 120

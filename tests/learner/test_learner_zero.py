@@ -28,7 +28,7 @@ from rl.api.types import TrainSequence
 from rl.learner import deepspeed
 from rl.learner.deepspeed import deepspeed_config
 from rl.learner.learner import Learner
-from rl.policies.qwen2_5_vl.plug import Qwen25VL
+from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.ranks.dist import Dist
 
 STAGES = (0, 1, 2, 3)

@@ -35,7 +35,7 @@ from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import sync
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies import qwen2_5_vl
 from rl.policies.shared import adapters
 from rl.ranks.dist import Dist
 

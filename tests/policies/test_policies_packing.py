@@ -7,8 +7,8 @@ from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.api.types import PackedGroup, Prompt, Sample
+from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import plug as emu3
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
 from rl.policies.shared import attention_kernels as kernels
 from rl.policies.shared import packing as packing
 from rl.policies.shared.packed_attention import Packing, attention

@@ -5,7 +5,7 @@ import tiny_qwen
 import torch
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
-from rl.policies.qwen2_5_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl.prompts import QwenPrompts
 from rl.policies.shared import prompting
 
 

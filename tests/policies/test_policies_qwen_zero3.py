@@ -28,7 +28,7 @@ from tiny_learner import (
 
 from rl.api.policy import PolicySetup
 from rl.learner.learner import Learner
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies import qwen2_5_vl
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow

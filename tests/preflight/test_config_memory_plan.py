@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl.api.policy import PolicySetup
 from rl.meter.flops import Recompute
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies import qwen2_5_vl
 from rl.preflight import host_memory
 from rl.preflight.engine_memory import InferenceEngine, pinned_bytes
 from rl.preflight.memory_plan import (

@@ -13,10 +13,10 @@ import torch
 from huggingface_hub.utils import validate_repo_id
 
 from rl.api.policy import PolicySetup
+from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import loading as emu3_loading
 from rl.policies.emu3 import plug as emu3
-from rl.policies.qwen2_5_vl import loading as qwen_loading
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies.qwen_vl import loading as qwen_loading
 from rl.record.adapter_base import Base, base_of, is_hub_id, noted
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"

@@ -23,7 +23,7 @@ from rl.commands import enhance as script
 from rl.config.schema import load_config
 from rl.engines.transformers import TransformersEngine
 from rl.enhance import SYSTEM_PROMPT, Enhancer, policy_section
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies import qwen2_5_vl
 from rl.preflight import compatibility
 from rl.ranks.seeding import derive_seed
 from rl.record import checkpoint

@@ -22,9 +22,9 @@ from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.commands import export
 from rl.engines.transformers import TransformersEngine
+from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import plug as emu3
-from rl.policies.qwen2_5_vl import loading
-from rl.policies.qwen2_5_vl import plug as qwen2_5_vl
+from rl.policies.qwen_vl import loading
 from rl.record.best import note_if_best
 from rl.record.checkpoint import _seal, model_folder
 from tiny_world.data import shape_questions

@@ -19,7 +19,7 @@ from rl.build import resolve
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, load_config
 from rl.data import edit_jsonl, hf_dataset
-from rl.policies.qwen2_5_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl.prompts import QwenPrompts
 from rl.policies.shared.prompting import chat_template
 from rl.preflight.compatibility import compatibility_problems
 from tiny_world import questions

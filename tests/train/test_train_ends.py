@@ -16,7 +16,7 @@ EVERY = {"checkpoint": {"save_every_n_iterations": 4}, "evaluation": {"every_n_i
 ENDS = [
     ("rl.rollout.prompt_order:PromptOrder.shard", "5", "ValueError", 2),
     ("rl.engines.transformers:TransformersEngine.generate", "8", "RuntimeError", 2),
-    ("rl.policies.qwen2_5_vl.plug:Qwen25VL.build_prompt", "13", "KeyError", 2),
+    ("rl.policies.qwen2_5_vl:Qwen25VL.build_prompt", "13", "KeyError", 2),
     ("rl.learner.learner:Learner.begin", "3", "MemoryError", 2),
     ("rl.renderers.qwen_image.editor:QwenImageEditor.render", "7", "OutOfMemoryError", 2),
     ("rl.rollout.stream:episode_of", "45", "AssertionError", 2),

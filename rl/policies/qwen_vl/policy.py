@@ -1,4 +1,4 @@
-"""Qwen2.5-VL as a policy: reads a picture and an instruction, writes words.
+"""What the Qwen-VL policies share: one reads pictures and an instruction, writes words.
 
 Its conditioning states come from the forward that gives the log-probs. What not: sampling
 (engines), the update (learner), rendering.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from cachetools import LRUCache
 
@@ -27,9 +27,9 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.policies.qwen2_5_vl import loading
-from rl.policies.qwen2_5_vl.config import Config
-from rl.policies.qwen2_5_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl import loading
+from rl.policies.qwen_vl.config import Config
+from rl.policies.qwen_vl.prompts import QwenPrompts
 from rl.policies.shared import prompting
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
@@ -38,21 +38,26 @@ from rl.policies.shared.policy import TrainedPolicy
 if TYPE_CHECKING:
     import torch
 
-    from rl.policies.qwen2_5_vl.module import QwenModule
+    from rl.policies.qwen_vl.module import QwenModule
 
 NOTHING_WRITTEN = Completion((), (), "stop")
 """The prompt is all that a stock editor reads."""
 
 
-KINDS, CLASSES = frozenset({"qwen2_5_vl"}), frozenset({"Qwen2_5_VLForConditionalGeneration"})
 FILES = (
     ("tokenizer.json", "vocab.json"),
     ("preprocessor_config.json", "processor_config.json"),
 )
 
 
-class Qwen25VL(TrainedPolicy[Config]):
-    """Description states for a diffusion transformer, or the words themselves."""
+class QwenVL(TrainedPolicy[Config]):
+    """Description states for a diffusion transformer, or the words themselves. A plug says which
+    model it is."""
+
+    model_types: ClassVar[frozenset[str]]
+    """Of transformers' `config.json`."""
+    model_classes: ClassVar[frozenset[str]]
+    """Its `architectures`."""
 
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
@@ -64,7 +69,7 @@ class Qwen25VL(TrainedPolicy[Config]):
     module: QwenModule
 
     def __init__(self, config: Config, setup: PolicySetup) -> None:
-        from rl.policies.qwen2_5_vl.module import QwenModule
+        from rl.policies.qwen_vl.module import QwenModule
 
         super().__init__(config, setup)
         template = setup.template or prompting.chat_template(config.system_prompt)
@@ -95,8 +100,8 @@ class Qwen25VL(TrainedPolicy[Config]):
             ModelFiles(
                 "model_path",
                 config.model_path,
-                KINDS,
-                CLASSES,
+                cls.model_types,
+                cls.model_classes,
                 revision=config.revision,
                 files=FILES,
             ),
@@ -108,8 +113,8 @@ class Qwen25VL(TrainedPolicy[Config]):
             ModelFiles(
                 "init_text_encoder_from",
                 editor,
-                KINDS,
-                CLASSES,
+                cls.model_types,
+                cls.model_classes,
                 subfolder=config.text_encoder_subfolder,
             ),
         ]

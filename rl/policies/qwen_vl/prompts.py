@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from rl.policies.qwen2_5_vl.pictures import Picture
+    from rl.policies.qwen_vl.pictures import Picture
 
     PositionsOf = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     """(ids [P], grids of its pictures [n, 3] or None) -> positions [3, P]."""
@@ -184,7 +184,7 @@ class QwenPrompts:
 
     def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
         """Of the prompts that show one, in their order."""
-        from rl.policies.qwen2_5_vl.pictures import Picture
+        from rl.policies.qwen_vl.pictures import Picture
 
         return [
             Picture(

@@ -10,7 +10,7 @@ from rl.record.adapter_base import Base
 from rl.record.progress import weights_counted
 
 if TYPE_CHECKING:
-    from rl.policies.qwen2_5_vl.config import Config
+    from rl.policies.qwen_vl.config import Config
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl.api.types import TokenBatch
-from rl.policies.qwen2_5_vl.pictures import Picture, PictureFeatures
+from rl.policies.qwen_vl.pictures import Picture, PictureFeatures
 from rl.policies.shared.module import TrainedModule
 
 if TYPE_CHECKING:
