@@ -57,6 +57,15 @@ class Tags(HTMLParser):
             self.words.append(data)
 
 
+def test_what_was_measured_once_is_not_said_to_have_moved(tmp_path: Path) -> None:
+    """Of a run that has only begun."""
+    once = write_run(tmp_path / "run", num_iterations=0)
+    write_page(once)
+    words = " ".join(Tags((once / "report" / "index.html").read_text()).words)
+    assert "0 of 4 iterations, 1 held-out evaluation, 0 groups" in words
+    assert "\u2192" not in words.partition("Keys:")[0]
+
+
 def test_words_of_a_run_add_no_tag(run_dir: Path) -> None:
     page, _ = write_page(run_dir)
     text = page.read_text("utf-8")
