@@ -15,7 +15,7 @@ from rl.files.private import private
 from rl.record.console import warn
 
 MAX_WAIT_S = 40.0
-"""At the end of a run, for the last page; one that takes longer comes when the run has ended."""
+"""At the end of a run, for the last page; one that takes longer is left to the user."""
 BUSY = 75
 """Exit code of `rl report --refresh` while another report is being made."""
 _YIELDING = ("nice", "-n", "15")
@@ -58,8 +58,8 @@ class Page:
             self._warn(str(error))
 
     def close(self, finished: bool = True) -> None:
-        """The last page, waited for; a run that failed, or was asked to stop, waits for none, and
-        leaves no process."""
+        """The last page, waited for; a run that failed, or was asked to stop, waits for none.
+        Leaves no process."""
         # What yields to others may wait for long; what it has made is not made again.
         self._end()
         if finished and self._wanted:
@@ -77,9 +77,9 @@ class Page:
         except subprocess.TimeoutExpired:
             warn(
                 f"{self._run_dir / 'report'}: the last page takes longer than {MAX_WAIT_S:g} s, "
-                f"and goes on being made by process {self._process.pid}; should that be ended with "
-                f"the run, rl report {self._run_dir} makes it"
+                f"and is not whole yet; rl report {self._run_dir} makes what is left of it"
             )
+            self._end()
 
     def _end(self) -> None:
         if self._is_running() and self._process is not None:
