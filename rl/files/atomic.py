@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from rl.files.private import itself
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a user's share of it, says that has no room left."""
@@ -40,7 +43,7 @@ class NoRoomError(OSError):
 
 
 def write_atomically(
-    path: Path, content: str | bytes, opener: Callable[[str, int], int] | None = None
+    path: Path, content: str | bytes, opener: Callable[[str, int], int] = itself
 ) -> None:
     """Replace `path`'s contents, whole or not at all; makes the folders above it. `opener` as in
     `open`. Raises NoRoomError where the disk is full, and OSError for what else it may say."""
@@ -48,17 +51,40 @@ def write_atomically(
     aside = path.with_name(f".{path.name}.tmp")
     with _named(path, len(data)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(aside, "wb", opener=opener) as file:
-                file.write(data)
-                file.flush()
+        with _to_oneself(aside, opener) as file:
+            try:
+                append(file, data)
                 os.fsync(file.fileno())
-            aside.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                aside.unlink()
-            raise
+                aside.replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    aside.unlink()
+                raise
         fsync(path.parent)
+
+
+@contextmanager
+def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
+    """An empty file of that name, which no other process or thread writes: it waits until this one
+    has been renamed or removed. What a kill left there is taken over, so that there is one at most.
+    """
+    while True:
+        descriptor = opener(str(aside), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "ab", buffering=0) as file:
+            with suppress(OSError):  # a file system without locks: better no guard than no file
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_there(file, aside):
+                file.truncate(0)
+                yield file
+                return
+
+
+def _is_there(file: FileIO, path: Path) -> bool:
+    """Whether that open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -86,7 +112,8 @@ def append_line(path: Path, line: str) -> None:
     that cannot be written leaves nothing. Raises as `write_atomically`."""
     with _named(path, len(line)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as file:
+        descriptor = itself(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "a+b", buffering=0) as file:
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
