@@ -19,6 +19,9 @@ from rl.files.private import itself
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a user's share of it, says that has no room left."""
 
+MAX_NESTING = 64
+"""Levels of objects and lists; a run's own files have a dozen."""
+
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """What `str.splitlines` takes for the end of a line and JSON does not escape by itself; and half
 characters, which a judge may spell in JSON and UTF-8 cannot hold."""
@@ -141,12 +144,29 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None for anything else."""
+    """The JSON object of a line; None for anything else, and for what is nested deeper than any
+    file of a run: whoever walks it may do so by recursion."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
+    # As many brackets as levels, at the least: few lines have to be walked.
+    brackets = line.count(b"[") + line.count(b"{")
+    if brackets > MAX_NESTING and _is_deeper(row, MAX_NESTING):
+        return None
     return row if isinstance(row, dict) else None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(layer)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import threading
 from pathlib import Path
 
 import pytest
 
-from rl.files.atomic import write_atomically
+from rl.files.atomic import MAX_NESTING, row_of, write_atomically
 
 NUM_TIMES, NUM_BYTES = 60, 200_000
 
@@ -45,3 +46,12 @@ def test_what_a_kill_left_is_taken_over(tmp_path: Path) -> None:
     aside.write_text("half of something longer")
     write_atomically(tmp_path / "file", "whole")
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"
+
+
+@pytest.mark.parametrize("levels", [MAX_NESTING + 1, 900, 100_000])
+def test_a_line_nested_deeper_than_any_of_ours_is_none(levels: int) -> None:
+    """Whoever walks it by recursion would fall: the page's settings did."""
+    deep = b'{"a":' * levels + b"1" + b"}" * levels
+    assert row_of(deep) is None
+    assert row_of(b'{"a":' * MAX_NESTING + b"1" + b"}" * MAX_NESTING) is not None
+    assert row_of(json.dumps({"many": [[1]] * 1000}).encode()) == {"many": [[1]] * 1000}
