@@ -16,12 +16,10 @@ from PIL.Image import Image
 
 from rl import build
 from rl.api.types import Sample
-from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.edit.editor import Editor, EditRequest, EditResult
-from rl.edit.trained import find_weights, pick_device, pick_dtype
-from rl.files.atomic import row_of
+from rl.edit.trained import find_weights, pick_device, pick_dtype, written_config
 from rl.record.adapter_base import ADAPTER_CONFIG, base_of, read_config
 from rl.rewards.prompt_quality import score
 
@@ -190,10 +188,7 @@ def run_of(folder: Path) -> Path | None:
 
 def _trained_section(file: Path) -> dict[str, Any]:
     """The policy section of a run. Raises ValueError when that run's prompts were not its own."""
-    written = row_of(file.read_bytes())
-    if written is None:
-        raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
-    config, problems = validate(RunConfig, formats.stored(written, str(file)))
+    config, problems = validate(RunConfig, written_config(file))
     if config is None:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
     renderer = config.renderer["type"]

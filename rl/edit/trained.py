@@ -95,11 +95,8 @@ def trained(
         raise ValueError(f"{run_dir} is no run folder: it holds no config.json")
     if problem := too_new(run_dir):
         raise ValueError(problem)
-    written = row_of(file.read_bytes())
-    if written is None:
-        raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
+    values = written_config(file) | UNUSED
     step = checkpoint_of(run_dir, checkpoint)
-    values = formats.stored(written, str(file)) | UNUSED
     resolved = build.resolve(_config(values, file))
     for room, plug in (("policy", resolved.policy), ("renderer", resolved.renderer)):
         keys = type(plug.config).model_fields
@@ -160,6 +157,14 @@ def pick_device(asked: str = "auto") -> str:
 def pick_dtype(device: str) -> str:
     """bfloat16 where it is fast, float32 on the CPU."""
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def written_config(file: Path) -> dict[str, Any]:
+    """A run's `config.json` under today's names. Raises ValueError for one that is damaged, or of a
+    newer format."""
+    if (written := row_of(file.read_bytes())) is None:
+        raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
+    return formats.stored(written, str(file))
 
 
 def find_weights(path: Path) -> Path:

@@ -5,19 +5,30 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from contextlib import suppress
+
+_REFUSED = {
+    errno.ELOOP: "it is a link, and what is written here goes to no other place; remove it",
+    errno.ENXIO: "it is no ordinary file; remove it",
+}
 
 
 def itself(path: str, flags: int, mode: int = 0o666) -> int:
     """`open(..., opener=itself)`: a folder that came from elsewhere may hold links in the place of
-    what is written there. Raises OSError (ELOOP) for one."""
+    what is written there, or pipes, which nobody reads. Raises OSError for either (ELOOP, ENXIO).
+    """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        # A regular file takes no notice of O_NONBLOCK; a pipe's writer would wait for a reader.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in _REFUSED:
             raise
-        why = "it is a link, and what is written here goes to no other place; remove it"
-        raise OSError(errno.ELOOP, why, str(path)) from None
+        raise OSError(error.errno, _REFUSED[error.errno], str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, _REFUSED[errno.ENXIO], str(path))
+    return descriptor
 
 
 def private(path: str, flags: int) -> int:

@@ -140,9 +140,8 @@ def stock_lines(metrics: Sequence[Record]) -> list[str]:
     rows = _with(metrics, name)
     if not rows:
         return []
-    gains = [
-        f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in (*rows[:1], *rows[1:][-1:])
-    ]
+    ends = rows if len(rows) == 1 else (rows[0], rows[-1])
+    gains = [f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in ends]
     upstream = number(rows[-1].get("eval/stock_upstream_reward"))
     beside = "" if upstream is None else f" ({upstream:.3f} as upstream calls its text encoder)"
     return [

@@ -91,6 +91,20 @@ def test_a_link_in_the_place_of_a_file_is_written_through_by_nobody(
     assert not there or mine.read_text() == "kept"
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_0.log", "judge/replies_0.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_is_waited_on_by_nobody(tmp_path: Path, name: str) -> None:
+    """It has no reader, and who opens it to write would wait for one for ever."""
+    place = tmp_path / "run" / name
+    place.parent.mkdir(parents=True)
+    os.mkfifo(place)
+    for problems in (folder_problems(tmp_path / "run"), make_problems(tmp_path / "run")):
+        assert problems == [f"base_exp_dir: {place} is no ordinary file; remove it"]
+    for flags in (os.O_WRONLY, os.O_RDWR):
+        for opener in (itself, private):
+            with pytest.raises(OSError, match="it is no ordinary file; remove it"):
+                opener(str(place), flags | os.O_CREAT | os.O_APPEND)
+
+
 def test_folders_may_lie_on_another_disk(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("images", "logs", "judge"):
