@@ -65,6 +65,8 @@ def _other_of(run_dir: Path) -> Path | None:
     """The run that the page was set beside, where it can still be read."""
     try:
         other = remembered_other(run_dir / "report")
+        if other is not None and not other.is_dir():
+            raise ValueError(f"{other} is no longer there")
         return other and find_run(str(other))
     except (ValueError, OSError) as error:
         print(f"the run that this one was set beside is left out: {error}", file=sys.stderr)

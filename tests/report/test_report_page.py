@@ -282,6 +282,9 @@ def test_what_a_page_is_set_beside_is_this_users_choice(
     capsys.readouterr()
     assert report.main([str(run_dir), "--refresh"]) == 0
     assert "set beside is left out: " in capsys.readouterr().err
+    shutil.rmtree(other)
+    assert report.main([str(run_dir), "--refresh"]) == 0
+    assert capsys.readouterr().err.endswith(f"left out: {other} is no longer there\n")
     (run_dir / "report/against.json").write_text("[" * 100_000)
     assert report.main([str(run_dir), "--refresh"]) == 0
 
