@@ -295,7 +295,8 @@ class TokenOutputs:
     entropy: torch.Tensor
     """[B, C] float32, nats, detached; 0 where padded."""
     hidden: torch.Tensor
-    """[S, D] post-norm last hidden states, as the row lies."""
+    """[S, D] last hidden states of the renderer's `state_kind` (post-norm where it takes none), as
+    the row lies."""
 
 
 @dataclass(frozen=True, eq=False)

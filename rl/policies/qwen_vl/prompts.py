@@ -1,4 +1,4 @@
-"""The reading and spelling half of a Qwen2.5-VL policy; no weights."""
+"""The reading and spelling half of a Qwen-VL policy; no weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 _TEXT_POSITIONS = "text_positions"
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
-MAX_ROUNDING_PX = 46
-"""Two roundings, to multiples of 32 (a thin side may be lifted to 32) and of 28, lengthen a side by
-less than this."""
 THINNEST = 14.3
 """(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
 
@@ -144,7 +141,11 @@ class QwenPrompts:
         if self._template.image_area_px is not None:
             area = max(smallest, self._template.image_area_px)
             sides = THINNEST * area**0.5
-            largest = min(largest, int(area + MAX_ROUNDING_PX * sides + MAX_ROUNDING_PX**2))
+            # The template's rounding may lift a thin side to a whole multiple; the processor's
+            # lengthens a side by half of one at the most.
+            slot = self.image_processor.patch_size * self.image_processor.merge_size
+            longer = self._template.image_multiple_px + slot // 2
+            largest = min(largest, int(area + longer * sides + longer**2))
         return smallest, largest
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
