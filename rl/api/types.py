@@ -151,6 +151,9 @@ class HiddenStates:
     renderer states (`Renderer.state_kind`)."""
     negative_embeds: torch.Tensor | None = None
     """[L', D] the same for the negative prompt under the BASE weights, for CFG."""
+    pictures: tuple[range, ...] = ()
+    """Which of them are each picture's, in order; the same ones of the negative prompt's. Rows of
+    one prompt have the same bits up to the last picture's end."""
 
 
 @dataclass(frozen=True, eq=False)
