@@ -22,7 +22,7 @@ from rl.renderers.qwen_image.plug_base import (
     rounded_counts,
     transformer_value,
 )
-from rl.renderers.qwen_image_21 import sigmas
+from rl.renderers.qwen_image_21 import sigmas, welded
 from rl.renderers.qwen_image_21.config import PATCH_PX, Config, drawn_size
 
 if TYPE_CHECKING:
@@ -91,18 +91,13 @@ class QwenImage21(QwenImage[Config]):
             picture="<image{number}>{image}",
             between_pictures=" ",
             max_pictures=config.max_pictures,
+            min_pictures=0,
         )
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        problems = super().problems(config, run)
-        if config.policy_image_area_px != config.condition_area_px:
-            problems.append(
-                f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
-                f"{config.condition_area_px}: the sources' latents stand in the places that the "
-                "policy's pictures have in its row; set both alike"
-            )
+        problems = super().problems(config, run) + welded.problems(config, run)
         try:
             levels = config.sigmas or sigmas.of_folder(config)
         except ValueError as error:
