@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rl.api.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
-from rl.files.images import over_white
 from rl.policies.shared import prompting
 from rl.policies.shared.packing import pack, positions
 
@@ -134,6 +133,8 @@ class QwenPrompts:
         trainer's and the engine's processors, which resize differently, find nothing to do."""
         from PIL import Image as PILImage
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        from rl.files.images import over_white
 
         if image.mode != "RGBA":
             image = image.convert("RGB")
