@@ -83,7 +83,7 @@ class QwenVL(TrainedPolicy[ConfigT]):
             loading.load_tokenizer(config),
             loading.load_image_processor(config),
             template,
-            needs_picture=setup.template is not None and "{image}" in template.text,
+            needs_picture=setup.template is not None and template.needs_picture,
             max_prompt_tokens=config.max_prompt_tokens,
         )
         self.image_pixel_bounds = self.prompts.picture_bounds
@@ -218,11 +218,11 @@ class QwenVL(TrainedPolicy[ConfigT]):
         assert batch is not None and outputs is not None, "it reads states"
         embeds_B = _states(rows, batch, outputs.hidden)
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
+        places_B = [self.prompts.picture_places(prompt) for prompt, _ in rows]
+        states_B = map(HiddenStates, embeds_B, negatives_B, places_B)
         return [
-            Action(text, None if failure else HiddenStates(embeds, negative), failure)
-            for text, failure, embeds, negative in zip(
-                texts, failures, embeds_B, negatives_B, strict=True
-            )
+            Action(text, None if failure else states, failure)
+            for text, failure, states in zip(texts, failures, states_B, strict=True)
         ]
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:

@@ -61,6 +61,22 @@ class QwenPrompts:
         images = tuple(map(self._sized, sources))
         return self._written(sample, words, images, self._processed(images))
 
+    def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
+        """Of each picture among the states that condition the renderer."""
+        kept = prompt.token_ids[prompt.num_dropped_tokens :]
+        slots = [place for place, token in enumerate(kept) if token == self._image_id]
+        places, at = [], 0
+        for length in self._lengths(prompt.model_inputs if prompt.images else {}):
+            places.append(range(slots[at], slots[at] + length))
+            at += length
+        return tuple(places)
+
+    def _lengths(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Tokens of each picture of these `model_inputs`."""
+        merged = self.image_processor.merge_size**2
+        grids = inputs["image_grid_thw"].tolist() if inputs else []
+        return [math.prod(grid) // merged for grid in grids]
+
     def _processed(self, images: Sequence[Image]) -> dict[str, Any]:
         """`pixel_values` [patches of all pictures, C] and `image_grid_thw` [n, 3], each picture
         processed alone; nothing of none."""
@@ -91,9 +107,7 @@ class QwenPrompts:
         inputs: Mapping[str, Any],
     ) -> Prompt:
         template = prompting.for_pictures(self._template, len(images))
-        merged = self.image_processor.merge_size**2
-        grids = inputs["image_grid_thw"].tolist() if images else []
-        lengths = [math.prod(grid) // merged for grid in grids]
+        lengths = self._lengths(inputs if images else {})
         short_ids = prompting.tokenize(self.tokenizer, template, words)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > self._max_prompt_tokens:
@@ -117,11 +131,15 @@ class QwenPrompts:
         from PIL import Image as PILImage
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        image = image.convert("RGB")
+        from rl.files.images import over_white
+
+        if image.mode != "RGBA":
+            image = image.convert("RGB")
         if self._template.image_area_px is not None:
             image = prompting.resize_to_area(
                 image, self._template.image_area_px, self._template.image_multiple_px
             )
+        image = over_white(image)  # not before: transparent edges are scaled as such
         processor = self.image_processor
         height, width = smart_resize(
             image.height,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.meter.flops import LanguageModel
-from rl.policies.shared.attention_kernels import choose_kernel
 from rl.policies.shared.cost import count_row
 from rl.policies.shared.logprobs import token_logprobs
 from rl.policies.shared.packed_attention import Packing
