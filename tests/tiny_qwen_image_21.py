@@ -110,19 +110,26 @@ def make_stock() -> StockParts:
             torch.nn.init.normal_(parameter, std=0.15)
         else:
             parameter.data += 0.3 * torch.randn_like(parameter)
-    vae = AutoencoderKLQwenImage21(
-        base_dim=8,
-        decoder_base_dim=8,
-        z_dim=8,
-        dim_mult=[1, 2, 2, 2, 2],
-        num_res_blocks=1,
-        latents_mean=[0.1 * i for i in range(8)],
-        latents_std=[1.2 - 0.1 * i for i in range(8)],
-    ).eval()
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, max_image_seq_len=4096
     )
-    return StockParts(transformer.requires_grad_(False), vae, scheduler)
+    return StockParts(transformer.requires_grad_(False), make_vae(), scheduler)
+
+
+def make_vae(patched: bool = False) -> Any:
+    """16x down, by folding 2x2 px into channels and three halvings if `patched`; 8 channels."""
+    folded = {"patch_size": 2, "in_channels": 16, "out_channels": 16} if patched else {}
+    return AutoencoderKLQwenImage21(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=8,
+        dim_mult=[1, 2, 2, 2] if patched else [1, 2, 2, 2, 2],
+        temperal_downsample=[False, True, True] if patched else [False, True, True, True],
+        num_res_blocks=1,
+        latents_mean=[0.1 * i for i in range(8)],
+        latents_std=[1.2 - 0.1 * i for i in range(8)],
+        **folded,
+    ).eval()
 
 
 @cache

@@ -20,9 +20,8 @@ PIPELINES = {
     "qwen_image_21": "QwenImage21Pipeline",
 }
 """Renderer -> diffusers' class of it."""
-_QWEN = "Qwen2_5_VLForConditionalGeneration"
-CLASSES = {"emu3": "Emu3ForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
-"""Policy -> transformers' class of it; any other's is Qwen2.5-VL's."""
+MODEL_CLASSES = {"emu3": "Emu3ForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+"""Policy -> transformers' class of it, where it is no Qwen2.5-VL."""
 
 
 def use(config: Mapping[str, Any], form: Form) -> list[str]:
@@ -32,7 +31,8 @@ def use(config: Mapping[str, Any], form: Form) -> list[str]:
     place = f'"{here}"'
     if at(config, "policy.init_text_encoder_from"):
         place += ', subfolder="text_encoder"'
-    model_class = CLASSES.get(str(at(config, "policy.type")), _QWEN)
+    policy = str(at(config, "policy.type"))
+    model_class = MODEL_CLASSES.get(policy, "Qwen2_5_VLForConditionalGeneration")
     lines = ["## Use", ""]
     if form == "text-encoder":
         pipeline = PIPELINES.get(renderer, "DiffusionPipeline")

@@ -19,6 +19,7 @@ from rl.meter import flop_meter
 from rl.meter.flop_count import FlopCount
 from rl.renderers.qwen_image_21.components import Parts
 from rl.renderers.qwen_image_21.loop import QwenImage21Loop
+from rl.renderers.qwen_image_21.vae import PictureVae
 
 GUIDED = 10 * PICTURE
 """Guidance of 3 multiplies what two forwards differ by, and the random weights of the next step
@@ -201,20 +202,24 @@ def test_the_longest_row_that_is_let_in_fits(parts: Parts) -> None:
     assert isinstance(picture, Image.Image)
 
 
-def test_the_vae_equals_diffusers(stock: StockParts, parts: Parts) -> None:
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_vae_equals_diffusers(patched: bool) -> None:
+    """Some fold 2x2 px, or 4x4, into channels first."""
     pixels = torch.rand(2, 4, 64, 96) * 2 - 1
+    stock = tiny.make_vae(patched)
     mean, std = (
-        torch.tensor(getattr(stock.vae.config, f"latents_{name}")).view(1, -1, 1, 1)
+        torch.tensor(getattr(stock.config, f"latents_{name}")).view(1, -1, 1, 1)
         for name in ("mean", "std")
     )
     with torch.no_grad():
-        mode = stock.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
+        mode = stock.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
         expected = (mode - mean) / std
-        decoded = stock.vae.decode((expected * std + mean).unsqueeze(2)).sample[:, :, 0]
-        ours = parts.vae.encode(pixels)
+        decoded = stock.decode((expected * std + mean).unsqueeze(2)).sample[:, :, 0]
+        vae = PictureVae(stock)
+        ours = vae.encode(pixels)
         assert ours.shape == (2, 8, 4, 6)
         assert (ours - expected).abs().max() <= PICTURE
-        assert (parts.vae.decode(expected) - decoded).abs().max() <= PICTURE
+        assert (vae.decode(expected) - decoded).abs().max() <= PICTURE
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,7 +30,9 @@ class Config(DenoisingConfig):
     model_path: str = "Qwen/Qwen-Image-2.1"
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 40
-    """Denoising steps, transformer forwards per picture (twice that with guidance)."""
+    """Denoising steps, transformer forwards per picture (twice that with guidance). Fewer than the
+    checkpoint wants are an approximation: the tiny one's pictures (0..1) move by 0.0007 in the mean
+    and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4."""
     sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = None
     """Noise level of each step before the shift, falling, without the last 0; null = what the
     checkpoint states (`sample_sigmas` of its model_index.json), or else uniform ones."""
@@ -52,9 +54,15 @@ class Config(DenoisingConfig):
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
     """Sources that a sample may have, and that a batch keeps the keys and values of: 2.1 GB each at
     1024 x 1024 px. A batch that shows more is drawn in turns; a group shows its sources once."""
+    fp8: Literal["off", "storage", "compute"] = "off"
+    """Matrices of the transformer's blocks in 8 bits. 'storage': half the weights' memory.
+    'compute': activations too, for a GPU with 8-bit arithmetic; needs dtype 'bfloat16'. An
+    approximation: 'storage' moves the tiny one's pictures (0..1, 20 steps) by 0.0005 in the mean
+    and 0.02 at most; bfloat16 alone by 0.0011 and 0.02."""
     step_cache_interval: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
     """Of this many steps, after the first three, one is computed, the others are extrapolated; 1 =
-    all computed. An approximation."""
+    all computed. An approximation: the tiny one's pictures (0..1, 20 steps) move by 0.0003 in the
+    mean and 0.01 at most at 2, by 0.0004 and 0.02 at 3."""
 
     @model_validator(mode="after")
     def _sigmas_fall(self) -> Config:

@@ -9,7 +9,8 @@ made.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
 as ours lies from the stock pipeline: in float32 about 5e-6 of the 0..1 range with random weights of
-tiny size. In half precision a picture repeats exactly only in the same batch.
+tiny size, mostly 1e-6 with trained ones and 8e-5 at worst, 4e-4 under guidance of 3. In half
+precision a picture repeats exactly only in the same batch.
 """
 
 from __future__ import annotations

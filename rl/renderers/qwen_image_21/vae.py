@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ class PictureVae(FrameVae):
     AutoencoderKLQwenImage21 over: that one is of no use afterwards."""
 
     def __init__(self, vae: Any) -> None:
-        if vae.config.patch_size is not None:
-            raise ValueError(
-                f"vae/config.json: patch_size {vae.config.patch_size}; a Qwen-Image-2.1 has none"
-            )
+        from diffusers.models.autoencoders import autoencoder_kl_qwenimage21 as stock
+
+        patch = vae.config.patch_size or 1
+        self._fold = partial(stock._patchify, patch_size=patch)
+        self._unfold = partial(stock._unpatchify, patch_size=patch)
         _strip(vae)
         super().__init__(vae)
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[B, 4, H, W] in -1..1 -> [B, C, H / 16, W / 16]; see `FrameVae.encode`."""
+        return super().encode(self._fold(pixels.unsqueeze(2)).squeeze(2))
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Normalised [B, C, h, w] -> [B, 4, 16h, 16w] in -1..1."""
@@ -35,7 +41,7 @@ class PictureVae(FrameVae):
             frames: torch.Tensor = self.decoder(
                 self.post_quant_conv(latents.unsqueeze(2)), first_chunk=True
             )
-        return frames.squeeze(2).clamp(-1.0, 1.0)
+        return self._unfold(frames).squeeze(2).clamp(-1.0, 1.0)
 
 
 def _strip(module: nn.Module) -> None:
