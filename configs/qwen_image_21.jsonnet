@@ -21,7 +21,7 @@
     // Complex-Edit has one source a row. Two are what a batch keeps the keys and values of (4.3 GB):
     // a group of training shows one, and held-out prompts are drawn two at a time.
     max_pictures: 2,
-    batch_size: 8,
+    batch_size: if $.gpu_gb >= 141 then 8 else 4,  // a group, or half of one
   },
   tracking+: { wandb_project: 'qwen_image_21' },
 }

@@ -13,6 +13,6 @@
     condition_area_px: 512 * 512,
     policy_image_area_px: 512 * 512,
   },
-  policy+: { max_prompt_tokens: 1024 },
+  policy+: { max_prompt_tokens: 768 },  // two pictures are 512
   judge+: { image_side_px: 512 },
 }
