@@ -35,6 +35,10 @@ class RowRules:
     """`data.on_bad_row`: raise ValueError naming the row, or leave it out and count it."""
     max_image_side_px: int = 8192
     """`data.max_image_side_px`: a picture with a longer side is a bad row."""
+    max_pictures: int | None = None
+    """A row with more source pictures is bad; None: there may be any number."""
+    pictures_remedy: str = "give fewer"
+    """What to do about such a row."""
 
 
 class DataSource(PlugBase[ConfigT]):

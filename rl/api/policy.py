@@ -131,6 +131,8 @@ class Policy(RunPlug[PolicyConfigT]):
     """Whether its adapter reaches beyond the language model."""
     reads_states: bool = False
     """Whether `decode_actions` needs what the module's forward gives."""
+    own_max_pictures: ClassVar[int] = 1
+    """Source pictures that a sample may have where the renderer brings no template."""
     starts_as_stock: ClassVar[bool] = False
     """Whether what it writes before training stands for the untrained system on held-out samples:
     of those that write pictures, which have no stock pipeline beside them."""

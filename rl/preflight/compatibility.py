@@ -253,7 +253,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
     shows_picture = template is not None and "{image}" in template.text
     needs_picture = shows_picture or renderer.cls.needs_source
     for plug in [*resolved.train, *resolved.validation]:
-        problems, wrong = _told(plug, plug.cls.problems, row_rules(resolved.config))
+        problems, wrong = _told(plug, plug.cls.problems, row_rules(resolved))
         yield from (f"{plug.key}: {problem}" for problem in problems)
         yield from wrong
         if needs_picture and "source" not in plug.cls.provides(plug.config):

@@ -103,7 +103,7 @@ class LinesSource(RowsSource[ConfigT]):
         """Everything that is wrong with the rows, without opening a picture; under 'skip' only that
         nothing is left."""
         try:
-            rows, unreadable = cls.read(config, rules.max_image_side_px)
+            rows, unreadable = cls.read(config, rules)
         except BadRowError as error:
             return [str(error)]
         problems = [*unreadable, *(problem for _, problem in rows.problems("exists"))]
