@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from rl.config.printing import printable
+from rl.files.images import over_white
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ def panel(axes: Axes, image: Image | None, title: str, words: str) -> None:
     axes.axis("off")
     if image is not None:
         crisp = max(image.size) < CRISP_BELOW_PX
-        axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
+        axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
     axes.set_title(printable(title), fontsize=13)
     drawn = image is not None
     num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if drawn else (WORDS_CHARS, WORDS_LINES)

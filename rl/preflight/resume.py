@@ -62,6 +62,7 @@ NOTED = (
     # How one gets past what stopped the run: a sample, a row or a question that was too long, a
     # reply that could not be read.
     "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",
+    "renderer.max_pictures",
     "data.train.*.picture_check",
     "judge.guided_json", "judge.max_attempts", "judge.max_tokens", "judge.image_side_px",
     # Tuned by hand.

@@ -62,6 +62,7 @@ class QwenVL(TrainedPolicy[Config]):
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
     own_states = frozenset({"conditioning"})
+    own_max_pictures = prompting.MAX_PICTURES
     loading = loading
     embedding = "model.language_model.embed_tokens.weight"
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rl.api.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
+from rl.files.images import over_white
 from rl.policies.shared import prompting
 from rl.policies.shared.packing import pack, positions
 
@@ -120,7 +121,7 @@ class QwenPrompts:
         from PIL import Image as PILImage
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        image = image.convert("RGB")
+        image = over_white(image)
         if self._template.image_area_px is not None:
             image = prompting.resize_to_area(
                 image, self._template.image_area_px, self._template.image_multiple_px
