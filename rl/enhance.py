@@ -7,7 +7,6 @@ chat, system prompt, picture sizes and banned tokens), sampled in batches.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.edit.editor import Editor, EditRequest, EditResult
 from rl.edit.trained import find_weights, pick_device, pick_dtype
+from rl.files.atomic import row_of
 from rl.record.adapter_base import ADAPTER_CONFIG, base_of, read_config
 from rl.rewards.prompt_quality import score
 
@@ -190,7 +190,9 @@ def run_of(folder: Path) -> Path | None:
 
 def _trained_section(file: Path) -> dict[str, Any]:
     """The policy section of a run. Raises ValueError when that run's prompts were not its own."""
-    written = json.loads(file.read_text(encoding="utf-8"))
+    written = row_of(file.read_bytes())
+    if written is None:
+        raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
     config, problems = validate(RunConfig, formats.stored(written, str(file)))
     if config is None:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))

@@ -13,14 +13,16 @@ from pathlib import Path
 
 from rl.record import terminal
 from rl.report.figures import draw
+from rl.report.folder import BusyError, remember_other, remembered_other
 from rl.report.mail import write_single_file
 from rl.report.page import write_page
 from rl.report.reading import find_run, read_evaluations, read_named
 from rl.report.summary import summary
+from rl.run.page import BUSY
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 1 when there is nothing to report on."""
+    """Exit code: 0, or 1 when there is nothing to report on; see `BUSY`."""
     terminal.guard()
     parser = argparse.ArgumentParser("rl report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", help="run folder, or the config it was started with")
@@ -34,11 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--page-only", action="store_true", help="write the page alone: no summary, no PNGs"
     )
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="what a run does by itself: the page alone, beside the run that it was set beside",
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         run_dir = find_run(args.run, args.overrides)
         other = None if args.against is None else find_run(args.against)
-        if not args.page_only:
+        if args.refresh:
+            other = other or _other_of(run_dir)
+        else:
+            remember_other(run_dir / "report", other)
+        if not (args.page_only or args.refresh):
             tell(run_dir)
         page, made = write_page(run_dir, other)
         print(f"  page: {page} ({made.num_written} of its data pages are new)")
@@ -46,8 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {write_single_file(run_dir, made, other)}")
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return BUSY if args.refresh and isinstance(error, BusyError) else 1
     return 0
+
+
+def _other_of(run_dir: Path) -> Path | None:
+    """The run that the page was set beside, where it can still be read."""
+    try:
+        other = remembered_other(run_dir / "report")
+        return other and find_run(str(other))
+    except (ValueError, OSError) as error:
+        print(f"the run that this one was set beside is left out: {error}", file=sys.stderr)
+        return None
 
 
 def tell(run_dir: Path) -> None:

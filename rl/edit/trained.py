@@ -19,7 +19,7 @@ from rl import build
 from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig
-from rl.files.atomic import read_rows
+from rl.files.atomic import read_rows, row_of
 from rl.record.adapter_base import ADAPTER_CONFIG
 from rl.record.checkpoint import checkpoint_of, iteration_of, model_folder, too_new
 
@@ -95,8 +95,11 @@ def trained(
         raise ValueError(f"{run_dir} is no run folder: it holds no config.json")
     if problem := too_new(run_dir):
         raise ValueError(problem)
+    written = row_of(file.read_bytes())
+    if written is None:
+        raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
     step = checkpoint_of(run_dir, checkpoint)
-    values = formats.stored(json.loads(file.read_text(encoding="utf-8")), str(file)) | UNUSED
+    values = formats.stored(written, str(file)) | UNUSED
     resolved = build.resolve(_config(values, file))
     for room, plug in (("policy", resolved.policy), ("renderer", resolved.renderer)):
         keys = type(plug.config).model_fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -13,8 +14,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from rl.files.private import itself
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a user's share of it, says that has no room left."""
+
+MAX_NESTING = 64
+"""Levels of objects and lists; a run's own files have a dozen."""
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """What `str.splitlines` takes for the end of a line and JSON does not escape by itself; and half
@@ -40,7 +46,7 @@ class NoRoomError(OSError):
 
 
 def write_atomically(
-    path: Path, content: str | bytes, opener: Callable[[str, int], int] | None = None
+    path: Path, content: str | bytes, opener: Callable[[str, int], int] = itself
 ) -> None:
     """Replace `path`'s contents, whole or not at all; makes the folders above it. `opener` as in
     `open`. Raises NoRoomError where the disk is full, and OSError for what else it may say."""
@@ -48,17 +54,40 @@ def write_atomically(
     aside = path.with_name(f".{path.name}.tmp")
     with _named(path, len(data)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(aside, "wb", opener=opener) as file:
-                file.write(data)
-                file.flush()
+        with _to_oneself(aside, opener) as file:
+            try:
+                append(file, data)
                 os.fsync(file.fileno())
-            aside.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                aside.unlink()
-            raise
+                aside.replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    aside.unlink()
+                raise
         fsync(path.parent)
+
+
+@contextmanager
+def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
+    """An empty file of that name, which no other process or thread writes: it waits until this one
+    has been renamed or removed. What a kill left there is taken over, so that there is one at most.
+    """
+    while True:
+        descriptor = opener(str(aside), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "ab", buffering=0) as file:
+            with suppress(OSError):  # a file system without locks: better no guard than no file
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_there(file, aside):
+                file.truncate(0)
+                yield file
+                return
+
+
+def _is_there(file: FileIO, path: Path) -> bool:
+    """Whether that open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -86,7 +115,8 @@ def append_line(path: Path, line: str) -> None:
     that cannot be written leaves nothing. Raises as `write_atomically`."""
     with _named(path, len(line)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as file:
+        descriptor = itself(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "a+b", buffering=0) as file:
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
@@ -114,12 +144,29 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None for anything else."""
+    """The JSON object of a line; None for anything else, and for what is nested deeper than any
+    file of a run: whoever walks it may do so by recursion."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
+    # As many brackets as levels, at the least: few lines have to be walked.
+    brackets = line.count(b"[") + line.count(b"{")
+    if brackets > MAX_NESTING and _is_deeper(row, MAX_NESTING):
+        return None
     return row if isinstance(row, dict) else None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(layer)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

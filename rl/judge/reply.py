@@ -53,7 +53,7 @@ def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, 
 
     Raises `UnreadableReplyError`.
     """
-    scores = _find_object(text).get("score")
+    scores = json_object(text).get("score")
     if not isinstance(scores, list):
         raise UnreadableReplyError('no list under "score"')
     if len(scores) != count:
@@ -66,7 +66,7 @@ def read_fields(text: str, names: Sequence[str], low: float, high: float) -> tup
 
     Raises `UnreadableReplyError`.
     """
-    found = _find_object(text)
+    found = json_object(text)
     missing = [name for name in names if name not in found]
     if missing:
         raise UnreadableReplyError(f"nothing under {', '.join(missing)}")
@@ -105,11 +105,11 @@ def _parsed(body: bytes) -> Any:
         raise UnreadableReplyError("no JSON") from None
 
 
-def _find_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """The one JSON object of a reply, bare, fenced or after prose.
 
     A brace that opens anything else makes the reply unreadable: to look inside a broken object for
-    a whole one would be a guess.
+    a whole one would be a guess. Raises `UnreadableReplyError`.
     """
     if len(text) > MAX_REPLY_CHARS:
         raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")

@@ -11,17 +11,20 @@ import tempfile
 from pathlib import Path
 
 from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.record.run_lock import LOCKS
 from rl.record.untrusted import shown
 
 LOGS = "logs"
-APPENDED = ("metrics.jsonl", "config.json", ".lock")
+APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
 """Files of a run that a resumed one opens again."""
+_OPENED_INSIDE = (LOGS, "judge")
+"""Folders in which it opens files that are there."""
 MAX_SHOWN = 300
 
 
 def folder_problems(run_dir: Path) -> list[str]:
     """What keeps `run_dir` from being a run's folder: what it or a folder above it is, and of one
-    that is there, which of its folders and files take no writing."""
+    that is there, which of its files is a link, which of its folders and files take no writing."""
     for place in (run_dir, *run_dir.parents):
         why = not_a_file(place)
         if why == FOLDER:
@@ -31,6 +34,9 @@ def folder_problems(run_dir: Path) -> list[str]:
             return [f"base_exp_dir: {named} {why or 'is a file'}; name a folder"]
     if not_a_file(run_dir) != FOLDER:
         return []
+    if links := _links(run_dir):
+        named = shown(str(links[0]), MAX_SHOWN)
+        return [f"base_exp_dir: {named} is a link, and a run writes to no other file; remove it"]
     inside = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
     logs = (run_dir / LOGS).glob("*.log")
     shut = [place for place in (run_dir, *sorted(inside), *logs) if not _is_open(place)]
@@ -52,6 +58,14 @@ def make_problems(run_dir: Path) -> list[str]:
         except OSError as error:
             return [_refusal(folder, error.strerror or str(error))]
     return []
+
+
+def _links(run_dir: Path) -> list[Path]:
+    """In the place of files that a run writes on in; a folder may be one, to another disk."""
+    opened = [run_dir / name for name in APPENDED]
+    for name in _OPENED_INSIDE:
+        opened += sorted((run_dir / name).glob("*"))
+    return [place for place in opened if place.is_symlink() and not place.is_dir()]
 
 
 def _is_open(place: Path) -> bool:

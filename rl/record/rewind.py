@@ -12,7 +12,6 @@ is moved that does not bear exactly a name that a run gives.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
@@ -73,8 +72,8 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
 def _is_recorded(run_dir: Path, iteration: int) -> bool:
     """Whether the run, as it was last started, writes the episodes of that iteration."""
     try:
-        config = json.loads((run_dir / "config.json").read_bytes())
-        every = config["tracking"]["log_episodes_every_n_iterations"]
+        config = row_of((run_dir / "config.json").read_bytes())
+        every = (config or {})["tracking"]["log_episodes_every_n_iterations"]
         return iteration > 0 and iteration % every == 0
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
         return False

@@ -5,16 +5,18 @@ What: both, of the FIRST held-out samples, not the best. What not: the page (`pa
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
+from rl.files.atomic import write_atomically
 from rl.files.panels import panel
 from rl.record.untrusted import shown
 from rl.report.curves import points, smooth
-from rl.report.folder import refuse_links
+from rl.report.folder import to_oneself
 from rl.report.reading import Evaluation, Record, number, picture
 from rl.report.rows import text
 
@@ -33,25 +35,26 @@ STYLES = {
 
 
 def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
-    """Those that can be drawn; of another it is said why."""
+    """Those that can be drawn; of another it is said why. Raises ValueError as `to_oneself`."""
     import matplotlib
 
-    refuse_links(folder)
     matplotlib.use("Agg")
-    folder.mkdir(parents=True, exist_ok=True)
     wanted = {folder / "reward_curve.png": partial(draw_curve, metrics=metrics)}
     if len(evaluations) > 1:
         wanted[folder / "before_after.png"] = partial(
             draw_grid, before=evaluations[0], after=evaluations[-1]
         )
-    return [path for path, make in wanted.items() if _is_drawn(path, make)]
+    with to_oneself(folder):
+        return [path for path, make in wanted.items() if _is_drawn(path, make)]
 
 
-def _is_drawn(path: Path, make: Callable[[Path], None]) -> bool:
+def _is_drawn(path: Path, make: Callable[[IO[bytes]], None]) -> bool:
     import matplotlib.pyplot as plt
 
     try:
-        make(path)
+        drawn = io.BytesIO()
+        make(drawn)
+        write_atomically(path, drawn.getvalue())
         return True
     except Exception as error:  # whatever a foreign record holds: the page is made all the same
         print(f"{path} could not be drawn: {shown(str(error), 200)}", file=sys.stderr)
@@ -60,7 +63,7 @@ def _is_drawn(path: Path, make: Callable[[Path], None]) -> bool:
         plt.close("all")
 
 
-def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
+def draw_curve(file: Path | IO[bytes], metrics: Sequence[Record]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
@@ -76,11 +79,11 @@ def draw_curve(path: Path, metrics: Sequence[Record]) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(file, format="png")
     plt.close(figure)
 
 
-def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
+def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
     """The first held-out samples, two per row: source with instruction, edit before, edit after.
 
     Where nothing is edited, the first picture is what the user's own words give."""
@@ -112,7 +115,7 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
         f"{after.iteration} iterations (reward 0 to 1)",
         fontsize=16,
     )
-    figure.savefig(path)
+    figure.savefig(file, format="png")
     plt.close(figure)
 
 

@@ -1,21 +1,30 @@
-"""`<run>/report/` while it is written: without links, and by one process at a time.
+"""`<run>/report/` while it is written: without links, and by one process at a time; and which run
+its page was set beside.
 
-What: `to_oneself`, `refuse_links`. What not: what is written there (`page.py`, `mail.py`,
-`figures.py`).
+What: `to_oneself`, `refuse_links`; `remember_other`, `remembered_other`. What not: what is written
+there (`page.py`, `mail.py`, `figures.py`).
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rl.files.atomic import row_of, write_atomically
+
 MAX_WAIT_S = 30.0
 """For another report on the same run; less than a run waits for its last page."""
 _POLL_S = 0.1
+_OTHER = "against.json"
+
+
+class BusyError(ValueError):
+    """Another report on the same run is being made."""
 
 
 def refuse_links(folder: Path) -> None:
@@ -32,8 +41,8 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def to_oneself(folder: Path) -> Iterator[None]:
-    """Inside, no other report writes there. Raises ValueError for a link, and where another takes
-    longer than `MAX_WAIT_S`."""
+    """Inside, no other report writes there. Raises ValueError for a link, and BusyError where
+    another takes longer than `MAX_WAIT_S`."""
     refuse_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -45,6 +54,36 @@ def to_oneself(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def remember_other(folder: Path, other: Path | None) -> None:
+    """Have the run itself set its page beside `other` again (None: beside none) when it makes it
+    anew. Raises ValueError for a link."""
+    refuse_links(folder)
+    if other is None:
+        (folder / _OTHER).unlink(missing_ok=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    note = {"other": str(other.resolve()), "of": _identity(folder)}
+    write_atomically(folder / _OTHER, json.dumps(note))
+
+
+def remembered_other(folder: Path) -> Path | None:
+    """What was remembered here: not in a folder that was moved, or came from elsewhere and would
+    have a page show what of this machine its sender likes to see."""
+    refuse_links(folder)
+    try:
+        note = row_of((folder / _OTHER).read_bytes()) or {}
+    except OSError:
+        return None
+    other = note.get("other")
+    return Path(other) if isinstance(other, str) and note.get("of") == _identity(folder) else None
+
+
+def _identity(folder: Path) -> list[int]:
+    """Of the folder itself, whatever its name."""
+    found = folder.stat()
+    return [found.st_dev, found.st_ino]
+
+
 def _wait(descriptor: int, folder: Path) -> None:
     until_s = time.monotonic() + MAX_WAIT_S
     while True:
@@ -53,7 +92,7 @@ def _wait(descriptor: int, folder: Path) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > until_s:
-                raise ValueError(f"{folder}: another report is being made there") from None
+                raise BusyError(f"{folder}: another report is being made there") from None
             time.sleep(_POLL_S)
         except OSError:  # a file system without locks
             return

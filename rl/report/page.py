@@ -134,7 +134,9 @@ def _progress(metrics: Sequence[Record], config: Mapping[str, Any], made: Made) 
     planned = config.get("num_iterations")
     of = f" of {planned}" if type(planned) is int and planned > 0 else ""
     episodes = f"{sum(num for _, num in made.iterations):,} groups on record"
-    return f"{last:,}{of} iterations, {len(made.evaluations)} held-out evaluations, {episodes}"
+    measured = len(made.evaluations)
+    evaluations = f"{measured} held-out evaluation{'' if measured == 1 else 's'}"
+    return f"{last:,}{of} iterations, {evaluations}, {episodes}"
 
 
 def _learnt(run_dir: Path) -> dict[str, Any] | None:
@@ -172,7 +174,7 @@ def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
             row = doc_of(line.metric, {})
             legend.append(
                 {"style": line.style, "label": line.label, "metric": line.metric}
-                | {"first": found[0][1], "last": found[-1][1]}
+                | {"first": found[0][1], "last": found[-1][1], "num_points": len(found)}
                 | {"unit": row.unit if row else "", "meaning": row.meaning if row else ""}
             )
         picture = {"title": curve.title, "svg": drawn(curve, there), "note": how_drawn(there)}

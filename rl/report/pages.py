@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from rl.files.atomic import read_rows, write_atomically
+from rl.report.disagreement import num_readings
 from rl.report.reading import (
     Record,
     episode_files,
@@ -45,7 +46,7 @@ from rl.report.rows import (
 from rl.report.script import call, literal, value_of
 from rl.report.tokens import Pieces
 
-FORMAT = 1
+FORMAT = 2
 """Of the pages: another one makes all of them again."""
 MAX_PAGE_BYTES = 300_000
 CHUNK = 50
@@ -154,7 +155,7 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
     pages, made = _Folder(folder), Made()
     config = read_config(run_dir)
     pieces = Pieces(config)
-    readings = _num_readings(config)
+    readings = num_readings(config)
     for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
         found_by: dict[str, Any] = {}
         found_before = _found_before(folder / f"{_found_in(chunk)}.js")
@@ -177,16 +178,6 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
     pages.close()
     made.num_written = pages.num_written
     return made
-
-
-def _num_readings(config: Mapping[str, Any]) -> dict[str, int]:
-    """How often each reward asks a question."""
-    rewards = config.get("rewards")
-    return {
-        name: count
-        for name, section in (rewards.items() if isinstance(rewards, Mapping) else ())
-        if isinstance(section, Mapping) and type(count := section.get("n_evals")) is int
-    }
 
 
 def _stamp(paths: Sequence[Path]) -> list[list[Any]]:

@@ -7,7 +7,6 @@ pictures are there. What not: what is made of them (the rest of this room), who 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from rl.config import formats
 from rl.config.schema import load_config
-from rl.files.atomic import read_rows
+from rl.files.atomic import read_rows, row_of
 from rl.record.checkpoint import too_new
 
 Record = Mapping[str, Any]
@@ -109,10 +108,9 @@ def episode_files(run_dir: Path) -> dict[int, list[Path]]:
 def read_config(run_dir: Path) -> dict[str, Any]:
     """`config.json` of a run; {} where it cannot be read."""
     try:
-        config = json.loads((run_dir / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return row_of((run_dir / "config.json").read_bytes()) or {}
+    except OSError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def picture(folder: Path, file: object) -> str | None:

@@ -8,8 +8,6 @@ than a run writes becomes none.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +17,9 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from rl.record.untrusted import without_lone_surrogates
+from rl.report.disagreement import disagreement
 from rl.report.reading import Record, number, picture, picture_of
 from rl.report.tokens import Pieces
-
-_SCORE = re.compile(r'"score"\s*:\s*(\[[^\[\]]{0,200}\]|-?[0-9.]{1,20})')
 
 
 @dataclass(frozen=True)
@@ -169,39 +166,6 @@ def finding_row(
         disagreement(rows_G, num_readings),
         means,
     ]
-
-
-def disagreement(rows_G: Iterable[Record], num_readings: Mapping[str, int]) -> float | None:
-    """Largest standard deviation of the scores that a judge gave one question about one picture,
-    in its own units; None where every question was asked once. `num_readings`: of each reward."""
-    spreads = []
-    for row in rows_G:
-        replies = row.get("replies")
-        for name, said in replies.items() if isinstance(replies, Mapping) else ():
-            readings = num_readings.get(name, 1)
-            # Replies that were asked for again stand among the others: then who answers what is
-            # not known.
-            if readings < 2 or not isinstance(said, list) or not said or len(said) % readings:
-                continue
-            questions = len(said) // readings
-            for question in range(questions):
-                scores = [score_of(reply) for reply in said[question::questions]]
-                known = [score for score in scores if score is not None]
-                if len(known) > 1:
-                    spreads.append(pstdev(known))
-    return round(max(spreads), 3) if spreads else None
-
-
-def score_of(reply: object) -> float | None:
-    """Mean of the numbers under "score" of a judge's reply."""
-    found = _SCORE.search(reply) if isinstance(reply, str) else None
-    try:
-        scores = json.loads(found[1]) if found else None
-    except ValueError:
-        return None
-    numbers = [number(value) for value in (scores if isinstance(scores, list) else [scores])]
-    known = [value for value in numbers if value is not None]
-    return fmean(known) if known else None
 
 
 def record_row(

@@ -140,12 +140,14 @@ def stock_lines(metrics: Sequence[Record]) -> list[str]:
     rows = _with(metrics, name)
     if not rows:
         return []
-    first, last = (f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in (rows[0], rows[-1]))
+    gains = [
+        f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in (*rows[:1], *rows[1:][-1:])
+    ]
     upstream = number(rows[-1].get("eval/stock_upstream_reward"))
     beside = "" if upstream is None else f" ({upstream:.3f} as upstream calls its text encoder)"
     return [
         f"the untrained system on the user's words: {_said(rows[-1], 'eval/stock_reward')}{beside}"
-        f"; gain over it {first} -> {last}"
+        f"; gain over it {' -> '.join(gains)}"
     ]
 
 

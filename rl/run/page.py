@@ -1,6 +1,6 @@
 """The run's own page, refreshed while it trains by a process that yields to it.
 
-What: `Page`: `rl report <run> --page-only`, started and not waited for. What not: the page
+What: `Page`: `rl report <run> --refresh`, started and not waited for. What not: the page
 (`rl/report/`). Nothing that goes wrong there is more to a run than one warning.
 """
 
@@ -15,7 +15,9 @@ from rl.files.private import private
 from rl.record.console import warn
 
 MAX_WAIT_S = 40.0
-"""At the end of a run, for the last page."""
+"""At the end of a run, for the last page; one that takes longer is left to the user."""
+BUSY = 75
+"""Exit code of `rl report --refresh` while another report is being made."""
 _YIELDING = ("nice", "-n", "15")
 """While the run trains."""
 
@@ -40,7 +42,7 @@ class Page:
 
     def _start(self, before: Sequence[str] = ()) -> None:
         program = [sys.executable, "-m", "rl.commands.report"]
-        command = [*before, *program, str(self._run_dir), "--page-only"]
+        command = [*before, *program, str(self._run_dir), "--refresh"]
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb", opener=private) as log:
@@ -69,9 +71,14 @@ class Page:
             return
         try:
             self._process.wait(MAX_WAIT_S)
+            if self._process.returncode == BUSY:
+                self._warn("another report is being made")
             self._is_running()
         except subprocess.TimeoutExpired:
-            self._warn(f"it takes longer than {MAX_WAIT_S:g} s")
+            warn(
+                f"{self._run_dir / 'report'}: the last page takes longer than {MAX_WAIT_S:g} s, "
+                f"and is not whole yet; rl report {self._run_dir} makes what is left of it"
+            )
             self._end()
 
     def _end(self) -> None:
@@ -88,7 +95,7 @@ class Page:
         if code is None:
             return True
         self._process = None
-        if code != 0:
+        if code not in (0, BUSY):
             self._warn(f"exit code {code}; {self._log} says why")
         return False
 

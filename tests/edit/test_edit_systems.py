@@ -236,6 +236,13 @@ def test_what_is_wrong_is_a_sentence(
         edit.main([*run, *told])
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a":' * 900 + b"1" + b"}" * 900])
+def test_a_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json is damaged: it holds no config"):
+        Editor.from_run(tmp_path)
+
+
 def test_steps_and_size_are_the_renderers(runs: Any) -> None:
     run = runs("quickstart")
     area = trained(run, num_steps=7, size_px=(96,), device="cpu").config.renderer

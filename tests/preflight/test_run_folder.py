@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.files.atomic import append_line, write_atomically
+from rl.files.private import itself, private
 from rl.preflight.run_folder import folder_problems, make_problems
 
 NOBODY = 65534
@@ -60,3 +62,38 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     [problem] = folder_problems(tmp_path / "file" / "run")
     assert problem == f"base_exp_dir: {tmp_path / 'file'} is a file; name a folder"
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", ".lock", ".saving.lock", "logs/report.log", "judge/left_out.json"]
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_in_the_place_of_a_file_is_written_through_by_nobody(
+    tmp_path: Path, name: str, there: bool
+) -> None:
+    """Who goes on with a stranger's run must not write to their own files by it."""
+    mine, place = tmp_path / "mine", tmp_path / "run" / name
+    place.parent.mkdir(parents=True)
+    if there:
+        mine.write_text("kept")
+    place.symlink_to(mine)
+    for problems in (folder_problems(tmp_path / "run"), make_problems(tmp_path / "run")):
+        assert problems == [
+            f"base_exp_dir: {place} is a link, and a run writes to no other file; remove it"
+        ]
+    for opener in (itself, private):
+        with pytest.raises(OSError, match="it is a link, and what is written here goes to no"):
+            opener(str(place), os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="it is a link"):
+        append_line(place, "a line\n")
+    write_atomically(place, "a file of the run's own")
+    assert not place.is_symlink() and mine.exists() == there
+    assert not there or mine.read_text() == "kept"
+
+
+def test_folders_may_lie_on_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("images", "logs", "judge"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path / "disk" / name)
+    assert folder_problems(tmp_path / "run") == []

@@ -82,6 +82,7 @@ VIEWS = {
     "#held-out": ".card img",
     "#training": "tbody tr",
     "#it=2&g=2": ".member",
+    "#eval=4": ".card img",
     "#eval=4&id=s0": ".across .pic",
     "#settings": "tbody tr",
 }

@@ -57,6 +57,15 @@ class Tags(HTMLParser):
             self.words.append(data)
 
 
+def test_what_was_measured_once_is_not_said_to_have_moved(tmp_path: Path) -> None:
+    """Of a run that has only begun."""
+    once = write_run(tmp_path / "run", num_iterations=0)
+    write_page(once)
+    words = " ".join(Tags((once / "report" / "index.html").read_text()).words)
+    assert "0 of 4 iterations, 1 held-out evaluation, 0 groups" in words
+    assert "\u2192" not in words.partition("Keys:")[0]
+
+
 def test_words_of_a_run_add_no_tag(run_dir: Path) -> None:
     page, _ = write_page(run_dir)
     text = page.read_text("utf-8")
@@ -253,8 +262,40 @@ def test_another_run_stands_beside_it(run_dir: Path, tmp_path: Path) -> None:
     assert (last["page"], last["run"]) == ("other_eval_000004", "the other&run")
     assert last["base"] == "../../the%20other%26run/evaluation/it_000004/"
     assert (run_dir / "report/data/other_eval_000004.js").is_file()
+    assert report.main([str(run_dir), "--refresh"]) == 0
+    assert (run_dir / "report/data/other_eval_000004.js").is_file(), "the run itself keeps it"
     assert report.main([str(run_dir), "--page-only"]) == 0
     assert not (run_dir / "report/data/other_eval_000004.js").exists()
+    assert report.main([str(run_dir), "--refresh"]) == 0
+    assert not (run_dir / "report/data/other_eval_000004.js").exists()
+
+
+def test_what_a_page_is_set_beside_is_this_users_choice(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, copied = write_run(tmp_path / "other"), tmp_path / "copied"
+    assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
+    shutil.copytree(run_dir, copied)
+    assert report.main([str(copied), "--refresh"]) == 0
+    assert not (copied / "report/data/other_eval_000004.js").exists(), "as of a stranger's run"
+    (other / "metrics.jsonl").unlink()
+    capsys.readouterr()
+    assert report.main([str(run_dir), "--refresh"]) == 0
+    assert "set beside is left out: " in capsys.readouterr().err
+    (run_dir / "report/against.json").write_text("[" * 100_000)
+    assert report.main([str(run_dir), "--refresh"]) == 0
+
+
+def test_pictures_are_drawn_one_report_after_the_other(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
+    with (
+        folder.to_oneself(run_dir / "report"),
+        pytest.raises(ValueError, match="another report is being made"),
+    ):
+        figures.draw(run_dir / "report", [], [])
+    assert not (run_dir / "report/reward_curve.png").exists()
 
 
 def test_a_run_that_is_none_is_said_to_be_none(

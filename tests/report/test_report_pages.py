@@ -14,6 +14,7 @@ from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files.atomic import json_line
 from rl.report import pages, rows, tokens
+from rl.report.disagreement import num_readings
 from rl.report.pages import MAX_PAGE_BYTES, refresh
 from rl.report.reading import picture, picture_of
 from rl.report.script import literal, value_of
@@ -98,6 +99,31 @@ def test_replies_that_were_asked_for_again_tell_nothing_of_disagreement() -> Non
     assert rows.disagreement([row], {}) is None
     row["replies"]["viescore"].append("what?")
     assert rows.disagreement([row], {"viescore": 2}) is None
+
+
+def test_every_shipped_reward_that_reads_more_than_once_is_seen() -> None:
+    """`edit_quality` reads three times by itself, and names its marks otherwise."""
+    config = {
+        "rewards": {
+            "a": {"type": "edit_quality"},
+            "b": {"type": "edit_quality", "n_evals": 2},
+            "c": {"type": "viescore"},
+            "d": {"type": "accuracy"},
+            "e": {"type": "os.path", "n_evals": 4},
+            "f": {"type": "a.stranger"},
+            "g": {"type": ["viescore"], "n_evals": True},
+            "h": None,
+        }
+    }
+    assert num_readings(config) == {"a": 3, "b": 2, "c": 1, "e": 4}
+    marks = [(0.5, 1.0), (0.5, 0.0), (0.5, 0.5)]
+    said = [json.dumps({"why": "x", "alignment": a, "quality": q}) for a, q in marks]
+    counts = {"a": 3}
+    assert rows.disagreement([{"replies": {"a": said}}], counts) == 0.408, "of quality alone"
+    steady = [json.dumps({"alignment": [1, {"of": 2}], "sure": True})] * 3
+    assert rows.disagreement([{"replies": {"a": steady}}], counts) == 0.0
+    for strange in ("[" * 100_000, '{"a": ' * 10_000, "{}", '{"a": NaN}', '{"a": 1e400}', None):
+        assert rows.disagreement([{"replies": {"a": [strange] * 3}}], counts) is None
 
 
 def test_only_what_changed_is_made_again(run_dir: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_report import write_run
 
+from rl.commands import report
+from rl.report import folder
 from rl.run import page as page_module
 from rl.run.page import Page
 
@@ -41,7 +43,7 @@ def test_nobody_waits_and_a_second_is_not_started_beside_the_first(slow: Path) -
         page.refresh()
     (slow / "go").touch()
     page.close()
-    words = f"-m rl.commands.report {slow / 'run'} --page-only"
+    words = f"-m rl.commands.report {slow / 'run'} --refresh"
     assert calls(slow) == [words] * 2, "the one under way, and the last"
 
 
@@ -83,11 +85,37 @@ def test_a_program_that_cannot_start_harms_nothing(
 def test_none_is_left_behind(
     slow: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And what finishes the last page is said, whatever was said before."""
     monkeypatch.setattr(page_module, "MAX_WAIT_S", 0.2)
     page = Page(slow / "run", wanted=True)
+    page._has_warned = True
     page.close()
     assert page._process is None and len(calls(slow)) == 1
-    assert "longer than 0.2 s" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "longer than 0.2 s" in said
+    assert f"rl report {slow / 'run'} makes what is left of it" in said
+
+
+def test_a_report_that_the_user_makes_is_no_reason_to_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But the last page says that it lacks what came last."""
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
+    with folder.to_oneself(run_dir / "report"):
+        assert report.main([str(run_dir), "--refresh"]) == page_module.BUSY
+        capsys.readouterr()
+        script = tmp_path / "python"
+        script.write_text(f"#!/bin/bash\nexit {page_module.BUSY}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        page = Page(run_dir, wanted=True)
+        page.refresh()
+        while page._is_running():
+            time.sleep(0.01)
+        assert capsys.readouterr().err == ""
+        page.close()
+    assert "could not be refreshed (another report is being made" in capsys.readouterr().err
 
 
 def test_a_real_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@
     const state = page.route();
     let [id, draw] = views[state.view] ?? views.overview;
     if (state.it !== undefined) [id, draw] = ["sample", page.group];
-    if (state.eval !== undefined) [id, draw] = ["sample", page.heldOutSample];
+    if (state.eval !== undefined) [id, draw] = state.id ? ["sample", page.heldOutSample] : views["held-out"];
     page.near = [];
     for (const section of sections) section.hidden = section.id !== `at-${id}`;
     for (const link of document.querySelectorAll("nav a")) {
