@@ -72,3 +72,11 @@ def test_what_was_encoded_goes_with_its_picture() -> None:
     assert len(images._encoded) == before + 1
     del image
     assert len(images._encoded) == before
+
+
+def test_a_transparent_picture_is_sent_over_white() -> None:
+    """Half a red over white, to record and judge alike, small or scaled."""
+    half = Image.new("RGBA", (64, 64), (255, 0, 0, 128))
+    for data in (png_bytes(half), sent(half, 64), sent(half.copy(), 32)):
+        colour = Image.open(io.BytesIO(data)).getpixel((5, 5))
+        assert colour == (255, 127, 127)

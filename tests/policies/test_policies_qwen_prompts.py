@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import tiny_qwen
 import torch
+from PIL import Image
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
 from rl.policies.qwen_vl.prompts import QwenPrompts
@@ -160,6 +161,25 @@ def test_every_picture_is_written_as_the_template_says_and_processed_alone(token
         assert picture.key == expected.key
         assert torch.equal(picture.pixel_values, expected.pixel_values)
         assert torch.equal(picture.grid, expected.grid)
+
+
+@pytest.mark.parametrize("num_pictures", [0, 1, 3])
+def test_it_says_where_its_pictures_are_behind_what_is_dropped(tokenizer, num_pictures):
+    prompts = reader(tokenizer, NUMBERED, needs_picture=False)
+    prompt = prompts.prompt(several(num_pictures), "swap them")
+    kept = tokenizer.convert_ids_to_tokens(prompt.token_ids)[prompt.num_dropped_tokens :]
+    slots = [place for place, token in enumerate(kept) if token == "<|image_pad|>"]
+    places = prompts.picture_places(prompt)
+    assert [slot for place in places for slot in place] == slots
+    assert len(places) == num_pictures
+    assert all(kept[p.start - 1] == "<|vision_start|>" for p in places)
+    assert all(kept[p.stop] == "<|vision_end|>" for p in places)
+
+
+def test_a_transparent_source_is_seen_over_white(tokenizer):
+    clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
+    (image,) = reader(tokenizer).prompt(Sample("s", "x", sources=(clear,)), "x").images
+    assert image.mode == "RGB" and image.getextrema() == ((255, 255),) * 3
 
 
 def test_more_pictures_than_the_prompt_shows_are_refused(tokenizer):

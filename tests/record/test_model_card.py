@@ -73,6 +73,17 @@ def test_the_base_on_the_card_is_what_was_trained():
     )
 
 
+def test_a_newer_model_is_loaded_by_its_own_class():
+    text = card(
+        "text-encoder",
+        policy={"type": "qwen3_vl", "model_path": "some/base"},
+        renderer={"type": "qwen_image_21", "model_path": "owner/newer"},
+    )
+    assert 'encoder = Qwen3VLForConditionalGeneration.from_pretrained("<this folder>"' in text
+    assert 'pipeline = QwenImage21Pipeline.from_pretrained("owner/newer"' in text
+    assert "Qwen2_5" not in text
+
+
 def test_a_runs_card_has_intervals_arms_and_limits():
     text = card(
         "text-encoder",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from cachetools import LRUCache
+from typing_extensions import TypeVar
 
 from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
@@ -30,6 +31,7 @@ from rl.api.types import (
 from rl.policies.qwen_vl import loading
 from rl.policies.qwen_vl.config import Config
 from rl.policies.qwen_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl.tower import Tower
 from rl.policies.shared import prompting
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
@@ -50,14 +52,18 @@ FILES = (
 )
 
 
-class QwenVL(TrainedPolicy[Config]):
+ConfigT = TypeVar("ConfigT", bound=Config, default=Config)
+
+
+class QwenVL(TrainedPolicy[ConfigT]):
     """Description states for a diffusion transformer, or the words themselves. A plug says which
-    model it is."""
+    model it is, and how its tower and its states differ from the other families'."""
 
     model_types: ClassVar[frozenset[str]]
     """Of transformers' `config.json`."""
     model_classes: ClassVar[frozenset[str]]
     """Its `architectures`."""
+    tower: ClassVar[Tower]
 
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
@@ -69,7 +75,7 @@ class QwenVL(TrainedPolicy[Config]):
     prompts: QwenPrompts
     module: QwenModule
 
-    def __init__(self, config: Config, setup: PolicySetup) -> None:
+    def __init__(self, config: ConfigT, setup: PolicySetup) -> None:
         from rl.policies.qwen_vl.module import QwenModule
 
         super().__init__(config, setup)
@@ -78,7 +84,7 @@ class QwenVL(TrainedPolicy[Config]):
             loading.load_tokenizer(config),
             loading.load_image_processor(config),
             template,
-            needs_picture=setup.template is not None and "{image}" in template.text,
+            needs_picture=setup.template is not None and template.needs_picture,
             max_prompt_tokens=config.max_prompt_tokens,
         )
         self.image_pixel_bounds = self.prompts.picture_bounds
@@ -90,12 +96,13 @@ class QwenVL(TrainedPolicy[Config]):
         self.state_dim = text_config.hidden_size
         roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
-        self.module = QwenModule(self._ready(model), self, config.max_kept_pictures)
+        kept = config.max_kept_pictures
+        self.module = QwenModule(self._ready(model), self, self.tower, kept)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
-        self._negatives = LRUCache(config.max_kept_pictures)
+        self._negatives = LRUCache(kept)
 
     @classmethod
-    def models(cls, config: Config) -> Sequence[ModelFiles]:
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
         """Weights, tokenizer and image processor; the weights may be an editor's text encoder."""
         editor, whole = (
             config.init_text_encoder_from,
@@ -122,20 +129,20 @@ class QwenVL(TrainedPolicy[Config]):
         ]
 
     @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
         yield from super().no_effect(config)
         if not config.init_text_encoder_from:
             why = "init_text_encoder_from is empty, and the weights are model_path's"
             yield from unread(config, "text_encoder_subfolder", why)
 
     @classmethod
-    def adaptable(cls, config: Config) -> Set[str]:
+    def adaptable(cls, config: ConfigT) -> Set[str]:
         """The vision tower's too, where it is trained."""
-        tower = () if config.freeze_vision_tower else ("qkv", "proj")
-        return super().adaptable(config) | set(tower)
+        tower = frozenset() if config.freeze_vision_tower else cls.tower.linear_layers
+        return super().adaptable(config) | tower
 
     @classmethod
-    def reads_from(cls, config: Config) -> Sequence[str]:
+    def reads_from(cls, config: ConfigT) -> Sequence[str]:
         """An editor's text encoder where one is named."""
         editor = config.init_text_encoder_from
         if not editor:
@@ -143,12 +150,12 @@ class QwenVL(TrainedPolicy[Config]):
         return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
 
     @classmethod
-    def has_frozen_tower(cls, config: Config) -> bool:
+    def has_frozen_tower(cls, config: ConfigT) -> bool:
         """As the section says."""
         return config.freeze_vision_tower
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, D] of each prompt's pictures, one after the other; None where it shows none. The
+        """[N_img, W] of each prompt's pictures, one after the other; None where it shows none. The
         very ones that the forwards of these prompts read, so that an engine needs no vision tower
         of its own."""
         import torch
@@ -184,15 +191,10 @@ class QwenVL(TrainedPolicy[Config]):
         return self.encode_completion(sample.instruction)
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """An editor reads the prompt and no completion: with M-RoPE, as it was trained, and as
-        upstream's pipeline does. What reads words gets the user's."""
+        """An editor reads the prompt and no completion. What reads words gets the user's."""
         if self.setup.kind == "text":
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
-        arms = {"stock": (prompt, NOTHING_WRITTEN)}
-        if prompt.images:  # plain text has the same positions either way
-            upstream = self.prompts.with_text_positions(prompt)
-            arms["stock_upstream"] = (upstream, NOTHING_WRITTEN)
-        return arms
+        return {"stock": (prompt, NOTHING_WRITTEN)}
 
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
@@ -217,11 +219,11 @@ class QwenVL(TrainedPolicy[Config]):
         assert batch is not None and outputs is not None, "it reads states"
         embeds_B = _states(rows, batch, outputs.hidden)
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
+        places_B = [self.prompts.picture_places(prompt) for prompt, _ in rows]
+        states_B = map(HiddenStates, embeds_B, negatives_B, places_B)
         return [
-            Action(text, None if failure else HiddenStates(embeds, negative), failure)
-            for text, failure, embeds, negative in zip(
-                texts, failures, embeds_B, negatives_B, strict=True
-            )
+            Action(text, None if failure else states, failure)
+            for text, failure, states in zip(texts, failures, states_B, strict=True)
         ]
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:

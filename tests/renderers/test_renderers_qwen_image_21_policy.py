@@ -1,0 +1,72 @@
+"""Qwen3-VL as the policy of a Qwen-Image-2.1: what it hands on is what the stock pipeline reads."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_qwen_image_21 as tiny
+import torch
+from tiny_qwen_image_21 import references, render_floats
+from tiny_rounding import NATS, PICTURE
+
+from rl.api.policy import PolicySetup
+from rl.api.types import RenderJob, Sample, UnusableSampleError
+from rl.policies.qwen3_vl import Config, Qwen3VL
+from rl.renderers.qwen_image_21.plug import QwenImage21
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Qwen3VL:
+    folder = tmp_path_factory.mktemp("policy")
+    encoder, processor = tiny.make_encoder()
+    for part in (encoder, processor.tokenizer, processor.image_processor):
+        part.save_pretrained(folder)
+    template = QwenImage21.prompt_template(tiny.Config(**tiny.TINY, max_pictures=3))
+    return Qwen3VL(
+        Config(type="qwen3_vl", model_path=str(folder), dtype="float32"),
+        PolicySetup("hidden_states", "pre_norm", template=template, negative_prompt="blurry"),
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_an_unwritten_completion_draws_what_stock_draws(policy: Qwen3VL, number: int) -> None:
+    sources = tuple(references(number))
+    samples = [Sample(words, words, sources=sources) for words in tiny.WORDS[:2]]
+    rows = [(policy.build_prompt(sample), ()) for sample in samples]
+    batch = policy.collate(rows)
+    with torch.no_grad():
+        actions = policy.decode_actions(rows, batch, policy.module(batch))
+    stock = tiny.make_stock()
+    renderer = tiny.make_renderer(stock.ours())
+    for seed, (sample, action) in enumerate(zip(samples, actions, strict=True)):
+        states, places = tiny.encode(sample.instruction, sources)
+        assert (action.payload.embeds - states).abs().max() <= NATS
+        assert action.payload.pictures == places
+        negative = tiny.encode("blurry", sources)[0]
+        assert (action.payload.negative_embeds - negative).abs().max() <= NATS
+        drawn = render_floats(renderer, [RenderJob(sample, action.payload, seed)])
+        expected = tiny.render_stock(stock, sample.instruction, sources, seed)
+        assert (drawn - expected).abs().max() <= PICTURE
+
+
+def test_a_groups_completions_begin_alike_bit_for_bit(policy: Qwen3VL) -> None:
+    """So that its sources are gone through once."""
+    sample = Sample("s", tiny.WORDS[0], sources=tuple(references(2)))
+    prompt = policy.build_prompt(sample)
+    said = ("turn the circle", "x", "add a red square to the image")
+    rows = [(prompt, policy.encode_completion(words).token_ids) for words in said]
+    batch = policy.collate(rows)
+    with torch.no_grad():
+        actions = policy.decode_actions(rows, batch, policy.module(batch))
+    jobs = [RenderJob(sample, action.payload, 5) for action in actions]
+    renderer = tiny.make_renderer(tiny.make_stock().ours())
+    together = render_floats(renderer, jobs)
+    assert renderer.take_metrics() == {"rows_per_start": 3.0}
+    alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
+    assert (together - alone).abs().max() <= PICTURE
+    assert (together[0] - together[1]).abs().max() > 0.1
+
+
+def test_too_many_sources_are_refused(policy: Qwen3VL) -> None:
+    sample = Sample("row-7", "x", sources=tuple(references(3)) + tuple(references(1)))
+    with pytest.raises(UnusableSampleError, match="row-7"):
+        policy.build_prompt(sample)
