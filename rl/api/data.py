@@ -74,6 +74,11 @@ class DataSource(PlugBase[ConfigT]):
         return None
 
     @classmethod
+    def most_pictures(cls, config: ConfigT) -> int | None:
+        """Source pictures of a sample, at the most; None when only opening it would tell."""
+        return None
+
+    @classmethod
     def problems(cls, config: ConfigT, rules: RowRules) -> Iterable[str]:
         """What can be seen to be wrong before a run starts, without opening a picture."""
         return []

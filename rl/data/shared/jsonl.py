@@ -99,6 +99,13 @@ class LinesSource(RowsSource[ConfigT]):
             return None
 
     @classmethod
+    def most_pictures(cls, config: ConfigT) -> int | None:
+        try:
+            return cls.read(config, RowRules())[0].most_pictures()
+        except BadRowError:
+            return None
+
+    @classmethod
     def problems(cls, config: ConfigT, rules: RowRules) -> list[str]:
         """Everything that is wrong with the rows, without opening a picture; under 'skip' only that
         nothing is left."""

@@ -251,6 +251,16 @@ class Rows:
             return sources, None
         return sources, used("target", columns.target, target)
 
+    def most_pictures(self) -> int:
+        """Source pictures of a row, at the most; none is opened."""
+        return max((self._num_pictures(row) for row in self.rows), default=0)
+
+    def _num_pictures(self, row: Mapping[str, Any]) -> int:
+        try:
+            return len(_source_cells(row, _read_from(self.columns, row)))
+        except Exception:  # a bad row: see `problems`
+            return 0
+
     def _place(self, index: int) -> str:
         return f"{self.origin}, row {self.numbers[index]}"
 
