@@ -21,7 +21,7 @@ from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, St
 from rl.files.atomic import json_line, write_atomically
 from rl.files.images import png_bytes
 from rl.ranks.seeding import derive_seed
-from rl.record.run_record import provenance
+from rl.record.run_record import named_sources, provenance, source_files
 from rl.record.scrub import scrubbed
 from rl.rollout.stream import RolloutContext
 from rl.run.drift import add_falls, add_state_drift, add_stock_arm
@@ -167,16 +167,17 @@ def _record(
     """A sample's line; adds its pictures to `pictures`, by where they are to be."""
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
-    shown = {
-        "source_file": sample.source,
-        "image_file": episode.image,
-        "bare_file": None if bare is None else bare.image,
+
+    def kept(what: str, picture: Image | None) -> str | None:
+        if picture is None:
+            return None
+        pictures[folder / f"{name}_{what}.png"] = picture
+        return f"{name}_{what}.png"
+
+    files = source_files([kept(what, picture) for what, picture in named_sources(sample)]) | {
+        "image_file": kept("image", episode.image),
+        "bare_file": kept("bare", None if bare is None else bare.image),
     }
-    files: dict[str, str | None] = dict.fromkeys(shown)
-    for key, picture in shown.items():
-        if picture is not None:
-            files[key] = f"{name}_{key.removesuffix('_file')}.png"
-            pictures[folder / str(files[key])] = picture
     told = provenance(episode, None)
     # Seconds, too: the records of two runs that are one and the same are the same.
     for key in ("sample_id", "group_id", "advantage", "judge_s"):

@@ -106,14 +106,14 @@
         page.facts.alone ? "is not in this file; the report beside the run has it." : "is not on record."));
       return;
     }
+    const sources = page.sources("../", group);
     place().replaceChildren(...[top,
       ...title(group.say, `Iteration ${it}, group ${g}, sample `, words(group.id),
         group.cat ? [", ", words(group.cat)] : null, `, ${group.of.length} completions under one noise`),
-      group.src || group.goal ? el("div", {class: "tops"},
-        group.src ? page.figure(page.at("../", group.src), `${group.say} (source)`, "source") : null,
+      sources.length || group.goal ? el("div", {class: "tops"}, sources,
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
       shortened(data.cut),
-      group.src || group.goal || group.of.some((one) => one.img) ? null
+      sources.length || group.goal || group.of.some((one) => one.img) ? null
         : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration says how many are kept)."),
       el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)),
         group.bare ? bareArm(group.bare, group, data.parts) : null)].filter(Boolean));
@@ -150,8 +150,7 @@
       ...title(row.say, `Held-out sample `, words(row.id), row.cat ? [", ", words(row.cat)] : null,
         ", ", words(page.setName(set))),
       shortened(found.cut),
-      el("div", {class: "tops"},
-        row.src ? page.figure(page.at(set.base, row.src), `${row.say} (source)`, "source") : null,
+      el("div", {class: "tops"}, page.sources(set.base, row),
         row.img ? page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)) : null,
         arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
         arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
