@@ -22,9 +22,11 @@ WORDS_CHARS, WORDS_LINES = 22, 10
 """Of the words in its place."""
 
 
-def panel(axes: Axes, images: Image | Sequence[Image] | None, title: str, words: str) -> None:
+def panel(
+    axes: Axes, images: Image | Sequence[Image] | None, title: str, words: str | None
+) -> None:
     """Draw one, or several in its place under their numbers; what a terminal would act upon is
-    escaped here too."""
+    escaped here too. `words` None: it has none, and nothing says so."""
     axes.axis("off")
     above_pt = None
     if isinstance(images, Sequence):
@@ -33,6 +35,8 @@ def panel(axes: Axes, images: Image | Sequence[Image] | None, title: str, words:
     elif images is not None:
         _picture(axes, images)
     axes.set_title(printable(title), fontsize=13, pad=above_pt)
+    if words is None:
+        return
     drawn = images is not None
     num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if drawn else (WORDS_CHARS, WORDS_LINES)
     lines = textwrap.wrap(
