@@ -28,13 +28,11 @@ def panel(
     """Draw one, or several in its place under their numbers; what a terminal would act upon is
     escaped here too. `words` None: it has none, and nothing says so."""
     axes.axis("off")
-    above_pt = None
     if isinstance(images, Sequence):
         _tiles(axes, images)
-        above_pt = 16
     elif images is not None:
         _picture(axes, images)
-    axes.set_title(printable(title), fontsize=13, pad=above_pt)
+    axes.set_title(printable(title), fontsize=13)
     if words is None:
         return
     drawn = images is not None

@@ -107,7 +107,7 @@ def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
             files, title = [old.get("bare_file")], "the words as they are"
         else:
             files = [old.get("source_file"), *other_sources(old)]
-            title = "source" if len(files) == 1 else f"sources 1 to {len(files)}"
+            title = "source" if len(files) == 1 else f"{len(files)} sources"
         show(source, before.folder, files, title, old.get("instruction"))
         for axes, folder, when, record in (
             (left, before.folder, "before", old),

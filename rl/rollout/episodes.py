@@ -42,11 +42,14 @@ class PictureOutcome:
 
     sample_id: str
     size_px: tuple[int, int] | None
-    """(width, height) of `Renderer.size_bucket`, else of its source; None where it has none."""
+    """(width, height) of `Renderer.size_bucket`, else of its last source; None where it has
+    none."""
     failure: str | None = None
     """Why it has no value; None: it has one."""
     by_renderer: bool = False
     """Whether it was not even drawn."""
+    num_sources: int = 0
+    """Source pictures that it was made of."""
 
 
 def picture_outcome(
@@ -56,10 +59,12 @@ def picture_outcome(
     if verdict.failure is not None:
         if verdict.failure.blame == "policy":
             return None
-        return PictureOutcome(sample.id, size_px, f"renderer: {verdict.failure.reason}", True)
+        reason = f"renderer: {verdict.failure.reason}"
+        return PictureOutcome(sample.id, size_px, reason, True, len(sample.sources))
     failures = [f"{name}: {grade.failure}" for name, grade in verdict.grades.items()]
     has_value = any(grade.value is not None for grade in verdict.grades.values())
-    return PictureOutcome(sample.id, size_px, None if has_value else "; ".join(failures))
+    failure = None if has_value else "; ".join(failures)
+    return PictureOutcome(sample.id, size_px, failure, num_sources=len(sample.sources))
 
 
 @dataclass(frozen=True)

@@ -381,8 +381,8 @@ class PendingRollout:
     def _picture_outcome(self, key: PictureKey) -> PictureOutcome | None:
         sample, drawn = self._arm_of[key].prompt.sample, self._outcomes[key]
         size_px = self._context.renderer.size_bucket(sample)
-        if size_px is None and sample.source is not None:
-            size_px = sample.source.size
+        if size_px is None and sample.sources:
+            size_px = sample.sources[-1].size
         if isinstance(drawn, RenderFailure):
             return picture_outcome(sample, size_px, Verdict(None, drawn))
         return picture_outcome(sample, size_px, Verdict(drawn, None, self._outputs[key]))
