@@ -16,7 +16,8 @@ from rl.files.weights import num_parameters
 from rl.preflight import host_memory, memory_plan
 from rl.preflight.engine_memory import InferenceEngine, pinned_bytes
 from rl.preflight.host_memory import HostPlan
-from rl.preflight.memory_plan import FrozenModel, Plan, PolicyModel, Sizes
+from rl.preflight.memory_plan import FrozenModel, Plan, Sizes
+from rl.preflight.policy_model import KNOWN, PolicyModel
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
@@ -44,7 +45,7 @@ def unknowns(resolved: Resolved) -> list[str]:
     if _policy_model(resolved) is None:
         found.append(
             f"policy: {policy_weights(resolved)!r} is neither a local folder of safetensors nor "
-            f"one of {', '.join(memory_plan.KNOWN)}"
+            f"one of {', '.join(KNOWN)}"
         )
     engine = resolved.engine
     if not (engine.cls.samples_with_trainer or engine.cls.memory(engine.config)):
@@ -166,7 +167,8 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
         weights_gb=params * num_bytes / 1e9,
         asleep_gb=(asleep + tower * num_bytes) / 1e9,
         kv_bytes=model.kv_bytes(num_bytes),
-        step_bytes=model.mlp_bytes(num_bytes) + 2 * model.width * num_bytes,
+        step_bytes=model.mlp_bytes(num_bytes)
+        + (2 + model.deepstack_levels) * model.width * num_bytes,
         longest_tokens=stated.max_model_len or longest,
         max_num_seqs=stated.max_num_seqs,
         residency=stated.residency,
@@ -197,9 +199,9 @@ def _language_model(path: str) -> PolicyModel | None:
     these do not tell."""
     file = Path(path) / "config.json"
     if not path or not file.is_file():
-        return memory_plan.KNOWN.get(path)
+        return KNOWN.get(path)
     values = json.loads(file.read_text(encoding="utf-8"))
-    text = values.get("text_config", values)
+    text, vision = values.get("text_config", values), values.get("vision_config", {})
     params = num_parameters(path)
     if not params or not text.keys() >= SHAPE:
         return None
@@ -207,4 +209,6 @@ def _language_model(path: str) -> PolicyModel | None:
         **PolicyModel.sizes(text),
         params=params,
         tower_params=num_parameters(path, lambda name: "visual" in name.split(".")),
+        head_norms=num_parameters(path, lambda name: name.endswith("q_norm.weight")) > 0,
+        deepstack_levels=len(vision.get("deepstack_visual_indexes", ())),
     )

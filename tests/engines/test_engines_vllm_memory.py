@@ -19,6 +19,7 @@ from rl.api.engine import EngineClaim, EngineSetup
 from rl.config.schema import load_config
 from rl.engines.vllm import plug
 from rl.preflight import engine_memory, footprint, memory_plan
+from rl.preflight.policy_model import PolicyModel
 
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
@@ -28,9 +29,7 @@ ENVIRONMENT = {
 }
 
 
-def vllm_starts(
-    model: memory_plan.PolicyModel, longest_tokens: int, cache_bytes: int
-) -> tuple[int, float]:
+def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tuple[int, float]:
     """(blocks, "Maximum concurrency for N tokens per request") of a bfloat16 cache of that size, or
     vLLM's ValueError."""
     config = VllmConfig()

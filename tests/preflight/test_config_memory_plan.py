@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_qwen
+import tiny_qwen3
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,12 +24,10 @@ from rl.preflight import host_memory
 from rl.preflight.engine_memory import InferenceEngine, pinned_bytes
 from rl.preflight.memory_plan import (
     CONTEXT_GB,
-    KNOWN,
     LOGITS_GB,
     PHASES,
     FrozenModel,
     Plan,
-    PolicyModel,
     Row,
     Sizes,
     engine_claim,
@@ -37,6 +36,7 @@ from rl.preflight.memory_plan import (
     residency,
     residency_line,
 )
+from rl.preflight.policy_model import KNOWN, PolicyModel
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
@@ -133,6 +133,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
 
 
+@pytest.fixture(scope="module")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("qwen3"))
+
+
 @contextmanager
 def one_layer_less(policy: Any) -> Iterator[None]:
     """What is gone with it is a layer's share, and nothing of what surrounds the layers."""
@@ -162,14 +167,55 @@ def test_what_a_real_forward_keeps(
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
     section = {"type": "", "model_path": folder, "dtype": dtype, "device": "cpu", "lora": lora}
     policy = qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config.model_validate(section),
-        PolicySetup(
-            "text",
-            template=tiny_qwen.TEMPLATE,
-            max_completion_tokens=12,
-            gradient_checkpointing=checkpointing,
-        ),
+        qwen2_5_vl.Config.model_validate(section), packed_setup(checkpointing)
     )
+    num_bytes = getattr(torch, dtype).itemsize
+    planned = TINY.kept_bytes(adapted, num_bytes, checkpointing)
+    assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("adapted", "dtype", "checkpointing"),
+    [
+        (None, "bfloat16", False),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), "bfloat16", False),
+        (("q_proj", "o_proj"), "bfloat16", "mlp"),
+        (("q_proj",), "bfloat16", True),
+    ],
+)
+def test_what_a_real_forward_of_qwen3_keeps(
+    qwen3_folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
+) -> None:
+    """The inputs of its head norms besides."""
+    lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
+    section = {"dtype": dtype, "device": "cpu", "lora": lora}
+    policy = tiny_qwen3.make_qwen3(
+        qwen3_folder, "text", tiny_qwen.TEMPLATE, section, gradient_checkpointing=checkpointing
+    )
+    tiny = PolicyModel(4, 64, 128, 3, 1, 32, params=0, head_norms=True)
+    layer_bytes = tiny.kept_bytes(adapted, 2, checkpointing) / 4
+    assert kept_per_token(policy) == pytest.approx(layer_bytes, rel=0.05)
+    without = replace(tiny, head_norms=False).kept_bytes(adapted, 2, checkpointing) / 4
+    assert checkpointing is True or without < 0.9 * layer_bytes
+
+
+TINY = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
+"""One layer of `tiny_qwen`'s."""
+
+
+def packed_setup(checkpointing: Recompute) -> PolicySetup:
+    return PolicySetup(
+        "text",
+        template=tiny_qwen.TEMPLATE,
+        max_completion_tokens=12,
+        gradient_checkpointing=checkpointing,
+    )
+
+
+def kept_per_token(policy: Any) -> float:
+    """Bytes of one layer.
+
+    Left out of the plan: log-sum-exps, a norm's root, an adapter's inner values."""
     policy.module.train()
     prompt = policy.build_prompt(tiny_qwen.sample(0))
     batch = policy.collate([(prompt, list(range(10, 40)))] * 2)
@@ -184,11 +230,7 @@ def test_what_a_real_forward_keeps(
 
     whole = kept()
     with one_layer_less(policy):
-        per_token = (whole - kept()) / len(batch.input_ids)
-    tiny = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
-    # Left out of the plan: log-sum-exps, a norm's root, an adapter's inner values.
-    num_bytes = getattr(torch, dtype).itemsize
-    assert per_token == pytest.approx(tiny.kept_bytes(adapted, num_bytes, checkpointing), rel=0.05)
+        return (whole - kept()) / len(batch.input_ids)
 
 
 def test_phases() -> None:
@@ -417,3 +459,41 @@ def test_the_memory_of_this_machine(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     assert host_memory.here_gb(tmp_path) == pytest.approx(expected_gb)
+
+
+@pytest.mark.parametrize("size", ["2B", "4B", "8B"])
+def test_the_sizes_of_qwen3_vl(size: str) -> None:
+    """Of the real class without memory, and by hand."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    model = KNOWN[f"Qwen/Qwen3-VL-{size}-Instruct"]
+    assert KNOWN[f"Qwen/Qwen3-VL-{size}-Thinking"] == model
+    tied = size != "8B"
+    tower = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+    if size == "8B":
+        tower = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": 151936,
+            "hidden_size": model.width,
+            "intermediate_size": model.mlp_width,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "tie_word_embeddings": tied,
+        },
+        vision_config={**tower, "out_hidden_size": model.width},
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        made = Qwen3VLForConditionalGeneration(config)
+    counts = [sum(p.numel() for p in part.parameters()) for part in (made, made.model.visual)]
+    assert [model.params, model.tower_params] == pytest.approx(counts, abs=5e6)
+    width, kv_width = model.num_heads * 128, model.num_kv_heads * 128
+    matrices = model.width * (2 * width + 2 * kv_width + 3 * model.mlp_width)
+    layer = matrices + 2 * model.width + 2 * 128
+    language = model.num_layers * layer + model.width + 151936 * model.width * (1 if tied else 2)
+    assert language + counts[1] == counts[0]
+    assert model.lora_params(1, ("q_proj",)) == model.num_layers * (model.width + width)
+    assert model.kv_bytes(2) == model.num_layers * 2 * 1024 * 2

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import tiny_policy
 import tiny_qwen
+import tiny_qwen3
 import torch
 from tiny_act import act_group
 
 from rl import build, enhance
 from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
-from rl.api.policy import PolicySetup
+from rl.api.policy import Policy, PolicySetup
 from rl.api.types import Sample, SamplingParams
 from rl.commands import enhance as script
 from rl.config.schema import load_config
@@ -85,7 +86,7 @@ def write_run(folder: Path, section: dict[str, Any], renderer: dict[str, Any]) -
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def tensors_of(policy: qwen2_5_vl.Qwen25VL) -> dict[str, torch.Tensor]:
+def tensors_of(policy: Policy[Any]) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
 
 
@@ -339,6 +340,17 @@ def test_a_batch_holds_one_prompt_at_least(size: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         script.main(["--batch-size", size, "a cat"])
     assert f"--batch-size: {size!r} is no whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_a_qwen3_rewrites_too_and_its_own_files_say_what_it_is(tmp_path: Path) -> None:
+    """As the engine of training writes, its adapter lying alone."""
+    model = tiny_qwen3.save_policy_folder(tmp_path / "model")
+    policy = tiny_qwen3.make_qwen3(model, "text", None, {"system_prompt": SYSTEM_PROMPT})
+    tiny_policy.wake_lora(policy)
+    policy.save_pretrained(str(tmp_path / "adapter"), tensors_of(policy))
+    assert policy_section(model, None, None)["type"] == "qwen3_vl"
+    enhancer = Enhancer(adapter_path=tmp_path / "adapter", device="cpu")
+    assert rewritten(enhancer, temperature=0.0) == by_engine(policy, 0.0)
 
 
 def test_the_shipped_config_trains_under_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:

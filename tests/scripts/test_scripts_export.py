@@ -12,8 +12,10 @@ import pytest
 import tiny_editor
 import tiny_emu3
 import tiny_qwen
+import tiny_qwen3
 import torch
 from safetensors.torch import load_file
+from tiny_rounding import NATS
 
 from rl.api.data import RowRules
 from rl.api.engine import EngineSetup
@@ -191,6 +193,35 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     assert all(torch.equal(merged[key], alone[key]) for key in merged)
     again = load_file(from_adapter / "model.safetensors")
     assert all(torch.equal(merged[key], again[key]) for key in merged)
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_a_qwen3_adapter_gives_a_qwen3(tmp_path: Path, is_bare: bool) -> None:
+    """Of a folder that lies alone its own files say which policy it is of."""
+    from transformers import Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
+
+    base = tiny_qwen3.save_policy_folder(tmp_path / "base", tied=True)
+    section = {**SECTION, "type": "qwen3_vl", "model_path": base}
+    policy = tiny_qwen3.make_qwen3(base, "text", template=None)
+    move_from_zero(policy.module)
+    run = checkpoint(tmp_path, policy, section)
+    source = shutil.copytree(model_folder(run), tmp_path / "bare") if is_bare else run
+    export.main([str(source), str(tmp_path / "merged"), "--dtype", "float32"])
+    merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "merged").patch_size == 16
+    prompt = policy.build_prompt(tiny_qwen.sample(0))
+    batch = policy.collate([(prompt, (5, 6, 7))])
+    ids = torch.tensor([[*prompt.token_ids, 5, 6, 7]])
+    with torch.no_grad():
+        states = policy.module(batch).hidden
+        types = (ids == merged.config.image_token_id).long()
+        out = merged.model(input_ids=ids, mm_token_type_ids=types, **prompt.model_inputs)
+        with policy.reference():
+            assert (policy.module(batch).hidden - states).abs().max() > 1e-2
+    assert (out.last_hidden_state[0] - states).abs().max() < NATS
+    if not is_bare:
+        card = (tmp_path / "merged" / "README.md").read_text()
+        assert "Qwen3VLForConditionalGeneration" in card and "qwen3_vl policy" in card
 
 
 def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:

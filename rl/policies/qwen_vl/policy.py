@@ -59,10 +59,6 @@ class QwenVL(TrainedPolicy[ConfigT]):
     """Description states for a diffusion transformer, or the words themselves. A plug says which
     model it is, and how its tower and its states differ from the other families'."""
 
-    model_types: ClassVar[frozenset[str]]
-    """Of transformers' `config.json`."""
-    model_classes: ClassVar[frozenset[str]]
-    """Its `architectures`."""
     tower: ClassVar[Tower]
 
     emits = frozenset({"hidden_states", "text"})
@@ -127,6 +123,12 @@ class QwenVL(TrainedPolicy[ConfigT]):
                 subfolder=config.text_encoder_subfolder,
             ),
         ]
+
+    @classmethod
+    def save_prompt_files(cls, config: ConfigT, folder: Path) -> None:
+        """The image processor too."""
+        super().save_prompt_files(config, folder)
+        loading.load_image_processor(config).save_pretrained(folder)
 
     @classmethod
     def no_effect(cls, config: ConfigT) -> Iterable[str]:

@@ -1,0 +1,294 @@
+"""The Qwen3-VL policy against plain transformers, one row at a time, at tiny size (float32, CPU).
+
+What all Qwen-VL policies share has its tests with Qwen2.5-VL; here is what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import padded_reference
+import pytest
+import tiny_qwen
+import tiny_qwen3
+import torch
+from tiny_act import act
+from tiny_policy import TEMPERATURE, move, trainable
+from tiny_qwen3 import make_qwen3
+from tiny_rounding import GRADIENT, NATS
+
+from rl.api.policy import PolicySetup
+from rl.api.types import StateKind
+from rl.meter import flop_meter
+from rl.meter.flop_count import FlopCount
+from rl.meter.flops import LanguageModel, prefix_tree_pairs
+from rl.policies import qwen2_5_vl, qwen3_vl
+from rl.policies.shared.packing import completion_spans
+
+LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
+"""Completions of three groups: ragged, of one token, empty, alone."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+def made_rows(policy: Any, numbers: tuple[int, ...] = (3, 0, 1)) -> list[tuple[Any, Any]]:
+    """Groups whose prompts show so many pictures of several sizes."""
+    policy.prompts._needs_picture = False
+    pictures = [
+        tiny_qwen.picture(i, *size) for i, size in enumerate([(64, 64), (128, 64), (64, 96)])
+    ]
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for number, lengths in zip(numbers, LENGTHS, strict=True):
+        sample = replace(tiny_qwen.sample(number), sources=tuple(pictures[:number]))
+        prompt = policy.build_prompt(sample)
+        assert len(prompt.images) == number
+        drawn = (torch.randint(10, 250, (n,), generator=generator) for n in lengths)
+        rows += [(prompt, tuple(ids.tolist())) for ids in drawn]
+    return rows
+
+
+def alone(policy: Any, prompt: Any, ids: Any, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """(states, log-probs) by transformers' own model over pixels."""
+    model = policy.module.base_model
+    given: list[torch.Tensor] = []
+    hook = model.model.language_model.norm.register_forward_hook(
+        lambda _module, args, _out: given.append(args[0][0])
+    )
+    post = padded_reference.qwen_states(model, prompt, ids)
+    hook.remove()
+    head = model.lm_head.weight
+    allowed = sorted(set(range(len(head))) - set(policy.banned_token_ids))
+    logprobs = padded_reference.logprobs(post, head, ids, TEMPERATURE, [allowed] * len(ids))
+    return (given[0] if kind == "pre_norm" else post), logprobs
+
+
+def gradients(policy: Any, losses: list[torch.Tensor]) -> torch.Tensor:
+    """Of the losses' weighted sum, all in one row."""
+    total = sum(
+        (torch.linspace(-1, 1, len(loss), dtype=loss.dtype) * loss).sum() for loss in losses
+    )
+    found = torch.autograd.grad(total, list(trainable(policy).values()), allow_unused=True)
+    return torch.cat([g.double().flatten() for g in found if g is not None])
+
+
+@pytest.mark.parametrize("kind", ["post_norm", "pre_norm"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"lora": None},
+        {"lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj", "linear_fc1"]},
+         "freeze_vision_tower": False},
+    ],
+    ids=["adapter", "all trained", "adapter in the tower too"],
+)  # fmt: skip
+def test_log_probs_states_and_gradients_are_those_of_each_row_alone(
+    folder: str, kind: StateKind, section: dict[str, Any]
+) -> None:
+    """Three pictures, none and one, packed, with the features of all levels."""
+    policy = make_qwen3(folder, section=section, state_kind=kind)
+    move(policy, 0.02)
+    rows = made_rows(policy)
+    batch = policy.collate(rows)
+    outputs = policy.module(batch)
+    prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+    ours, theirs = [], []
+    for b, ((prompt, ids), group, (start, end)) in enumerate(
+        zip(rows, prompts_B, completion_spans(batch.groups), strict=True)
+    ):
+        states, logprobs = alone(policy, prompt, ids, kind)
+        own = outputs.hidden[group.start : group.start + group.prompt_len]
+        packed = torch.cat([own, outputs.hidden[start:end]])
+        assert (packed - states).norm() <= 1e-6 * states.norm()
+        ours.append(outputs.logprobs[b, : len(ids)])
+        theirs.append(logprobs)
+        assert torch.allclose(ours[-1].double(), logprobs.double(), rtol=0, atol=NATS)
+    found, expected = gradients(policy, ours), gradients(policy, theirs)
+    assert (found - expected).norm() < GRADIENT * expected.norm()
+
+
+def test_the_kinds_of_states_are_two_and_a_renderer_gets_the_one_it_asks_for(folder: str) -> None:
+    policies = {kind: make_qwen3(folder, state_kind=kind) for kind in ("post_norm", "pre_norm")}
+    rows = made_rows(policies["pre_norm"])[:1]
+    embeds = {}
+    for kind, policy in policies.items():
+        [action] = act(policy, rows)
+        embeds[kind] = action.payload.embeds
+        assert not embeds[kind].requires_grad
+    norm = policies["pre_norm"].module.base_model.model.language_model.norm
+    with torch.no_grad():
+        assert torch.allclose(norm(embeds["pre_norm"]), embeds["post_norm"], atol=NATS)
+    assert (embeds["pre_norm"] - embeds["post_norm"]).abs().max() > 1
+
+
+def test_negatives_and_base_states_are_pre_norm_too(folder: str) -> None:
+    policy = make_qwen3(
+        folder, section={"conditioning": "base"}, state_kind="pre_norm", negative_prompt=" "
+    )
+    move(policy)
+    untrained = make_qwen3(folder, state_kind="pre_norm")
+    rows = made_rows(policy)[:1]
+    [action] = act(policy, rows)
+    [expected] = act(untrained, rows)
+    assert torch.equal(action.payload.embeds, expected.payload.embeds)
+    with policy.reference(), torch.no_grad():
+        negative = policy.prompts.other_words(rows[0][0], " ")
+        states, _ = alone(policy, negative, (5,), "pre_norm")
+    kept = states[negative.num_dropped_tokens : -1]
+    assert (action.payload.negative_embeds - kept).norm() <= 1e-6 * kept.norm()
+
+
+def test_deepstack_features_matter_and_are_kept_picture_by_picture(folder: str) -> None:
+    policy = make_qwen3(folder)
+    rows = made_rows(policy)
+    prompts = [rows[0][0], rows[4][0], rows[5][0]]
+    features = policy.picture_features(prompts)
+    assert [None if one is None else tuple(one.shape) for one in features] == [
+        (9 + 8 + 8, 4 * 64), None, (9, 4 * 64)
+    ]  # fmt: skip
+    assert torch.equal(features[0][:9], features[2])
+    encoded = []
+    visual = policy.module.base_model.model.visual
+    visual.register_forward_hook(lambda _module, _args, out: encoded.append(out))
+    batch = policy.collate(rows)
+    with torch.no_grad():
+        whole = policy.module(batch).logprobs
+        assert not encoded, "the features that an engine reads are those of the forwards"
+        kept = policy.module._features._kept
+        for key, one in dict(kept).items():
+            kept[key] = one * (torch.arange(4 * 64) < 64)
+        assert (policy.module(batch).logprobs - whole).abs().max() > 0.1
+
+
+def test_a_trained_tower_runs_for_prompts_without_pictures_too(folder: str) -> None:
+    """As on the other ranks, whose backward reaches it."""
+    section = {"lora": None, "freeze_vision_tower": False}
+    policy = make_qwen3(folder, section=section)
+    rows = made_rows(policy, (0, 0, 0))
+    expected = torch.cat([alone(policy, *row, "post_norm")[1] for row in rows]).detach()
+    logprobs = policy.module(policy.collate(rows)).logprobs
+    found = torch.cat([logprobs[b, : len(ids)] for b, (_, ids) in enumerate(rows)])
+    assert torch.allclose(found.double(), expected.double(), rtol=0, atol=NATS)
+    logprobs.sum().backward()
+    grads = {name: p.grad for name, p in trainable(policy).items() if "visual" in name}
+    assert all(grad is not None and not grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_full_model_loads_in_transformers(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    base = tiny_qwen3.save_policy_folder(tmp_path / "base", tied=tied)
+    policy = make_qwen3(base, section={"lora": None})
+    move(policy)
+    assert "lm_head.weight" in policy.export_weights(trainable(policy), 0).tensors
+    policy.save_pretrained(str(tmp_path / "saved"), trainable(policy))
+    restored = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    assert type(restored).__name__ == "Qwen3VLForConditionalGeneration"
+    expected = policy.module.model.state_dict()
+    for name, tensor in restored.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    again = make_qwen3(str(tmp_path / "saved"), section={"lora": None})
+    rows = made_rows(policy)
+    made_rows(again)
+    with torch.no_grad():
+        one, other = (p.module(p.collate(rows)).logprobs for p in (policy, again))
+    assert torch.equal(one, other)
+
+
+def test_a_saved_adapter_is_a_new_start_and_names_its_class(folder: str, tmp_path: Path) -> None:
+    policy = make_qwen3(folder)
+    move(policy)
+    policy.save_pretrained(str(tmp_path), trainable(policy))
+    noted = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert noted["auto_mapping"]["base_model_class"] == "Qwen3VLForConditionalGeneration"
+    again = make_qwen3(folder, section={"adapter_path": str(tmp_path)})
+    rows = made_rows(policy)
+    made_rows(again)
+    with torch.no_grad():
+        one, other = (p.module(p.collate(rows)).logprobs for p in (policy, again))
+    assert torch.equal(one, other)
+
+
+def test_a_model_of_another_family_is_refused(folder: str, tmp_path: Path) -> None:
+    """By its files before anything is loaded and, of what is only on the hub, once it is."""
+    with pytest.raises(ValueError, match=r"is a 'qwen3_vl', which policy.type 'qwen2_5_vl' does"):
+        qwen2_5_vl.Qwen25VL(
+            qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, dtype="float32"),
+            PolicySetup("text"),
+        )
+
+
+def test_which_layers_an_adapter_may_name() -> None:
+    config = qwen3_vl.Config(type="qwen3_vl", model_path="a/b")
+    names = qwen3_vl.Qwen3VL.adaptable(config)
+    language = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert names == language
+    whole = config.model_copy(update={"freeze_vision_tower": False})
+    tower = {"qkv", "proj", "linear_fc1", "linear_fc2"}
+    assert qwen3_vl.Qwen3VL.adaptable(whole) == language | tower
+
+
+def test_the_towers_formula_is_what_a_real_one_executes() -> None:
+    model = tiny_qwen3.make_model(tiny_qwen.make_tokenizer())
+    tower, grids = model.model.visual, [(8, 8), (10, 14), (2, 18), (4, 4)]
+    num_patches = sum(rows * columns for rows, columns in grids)
+    before = flop_meter.done()
+    qwen3_vl.DeepstackTower().count(tower.config, grids, bytes_per_value=4)
+    told = flop_meter.done() - before
+    with torch.no_grad(), FlopCount() as executed:
+        tower(torch.randn(num_patches, 1536), torch.tensor([(1, *grid) for grid in grids]))
+    assert told.flops == executed.flops
+    matrices = {
+        n: p for n, p in tower.named_parameters() if p.ndim >= 2 and n != "pos_embed.weight"
+    }
+    assert told.bytes_moved == 4 * sum(p.numel() for p in matrices.values())
+
+
+def test_the_language_models_formula_is_what_a_real_one_executes() -> None:
+    """Heads that are wider together than the width they come from."""
+    model = tiny_qwen3.make_model(tiny_qwen.make_tokenizer())
+    sizes = LanguageModel.of(model.config.text_config)
+    ids = torch.arange(24)[None] + 10
+    with FlopCount() as forward:
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    with FlopCount() as backward:
+        hidden.sum().backward()
+    pairs = prefix_tree_pairs(24, ())
+    assert forward.flops == pytest.approx(sizes.forward_flops(24, pairs))
+    assert backward.flops == pytest.approx(sizes.backward_flops(24, pairs))
+
+
+@pytest.mark.parametrize("size", [(64, 64), (640, 32), (1000, 7), (12, 1600)])
+def test_every_picture_is_within_the_bounds_told_to_the_engine(
+    folder: str, size: tuple[int, int]
+) -> None:
+    policy = make_qwen3(folder, section={"image_max_pixels": 10**7, "max_prompt_tokens": 1000})
+    smallest, largest = policy.image_pixel_bounds or (0, 0)
+    assert largest < 10**5
+    prompt = policy.build_prompt(tiny_qwen.sample(0, None, *size))
+    width, height = prompt.images[0].size
+    assert smallest <= width * height <= largest and width % 32 == height % 32 == 0
+
+
+def test_stock_is_asked_one_way_alone(folder: str) -> None:
+    """Its pipeline hands token types on, without which the model refuses."""
+    policy = make_qwen3(folder)
+    assert set(policy.stock_arms(policy.build_prompt(tiny_qwen.sample(0)))) == {"stock"}
+
+
+def test_importing_the_plug_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, rl.policies.qwen3_vl as plug; plug.Config(type='x', model_path='y');"
+        "assert not {'torch', 'transformers', 'peft', 'PIL'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
