@@ -127,6 +127,13 @@ class Prompt:
     """Leading tokens left out of the conditioning (the renderer's system prompt)."""
     grid: tuple[int, int] | None = None
     """(h, w) to which a picture written in the completion is held; None: no constraint."""
+    without_thought: Prompt | None = None
+    """The same without the request to think first, of a prompt that asks for it."""
+
+    @property
+    def plain(self) -> Prompt:
+        """Under which stand words that nobody thought about: the bare arm's, references."""
+        return self.without_thought or self
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,11 @@ class Action:
     thought: str = ""
     """The beginning of `text` that was thought before writing, its marker included: handed on to
     nobody."""
+    num_thought_tokens: int = 0
+    """Of the completion's tokens, those of the thought; all of them where no marker ended it."""
+    drawn_from: tuple[int, ...] | None = None
+    """Token ids that the payload hangs on: completions of a group in which they are equal are one
+    picture. None: the completion's own."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,7 +85,7 @@ BREAKS = (
 )  # fmt: skip
 """Listed so that a new key of the schema is thought about (tested); others break a run as well."""
 
-SINCE = {"max_staleness": 0}
+SINCE = {"max_staleness": 0, "policy.thought": None}
 """Keys that older checkpoints lack, and how those runs behaved."""
 
 _ABSENT = "(absent)"

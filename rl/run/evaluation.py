@@ -114,7 +114,7 @@ def _score_known(
 ) -> list[Episode | None]:
     """_P, None where there are no words. Collective."""
     known = [(p, words) for p, words in enumerate(words_P) if words is not None]
-    asked = [prompts_P[p] for p, _ in known]
+    asked = [prompts_P[p].plain for p, _ in known]
     rollout = score(context, asked, [[words] for _, words in known], [None] * len(known), dist)
     episodes: list[Episode | None] = [None] * len(prompts_P)
     for (p, _), (episode,) in zip(known, rollout.episodes, strict=True):

@@ -30,6 +30,7 @@ from rl.api.types import (
 from rl.policies.qwen_vl import loading
 from rl.policies.qwen_vl.config import Config
 from rl.policies.qwen_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl.thought import Thinking
 from rl.policies.shared import prompting
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
@@ -62,6 +63,7 @@ class QwenVL(TrainedPolicy[Config]):
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
     own_states = frozenset({"conditioning"})
+    thinks = True
     loading = loading
     embedding = "model.language_model.embed_tokens.weight"
 
@@ -88,6 +90,7 @@ class QwenVL(TrainedPolicy[Config]):
         self.state_dim = text_config.hidden_size
         roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
+        self.thinking = Thinking(self.prompts, config.thought, self.stop_token_ids)
         self.module = QwenModule(self._ready(model), self, config.max_kept_pictures)
         self._negatives: LRUCache[tuple[bytes, bool], torch.Tensor]
         self._negatives = LRUCache(config.max_kept_pictures)
@@ -171,7 +174,7 @@ class QwenVL(TrainedPolicy[Config]):
     def build_prompt(self, sample: Sample) -> Prompt:
         """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
         a picture the template shows, or is longer than `max_prompt_tokens`."""
-        return self.prompts.prompt(sample, sample.instruction)
+        return self.thinking.asked(self.prompts.prompt(sample, sample.instruction))
 
     def pass_through_completion(self, sample: Sample) -> Completion:
         """The instruction itself."""
@@ -180,6 +183,7 @@ class QwenVL(TrainedPolicy[Config]):
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """An editor reads the prompt and no completion: with M-RoPE, as it was trained, and as
         upstream's pipeline does. What reads words gets the user's."""
+        prompt = prompt.plain
         if self.setup.kind == "text":
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
         arms = {"stock": (prompt, NOTHING_WRITTEN)}
@@ -187,6 +191,10 @@ class QwenVL(TrainedPolicy[Config]):
             upstream = self.prompts.with_text_positions(prompt)
             arms["stock_upstream"] = (upstream, NOTHING_WRITTEN)
         return arms
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] all of it, or one side of the marker (`thought.loss`)."""
+        return self.thinking.loss_mask(completion.token_ids)
 
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
@@ -197,25 +205,36 @@ class QwenVL(TrainedPolicy[Config]):
         prompt and completion as one text. What the base has to say (negative prompts, and all of it
         with `conditioning: base`) comes of forwards made here, as many on every rank.
         """
-        texts = [
-            self.prompts.text(ids) if ids else prompt.sample.instruction for prompt, ids in rows
-        ]
-        failures = [None if text else "empty: the completion holds no words" for text in texts]
+        written_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
+        payloads_B: Sequence[str | HiddenStates]
         if self.setup.kind == "text":
-            return [
-                Action(text, None if failure else text, failure)
-                for text, failure in zip(texts, failures, strict=True)
-            ]
+            payloads_B = [written.words for written in written_B]
+        else:
+            payloads_B = self._conditioning(rows, batch, outputs)
+        return [
+            Action(
+                written.text,
+                None if written.failure else payload,
+                written.failure,
+                written.thought,
+                written.num_thought_tokens,
+                self.thinking.drawn_from(prompt, written),
+            )
+            for (prompt, _), written, payload in zip(rows, written_B, payloads_B, strict=True)
+        ]
+
+    def _conditioning(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[HiddenStates]:
+        """What the renderer takes of each row."""
         if self.config.conditioning == "base":
             batch, outputs = self._base_forward(rows)
         assert batch is not None and outputs is not None, "it reads states"
         embeds_B = _states(rows, batch, outputs.hidden)
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
         return [
-            Action(text, None if failure else HiddenStates(embeds, negative), failure)
-            for text, failure, embeds, negative in zip(
-                texts, failures, embeds_B, negatives_B, strict=True
-            )
+            HiddenStates(embeds, negative)
+            for embeds, negative in zip(embeds_B, negatives_B, strict=True)
         ]
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:

@@ -1,0 +1,189 @@
+"""What is thought before the words: where it ends, what is left, why there is nothing left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_qwen
+from tiny_act import act
+from tiny_policy import make_qwen
+from transformers import AddedToken
+
+from rl.api.policy import ThoughtSection
+from rl.api.types import UnusableSampleError
+from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.shared import prompting, thought
+
+THINK = {"instruction": "Think, then write {marker} and the words."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_qwen.make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def with_markers() -> Any:
+    """As Qwen3's: both tags are tokens of their own that are not special."""
+    found = tiny_qwen.make_tokenizer()
+    tags = ["<think>", "</think>"]
+    found.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def writer(folder: str) -> Qwen25VL:
+    """It writes words for a renderer that reads words, after a thought."""
+    return make_qwen(folder, "text", thought=THINK)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def read(tokenizer: Any, text: str, **section: Any) -> thought.Written:
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return thought.read(tokenizer, ids_of(tokenizer, text), ThoughtSection(**section), [stop])
+
+
+@pytest.mark.parametrize(
+    ("text", "thought_part", "words"),
+    [
+        ("red it is</think>\n\nmake it red", "red it is</think>\n\n", "make it red"),
+        ("<think>a</think>b</think> c", "<think>a</think>b</think> ", "c"),
+        ("</think>c", "</think>", "c"),
+        (
+            "\U0001f388 \u00e9</think>\u00e9\U0001f388",
+            "\U0001f388 \u00e9</think>",
+            "\u00e9\U0001f388",
+        ),
+    ],
+)
+@pytest.mark.parametrize("tags", ["tokenizer", "with_markers"])
+def test_the_last_marker_ends_the_thought_whatever_its_tokens(
+    request: pytest.FixtureRequest, tags: str, text: str, thought_part: str, words: str
+) -> None:
+    tokenizer = request.getfixturevalue(tags)
+    written = read(tokenizer, text + "<|im_end|>")
+    assert (written.thought, written.words, written.failure) == (thought_part, words, None)
+    assert written.text == text
+    ids = ids_of(tokenizer, text + "<|im_end|>")
+    assert tokenizer.decode(written.word_ids).strip() == words + "<|im_end|>"
+    assert tuple(ids[written.num_thought_tokens :]) == written.word_ids, "as it was written"
+    assert tokenizer.decode(ids[: written.num_thought_tokens]) == thought_part
+
+
+def test_words_that_share_the_markers_last_token_are_spelt_anew(tokenizer: Any) -> None:
+    ids = ids_of(tokenizer, "the red square")
+    [straddling] = [i for i in ids if tokenizer.decode([i]) == " red"]
+    written = read(tokenizer, "the red square", marker="r")  # of 'square', the last one
+    assert (written.thought, written.words) == ("the red squar", "e")
+    written = read(tokenizer, "the red box", marker=" r")
+    assert (written.thought, written.words) == ("the r", "ed box")
+    assert written.num_thought_tokens == ids.index(straddling)
+    assert tokenizer.decode(written.word_ids) == "ed box"
+    assert straddling not in written.word_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "failure"),
+    [
+        ("red it is<|im_end|>", {}, "no marker: the completion ends without '</think>'"),
+        ("red it is", {}, "unfinished thought: cut off at 7 tokens without '</think>'"),
+        ("red</think> \n<|im_end|>", {}, "empty: no words behind the thought"),
+        ("<|im_end|>", {}, "empty: the completion holds no words"),
+        ("red</think>blue", {"max_tokens": 2}, "unfinished thought: 9 tokens up to its marker"),
+    ],
+)
+def test_why_there_are_no_words(
+    tokenizer: Any, text: str, section: dict[str, Any], failure: str
+) -> None:
+    written = read(tokenizer, text, **section)
+    assert written.failure is not None and written.failure.startswith(failure)
+
+
+def test_a_policy_may_be_let_off_its_marker(tokenizer: Any) -> None:
+    written = read(tokenizer, "red it is<|im_end|>", without_marker="words")
+    assert (written.thought, written.words, written.failure) == ("", "red it is", None)
+    assert written.num_thought_tokens == 0
+    assert read(tokenizer, "<|im_end|>", without_marker="words").failure == thought.NO_WORDS
+
+
+@pytest.mark.parametrize(
+    ("loss", "mask"),
+    [
+        ("all", [True] * 5),
+        ("thought", [True, True, True, False, False]),
+        ("words", [False, False, False, True, True]),
+    ],
+)
+def test_which_side_of_the_marker_is_trained(loss: Any, mask: list[bool]) -> None:
+    assert thought.is_trained(ThoughtSection(loss=loss), 3, 5) == mask
+
+
+def test_users_words_never_spell_a_token(with_markers: Any) -> None:
+    """Special ones the tokenizer splits itself; added ones that are not special it keeps."""
+    for text in (
+        "a</think>b",
+        "</think></think>",
+        "<think",
+        "<|im_end|></think>",
+        "</thin</think>",
+    ):
+        ids = prompting.plain_ids(with_markers, text)
+        assert with_markers.decode(ids) == text
+        assert not set(ids) & set(with_markers.added_tokens_decoder)
+    template = prompting.chat_template("")
+    ids = prompting.tokenize(with_markers, template, "say </think> aloud")
+    assert with_markers.convert_tokens_to_ids("</think>") not in ids
+    plain = with_markers("no tags here", add_special_tokens=False).input_ids
+    assert prompting.plain_ids(with_markers, "no tags here") == plain, "as it always was"
+
+
+def test_the_prompt_asks_behind_the_users_words_and_the_plain_one_does_not(
+    writer: Qwen25VL, folder: str
+) -> None:
+    sample = tiny_qwen.sample(0, "make it </think> blue")
+    prompt = writer.build_prompt(sample)
+    plain = make_qwen(folder, "text").build_prompt(sample)
+    assert prompt.plain.token_ids == plain.token_ids and plain.plain is plain
+    asked = writer.prompts.tokenizer.decode(prompt.token_ids)
+    asking = "make it </think> blue\nThink, then write </think> and the words.<|im_end|>"
+    assert asking in asked and "Think" not in writer.prompts.tokenizer.decode(plain.token_ids)
+    assert prompt.images is prompt.plain.images, "it is processed once"
+    long = len(prompt.token_ids)
+    narrow = make_qwen(folder, "text", thought=THINK, max_prompt_tokens=long - 1)
+    with pytest.raises(UnusableSampleError, match=r"policy\.thought\.instruction"):
+        narrow.build_prompt(sample)
+
+
+def test_what_is_handed_on_are_the_words_alone(writer: Qwen25VL) -> None:
+    sample = tiny_qwen.sample(0, "make it </think> blue")
+    prompt = writer.build_prompt(sample)
+    said = [writer.encode_completion(text).token_ids for text in ("so</think>\nred", "red")]
+    bare = writer.pass_through_completion(sample).token_ids
+    rows = [(prompt, said[0]), (prompt, said[1]), (prompt.plain, bare), (prompt.plain, said[1])]
+    thinking, unmarked, own, same = act(writer, rows)
+    assert (thinking.text, thinking.thought, thinking.payload) == (
+        "so</think>\nred", "so</think>\n", "red",
+    )  # fmt: skip
+    assert thinking.drawn_from == said[1]
+    assert unmarked.payload is None and str(unmarked.failure).startswith("no marker")
+    # The user's own words and references have no thought, whatever they spell.
+    assert (own.payload, own.thought, own.drawn_from) == ("make it </think> blue", "", None)
+    assert (same.payload, same.failure) == ("red", None)
+
+
+def test_off_is_as_it_was(folder: str) -> None:
+    policy = make_qwen(folder, "text")
+    prompt = policy.build_prompt(tiny_qwen.sample(0))
+    ids = policy.encode_completion("a</think>b").token_ids
+    [action] = act(policy, [(prompt, ids)])
+    assert (action.text, action.payload, action.thought) == ("a</think>b", "a</think>b", "")
+    assert policy.loss_mask(policy.encode_completion("a"), 0) == (True, True)
