@@ -154,6 +154,8 @@ class Policy(RunPlug[PolicyConfigT]):
     image_pixel_bounds: tuple[int, int] | None = None
     """(smallest, largest) area of a prompt's picture, px: an engine needs no room for more. None:
     an engine is never given pictures."""
+    max_pictures: int = 1
+    """Most pictures of a prompt, where there are any."""
     adapts_vision_tower: bool = False
     """Whether its adapter reaches beyond the language model."""
     reads_states: bool = False
@@ -234,8 +236,9 @@ class Policy(RunPlug[PolicyConfigT]):
         """Decoding by the trainer's own module, `num_rows` of each prompt."""
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, D] of each prompt's picture, None where it shows none: the very ones that the
-        forwards of these prompts read. Asked only where it `has_frozen_tower`."""
+        """[N_img, D] of each prompt's pictures, one after the other, None where it shows none: the
+        very ones that the forwards of these prompts read. Asked only where it
+        `has_frozen_tower`."""
         return [None] * len(prompts_P)
 
     # --- weights ------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ LORA = {"r": 4, "alpha": 6}
 def policy(tmp_path_factory):
     folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
     config = qwen2_5_vl.Config(
-        type="", model_path=folder, dtype="float32", lora=LORA, max_prompt_tokens=128
+        type="", model_path=folder, dtype="float32", lora=LORA, max_prompt_tokens=192
     )
     return qwen2_5_vl.Qwen25VL(
         config, PolicySetup("hidden_states", template=tiny_qwen.TEMPLATE, max_completion_tokens=64)
@@ -278,6 +278,26 @@ def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_
         expected_V = slow._distribution(policy.decoder([prompt], 1).step(None), cut)[0]
         for completion in group:
             assert abs(expected_V[completion.token_ids[0]] - completion.logprobs[0]) < 1e-4
+
+
+def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch):
+    """Three, two in another order, one: one request each, features once a picture."""
+    from dataclasses import replace
+
+    several = replace(tiny_qwen.TEMPLATE, picture="Picture {number}: {image}", max_pictures=3)
+    monkeypatch.setattr(policy.prompts, "_template", several)
+    pictures = [tiny_qwen.picture(200 + i, width=64 + 32 * i) for i in range(3)]
+    shown = [pictures, pictures[1::-1], pictures[:1]]
+    prompts_P = [
+        policy.build_prompt(replace(tiny_qwen.sample(i), sources=tuple(sources)))
+        for i, sources in enumerate(shown)
+    ]
+    assert [len(prompt.images) for prompt in prompts_P] == [3, 2, 1]
+    completions_PG = synced.generate(prompts_P, params(), [7, 70, 700])
+    assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+    monkeypatch.setattr(policy.prompts, "_template", replace(several, picture="{image}"))
+    unnumbered = [policy.build_prompt(prompt.sample) for prompt in prompts_P]
+    assert max_dlogp(policy, unnumbered, completions_PG) > 1e-2, "the check can fail"
 
 
 def test_text_only_prompts_are_sampled_too(synced, policy):

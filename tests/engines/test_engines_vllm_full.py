@@ -5,6 +5,7 @@ Its own file: one engine is closed before another starts, in the same process.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import tiny_emu3
@@ -23,6 +24,7 @@ from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import weights as vllm_weights
 from rl.policies import qwen2_5_vl
 
+TEMPLATE = replace(tiny_qwen.TEMPLATE, max_pictures=2)
 PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
 
 
@@ -41,7 +43,7 @@ def policy(tmp_path_factory):
         max_prompt_tokens=128,
     )
     return qwen2_5_vl.Qwen25VL(
-        config, PolicySetup("hidden_states", template=tiny_qwen.TEMPLATE, max_completion_tokens=12)
+        config, PolicySetup("hidden_states", template=TEMPLATE, max_completion_tokens=12)
     )
 
 
@@ -63,8 +65,11 @@ def engine(policy):
 
 def test_full_weights_arrive_after_every_update(engine, policy):
     """The tower is frozen and not sent; the tied head is sent, because vLLM keeps its own. As where
-    the trainer's weights are sharded, the engine looks at the pictures itself."""
-    prompts_P = [policy.build_prompt(tiny_qwen.sample(i, width=64 * (i + 1))) for i in range(2)]
+    the trainer's weights are sharded, the engine looks at the pictures itself, here at two of one
+    prompt and at one of the other."""
+    samples = [tiny_qwen.sample(i, width=64 * (i + 1)) for i in range(2)]
+    both = replace(samples[0], sources=samples[0].sources + samples[1].sources)
+    prompts_P = [policy.build_prompt(sample) for sample in (both, samples[1])]
     optimizer = torch.optim.AdamW(trainable(policy).values(), lr=1e-3)
 
     for iteration in range(3):

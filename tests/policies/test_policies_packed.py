@@ -50,9 +50,14 @@ def pictured_rows(policy) -> list[tuple]:
 
 
 def mixed_rows(policy) -> list[tuple]:
-    """Texts, and a picture between them."""
+    """Three pictures, none, and one of them again."""
     samples = [tiny_qwen.sample(i) for i in range(3)]
-    shown = [replace(samples[0], sources=()), samples[1], replace(samples[2], sources=())]
+    several = (*samples[0].sources, tiny_qwen.picture(1, 128, 64), tiny_qwen.picture(2, 64, 96))
+    shown = [
+        replace(samples[0], sources=several),
+        replace(samples[1], sources=()),
+        replace(samples[2], sources=several[1:2]),
+    ]
     return random_rows([policy.build_prompt(sample) for sample in shown])
 
 
@@ -104,7 +109,12 @@ def make_chatting(folder: str, **section):
 
 CASES = {
     "pictures": (make_qwen, {}, pictured_rows, qwen_alone),
-    "texts and a picture, all trained": (make_chatting, {"lora": None}, mixed_rows, qwen_alone),
+    "0, 1, 3 pictures, all trained": (
+        make_chatting,
+        {"lora": None},
+        mixed_rows,
+        qwen_alone,
+    ),
     "codes": (make_emu3, {"lora": {"r": 4, "alpha": 8}}, painted_rows, emu3_alone),
     "codes, all trained": (make_emu3, {}, painted_rows, emu3_alone),
 }

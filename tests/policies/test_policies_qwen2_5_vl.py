@@ -5,6 +5,7 @@ All numbers are float32 on a CPU. `_G` completions in a group.
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import padded_reference
@@ -191,6 +192,33 @@ def test_a_picture_s_features_do_not_depend_on_what_else_is_looked_at(folder):
     for prompt, found in zip(prompts, features, strict=True):
         [expected] = alone.picture_features([prompt])
         assert torch.equal(found, expected)
+
+
+def test_pictures_are_kept_one_by_one_and_a_negative_is_beside_all_of_them(folder):
+    """In whatever prompt they come; the order counts, and so does each of them."""
+    several = replace(tiny_qwen.TEMPLATE, max_pictures=3)
+    policy = make_qwen(folder, negative=" ", template=several)
+    encoded = []
+    visual = policy.module.base_model.model.visual
+    visual.register_forward_hook(lambda _module, _args, out: encoded.append(len(out[0])))
+    a, b, c = (tiny_qwen.picture(i, width=64 + 32 * i) for i in range(3))
+    shown = [(a, b, c), (a,), (b, a), (a, b), (a, b)]
+    prompts = [
+        policy.build_prompt(replace(tiny_qwen.sample(i), sources=sources))
+        for i, sources in enumerate(shown)
+    ]
+    actions = act(policy, [(prompt, policy.encode_completion("x").token_ids) for prompt in prompts])
+    assert len(encoded) == 3
+    negatives = [action.payload.negative_embeds for action in actions]
+    assert negatives[3] is negatives[4] and len({id(states) for states in negatives}) == 4
+    for prompt, states in zip(prompts, negatives, strict=True):
+        negative = policy.prompts.prompt(prompt.sample, " ")
+        expected = padded_reference.qwen_states(policy.module.base_model, negative, ())
+        assert (states - expected[64:]).abs().max() <= 2e-6 * expected.abs().max()
+    features = policy.picture_features(prompts[:3])
+    alone = policy.picture_features([prompts[1]])[0]
+    assert torch.equal(features[0][: len(alone)], alone)
+    assert torch.equal(features[2][-len(alone) :], alone)
 
 
 # What is trained

@@ -1,5 +1,7 @@
 """What a Qwen2.5-VL policy reads: ids, pictures, and words that look like special tokens."""
 
+from dataclasses import replace
+
 import pytest
 import tiny_qwen
 import torch
@@ -117,6 +119,65 @@ def test_one_of_several_pictures_is_not_picked_in_silence(tokenizer):
     two = Sample("pair", "swap them", sources=(tiny_qwen.picture(0), tiny_qwen.picture(1)))
     with pytest.raises(UnusableSampleError, match="'pair' has 2 source pictures, of which this"):
         reader(tokenizer).prompt(two, "swap them")
+
+
+NUMBERED = replace(
+    tiny_qwen.TEMPLATE,
+    picture="Picture {number}: <|vision_start|>{image}<|vision_end|>",
+    between_pictures="; ",
+    max_pictures=3,
+)
+
+
+def several(num_pictures: int, name: str = "several") -> Sample:
+    """Pictures of other sizes."""
+    sizes = [(64, 64), (128, 64), (200, 72), (64, 96)][:num_pictures]
+    pictures = tuple(tiny_qwen.picture(i, *size) for i, size in enumerate(sizes))
+    return Sample(name, "write {image} {number}", sources=pictures)
+
+
+@pytest.mark.parametrize("num_pictures", [1, 3])
+def test_every_picture_is_written_as_the_template_says_and_processed_alone(tokenizer, num_pictures):
+    """Against transformers' own processor over the text in full."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+    sample = several(num_pictures)
+    ours = reader(tokenizer, NUMBERED).prompt(sample, sample.instruction)
+    marks = "; ".join(f"Picture {i + 1}: {prompting.PICTURE}" for i in range(num_pictures))
+    text = tiny_qwen.TEMPLATE.text.replace("{image}", marks)
+    text = text.replace("{instruction}", sample.instruction)
+    theirs = Qwen2_5_VLProcessor(
+        image_processor=tiny_qwen.make_image_processor(),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+    )(text=[text], images=list(ours.images), return_tensors="pt")
+    assert list(ours.token_ids) == theirs["input_ids"][0].tolist()
+    for name in ("image_grid_thw", "pixel_values"):
+        assert torch.equal(ours.model_inputs[name], theirs[name]), name
+    for i, picture in enumerate(reader(tokenizer).pictures([ours])):
+        alone = Sample("one", "x", sources=sample.sources[i : i + 1])
+        [expected] = reader(tokenizer).pictures([reader(tokenizer).prompt(alone, "x")])
+        assert picture.key == expected.key
+        assert torch.equal(picture.pixel_values, expected.pixel_values)
+        assert torch.equal(picture.grid, expected.grid)
+
+
+def test_more_pictures_than_the_prompt_shows_are_refused(tokenizer):
+    with pytest.raises(UnusableSampleError, match=r"'many' has 4 source pictures, .* shows 3 at"):
+        reader(tokenizer, NUMBERED).prompt(several(4, "many"), "x")
+    wordy = replace(NUMBERED, text=NUMBERED.text.replace("{image}", ""))
+    prompt = reader(tokenizer, wordy, needs_picture=False).prompt(several(4), "x")
+    assert prompt.images == (), "a prompt without pictures shows none of however many"
+
+
+def test_the_chat_template_shows_several_pictures_one_after_the_other(tokenizer):
+    template = prompting.chat_template("")
+    prompts = reader(tokenizer, template, needs_picture=False, max_prompt_tokens=400)
+    many = Sample("m", "x", sources=tuple(tiny_qwen.picture(i) for i in range(16)))
+    ids = tokenizer.convert_ids_to_tokens(prompts.prompt(many, "x").token_ids)
+    assert ids.count("<|vision_start|>") == 16 and ids.count("<|image_pad|>") == 16 * 4
+    with pytest.raises(UnusableSampleError, match="17 source pictures"):
+        prompts.prompt(replace(many, sources=(*many.sources, many.sources[0])), "x")
 
 
 def test_without_a_picture_the_chat_template_has_none(tokenizer):

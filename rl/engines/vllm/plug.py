@@ -190,7 +190,10 @@ class VllmEngine(Engine[Config]):
             encodes = self._features_of is None
             arguments |= {
                 # None and embeddings: vLLM then leaves the tower out (1.3 GB of a bfloat16 7B).
-                "limit_mm_per_prompt": {"image": int(encodes), "video": 0},
+                "limit_mm_per_prompt": {
+                    "image": policy.max_pictures if encodes else 0,
+                    "video": 0,
+                },
                 "enable_mm_embeds": not encodes,
                 "mm_processor_kwargs": {"size": edges},
                 # Pixels come as the policy's processor made them: nothing is left to do or keep.

@@ -7,7 +7,8 @@ twice, and the two sides cannot read a picture differently.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -26,35 +27,51 @@ def engine_input(
 ) -> Any:
     """vLLM's `EngineInput`.
 
-    `features`: [N_img, D] what the policy's vision tower makes of the prompt's picture, for an
-    engine that has none; else pixels go in, in the model's own `dtype`. `image_token_id`: fills a
-    picture's place in the prompt; None for models that read ids only.
+    `features`: [N_img, D] what the policy's vision tower makes of the prompt's pictures, one after
+    the other, for an engine that has none; else pixels go in, in the model's own `dtype`.
+    `image_token_id`: fills each picture's place in the prompt; None for models that read ids only.
     """
     ids = list(prompt.token_ids)
     if not prompt.images:
         return tokens_input(ids)
     assert image_token_id is not None, "it reads ids only"
-    [picture] = prompt.images
-    # By the picture's name the engine finds what it has encoded: a group's members share it.
-    name = hashlib.blake2b(picture.tobytes(), key=repr(picture.size).encode()).hexdigest()
-    grid = prompt.model_inputs["image_grid_thw"]
+    # By a picture's name the engine finds what it has encoded: a group's members share it.
+    names = [
+        hashlib.blake2b(picture.tobytes(), key=repr(picture.size).encode()).hexdigest()
+        for picture in prompt.images
+    ]
+    places = _places(ids, image_token_id)
+    assert len(places) == len(names), "each picture has a place of its own"
+    grids = prompt.model_inputs["image_grid_thw"]
     if features is None:
         key, values = "pixel_values", prompt.model_inputs["pixel_values"].to(dtype)
+        lengths = grids.prod(-1)
     else:
         # On the CPU, as vLLM expects what comes from outside.
         key, values = "image_embeds", features.cpu()
+        lengths = torch.tensor([place.length for place in places])
     fields = {
-        key: MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(values)])),
+        key: MultiModalFieldConfig.flat_from_sizes("image", lengths),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
-    inputs = {key: values, "image_grid_thw": grid}
-    place = PlaceholderRange(offset=ids.index(image_token_id), length=ids.count(image_token_id))
+    inputs = {key: values, "image_grid_thw": grids}
     return mm_input(
         ids,
         mm_kwargs=MultiModalKwargsItems.from_hf_inputs(inputs, fields),
-        mm_hashes={"image": [name]},
-        mm_placeholders={"image": [place]},
+        mm_hashes={"image": names},
+        mm_placeholders={"image": places},
     )
+
+
+def _places(ids: Sequence[int], image_token_id: int) -> list[PlaceholderRange]:
+    """Where its pictures are: runs of image tokens, between which the vision brackets stand."""
+    places, offset = [], 0
+    for token, run in groupby(ids):
+        length = len(list(run))
+        if token == image_token_id:
+            places.append(PlaceholderRange(offset=offset, length=length))
+        offset += length
+    return places
 
 
 def completion(

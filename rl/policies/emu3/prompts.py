@@ -36,8 +36,9 @@ class Emu3Prompts:
         self._specials = tuple(prompting.special_texts(tokenizer))
 
     def prompt(self, sample: Sample) -> Prompt:
-        """Raises ValueError naming the sample when its codes are missing or have no tokens, or when
-        the prompt is too long."""
+        """Raises ValueError naming the sample when its codes are missing or have no tokens, when
+        there are several pictures, or when the prompt is too long."""
+        prompting.sources_of(sample, 1)
         if sample.source_codes is None:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source_codes, and Emu3 reads its picture as codes: "

@@ -18,7 +18,7 @@ from rl.policies.shared.cost import count_pictures
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """What one prompt shows; on the CPU."""
+    """One that a prompt shows; on the CPU."""
 
     key: bytes
     """Equal exactly for equal pictures."""

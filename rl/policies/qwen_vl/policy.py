@@ -83,6 +83,7 @@ class QwenVL(TrainedPolicy[Config]):
             max_prompt_tokens=config.max_prompt_tokens,
         )
         self.image_pixel_bounds = self.prompts.picture_bounds
+        self.max_pictures = template.max_pictures
         self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
         self.reads_states = setup.kind == "hidden_states" and config.conditioning == "policy"
         model = loading.load_model(config)
@@ -92,7 +93,7 @@ class QwenVL(TrainedPolicy[Config]):
         self.stop_token_ids, self.banned_token_ids = roles
         self.thinking = Thinking(self.prompts, config.thought, self.stop_token_ids)
         self.module = QwenModule(self._ready(model), self, config.max_kept_pictures)
-        self._negatives: LRUCache[tuple[bytes, bool], torch.Tensor]
+        self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
         self._negatives = LRUCache(config.max_kept_pictures)
 
     @classmethod
@@ -149,10 +150,14 @@ class QwenVL(TrainedPolicy[Config]):
         return config.freeze_vision_tower
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, D] of each prompt's picture, None where it shows none: the very ones that the
-        forwards of these prompts read, so that an engine needs no vision tower of its own."""
+        """[N_img, D] of each prompt's pictures, one after the other; None where it shows none. The
+        very ones that the forwards of these prompts read, so that an engine needs no vision tower
+        of its own."""
+        import torch
+
         features = iter(self.module.picture_features(self.prompts.pictures(prompts_P)))
-        return [next(features) if prompt.images else None for prompt in prompts_P]
+        own_P = [[next(features) for _ in prompt.images] for prompt in prompts_P]
+        return [torch.cat(own) if own else None for own in own_P]
 
     def engine_folder(self) -> str:
         """The model path itself or, when the weights come from an editor, a folder of links that
@@ -250,15 +255,15 @@ class QwenVL(TrainedPolicy[Config]):
             self.module.train(was_training)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[L', D] of the negative prompt beside each picture, under the base, which training never
-        moves; each that is not known yet in a forward of its own, so that its bits do not depend on
-        which others are. Under ZeRO-3, where no rank may skip a forward that another makes, there
-        is always exactly one, of all."""
+        """[L', D] of the negative prompt beside the same pictures, under the base, which training
+        never moves; each that is not known yet in a forward of its own, so that its bits do not
+        depend on which others are. Under ZeRO-3, where no rank may skip a forward that another
+        makes, there is always exactly one, of all."""
         words = self.setup.negative_prompt
         if words is None:
             return [None] * len(prompts_B)
         keys_B = [
-            (self.prompts.picture_key(prompt), self.prompts.has_text_positions(prompt))
+            (self.prompts.picture_keys(prompt), self.prompts.has_text_positions(prompt))
             for prompt in prompts_B
         ]
         shown = dict(zip(keys_B, prompts_B, strict=True))

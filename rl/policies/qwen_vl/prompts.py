@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -48,23 +49,30 @@ class QwenPrompts:
         self._needs_picture = needs_picture
         self.max_prompt_tokens = max_prompt_tokens
         self._image_id = tokenizer.convert_tokens_to_ids(prompting.IMAGE_TOKEN)
-        self._picture_keys: WeakKeyDictionary[Prompt, bytes] = WeakKeyDictionary()
+        self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
 
     def prompt(self, sample: Sample, words: str) -> Prompt:
-        """`words` about the sample's picture. Raises ValueError naming the sample when a picture is
-        missing or the prompt is too long."""
+        """`words` about the sample's pictures. Raises ValueError naming the sample when it has no
+        picture, more than the prompt shows, or the prompt is too long."""
         template = self._template
-        source = prompting.one_source(sample)
-        if self._needs_picture and source is None:
+        shows = "{image}" in template.text
+        sources = prompting.sources_of(sample, template.max_pictures) if shows else ()
+        if self._needs_picture and not sources:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
             )
-        images: tuple[Image, ...] = ()
-        inputs: dict[str, Any] = {}
-        if source is not None and "{image}" in template.text:
-            images = (self._sized(source),)
-            inputs = dict(self.image_processor(images=list(images), return_tensors="pt"))
-        return self._written(sample, words, images, inputs)
+        images = tuple(map(self._sized, sources))
+        return self._written(sample, words, images, self._processed(images))
+
+    def _processed(self, images: Sequence[Image]) -> dict[str, Any]:
+        """`pixel_values` [patches of all pictures, C] and `image_grid_thw` [n, 3], each picture
+        processed alone; nothing of none."""
+        import torch
+
+        if not images:
+            return {}
+        alone = [self.image_processor(images=[image], return_tensors="pt") for image in images]
+        return {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
 
     def with_text_positions(self, prompt: Prompt) -> Prompt:
         """The same prompt as upstream's pipelines feed it: without token types, for want of which
@@ -75,7 +83,7 @@ class QwenPrompts:
         return _TEXT_POSITIONS in prompt.model_inputs
 
     def other_words(self, prompt: Prompt, words: str) -> Prompt:
-        """`words` about the same picture, which is not processed again."""
+        """`words` about the same pictures, which are not processed again."""
         return self._written(prompt.sample, words, prompt.images, prompt.model_inputs)
 
     def _written(
@@ -85,12 +93,10 @@ class QwenPrompts:
         images: tuple[Image, ...],
         inputs: Mapping[str, Any],
     ) -> Prompt:
-        template = self._template
-        if sample.source is None:
-            template = PromptTemplate(template.text.replace("{image}", ""), template.drop_prefix)
-        lengths = []
-        if images:
-            lengths = [int(inputs["image_grid_thw"].prod()) // self.image_processor.merge_size**2]
+        template = prompting.for_pictures(self._template, len(images))
+        merged = self.image_processor.merge_size**2
+        grids = inputs["image_grid_thw"].tolist() if images else []
+        lengths = [math.prod(grid) // merged for grid in grids]
         short_ids = prompting.tokenize(self.tokenizer, template, words)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > self.max_prompt_tokens:
@@ -165,7 +171,7 @@ class QwenPrompts:
 
     def collate(self, rows: Sequence[Row], device: str, positions_of: PositionsOf) -> TokenBatch:
         """Groups packed into a row on `device`, with their M-RoPE positions (`position_ids`,
-        [3, S]) and, in the order of the prompts that show one, their `pictures`."""
+        [3, S]) and, in the prompts' order, their `pictures`."""
         import torch
 
         ids, groups, prompts = pack(rows)
@@ -187,25 +193,26 @@ class QwenPrompts:
         )
 
     def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
-        """Of the prompts that show one, in their order."""
+        """All that they show, in their order."""
         from rl.policies.qwen_vl.pictures import Picture
 
-        return [
-            Picture(
-                self.picture_key(prompt),
-                prompt.model_inputs["pixel_values"],
-                prompt.model_inputs["image_grid_thw"],
-            )
-            for prompt in prompts
-            if prompt.images
-        ]
+        found = []
+        for prompt in prompts:
+            if not prompt.images:
+                continue
+            grids = prompt.model_inputs["image_grid_thw"].split(1)
+            patches = [int(grid.prod()) for grid in grids]
+            pixels = prompt.model_inputs["pixel_values"].split(patches)
+            alone = zip(self.picture_keys(prompt), pixels, grids, strict=True)
+            found += [Picture(*parts) for parts in alone]
+        return found
 
-    def picture_key(self, prompt: Prompt) -> bytes:
-        """By content: two sets of data may call different pictures by one id, and one picture may
-        come with several instructions."""
+    def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
+        """Of each of its pictures, by content: two sets of data may call different pictures by one
+        id, and one picture may come with several instructions."""
         if prompt not in self._picture_keys:
-            digest = hashlib.blake2b(digest_size=16)
-            for image in prompt.images:
-                digest.update(f"{image.size}".encode() + image.tobytes())
-            self._picture_keys[prompt] = digest.digest()
+            self._picture_keys[prompt] = tuple(
+                hashlib.blake2b(f"{image.size}".encode() + image.tobytes(), digest_size=16).digest()
+                for image in prompt.images
+            )
         return self._picture_keys[prompt]

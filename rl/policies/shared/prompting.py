@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +21,38 @@ if TYPE_CHECKING:
 IMAGE_TOKEN = "<|image_pad|>"
 PICTURE = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 """What `{image}` becomes; a template may also write the two brackets itself."""
+_BRACKETED = PICTURE.replace(IMAGE_TOKEN, "{image}")
+
+
+MAX_PICTURES = 16
+"""Of a prompt whose words are no renderer's."""
 
 
 def chat_template(system_prompt: str) -> PromptTemplate:
-    """Qwen's chat format, for renderers that bring no words of their own."""
+    """Qwen's chat format, for renderers that bring no words of their own; several pictures stand
+    one after the other."""
     system = f"<|im_start|>system\n{system_prompt}<|im_end|>\n" if system_prompt else ""
     user = "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n"
-    return PromptTemplate(system + user)
+    return PromptTemplate(system + user, max_pictures=MAX_PICTURES)
 
 
-def one_source(sample: Sample) -> Image | None:
-    """Its source picture, for models that read one. Raises UnusableSampleError for several."""
-    if len(sample.sources) > 1:
+def sources_of(sample: Sample, most: int) -> tuple[Image, ...]:
+    """Its source pictures. Raises UnusableSampleError where it has more than `most`."""
+    if len(sample.sources) > most:
         raise UnusableSampleError(
-            f"sample {sample.id!r} has {len(sample.sources)} source pictures, of which this policy "
-            "reads one; give it one, or choose a policy that reads several"
+            f"sample {sample.id!r} has {len(sample.sources)} source pictures, of which this prompt "
+            f"shows {most} at the most; give it fewer, or choose a renderer and a policy that show "
+            "as many"
         )
-    return sample.source
+    return sample.sources
+
+
+def for_pictures(template: PromptTemplate, num_pictures: int) -> PromptTemplate:
+    """The template of a prompt that shows so many pictures: one `{image}` for each, 0 for none."""
+    one = template.picture.replace(_BRACKETED, "{image}")
+    shown = [one.replace("{number}", str(number)) for number in range(1, num_pictures + 1)]
+    text = template.text.replace(_BRACKETED, "{image}")
+    return replace(template, text=text.replace("{image}", template.between_pictures.join(shown)))
 
 
 def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:
@@ -48,7 +64,7 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
 
     Raises ValueError when the template does not hold `{instruction}` exactly once.
     """
-    text = template.text.replace(PICTURE.replace(IMAGE_TOKEN, "{image}"), "{image}")
+    text = template.text.replace(_BRACKETED, "{image}")
     parts = text.replace("{image}", PICTURE).split("{instruction}")
     if len(parts) != 2:
         raise ValueError(
