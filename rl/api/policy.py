@@ -217,12 +217,17 @@ class Policy(RunPlug[PolicyConfigT]):
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
         """Understand the rows of one micro-batch. `outputs`: of `module(batch)`, where `batch` is
-        `collate(rows)`, if it `reads_states`; nothing of its graph is kept. A row without tokens,
-        which no engine writes, is one of its `stock_arms`."""
+        `collate_states(rows)` or else `collate(rows)`, if it `reads_states`; nothing of its graph
+        is kept. A row without tokens, which no engine writes, is one of its `stock_arms`."""
 
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
         """Neighbouring rows that share their `Prompt` object are a group, its prompt there once."""
+
+    def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
+        """What is forwarded, without a graph, for the states that the renderer takes of these rows,
+        where that is not the rows themselves."""
+        return None
 
     # --- what an inference engine asks --------------------------------------------------------
 

@@ -151,7 +151,9 @@ class Forwards(Protocol):
     @property
     def micro_batches(self) -> Sequence[MicroBatch]: ...
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]: ...
+    def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """What `decode_actions` of its rows is given by a policy that `reads_states`."""
+        ...
 
 
 class Inference:
@@ -179,12 +181,20 @@ class Inference:
         self.micro_batches: Sequence[MicroBatch] = micro_batches
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """Of its rows."""
+        return self._run(self._policy.collate(micro_batch.rows))
+
+    def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """See `Forwards`."""
+        rows = micro_batch.rows
+        return self._run(self._policy.collate_states(rows) or self._policy.collate(rows))
+
+    def _run(self, batch: TokenBatch) -> tuple[TokenBatch, TokenOutputs]:
         module = self._policy.module
         was_training = module.training
         module.eval()
         try:
             with torch.no_grad(), self._weights():
-                batch = self._policy.collate(micro_batch.rows)
                 return batch, module(batch)
         finally:
             module.train(was_training)

@@ -191,7 +191,7 @@ def _jobs(
             raise Interrupted
         with timer.phase("condition"):
             batch, outputs = (
-                forwards.forward(micro_batch) if context.policy.reads_states else (None, None)
+                forwards.states(micro_batch) if context.policy.reads_states else (None, None)
             )
             actions = context.policy.decode_actions(micro_batch.rows, batch, outputs)
             del batch, outputs

@@ -226,7 +226,7 @@ def word_states(
     forwards = Inference(policy, prompts_P, ids_PG, budget, dist, weights)
     states_P: list[torch.Tensor | None] = [None] * len(prompts_P)
     for micro_batch in forwards.micro_batches:
-        actions = policy.decode_actions(micro_batch.rows, *forwards.forward(micro_batch))
+        actions = policy.decode_actions(micro_batch.rows, *forwards.states(micro_batch))
         rows = zip(micro_batch.members, micro_batch.rows, actions, strict=True)
         for (p, _), (_, ids), action in rows:
             if p >= 0 and isinstance(action.payload, HiddenStates):

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import tiny_qwen
-from tiny_act import act
-from tiny_policy import make_qwen
+import torch
+from tiny_act import act, act_group
+from tiny_policy import LORA, make_qwen, wake_lora
+from tiny_rounding import NATS
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import UnusableSampleError
+from rl.api.types import Action, Completion, Prompt, Row, UnusableSampleError
 from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.policies.shared import prompting, thought
 
@@ -187,3 +189,114 @@ def test_off_is_as_it_was(folder: str) -> None:
     [action] = act(policy, [(prompt, ids)])
     assert (action.text, action.payload, action.thought) == ("a</think>b", "a</think>b", "")
     assert policy.loss_mask(policy.encode_completion("a"), 0) == (True, True)
+
+
+PLAIN_WORDS = ("blue", "red square")
+
+
+@pytest.fixture(scope="module")
+def both(folder: str) -> dict[str, Qwen25VL]:
+    """For an editor: without a thought, its words read alone, its words after their thought."""
+    found = {
+        "plain": make_qwen(folder, lora=LORA),
+        "words": make_qwen(folder, lora=LORA, thought=THINK),
+        "attended": make_qwen(folder, lora=LORA, thought={**THINK, "states": "attended"}),
+    }
+    for policy in found.values():
+        wake_lora(policy)
+    return found
+
+
+def thought_rows(policy: Qwen25VL, i: int = 0) -> list[Row]:
+    """Two thoughts before one word, other words, no marker, and the user's own words."""
+    prompt = policy.build_prompt(tiny_qwen.sample(i))
+    texts = ("it is so</think>\nblue", "well</think>\nblue", "hm</think>\nred square", "blue")
+    rows: list[Row] = [(prompt, policy.encode_completion(text).token_ids) for text in texts]
+    return [*rows, (prompt.plain, policy.encode_completion("blue").token_ids)]
+
+
+@pytest.mark.parametrize("conditioning", ["policy", "base"])
+def test_words_alone_are_what_a_policy_without_thoughts_hands_on(
+    folder: str, both: dict[str, Qwen25VL], conditioning: str
+) -> None:
+    plain, policy = both["plain"], both["words"]
+    if conditioning == "base":
+        plain = make_qwen(folder, conditioning="base")
+        policy = make_qwen(folder, conditioning="base", thought=THINK)
+    rows = [row for i in range(2) for row in thought_rows(policy, i)]
+    actions = act(policy, rows)
+    for i in range(2):
+        one, two, other, failed, bare = actions[5 * i : 5 * i + 5]
+        assert one.payload.embeds is two.payload.embeds is bare.payload.embeds
+        assert one.drawn_from == two.drawn_from == rows[5 * i + 4][1]
+        assert bare.drawn_from is None, "its own tokens, which are the same"
+        assert failed.payload is None and failed.failure.startswith("no marker")
+        prompt = plain.build_prompt(tiny_qwen.sample(i))
+        expected_G = act_group(plain, prompt, [plain.encode_completion(w) for w in PLAIN_WORDS])
+        for action, expected in zip((one, other), expected_G, strict=True):
+            alike(action, expected)
+
+
+def alike(action: Action, expected: Action) -> None:
+    """The states are the same, up to the order in which sums are added up."""
+    states, wanted = action.payload.embeds, expected.payload.embeds
+    assert states.shape == wanted.shape
+    assert (states - wanted).abs().max() < NATS
+
+
+def test_alone_in_a_row_the_words_states_are_the_same_bit_for_bit(
+    both: dict[str, Qwen25VL],
+) -> None:
+    """One computation, whatever was thought: nothing of the thought is in it."""
+    policy, plain = both["words"], both["plain"]
+    prompt, sample = policy.build_prompt(tiny_qwen.sample(1)), tiny_qwen.sample(1)
+    said = policy.encode_completion("hm, or not</think>\nblue").token_ids
+    [thinking] = act(policy, [(prompt, said)])
+    [expected] = act_group(plain, plain.build_prompt(sample), [plain.encode_completion("blue")])
+    assert torch.equal(thinking.payload.embeds, expected.payload.embeds)
+
+
+def test_states_that_attended_are_rows_of_one_forward(both: dict[str, Qwen25VL]) -> None:
+    """Against plain transformers on the whole text: what asks and what is thought are cut out."""
+    policy, plain = both["attended"], both["plain"]
+    rows = thought_rows(policy)
+    one, two, _, _, bare = act(policy, rows)
+    prompt, ids = rows[0]
+    whole = Prompt(prompt.sample, (*prompt.token_ids, *ids), prompt.images, prompt.model_inputs)
+    batch = policy.collate([(whole, ())])
+    with torch.no_grad():
+        hidden = policy.module(batch).hidden
+    decoded = policy.prompts.tokenizer
+    num_after = len(decoded("<|im_end|>\n<|im_start|>assistant\n").input_ids)
+    asking = decoded("\nThink, then write </think> and the words.").input_ids
+    words = policy.encode_completion("blue").token_ids
+    end = len(prompt.token_ids)
+    kept = [
+        *range(prompt.num_dropped_tokens, end - num_after - len(asking)),
+        *range(end - num_after, end),
+        *range(len(whole.token_ids) - len(words), len(whole.token_ids)),
+    ]
+    assert (one.payload.embeds - hidden[kept]).abs().max() < NATS
+    # What stands before the request does not see it; what stands behind the thought does.
+    [without] = act_group(plain, plain.build_prompt(prompt.sample), [Completion(words, (), "stop")])
+    tail = len(prompt.plain.token_ids) - prompt.num_dropped_tokens - num_after
+    assert one.payload.embeds.shape == without.payload.embeds.shape
+    assert (one.payload.embeds[:tail] - without.payload.embeds[:tail]).abs().max() < NATS
+    assert (one.payload.embeds - without.payload.embeds)[-len(words) :].abs().max() > 0.1
+    assert (one.payload.embeds - two.payload.embeds)[-len(words) :].abs().max() > 0.1
+    assert len({one.drawn_from, two.drawn_from, rows[4][1]}) == 3, "three pictures"
+    alike(bare, without)
+
+
+def test_the_stock_arm_reads_no_request(both: dict[str, Qwen25VL]) -> None:
+    policy, plain = both["words"], both["plain"]
+    for name in ("words", "attended"):
+        policy = both[name]
+        arms = policy.stock_arms(policy.build_prompt(tiny_qwen.sample(2)))
+        wanted = plain.stock_arms(plain.build_prompt(tiny_qwen.sample(2)))
+        assert arms.keys() == wanted.keys()
+        for arm, (prompt, completion) in arms.items():
+            [found] = act(policy, [(prompt, completion.token_ids)])
+            expected_prompt, expected = wanted[arm]
+            [stock] = act(plain, [(expected_prompt, expected.token_ids)])
+            assert torch.equal(found.payload.embeds, stock.payload.embeds)

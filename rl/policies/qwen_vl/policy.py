@@ -91,7 +91,9 @@ class QwenVL(TrainedPolicy[Config]):
         self.state_dim = text_config.hidden_size
         roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
-        self.thinking = Thinking(self.prompts, config.thought, self.stop_token_ids)
+        self.thinking = Thinking(
+            self.prompts, config.thought, self.stop_token_ids, setup.kind == "text"
+        )
         self.module = QwenModule(self._ready(model), self, config.max_kept_pictures)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
         self._negatives = LRUCache(config.max_kept_pictures)
@@ -176,6 +178,13 @@ class QwenVL(TrainedPolicy[Config]):
         """See `QwenPrompts.collate`; on the policy's device."""
         return self.prompts.collate(rows, self.device, self.module.prompt_positions)
 
+    def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
+        """Words that were thought about, without the thought: as the renderer's own encoder reads
+        them, equal ones once."""
+        if not self.thinking.reads_again:
+            return None
+        return self.collate(self.thinking.words_alone(rows)[0])
+
     def build_prompt(self, sample: Sample) -> Prompt:
         """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
         a picture the template shows, or is longer than `max_prompt_tokens`."""
@@ -223,19 +232,24 @@ class QwenVL(TrainedPolicy[Config]):
                 written.failure,
                 written.thought,
                 written.num_thought_tokens,
-                self.thinking.drawn_from(prompt, written),
+                self.thinking.drawn_from(prompt, ids, written),
             )
-            for (prompt, _), written, payload in zip(rows, written_B, payloads_B, strict=True)
+            for (prompt, ids), written, payload in zip(rows, written_B, payloads_B, strict=True)
         ]
 
     def _conditioning(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[HiddenStates]:
         """What the renderer takes of each row."""
+        alone, places_B = list(rows), list(range(len(rows)))
+        if self.thinking.reads_again:
+            alone, places_B = self.thinking.words_alone(rows)
         if self.config.conditioning == "base":
-            batch, outputs = self._base_forward(rows)
+            batch, outputs = self._base_forward(alone)
         assert batch is not None and outputs is not None, "it reads states"
-        embeds_B = _states(rows, batch, outputs.hidden)
+        unread = [self.thinking.unread(prompt, ids) for prompt, ids in alone]
+        states = _states(alone, batch, outputs.hidden, unread)
+        embeds_B = [states[place] for place in places_B]
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
         return [
             HiddenStates(embeds, negative)
@@ -283,16 +297,30 @@ class QwenVL(TrainedPolicy[Config]):
         self.prompts.image_processor.save_pretrained(path)
 
 
-def _states(rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor) -> list[torch.Tensor]:
-    """[L, D] of each row: what is left of its prompt after the dropped prefix, and its completion.
-    Copies, since a view would keep the whole row alive, and nothing of a graph."""
+def _states(
+    rows: Sequence[Row],
+    batch: TokenBatch,
+    hidden_SD: torch.Tensor,
+    unread_B: Sequence[tuple[int, int, int]] | None = None,
+) -> list[torch.Tensor]:
+    """[L, D] of each row: what is left of its prompt after the dropped prefix, and its completion,
+    but for what `Thinking.unread` says of it. Copies, since a view would keep the whole row alive,
+    and nothing of a graph."""
     import torch
 
     spans_B = list(completion_spans(batch.groups))
     prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+    unread_B = unread_B or [(group.prompt_len, group.prompt_len, 0) for group in prompts_B]
     hidden_SD = hidden_SD.detach()
     states_B = []
-    for (prompt, _), group, (start, end) in zip(rows, prompts_B, spans_B, strict=True):
-        tail = hidden_SD[group.start + prompt.num_dropped_tokens : group.start + group.prompt_len]
-        states_B.append(torch.cat([tail, hidden_SD[start:end]]))
+    for (prompt, _), group, (start, end), (first, last, leading) in zip(
+        rows, prompts_B, spans_B, unread_B, strict=True
+    ):
+        own = hidden_SD[group.start : group.start + group.prompt_len]
+        parts = [
+            own[prompt.num_dropped_tokens : first],
+            own[last:],
+            hidden_SD[start + leading : end],
+        ]
+        states_B.append(torch.cat(parts))
     return states_B
