@@ -202,6 +202,11 @@ class Policy(RunPlug[PolicyConfigT]):
         where there is no such thing."""
         return None
 
+    def cut_thought(self, prompt: Prompt) -> Prompt | None:
+        """`prompt` as an engine is given it to write words without a thought, which then stand
+        under `prompt.plain`; None where it asks for none."""
+        return None
+
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """What the renderer's own pipeline is asked with the user's words alone, without a policy:
         'stock', and variants of it that are told beside it, by name. Drawn once a run on held-out

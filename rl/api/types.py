@@ -39,6 +39,12 @@ class Status(StrEnum):
     """Renderer or judge failed after bounded retries; no reward, out of the group's baseline."""
 
 
+UNFINISHED_THOUGHT = "unfinished thought"
+"""Begins the failure of an action whose thought did not end in time."""
+NO_MARKER = "no marker"
+"""The same where the completion ends without what ends a thought."""
+
+
 class UnusableSampleError(ValueError):
     """A row or sample that cannot be trained on; the message names it and the remedy."""
 
@@ -179,6 +185,11 @@ class Action:
     drawn_from: tuple[int, ...] | None = None
     """Token ids that the payload hangs on: completions of a group in which they are equal are one
     picture. None: the completion's own."""
+
+    @property
+    def words(self) -> str:
+        """What was written after the thought."""
+        return self.text.removeprefix(self.thought)
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,6 +92,12 @@ def _rules(resolved: Resolved) -> Sequence[Rule]:
         ),
         (evaluation.temperature == 0, "evaluation", "top_k", "temperature is 0"),
         (
+            resolved.policy.config.thought is None,
+            "evaluation",
+            "thought_gain",
+            "policy.thought is null, and there is none to cut",
+        ),
+        (
             not config.checkpoint.keep_every_n_iterations,
             "checkpoint",
             "keep",

@@ -15,7 +15,7 @@ from rl.files.panels import panel
 from rl.record.untrusted import shown
 from rl.report.curves import points, smooth
 from rl.report.folder import refuse_links
-from rl.report.reading import Evaluation, Record, number, picture
+from rl.report.reading import Evaluation, Record, number, picture, words_of
 from rl.report.rows import text
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def draw_grid(path: Path, before: Evaluation, after: Evaluation) -> None:
             (right, after.folder, "after", new),
         ):
             title = f"{when}: {score(record)}"
-            show(axes, folder, record.get("image_file"), title, record.get("completion"))
+            show(axes, folder, record.get("image_file"), title, words_of(record))
     figure.suptitle(
         f"The first {len(both)} held-out samples, before training and after "
         f"{after.iteration} iterations (reward 0 to 1)",

@@ -136,6 +136,11 @@ def picture_of(run_dir: Path, file: object) -> str | None:
     return file if rest and picture(run_dir / top, rest) else None
 
 
+def words_of(record: Record) -> object:
+    """What was written, without the thought, where there was one."""
+    return record.get("words", record.get("completion"))
+
+
 def number(value: object) -> float | None:
     """`value`, where it is a finite number that sums stay finite of; a bool counts as one."""
     if not isinstance(value, (int, float)) or not abs(value) <= _MAX_NUMBER:

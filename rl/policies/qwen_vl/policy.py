@@ -194,6 +194,10 @@ class QwenVL(TrainedPolicy[Config]):
         """The instruction itself."""
         return self.encode_completion(sample.instruction)
 
+    def cut_thought(self, prompt: Prompt) -> Prompt | None:
+        """With the marker behind it."""
+        return self.thinking.cut_short(prompt)
+
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """An editor reads the prompt and no completion: with M-RoPE, as it was trained, and as
         upstream's pipeline does. What reads words gets the user's."""

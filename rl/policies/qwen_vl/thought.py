@@ -48,6 +48,12 @@ class Thinking:
             self._prompts.max_prompt_tokens,
         )
 
+    def cut_short(self, prompt: Prompt) -> Prompt | None:
+        """See `Policy.cut_thought`."""
+        if self._section is None or prompt.without_thought is None:
+            return None
+        return thought.cut_short(self._prompts.tokenizer, prompt, self._section)
+
     def read(self, prompt: Prompt, ids: Sequence[int]) -> Written:
         """A completion, or the prompt's own words where there is none. Words of a prompt that asks
         for no thought hold none, whatever they spell."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Prompt, UnusableSampleError
+from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Prompt, UnusableSampleError
 from rl.policies.shared import prompting
 
 
@@ -63,7 +63,7 @@ def read(
     failure = None if words else "empty: no words behind the thought"
     if section.max_tokens is not None and first > section.max_tokens:
         failure = (
-            f"unfinished thought: {first} tokens up to its marker, more than "
+            f"{UNFINISHED_THOUGHT}: {first} tokens up to its marker, more than "
             f"policy.thought.max_tokens = {section.max_tokens}"
         )
     thought = text.removesuffix(words) if words else text
@@ -79,10 +79,10 @@ def _without_marker(
     if not text:
         failure = NO_WORDS
     elif ids and ids[-1] in stops:
-        failure = f"no marker: the completion ends without {marker!r} (policy.thought.marker)"
+        failure = f"{NO_MARKER}: the completion ends without {marker!r} (policy.thought.marker)"
     else:
         failure = (
-            f"unfinished thought: cut off at {len(ids)} tokens without {marker!r} "
+            f"{UNFINISHED_THOUGHT}: cut off at {len(ids)} tokens without {marker!r} "
             "(sampling.max_completion_tokens)"
         )
     return Written(text, text, len(ids), (), failure)
@@ -126,14 +126,26 @@ def asked_to_think(
     asking = instruction_ids(tokenizer, section)
     place = len(plain.token_ids) - num_after
     ids = (*plain.token_ids[:place], *asking, *plain.token_ids[place:])
-    if len(ids) > max_tokens:
+    # With a marker behind it, it may stand for a thought that was cut.
+    longest = len(ids) + len(_marker_ids(tokenizer, section))
+    if longest > max_tokens:
         raise UnusableSampleError(
-            f"the prompt of sample {plain.sample.id!r} has {len(ids)} tokens with "
-            f"policy.thought.instruction ({len(asking)} of them), more than "
-            f"policy.max_prompt_tokens = {max_tokens}: raise it, shorten the instruction, or drop "
-            "the sample"
+            f"the prompt of sample {plain.sample.id!r} has {longest} tokens with "
+            f"policy.thought.instruction and its marker ({longest - len(plain.token_ids)} of "
+            f"them), more than policy.max_prompt_tokens = {max_tokens}: raise it, shorten the "
+            "instruction, or drop the sample"
         )
     return replace(plain, token_ids=ids, without_thought=plain)
+
+
+def cut_short(tokenizer: Any, prompt: Prompt, section: ThoughtSection) -> Prompt:
+    """A prompt that asks for a thought, with the marker behind it: all that is left are words."""
+    ids = (*prompt.token_ids, *_marker_ids(tokenizer, section))
+    return replace(prompt.plain, token_ids=ids)
+
+
+def _marker_ids(tokenizer: Any, section: ThoughtSection) -> list[int]:
+    return list(tokenizer(section.marker, add_special_tokens=False).input_ids)
 
 
 def instruction_ids(tokenizer: Any, section: ThoughtSection) -> list[int]:
