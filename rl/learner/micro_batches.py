@@ -76,11 +76,13 @@ def pack_groups(
         if size + MicroBatch(group, ()).num_tokens > max_tokens:
             close()
         for g, (prompt, ids) in enumerate(group):
-            opens_group = not rows or rows[-1][0] is not prompt
-            if rows and size + len(ids) > max_tokens:
+            more = len(ids)
+            if not rows or rows[-1][0] is not prompt:
+                more += len(prompt.token_ids)
+            if rows and size + more > max_tokens:
                 close()
-                opens_group = True
-            size += len(ids) + (len(prompt.token_ids) if opens_group else 0)
+                more = len(ids) + len(prompt.token_ids)
+            size += more
             rows.append((prompt, ids))
             members.append((p, g))
     close()

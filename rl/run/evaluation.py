@@ -78,7 +78,8 @@ def evaluate(
         for episode in episodes:
             reference = episode.prompt.sample.reference
             if reference is not None:
-                metrics.add("eval/reference_match", float(episode.action.words == reference))
+                is_right = reference in (episode.action.text, episode.action.words)
+                metrics.add("eval/reference_match", float(is_right))
         if config.evaluation.thought_gain:
             unthought_P = _score_known(context, prompts_P, cut_P, dist)
             add_gain_of_thought(metrics, episodes, unthought_P, dist)
