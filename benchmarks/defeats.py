@@ -55,9 +55,9 @@ def _tower_per_look(run: Run, folder: Path) -> None:
 
 def _source_per_picture(run: Run, folder: Path) -> None:
     """Sources are known by their objects: copies are strangers."""
-    loop: Any = run.context.renderer.loop
-    encode = loop._encode_sources
-    loop._encode_sources = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
+    sources: Any = run.context.renderer.loop._sources
+    encode = sources.of
+    sources.of = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.gpu_bench import Bench, cleared, relative_error
 from benchmarks.gpu_models import TINY, make_group, make_policy, run_config, save_texts
+from rl.algorithm import attention_kernels
+from rl.algorithm.attention_kernels import Kernel
 from rl.api.types import PackedGroup, TokenOutputs
-from rl.policies.shared import attention_kernels
-from rl.policies.shared.attention_kernels import Kernel
 from rl.policies.shared.packed_attention import Packing, attention
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}

@@ -22,6 +22,7 @@ import torch
 from benchmarks.gpu_bench import Bench, Timing, cleared, synchronize, work_of
 from benchmarks.gpu_models import make_group, make_policy, random_policy_model, run_config
 from benchmarks.our_side import SAMPLER_LOGPROB
+from rl.algorithm.attention_kernels import VARLEN, choose_kernel
 from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import Learner
 from rl.meter import flop_meter
@@ -29,7 +30,6 @@ from rl.meter.flop_meter import Work
 from rl.policies.qwen2_5_vl import Config as PolicyConfig
 from rl.policies.qwen_vl import loading
 from rl.policies.shared.adapters import fingerprint
-from rl.policies.shared.attention_kernels import VARLEN, choose_kernel
 from rl.policies.shared.logprobs import token_logprobs
 
 NUM_ITERATIONS = 10**6

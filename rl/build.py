@@ -381,6 +381,7 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
     config, renderer = resolved.config, resolved.renderer
     setup = PolicySetup(
         kind=renderer.cls.accepts,
+        state_kind=renderer.cls.state_kind,
         template=renderer.cls.prompt_template(renderer.config),
         negative_prompt=renderer.cls.negative_prompt(renderer.config),
         temperature=config.sampling.temperature,

@@ -20,6 +20,7 @@ from rl.api.types import Sample
 from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
+from rl.edit import families
 from rl.edit.editor import Editor, EditRequest, EditResult
 from rl.edit.trained import find_weights, pick_device, pick_dtype
 from rl.record.adapter_base import ADAPTER_CONFIG, base_of, read_config
@@ -66,8 +67,8 @@ class Enhancer:
         """Load the model.
 
         Args:
-            model_path: folder or hub id of a Qwen2.5-VL; None = the adapter's own base, or
-                `DEFAULT_MODEL` without an adapter.
+            model_path: folder or hub id of a Qwen2.5-VL or a Qwen3-VL; None = the adapter's own
+                base, or `DEFAULT_MODEL` without an adapter.
             adapter_path: a run folder (its newest whole checkpoint), a checkpoint, or its `model`
                 folder (PEFT adapter, or the whole model of a full fine-tuning). The run's
                 `config.json`, where it lies above, says how it was trained.
@@ -159,15 +160,18 @@ def policy_section(
 ) -> dict[str, Any]:
     """The config section of the policy to load; see `Enhancer`."""
     section: dict[str, Any] = {
-        "type": "qwen2_5_vl",
+        "type": families.DEFAULT,
         "model_path": DEFAULT_MODEL,
         "lora": None,
         "system_prompt": SYSTEM_PROMPT,
     }
+    if model_path is not None:
+        section["type"] = families.of_model(model_path) or families.DEFAULT
     if adapter_path is not None:
         folder = find_weights(Path(adapter_path))
         run = run_of(folder)
-        section = {**section, "model_path": "", **(_trained_section(run) if run else {})}
+        known = _trained_section(run) if run else {"type": families.of_folder(folder, model_path)}
+        section = {**section, "model_path": "", **known}
         section.update(_weights(folder, known_base=bool(model_path or section["model_path"])))
     # Where the run trained is not where the model is used: other devices, other kernels.
     section.update(device="auto", attn_implementation="auto")

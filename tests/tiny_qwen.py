@@ -43,22 +43,8 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
     """64 wide, two layers, heads of 32 (vLLM's CPU kernels have no smaller ones); as in the big
     one, the vocabulary is longer than the tokenizer."""
     torch.manual_seed(seed)
-    id_of = tokenizer.convert_tokens_to_ids
-    ends = {"bos_token_id": None, "eos_token_id": id_of("<|im_end|>")}
-    ends["pad_token_id"] = id_of("<|endoftext|>")
     config = Qwen2_5_VLConfig(
-        text_config=dict(
-            vocab_size=len(tokenizer) + 3,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=4096,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]},
-            tie_word_embeddings=tied,
-            **ends,
-        ),
+        text_config=text_sizes(tokenizer, tied),
         vision_config={
             "depth": 2,
             "hidden_size": 32,
@@ -72,14 +58,45 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
             "fullatt_block_indexes": [1],
             "tokens_per_second": 2,
         },
-        image_token_id=id_of("<|image_pad|>"),
-        video_token_id=id_of("<|video_pad|>"),
-        vision_start_token_id=id_of("<|vision_start|>"),
-        vision_end_token_id=id_of("<|vision_end|>"),
+        **vision_ids(tokenizer),
+        **ends(tokenizer),
         tie_word_embeddings=tied,
-        **ends,
     )
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    return scaled_up(Qwen2_5_VLForConditionalGeneration(config).eval())
+
+
+def text_sizes(tokenizer: Any, tied: bool) -> dict[str, Any]:
+    """What both families' language models have."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
+    return dict(
+        vocab_size=len(tokenizer) + 3,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        rope_parameters=rope,
+        tie_word_embeddings=tied,
+        **ends(tokenizer),
+    )
+
+
+def ends(tokenizer: Any) -> dict[str, Any]:
+    id_of = tokenizer.convert_tokens_to_ids
+    padding = id_of("<|endoftext|>")
+    return {"bos_token_id": None, "eos_token_id": id_of("<|im_end|>"), "pad_token_id": padding}
+
+
+def vision_ids(tokenizer: Any) -> dict[str, int]:
+    names = ("image_pad", "video_pad", "vision_start", "vision_end")
+    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in names])
+    return dict(zip(keys, ids, strict=True))
+
+
+def scaled_up(model: Any) -> Any:
+    """Its matrices drawn so large that pictures and words matter."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:

@@ -97,6 +97,8 @@ class PolicySetup:
 
     kind: ActionKind
     """What the renderer takes, one of the policy's `emits`."""
+    state_kind: StateKind = "post_norm"
+    """Of the hidden states that the renderer takes, one of the policy's `state_kinds`."""
     template: PromptTemplate | None = None
     """How the renderer asks its text encoder; None: the policy's own words."""
     negative_prompt: str | None = None
@@ -246,9 +248,9 @@ class Policy(RunPlug[PolicyConfigT]):
         """Decoding by the trainer's own module, `num_rows` of each prompt."""
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, D] of each prompt's pictures, one after the other, None where it shows none: the
-        very ones that the forwards of these prompts read. Asked only where it
-        `has_frozen_tower`."""
+        """[N_img, W] of each prompt's pictures, one after the other, None where it shows none: the
+        very ones that the forwards of these prompts read, as the engine's own tower would give
+        them. Asked only where it `has_frozen_tower`."""
         return [None] * len(prompts_P)
 
     # --- weights ------------------------------------------------------------------------------

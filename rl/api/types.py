@@ -116,6 +116,13 @@ class PromptTemplate:
     """What stands between two of them."""
     max_pictures: int = 1
     """How many it may show; a sample with more is refused."""
+    min_pictures: int = 1
+    """How many it must show, where it shows any; 0: a sample without one is asked by its words."""
+
+    @property
+    def needs_picture(self) -> bool:
+        """Whether a sample without one is refused."""
+        return "{image}" in self.text and self.min_pictures > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +171,9 @@ class HiddenStates:
     renderer states (`Renderer.state_kind`)."""
     negative_embeds: torch.Tensor | None = None
     """[L', D] the same for the negative prompt under the BASE weights, for CFG."""
+    pictures: tuple[range, ...] = ()
+    """Which of them are each picture's, in order; the same ones of the negative prompt's. Rows of
+    one prompt have the same bits up to the last picture's end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,7 +328,8 @@ class TokenOutputs:
     entropy: torch.Tensor
     """[B, C] float32, nats, detached; 0 where padded."""
     hidden: torch.Tensor
-    """[S, D] post-norm last hidden states, as the row lies."""
+    """[S, D] last hidden states of the renderer's `state_kind` (post-norm where it takes none), as
+    the row lies."""
 
 
 @dataclass(frozen=True, eq=False)

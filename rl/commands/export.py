@@ -34,7 +34,6 @@ from rl.api import find
 from rl.api.renderer import Renderer
 from rl.commands.export_base import (
     DTYPES,
-    POLICIES,
     merge,
     num_parameters_of,
     policy_config,
@@ -43,6 +42,7 @@ from rl.commands.export_base import (
     validated,
 )
 from rl.commands.export_evidence import gather, is_number
+from rl.edit import families
 from rl.preflight.disk import free_gb
 from rl.record import hub, terminal
 from rl.record.adapter_base import ADAPTER_CONFIG
@@ -98,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base"
     )
     parser.add_argument(
-        "--policy", choices=POLICIES, default="qwen2_5_vl", help="plug of a bare PEFT folder"
+        "--policy",
+        choices=families.policies(),
+        help="plug of a folder without a run; default: as its files say",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: the run's")
     parser.add_argument(
@@ -210,13 +212,12 @@ def find_trained(source: Path, which: str) -> Trained:
     )
 
 
-def _no_text_encoder(trained: Trained, bare_policy: str) -> str:
+def _no_text_encoder(trained: Trained, bare_policy: str | None) -> str:
     """Why what was trained is no editor's text encoder, or ''."""
     if trained.run_config is None:
-        is_one = bare_policy == "qwen2_5_vl"
-        return (
-            "" if is_one else f"a {bare_policy} is no editor's text encoder; export it --as model"
-        )
+        kind = bare_policy or families.of_folder(trained.model)
+        is_one = "hidden_states" in families.policies()[kind].emits
+        return "" if is_one else f"a {kind} is no editor's text encoder; export it --as model"
     renderer = at(trained.run_config, "renderer.type")
     if at(trained.run_config, "policy.conditioning") == "base":
         return (
@@ -240,7 +241,10 @@ def model_config(trained: Trained, args: argparse.Namespace) -> Any:
     whole model itself. Raises ValueError naming what is not known and how to say it."""
     if trained.is_adapter:
         return policy_config(trained.model, args.base, args.text_encoder_from, args.policy)
-    section = dict(trained.run_config["policy"]) if trained.run_config else {"type": args.policy}
+    if trained.run_config:
+        section = dict(trained.run_config["policy"])
+    else:
+        section = {"type": args.policy or families.of_folder(trained.model)}
     for key in ("init_text_encoder_from", "text_encoder_subfolder", "revision", "lora"):
         section.pop(key, None)
     return validated({**section, "model_path": str(trained.model)})

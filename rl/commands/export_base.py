@@ -16,14 +16,10 @@ from typing import Any
 from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
+from rl.edit import families
 from rl.files.atomic import row_of
 from rl.files.model_files import cached, model_problems
 from rl.files.weights import num_parameters
-from rl.policies.emu3 import loading as emu3_loading
-from rl.policies.emu3.plug import Emu3
-from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.qwen_vl import loading as qwen_loading
-from rl.policies.shared.policy import TrainedPolicy
 from rl.record import adapter_base
 from rl.record.card_facts import at
 from rl.record.checkpoint import KEPT_MODELS_FOLDER, read_state
@@ -32,11 +28,6 @@ from rl.record.progress import weights_counted
 
 DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number."""
-POLICIES: Mapping[str, tuple[type[TrainedPolicy[Any]], Any]] = {
-    "qwen2_5_vl": (Qwen25VL, qwen_loading),
-    "emu3": (Emu3, emu3_loading),
-}
-"""Type -> the plug, and how its base, its tokenizer and its image processor are loaded."""
 
 
 def run_config_of(model: Path) -> Mapping[str, Any] | None:
@@ -57,10 +48,10 @@ def run_config_of(model: Path) -> Mapping[str, Any] | None:
 
 
 def policy_config(
-    adapter: Path, base: str | None, text_encoder_from: str | None, bare_policy: str
+    adapter: Path, base: str | None, text_encoder_from: str | None, bare_policy: str | None
 ) -> Any:
     """The policy section that the adapter was trained under, `bare_policy` telling the plug of one
-    that lies alone.
+    that lies alone (None: its files).
 
     Raises ValueError naming what is not known and how to say it.
     """
@@ -68,7 +59,8 @@ def policy_config(
     if (config := run_config_of(adapter)) is not None:
         section = config["policy"]
     else:
-        section = {"type": bare_policy, **({} if base else _noted_keys(noted))}
+        keys = {} if base else _noted_keys(noted)
+        section = {"type": bare_policy or families.of_folder(adapter, base), **keys}
     if base is not None:
         section = {**section, "model_path": base, "revision": None}
         section.pop("init_text_encoder_from", None)
@@ -79,9 +71,9 @@ def policy_config(
 
 def validated(section: Mapping[str, Any]) -> Any:
     """The section as its plug reads it. Raises ValueError with all that is wrong and the remedy."""
-    if section["type"] not in POLICIES:
+    policy = families.policies().get(section["type"])
+    if policy is None:
         raise ValueError(f"policies of type {section['type']!r} cannot be exported here")
-    policy, _ = POLICIES[section["type"]]
     # No attention is computed: the run's kernel need not run here.
     section = {**section, "adapter_path": "", "attn_implementation": "auto"}
     config, problems = validate(policy.Config, section, at="policy")
@@ -107,7 +99,7 @@ def _noted_keys(noted: Mapping[str, Any]) -> dict[str, Any]:
 
 def num_parameters_of(config: Any) -> float:
     """Of the model, from its files' headers; 0 where they are not on this machine yet."""
-    policy, _ = POLICIES[config.type]
+    policy = families.policies()[config.type]
     [model] = [model for model in policy.models(config) if model.weights]
     file: Path | None = Path(model.path, model.subfolder, model.config)
     if not Path(model.path).is_dir():
@@ -120,9 +112,9 @@ def merge(adapter: Path | None, config: Any, dtype: str, with_words: bool, targe
     once; `with_words` with what its prompts need."""
     import torch
 
-    _, loading = POLICIES[config.type]
+    policy = families.policies()[config.type]
     with stage(f"loading {config.model_path} in float32"):
-        model = loading.load_model(config.model_copy(update={"dtype": "float32"}))
+        model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if adapter is not None:
         from peft import PeftModel
 
@@ -130,11 +122,8 @@ def merge(adapter: Path | None, config: Any, dtype: str, with_words: bool, targe
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     with stage(f"writing the weights in {dtype}"), weights_counted():
         model.to(getattr(torch, dtype)).save_pretrained(target)
-    if not with_words:
-        return
-    loading.load_tokenizer(config).save_pretrained(target)
-    if config.type == "qwen2_5_vl":
-        qwen_loading.load_image_processor(config).save_pretrained(target)
+    if with_words:
+        policy.save_prompt_files(config, target)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from rl.config.paths import read_text
-from rl.files.images import downscale, png_bytes
+from rl.files.images import downscale, over_white, png_bytes
 from rl.record.untrusted import shown
 
 INSTRUCTION = "{instruction}"
@@ -61,7 +61,7 @@ def repeat_temperature(num_repeats: int, temperature: float) -> float:
 def picture_part(image: Image.Image, side_px: int) -> bytes:
     """JSON. Lossless on purpose: a JPEG would show its own artefacts to the judge of artefacts."""
     if max(image.size) > side_px:
-        image = downscale(image.convert("RGB"), side_px)
+        image = downscale(over_white(image), side_px)
     url = "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")
     return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
 

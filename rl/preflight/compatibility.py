@@ -251,7 +251,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
         )
     renderer = resolved.renderer
     template = renderer.cls.prompt_template(renderer.config)
-    shows_picture = template is not None and "{image}" in template.text
+    shows_picture = template is not None and template.needs_picture
     needs_picture = shows_picture or renderer.cls.needs_source
     for plug in [*resolved.train, *resolved.validation]:
         problems, wrong = _told(plug, plug.cls.problems, row_rules(resolved.config))

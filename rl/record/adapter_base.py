@@ -120,6 +120,12 @@ def base_of(adapter_config: Mapping[str, Any]) -> Base:
     return Base(path, adapter_config.get("revision"), subfolder, mapping.get(WORDS, ""))
 
 
+def model_class_of(adapter_config: Mapping[str, Any]) -> str:
+    """transformers' class of the base; '' where the file does not say."""
+    name = _own(adapter_config).get("base_model_class")
+    return name if isinstance(name, str) else ""
+
+
 def is_hub_id(path: str) -> bool:
     """Whether the hub takes that as a repository's id, and no folder of that name lies here."""
     from huggingface_hub.errors import HFValidationError

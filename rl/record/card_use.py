@@ -17,8 +17,12 @@ Form = Literal["adapter", "model", "text-encoder"]
 PIPELINES = {
     "qwen_image_edit": "QwenImageEditPipeline",
     "qwen_image_edit_plus": "QwenImageEditPlusPipeline",
+    "qwen_image_21": "QwenImage21Pipeline",
 }
 """Renderer -> diffusers' class of it."""
+_QWEN = "Qwen2_5_VLForConditionalGeneration"
+CLASSES = {"emu3": "Emu3ForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+"""Policy -> transformers' class of it; any other's is Qwen2.5-VL's."""
 
 
 def use(config: Mapping[str, Any], form: Form) -> list[str]:
@@ -28,7 +32,7 @@ def use(config: Mapping[str, Any], form: Form) -> list[str]:
     place = f'"{here}"'
     if at(config, "policy.init_text_encoder_from"):
         place += ', subfolder="text_encoder"'
-    model_class = "Emu3ForCausalLM" if at(config, "policy.type") == "emu3" else _QWEN
+    model_class = CLASSES.get(str(at(config, "policy.type")), _QWEN)
     lines = ["## Use", ""]
     if form == "text-encoder":
         pipeline = PIPELINES.get(renderer, "DiffusionPipeline")
@@ -37,9 +41,9 @@ def use(config: Mapping[str, Any], form: Form) -> list[str]:
         python = [
             "import torch",
             f"from diffusers import {pipeline}",
-            f"from transformers import {_QWEN}",
+            f"from transformers import {model_class}",
             "",
-            f'encoder = {_QWEN}.from_pretrained("<this folder>", dtype=torch.bfloat16)',
+            f'encoder = {model_class}.from_pretrained("<this folder>", dtype=torch.bfloat16)',
             f'pipeline = {pipeline}.from_pretrained("{editor}", text_encoder=encoder)',
         ]
         lines += ["```python", *python, "```", "", _STOCK_PIPELINE, ""]
@@ -74,7 +78,6 @@ def use(config: Mapping[str, Any], form: Form) -> list[str]:
     return lines + _command(config, renderer)
 
 
-_QWEN = "Qwen2_5_VLForConditionalGeneration"
 _STOCK_PIPELINE = (
     "A stock pipeline hands this encoder the words that its user typed. In training the renderer "
     "read something else: the hidden states of the description that the policy itself wrote, "

@@ -12,12 +12,12 @@ import torch
 from benchmarks import bench_gpu, gpu_bench, gpu_check, gpu_models, gpu_policy
 from benchmarks.gpu_bench import Bench, Line, Report
 from benchmarks.gpu_models import REAL, TINY
+from rl.algorithm import attention_kernels
+from rl.algorithm.attention_kernels import Kernel, Runs
 from rl.meter.flop_meter import Ceilings, Work
 from rl.policies.qwen_vl.config import Config
 from rl.policies.qwen_vl.loading import load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.prompts import QwenPrompts
-from rl.policies.shared import attention_kernels
-from rl.policies.shared.attention_kernels import Kernel, Runs
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
 

@@ -17,7 +17,7 @@ from rl.meter import flop_meter
 from rl.meter.flop_count import FlopCount
 from rl.meter.flop_meter import Ceilings, Work
 from rl.meter.flops import LanguageModel, prefix_tree_pairs, sampling_work
-from rl.policies.shared.cost import count_pictures
+from rl.policies.qwen2_5_vl import WindowedTower
 from rl.policies.shared.recomputing import recompute
 
 EVERY_MATRIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -186,7 +186,7 @@ def test_the_vision_towers_formula_is_what_a_real_one_executes(tokenizer):
     grids = [(8, 8), (10, 14), (2, 18), (4, 4)]  # windows of 8 by 8 patches, whole and cut ones
     num_patches = sum(rows * columns for rows, columns in grids)
     before = flop_meter.done()
-    count_pictures(tower.config, grids, bytes_per_value=4)
+    WindowedTower().count(tower.config, grids, bytes_per_value=4)
     told = flop_meter.done() - before
     with torch.no_grad(), FlopCount() as executed:
         tower(torch.randn(num_patches, 1176), torch.tensor([(1, *grid) for grid in grids]))

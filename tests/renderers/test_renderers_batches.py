@@ -20,6 +20,7 @@ from tiny_rounding import PICTURE
 
 from rl.api.types import RenderFailure, RenderJob
 from rl.renderers.qwen_image import loop as loop
+from rl.renderers.qwen_image import sources
 from rl.renderers.shared import decoding
 from rl.renderers.shared.batches import Outcome, render_in_batches
 
@@ -96,7 +97,7 @@ def test_forgotten_sources_are_encoded_again(
     counted_encodes: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop, "NUM_KEPT_SOURCES", 1)
+    monkeypatch.setattr(sources, "NUM_KEPT_SOURCES", 1)
     renderer = make_renderer(parts, num_steps=2)
     jobs = [make_job(make_picture(seed), 9, noise_seed=0) for seed in (0, 1)]
     list(renderer.render(jobs))

@@ -30,6 +30,7 @@ from tiny_rounding import PICTURE
 from rl.api.plug import Resources
 from rl.api.types import RenderJob
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
+from rl.renderers.qwen_image import denoising
 from rl.renderers.qwen_image import loop as loop
 from rl.renderers.qwen_image.components import EditorParts
 from rl.renderers.shared.scheduling import SchedulerOverrides, override_scheduler
@@ -228,7 +229,7 @@ def test_guidance_by_hand() -> None:
 def test_the_schedule_of_eight_steps_at_1024(parts: EditorParts) -> None:
     """As tabulated from the stock pipeline; 4096 picture tokens give mu = 0.693."""
     scheduler = override_scheduler(parts.scheduler, SchedulerOverrides())
-    loop.set_timesteps(scheduler, 8, 4096, "cpu")
+    denoising.set_timesteps(scheduler, 8, 4096, "cpu")
     expected = [1.0, 0.916, 0.820, 0.709, 0.580, 0.427, 0.244, 0.02, 0.0]
     np.testing.assert_allclose(scheduler.sigmas.numpy(), expected, atol=6e-4)
 
@@ -236,7 +237,7 @@ def test_the_schedule_of_eight_steps_at_1024(parts: EditorParts) -> None:
 def test_scheduler_overrides_replace_the_checkpoint_keys(parts: EditorParts) -> None:
     lightning = SchedulerOverrides(base_shift=np.log(3), max_shift=np.log(3), shift_terminal=None)
     scheduler = override_scheduler(parts.scheduler, lightning)
-    loop.set_timesteps(scheduler, 4, 4096, "cpu")
+    denoising.set_timesteps(scheduler, 4, 4096, "cpu")
     # shift 3: sigma -> 3 s / (1 + 2 s) at s = 1, 3/4, 1/2, 1/4
     np.testing.assert_allclose(scheduler.sigmas.numpy(), [1, 0.9, 0.75, 0.5, 0], atol=1e-6)
     assert parts.scheduler.config.shift_terminal == 0.02

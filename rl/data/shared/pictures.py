@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl.config.paths import not_a_file
-from rl.files.images import downscale
+from rl.files.images import downscale, over_white
 from rl.record.untrusted import shown
 
 MIN_SIDE_PX = 8
@@ -146,11 +146,7 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I"):
         # Pillow's own conversion clips 16-bit greys at 255, which makes most pictures white.
         return _narrowed(image, name).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        paper = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(paper, image)
-    return image.convert("RGB")
+    return over_white(image)
 
 
 def _narrowed(image: Image.Image, name: str) -> Image.Image:

@@ -14,6 +14,8 @@ from rl.ranks.seeding import rng_state, set_rng_state
 
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
 """Architectures that vLLM does not list, and the class of its own that computes the same."""
+OURS = {"Qwen3VLForConditionalGeneration": ("rl.engines.vllm.deepstack", "Qwen3VLWithDeepstack")}
+"""Architectures of which vLLM's own class will not do."""
 
 
 def register_in_process(folder: str) -> None:
@@ -31,8 +33,9 @@ def register_in_process(folder: str) -> None:
                 "engine.type 'transformers'"
             )
         if hasattr(lazy, "module_name"):
-            module = importlib.import_module(lazy.module_name)
-            ModelRegistry.register_model(architecture, getattr(module, lazy.class_name))
+            module, name = OURS.get(architecture, (lazy.module_name, lazy.class_name))
+            model_class = getattr(importlib.import_module(module), name)
+            ModelRegistry.register_model(architecture, model_class)
 
 
 def grammar_arguments(

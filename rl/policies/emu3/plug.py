@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 class Emu3(TrainedPolicy[Config]):
     """[h, w] int32 codebook indices out of what it writes."""
 
+    model_types = frozenset({loading.TEXT_MODEL, loading.PUBLISHED_MODEL})
+    model_classes = frozenset({"Emu3ForCausalLM"})
     emits = frozenset({"image_tokens"})
     needs = frozenset({"source_codes"})
     starts_as_stock = True
@@ -76,8 +78,9 @@ class Emu3(TrainedPolicy[Config]):
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
         """Weights, and a tokenizer beside them or elsewhere."""
-        kinds = frozenset({loading.TEXT_MODEL, loading.PUBLISHED_MODEL})
-        weights = ModelFiles("model_path", config.model_path, kinds, revision=config.revision)
+        weights = ModelFiles(
+            "model_path", config.model_path, cls.model_types, revision=config.revision
+        )
         words = (("tokenizer.json", loading.TIKTOKEN_FILE),)
         if not config.tokenizer_path:
             return [replace(weights, files=words)]

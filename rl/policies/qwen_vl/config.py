@@ -1,4 +1,4 @@
-"""The keys of `policy: { type: 'qwen2_5_vl' }`."""
+"""The keys that the Qwen-VL policies share."""
 
 from __future__ import annotations
 

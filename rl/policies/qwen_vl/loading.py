@@ -1,4 +1,4 @@
-"""Weights, tokenizer and image processor of a Qwen2.5-VL, from folders or hub ids."""
+"""Weights, tokenizer and image processor of a Qwen-VL, from folders or hub ids."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def base(config: Config) -> Base:
 
 
 def load_model(config: Config) -> Any:
-    """`Qwen2_5_VLForConditionalGeneration` on the CPU, in the configured dtype, not yet adapted."""
+    """Its family's `...ForConditionalGeneration` on the CPU, in the configured dtype, not yet
+    adapted. The files say which; that it is the plug's is asked before (`models`)."""
     mend_mismatched_wheels()
     import torch
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     from rl.policies.shared.packed_attention import register
 
@@ -58,7 +59,7 @@ def load_model(config: Config) -> Any:
         path = config.init_text_encoder_from
         source = {"subfolder": config.text_encoder_subfolder}
     with weights_counted():
-        return Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # its `revision`
+        return AutoModelForImageTextToText.from_pretrained(  # nosec B615 # its `revision`
             path,
             dtype=getattr(torch, config.dtype),
             attn_implementation={"text_config": register(), "vision_config": "sdpa"},

@@ -1,6 +1,7 @@
-"""Qwen2.5-VL's module: what the vision tower makes of a row's pictures, and M-RoPE positions.
+"""A Qwen-VL's module: what the vision tower makes of a row's pictures, M-RoPE positions, and which
+states are handed on.
 
-What not: which pictures are encoded anew (`pictures.py`).
+What not: which pictures are encoded anew (`pictures.py`), what a family's tower gives (`tower.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from rl.api.types import TokenBatch
 from rl.policies.qwen_vl.pictures import Picture, PictureFeatures
+from rl.policies.qwen_vl.tower import Tower
 from rl.policies.shared.module import TrainedModule
 
 if TYPE_CHECKING:
@@ -19,26 +21,42 @@ if TYPE_CHECKING:
 
 
 class QwenModule(TrainedModule):
-    """Of a `Qwen2_5_VLForConditionalGeneration`."""
+    """Of a `...VLForConditionalGeneration`."""
 
-    def __init__(self, model: Any, policy: TrainedPolicy[Any], max_kept_pictures: int) -> None:
+    def __init__(
+        self, model: Any, policy: TrainedPolicy[Any], tower: Tower, max_kept_pictures: int
+    ) -> None:
         super().__init__(model, policy)
         tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
-        self._features = PictureFeatures(tower_trained, max_kept_pictures)
+        self._tower = tower
+        self._features = PictureFeatures(tower, tower_trained, max_kept_pictures)
+        self._pre_norm = policy.setup.state_kind == "pre_norm"
+
+    def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TrainedModule.states`; pre-norm ones are what the last norm is given."""
+        if not self._pre_norm:
+            return super().states(batch)
+        given: list[torch.Tensor] = []
+        norm = self.base_model.model.language_model.norm
+        hook = norm.register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
+        try:
+            post_SD, _ = super().states(batch)
+        finally:
+            hook.remove()
+        [pre_SD] = given
+        return post_SD, pre_SD
 
     def encoded(self, batch: TokenBatch) -> Mapping[str, Any]:
         """The features of its pictures, where there are any."""
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
-
         features = self._features.of(batch.model_inputs["pictures"], self.base_model)
         if features is None:
             return {}
-        outputs = BaseModelOutputWithPooling(pooler_output=tuple(features))
+        outputs = self._tower.encoded(features, self.base_model.config.vision_config)
         return {"mm_encoder_outputs": {"image": outputs}}
 
     @torch.no_grad()
     def picture_features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
-        """Each picture's [N_img, D], those that the forwards read; any number of pictures. Not
+        """Each picture's [N_img, W], those that the forwards read; any number of pictures. Not
         collective, hence not under ZeRO-3."""
         return self._features.of(pictures, self.base_model) or []
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 
-from rl.policies.shared.cost import count_pictures
+from rl.policies.qwen_vl.tower import Tower
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +31,15 @@ class Picture:
 class PictureFeatures:
     """Of one vision tower, the last `max_kept` of them if it is frozen."""
 
-    def __init__(self, trained: bool, max_kept: int) -> None:
+    def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
         """`trained`: whether anything in the tower is. Asked here once: under the reference an
         adapter's parameters look frozen."""
+        self._tower = tower
         self._trained = trained
         self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(max_kept)
 
     def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
-        """Each picture's [N_img, D] features. None: no picture, and none of a blank either.
+        """Each picture's [N_img, W] features. None: no picture, and none of a blank either.
 
         A frozen tower looks at each missing picture alone: with others beside it the last bits
         could be others, and a resumed run, which has other pictures at hand, would not be exact.
@@ -52,7 +53,7 @@ class PictureFeatures:
         found = {key: self._kept[key] for key in wanted if key in self._kept}
         blank: list[torch.Tensor] = []
         if self._trained:
-            encoded = _encode(missing or [_blank(visual)], vl_model, trained=True)
+            encoded = self._encode(missing or [_blank(visual)], vl_model)
             if missing:
                 found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
             else:
@@ -62,23 +63,23 @@ class PictureFeatures:
             for number in range(_most_on_any_rank(len(missing), visual)):
                 if number < len(missing):
                     picture = missing[number]
-                    [found[picture.key]] = _encode([picture], vl_model, trained=False)
+                    [found[picture.key]] = self._encode([picture], vl_model)
                 else:
-                    _encode([_blank(visual)], vl_model, trained=False)
+                    self._encode([_blank(visual)], vl_model)
             self._kept.update(found)
         features = [found[picture.key] for picture in pictures] + blank
         return features or None
 
-
-def _encode(pictures: Sequence[Picture], vl_model: Any, trained: bool) -> list[torch.Tensor]:
-    device = vl_model.device
-    pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
-    grid = torch.cat([picture.grid for picture in pictures]).to(device)
-    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-        encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
-    grids = [(rows, columns) for p in pictures for _, rows, columns in p.grid.tolist()]
-    count_pictures(vl_model.config.vision_config, grids, encoded.pooler_output[0].element_size())
-    return list(encoded.pooler_output)
+    def _encode(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor]:
+        device = vl_model.device
+        pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
+        grid = torch.cat([picture.grid for picture in pictures]).to(device)
+        with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
+            encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
+            features = list(self._tower.features(encoded))
+        grids = [(rows, columns) for p in pictures for _, rows, columns in p.grid.tolist()]
+        self._tower.count(vl_model.config.vision_config, grids, features[0].element_size())
+        return features
 
 
 def _blank(visual: Any) -> Picture:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from cachetools import LRUCache
+from typing_extensions import TypeVar
 
 from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
@@ -31,6 +32,7 @@ from rl.policies.qwen_vl import loading
 from rl.policies.qwen_vl.config import Config
 from rl.policies.qwen_vl.prompts import QwenPrompts
 from rl.policies.qwen_vl.thought import Thinking
+from rl.policies.qwen_vl.tower import Tower
 from rl.policies.shared import prompting
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
@@ -51,14 +53,14 @@ FILES = (
 )
 
 
-class QwenVL(TrainedPolicy[Config]):
-    """Description states for a diffusion transformer, or the words themselves. A plug says which
-    model it is."""
+ConfigT = TypeVar("ConfigT", bound=Config, default=Config)
 
-    model_types: ClassVar[frozenset[str]]
-    """Of transformers' `config.json`."""
-    model_classes: ClassVar[frozenset[str]]
-    """Its `architectures`."""
+
+class QwenVL(TrainedPolicy[ConfigT]):
+    """Description states for a diffusion transformer, or the words themselves. A plug says which
+    model it is, and how its tower and its states differ from the other families'."""
+
+    tower: ClassVar[Tower]
 
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
@@ -70,7 +72,7 @@ class QwenVL(TrainedPolicy[Config]):
     prompts: QwenPrompts
     module: QwenModule
 
-    def __init__(self, config: Config, setup: PolicySetup) -> None:
+    def __init__(self, config: ConfigT, setup: PolicySetup) -> None:
         from rl.policies.qwen_vl.module import QwenModule
 
         super().__init__(config, setup)
@@ -79,7 +81,7 @@ class QwenVL(TrainedPolicy[Config]):
             loading.load_tokenizer(config),
             loading.load_image_processor(config),
             template,
-            needs_picture=setup.template is not None and "{image}" in template.text,
+            needs_picture=setup.template is not None and template.needs_picture,
             max_prompt_tokens=config.max_prompt_tokens,
         )
         self.image_pixel_bounds = self.prompts.picture_bounds
@@ -94,12 +96,13 @@ class QwenVL(TrainedPolicy[Config]):
         self.thinking = Thinking(
             self.prompts, config.thought, self.stop_token_ids, setup.kind == "text"
         )
-        self.module = QwenModule(self._ready(model), self, config.max_kept_pictures)
+        kept = config.max_kept_pictures
+        self.module = QwenModule(self._ready(model), self, self.tower, kept)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
-        self._negatives = LRUCache(config.max_kept_pictures)
+        self._negatives = LRUCache(kept)
 
     @classmethod
-    def models(cls, config: Config) -> Sequence[ModelFiles]:
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
         """Weights, tokenizer and image processor; the weights may be an editor's text encoder."""
         editor, whole = (
             config.init_text_encoder_from,
@@ -126,20 +129,26 @@ class QwenVL(TrainedPolicy[Config]):
         ]
 
     @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
+    def save_prompt_files(cls, config: ConfigT, folder: Path) -> None:
+        """The image processor too."""
+        super().save_prompt_files(config, folder)
+        loading.load_image_processor(config).save_pretrained(folder)
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
         yield from super().no_effect(config)
         if not config.init_text_encoder_from:
             why = "init_text_encoder_from is empty, and the weights are model_path's"
             yield from unread(config, "text_encoder_subfolder", why)
 
     @classmethod
-    def adaptable(cls, config: Config) -> Set[str]:
+    def adaptable(cls, config: ConfigT) -> Set[str]:
         """The vision tower's too, where it is trained."""
-        tower = () if config.freeze_vision_tower else ("qkv", "proj")
-        return super().adaptable(config) | set(tower)
+        tower = frozenset() if config.freeze_vision_tower else cls.tower.linear_layers
+        return super().adaptable(config) | tower
 
     @classmethod
-    def reads_from(cls, config: Config) -> Sequence[str]:
+    def reads_from(cls, config: ConfigT) -> Sequence[str]:
         """An editor's text encoder where one is named."""
         editor = config.init_text_encoder_from
         if not editor:
@@ -147,12 +156,12 @@ class QwenVL(TrainedPolicy[Config]):
         return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
 
     @classmethod
-    def has_frozen_tower(cls, config: Config) -> bool:
+    def has_frozen_tower(cls, config: ConfigT) -> bool:
         """As the section says."""
         return config.freeze_vision_tower
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, D] of each prompt's pictures, one after the other; None where it shows none. The
+        """[N_img, W] of each prompt's pictures, one after the other; None where it shows none. The
         very ones that the forwards of these prompts read, so that an engine needs no vision tower
         of its own."""
         import torch
@@ -199,16 +208,11 @@ class QwenVL(TrainedPolicy[Config]):
         return self.thinking.cut_short(prompt)
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """An editor reads the prompt and no completion: with M-RoPE, as it was trained, and as
-        upstream's pipeline does. What reads words gets the user's."""
+        """An editor reads the prompt and no completion. What reads words gets the user's."""
         prompt = prompt.plain
         if self.setup.kind == "text":
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
-        arms = {"stock": (prompt, NOTHING_WRITTEN)}
-        if prompt.images:  # plain text has the same positions either way
-            upstream = self.prompts.with_text_positions(prompt)
-            arms["stock_upstream"] = (upstream, NOTHING_WRITTEN)
-        return arms
+        return {"stock": (prompt, NOTHING_WRITTEN)}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
         """[T] all of it, or one side of the marker (`thought.loss`)."""
@@ -255,10 +259,8 @@ class QwenVL(TrainedPolicy[Config]):
         states = _states(alone, batch, outputs.hidden, unread)
         embeds_B = [states[place] for place in places_B]
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
-        return [
-            HiddenStates(embeds, negative)
-            for embeds, negative in zip(embeds_B, negatives_B, strict=True)
-        ]
+        pictures_B = [self.prompts.picture_places(prompt.plain) for prompt, _ in rows]
+        return list(map(HiddenStates, embeds_B, negatives_B, pictures_B))
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
         """The untrained weights', without a graph."""

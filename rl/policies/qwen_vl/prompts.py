@@ -1,4 +1,4 @@
-"""The reading and spelling half of a Qwen2.5-VL policy; no weights."""
+"""The reading and spelling half of a Qwen-VL policy; no weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 _TEXT_POSITIONS = "text_positions"
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
-MAX_ROUNDING_PX = 46
-"""Two roundings, to multiples of 32 (a thin side may be lifted to 32) and of 28, lengthen a side by
-less than this."""
 THINNEST = 14.3
 """(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
 
@@ -64,6 +61,22 @@ class QwenPrompts:
         images = tuple(map(self._sized, sources))
         return self._written(sample, words, images, self._processed(images))
 
+    def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
+        """Of each picture among the states that condition the renderer."""
+        kept = prompt.token_ids[prompt.num_dropped_tokens :]
+        slots = [place for place, token in enumerate(kept) if token == self._image_id]
+        places, at = [], 0
+        for length in self._lengths(prompt.model_inputs if prompt.images else {}):
+            places.append(range(slots[at], slots[at] + length))
+            at += length
+        return tuple(places)
+
+    def _lengths(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Tokens of each picture of these `model_inputs`."""
+        merged = self.image_processor.merge_size**2
+        grids = inputs["image_grid_thw"].tolist() if inputs else []
+        return [math.prod(grid) // merged for grid in grids]
+
     def _processed(self, images: Sequence[Image]) -> dict[str, Any]:
         """`pixel_values` [patches of all pictures, C] and `image_grid_thw` [n, 3], each picture
         processed alone; nothing of none."""
@@ -94,9 +107,7 @@ class QwenPrompts:
         inputs: Mapping[str, Any],
     ) -> Prompt:
         template = prompting.for_pictures(self._template, len(images))
-        merged = self.image_processor.merge_size**2
-        grids = inputs["image_grid_thw"].tolist() if images else []
-        lengths = [math.prod(grid) // merged for grid in grids]
+        lengths = self._lengths(inputs if images else {})
         short_ids = prompting.tokenize(self.tokenizer, template, words)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > self.max_prompt_tokens:
@@ -120,11 +131,15 @@ class QwenPrompts:
         from PIL import Image as PILImage
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        image = image.convert("RGB")
+        from rl.files.images import over_white
+
+        if image.mode != "RGBA":
+            image = image.convert("RGB")
         if self._template.image_area_px is not None:
             image = prompting.resize_to_area(
                 image, self._template.image_area_px, self._template.image_multiple_px
             )
+        image = over_white(image)  # not before: transparent edges are scaled as such
         processor = self.image_processor
         height, width = smart_resize(
             image.height,
@@ -144,7 +159,11 @@ class QwenPrompts:
         if self._template.image_area_px is not None:
             area = max(smallest, self._template.image_area_px)
             sides = THINNEST * area**0.5
-            largest = min(largest, int(area + MAX_ROUNDING_PX * sides + MAX_ROUNDING_PX**2))
+            # The template's rounding may lift a thin side to a whole multiple; the processor's
+            # lengthens a side by half of one at the most.
+            slot = self.image_processor.patch_size * self.image_processor.merge_size
+            longer = self._template.image_multiple_px + slot // 2
+            largest = min(largest, int(area + longer * sides + longer**2))
         return smallest, largest
 
     def num_tokens_after(self, prompt: Prompt) -> int:

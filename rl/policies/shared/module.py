@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.meter.flops import LanguageModel
-from rl.policies.shared.attention_kernels import choose_kernel
 from rl.policies.shared.cost import count_row
 from rl.policies.shared.logprobs import token_logprobs
 from rl.policies.shared.packed_attention import Packing
@@ -52,19 +52,25 @@ class TrainedModule(nn.Module):
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         """See `TokenOutputs`; 0 where padded and for forced tokens, which are attended to (the
         engine's are exactly 0, too)."""
-        hidden_SD = self.backbone(batch).last_hidden_state[0]
+        post_SD, hidden_SD = self.states(batch)
         lens_B = [length for group in batch.groups for length in group.completion_lens]
         tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)
         if "forced" in batch.model_inputs:
             tokens_4N = tokens_4N[:, ~batch.model_inputs["forced"][tokens_4N[0], tokens_4N[1]]]
         rows_N, columns_N, positions_N, predictors_N = tokens_4N
-        logprobs_N, entropy_N = self.logprobs(hidden_SD[predictors_N], batch.input_ids[positions_N])
+        logprobs_N, entropy_N = self.logprobs(post_SD[predictors_N], batch.input_ids[positions_N])
         zeros_BC = torch.zeros(len(lens_B), max(lens_B), device=hidden_SD.device)
         return TokenOutputs(
             logprobs=zeros_BC.index_put((rows_N, columns_N), logprobs_N),
             entropy=zeros_BC.index_put((rows_N, columns_N), entropy_N),
             hidden=hidden_SD,
         )
+
+    def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """([S, D] which the head reads, post-norm; [S, D] which are handed on, of the set-up's
+        `state_kind`)."""
+        post_SD: torch.Tensor = self.backbone(batch).last_hidden_state[0]
+        return post_SD, post_SD
 
     def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
         """transformers' own outputs of the packed row, [1, S, D] post-norm."""

@@ -1,15 +1,15 @@
 """Attention of packed rows, as transformers calls it: a group's prompt is read once, not G times.
 
 What: `Packing`, the runs that attention is cut into, and the attention function that the policies'
-models are loaded with. What not: the kernels (`attention_kernels.py`). Called by transformers'
-layers, to which the `Packing` travels as an argument of the forward; without one (token by token,
-with a key-value cache) it is plain attention.
+models are loaded with. What not: the kernels (`rl/algorithm/attention_kernels.py`). Called by
+transformers' layers, to which the `Packing` travels as an argument of the forward; without one
+(token by token, with a key-value cache) it is plain attention.
 
 Own runs and prompts are attended to apart, and joined by their log-sum-exps: no key is ever
 copied per completion, no padding is computed, and nothing of size [S, S] exists. For the backward
 only q, k, v and the result are kept, as of a plain row.
 
-Axes: as in `attention_kernels.py`; `_S` tokens of the row.
+Axes: as in `rl/algorithm/attention_kernels.py`; `_S` tokens of the row.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rl.algorithm.attention_kernels import Kernel, Runs, join
 from rl.api.types import PackedGroup
-from rl.policies.shared.attention_kernels import Kernel, Runs
 
 NAME = "packed_groups"
 """Under which transformers knows it."""
@@ -161,10 +161,7 @@ def _join_(
     for where, other, other_sum in zip(
         packing.completion_slices, other_out.split(lens), other_lse.split(lens, dim=1), strict=True
     ):
-        joined = torch.logaddexp(lse[:, where], other_sum)
-        share = (lse[:, where] - joined).exp().T[..., None]
-        out[where] = torch.lerp(other.float(), out[where].float(), share)
-        lse[:, where] = joined
+        out[where], lse[:, where] = join(out[where], lse[:, where], other, other_sum)
 
 
 def _take(tensor: torch.Tensor, slices: Sequence[slice], dim: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import TypeVar
 
@@ -51,6 +51,10 @@ TrainedConfigT = TypeVar("TrainedConfigT", bound=TrainedPolicyConfig, default=Tr
 class TrainedPolicy(TrainedWeights[TrainedConfigT]):
     """Extended by a policy, which sets `module` and `prompts`."""
 
+    model_types: ClassVar[Set[str]]
+    """What `model_type` of its models' config.json may be."""
+    model_classes: ClassVar[Set[str]]
+    """What their `architectures` may be, classes of transformers."""
     prompts: Any
     """Has a `collate(rows, device)` and a `completion_ids(text)`."""
 
@@ -106,10 +110,21 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
             keys = "target_modules init_seed"
             yield from unread(config.lora, keys, "adapter_path brings its own", at="lora.")
 
+    @classmethod
+    def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
+        """What its prompts need beside weights: the tokenizer."""
+        cls.loading.load_tokenizer(config).save_pretrained(folder)
+
     def _ready(self, model: Any) -> Any:
-        """A loaded model as it is trained: adapted, on the policy's device."""
+        """A loaded model as it is trained: adapted, on the policy's device. Raises ValueError for
+        one of another type, which only loading it may tell."""
         from rl.policies.shared.recomputing import spare_activations
 
+        if (found := model.config.model_type) not in self.model_types:
+            raise ValueError(
+                f"policy.model_path: {shown(repr(self.config.model_path), 300)} is a {found!r}, "
+                f"which policy.type {self.config.type!r} does not load; set the type that does"
+            )
         model = self.loading.adapt(model, self.config, self.setup.seed).to(self.device)
         align_weights(model, self.device)
         spare_activations(model, self.setup.gradient_checkpointing)

@@ -23,8 +23,8 @@ def spare_activations(model: Any, gradient_checkpointing: bool | Literal["mlp"])
     for layer in model.get_decoder().layers:
         if gradient_checkpointing == "mlp":
             recompute(layer.mlp)
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            if norm.weight.dtype != torch.float32:
+        for name, norm in layer.named_modules():
+            if name.endswith("norm") and norm.weight.dtype != torch.float32:
                 recompute(norm, preserve_rng_state=False)
     _keep_adapters_inputs(model)
 

@@ -9,7 +9,7 @@ import torch
 
 from rl.files.weights import align_weights
 from rl.ranks.wheels import mend_mismatched_wheels
-from rl.renderers.qwen_image.config import QwenImageConfig
+from rl.renderers.qwen_image.config import DenoisingConfig, QwenImageConfig
 from rl.renderers.qwen_image.fp8 import round_blocks
 from rl.renderers.qwen_image.modulation import move_without_modulation
 from rl.renderers.qwen_image.vae2d import FrameVae
@@ -36,22 +36,13 @@ def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
         QwenImageTransformer2DModel,
     )
 
-    origin = {
-        "pretrained_model_name_or_path": config.model_path,
-        "revision": config.revision,
-    }
-    # Weights come as pages of the file, shared by the ranks of a machine, not as copies of it.
-    weights = {
-        "torch_dtype": getattr(torch, config.dtype),
-        "use_safetensors": True,
-        "device_map": {"": "cpu"},
-    }
+    origin, weights = origin_of(config), weights_as(config)
     transformer = QwenImageTransformer2DModel.from_pretrained(
         subfolder="transformer", **origin, **weights
     )
     move_without_modulation(transformer, device)
     if config.lora_path:
-        _fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
+        fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
     if config.fp8 != "off":
         round_blocks(transformer, config.fp8)
     vae = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", **origin, **weights).to(device)
@@ -65,7 +56,23 @@ def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
     )
 
 
-def _fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
+def origin_of(config: DenoisingConfig) -> dict[str, Any]:
+    """For `from_pretrained`: whose parts are loaded."""
+    return {"pretrained_model_name_or_path": config.model_path, "revision": config.revision}
+
+
+def weights_as(config: DenoisingConfig) -> dict[str, Any]:
+    """For `from_pretrained`: as pages of the file, shared by the ranks of a machine, not as copies
+    of it."""
+    return {
+        "torch_dtype": getattr(torch, config.dtype),
+        "use_safetensors": True,
+        "device_map": {"": "cpu"},
+    }
+
+
+def fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
+    """Add a few-step adapter to the weights, for good."""
     from diffusers.loaders import QwenImageLoraLoaderMixin
 
     # The metadata holds alpha; without it peft assumes alpha = rank and the strength is wrong.

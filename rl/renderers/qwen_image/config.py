@@ -1,4 +1,4 @@
-"""The keys that the Qwen-Image-Edit plugs share, and the sizes that follow from them."""
+"""The keys that the Qwen-Image plugs share, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MODULATIONS = frozenset({"img_mod", "txt_mod"})
 """Layers of each transformer block that read the timestep alone: they stay in host memory."""
 
 
-class QwenImageConfig(FrozenModelConfig):
-    """A frozen Qwen-Image-Edit editor. The defaults are the stock pipeline's."""
+class DenoisingConfig(FrozenModelConfig):
+    """A frozen Qwen-Image. The defaults are the stock editing pipeline's."""
 
     model_path: str = "Qwen/Qwen-Image-Edit"
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
@@ -50,9 +50,6 @@ class QwenImageConfig(FrozenModelConfig):
     one: at a quarter of it the tiny editor's pictures (0..1) move by 0.11 in the mean."""
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
     """Area of the source as the policy reads it, px^2."""
-    attention_backend: str = "auto"
-    """diffusers' name of an attention kernel ('native', '_native_cudnn', '_flash_3_hub', ...).
-    'auto': on a GPU the fastest of those installed, timed on the first batch; on a CPU 'native'."""
     compile_blocks: bool = False
     """Compile the blocks around attention, once for all lengths: a minute or so at the start."""
     fp8: Literal["off", "storage", "compute"] = "off"
@@ -72,6 +69,14 @@ class QwenImageConfig(FrozenModelConfig):
     """Replaced keys of the checkpoint's scheduler config, for few-step adapters."""
 
 
+class QwenImageConfig(DenoisingConfig):
+    """A frozen Qwen-Image-Edit editor."""
+
+    attention_backend: str = "auto"
+    """diffusers' name of an attention kernel ('native', '_native_cudnn', '_flash_3_hub', ...).
+    'auto': on a GPU the fastest of those installed, timed on the first batch; on a CPU 'native'."""
+
+
 def fit_area(area_px: int, source_size: tuple[int, int]) -> tuple[int, int]:
     """(width, height) in px, multiples of 32, of about `area_px` in the aspect of `source_size`.
 
@@ -86,7 +91,7 @@ def fit_area(area_px: int, source_size: tuple[int, int]) -> tuple[int, int]:
     return width_px, height_px
 
 
-def output_size(config: QwenImageConfig, source_size: tuple[int, int]) -> tuple[int, int]:
+def output_size(config: DenoisingConfig, source_size: tuple[int, int]) -> tuple[int, int]:
     """(width, height) in px of the rendered picture."""
     if config.height_px is not None and config.width_px is not None:
         return config.width_px, config.height_px

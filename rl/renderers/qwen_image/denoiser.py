@@ -200,7 +200,7 @@ def before_attention(
     )
     queries = F.rms_norm(queries, size, stream.query_norm.weight, EPSILON)
     keys = F.rms_norm(keys, size, stream.key_norm.weight, EPSILON)
-    return _rotate(queries, rotary[:num_asking]), _rotate(keys, rotary), values
+    return rotate(queries, rotary[:num_asking]), rotate(keys, rotary), values
 
 
 def after_attention(
@@ -240,7 +240,7 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)
 
 
-def _rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+def rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     """Rotary positions (Su et al. 2021): neighbouring values of a head are one complex number."""
     pairs = heads.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():

@@ -5,19 +5,15 @@ All that needs no torch, but keys and sizes (`config.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Resources, Saving, unread
-from rl.api.renderer import Renderer
+from rl.api.plug import Resources
 from rl.api.types import PromptTemplate, RenderJob, Sample
-from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
-from rl.files.atomic import row_of
-from rl.files.model_files import missing_model
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.qwen_image.config import (
@@ -27,8 +23,12 @@ from rl.renderers.qwen_image.config import (
     QwenImageConfig,
     fit_area,
 )
-from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
-from rl.renderers.shared.sides import side_problems
+from rl.renderers.qwen_image.plug_base import (
+    QwenImage,
+    output_area_px,
+    rounded_counts,
+    transformer_value,
+)
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -61,13 +61,13 @@ HUB_STATE_DIM = 3584
 ConfigT = TypeVar("ConfigT", bound=QwenImageConfig, default=QwenImageConfig)
 
 
-class QwenImageEditor(Renderer[ConfigT]):
+class QwenImageEditor(QwenImage[ConfigT]):
     """A plug brings the template; see `edit_template`."""
 
-    accepts = "hidden_states"
     needs_source = True
-    pipeline: ClassVar[str]
-    """`_class_name` of the stock pipeline."""
+    transformer_class = "QwenImageTransformer2DModel"
+    vae_class = "AutoencoderKLQwenImage"
+    side_multiple_px = PATCH_PX
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         from rl.renderers.qwen_image.components import load_parts
@@ -106,19 +106,9 @@ class QwenImageEditor(Renderer[ConfigT]):
         )
 
     @classmethod
-    def negative_prompt(cls, config: ConfigT) -> str | None:
-        """What the policy must encode to steer away from; None when guidance is off."""
-        return config.negative_prompt if config.true_cfg_scale > 1 else None
-
-    @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
         """What is wrong across fields, each with its key and remedy; [] when all is well."""
-        problems = []
-        if (config.height_px is None) != (config.width_px is None):
-            problems.append(
-                "height_px, width_px: set both for a fixed size, or neither for output_area_px"
-            )
-        problems += side_problems(config, PATCH_PX)
+        problems = super().problems(config, run)
         overrides = config.scheduler_overrides
         stretched = overrides.shift_terminal or "shift_terminal" not in overrides.model_fields_set
         if config.num_steps == 1 and stretched:
@@ -126,54 +116,7 @@ class QwenImageEditor(Renderer[ConfigT]):
                 "num_steps: one step cannot be stretched to a terminal sigma (0/0); use 2 or more, "
                 "or scheduler_overrides: { shift_terminal: null }"
             )
-        if config.fp8 == "compute" and config.dtype != "bfloat16":
-            problems.append(
-                "fp8: 'compute' multiplies into bfloat16 only; set dtype: 'bfloat16', or fp8: "
-                "'storage'"
-            )
-        if config.step_cache_interval > 1 and config.num_steps <= NUM_FIRST_STEPS:
-            problems.append(
-                f"step_cache_interval: the first {NUM_FIRST_STEPS} steps are always computed, of "
-                f"{config.num_steps} in all; set 1, or more num_steps"
-            )
-        if config.lora_weight_name and not config.lora_path:
-            problems.append("lora_weight_name: names a file of lora_path, which is not set")
-        lora = config.lora_path
-        if lora and not_a_file(lora):
-            problems += missing_model("lora_path", lora)
-            name = config.lora_weight_name
-            if is_folder(lora) and name and not_a_file(Path(lora, name)):
-                problems.append(f"lora_weight_name: {lora} holds no {name!r}")
         return problems
-
-    @classmethod
-    def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if config.true_cfg_scale == 1:
-            yield from unread(config, "negative_prompt cfg_in_one_forward", "true_cfg_scale is 1")
-        if config.height_px is not None:
-            yield from unread(config, "output_area_px", "height_px and width_px are given")
-
-    @classmethod
-    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
-        """The pipeline's name where it is stated, and what is loaded of it."""
-
-        def part(subfolder: str, kind: str, **more: Any) -> ModelFiles:
-            return ModelFiles(
-                "model_path",
-                config.model_path,
-                frozenset({kind} if kind else ()),
-                subfolder=subfolder,
-                revision=config.revision,
-                **more,
-            )
-
-        return [
-            part("", cls.pipeline, config="model_index.json", config_required=False, weights=()),
-            part("transformer", "QwenImageTransformer2DModel", weights=DIFFUSERS_SAFETENSORS),
-            part("vae", "AutoencoderKLQwenImage", weights=DIFFUSERS_SAFETENSORS),
-            part("scheduler", "", config="scheduler_config.json", weights=()),
-        ]
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
@@ -192,9 +135,7 @@ class QwenImageEditor(Renderer[ConfigT]):
                 )
                 for part in ("transformer", "vae")
             }
-        if config.fp8 != "off" and counts:
-            counts["transformer"] /= 4 if config.dtype == "float32" else 2
-        return counts
+        return rounded_counts(config, counts)
 
     @classmethod
     def host_parameters(cls, config: ConfigT) -> float:
@@ -221,31 +162,15 @@ class QwenImageEditor(Renderer[ConfigT]):
         rows = config.batch_size * (
             2 if config.true_cfg_scale > 1 and config.cfg_in_one_forward else 1
         )
-        area_px = _output_area_px(config) + config.condition_area_px
+        area_px = output_area_px(config) + config.condition_area_px
         return {
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
-            "vae": 8 * 96 * max(_output_area_px(config), config.condition_area_px),
+            "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),
         }
 
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> int | None:
         """Known hub ids', or as a local folder's transformer says it."""
-        file = Path(config.model_path, "transformer", "config.json")
-        if not file.is_file():
-            return HUB_STATE_DIM if config.model_path in HUB_PARAMETERS else None
-        stated = (row_of(file.read_bytes()) or {}).get("joint_attention_dim")
-        return stated if isinstance(stated, int) else None
-
-    @classmethod
-    def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int:
-        return _output_area_px(config)
-
-    @classmethod
-    def savings(cls, config: ConfigT) -> Sequence[Saving]:
-        """Fewer pictures at once, then smaller weights."""
-        smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
-        return [*super().savings(config), *smaller]
-
-
-def _output_area_px(config: QwenImageConfig) -> int:
-    return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px
+        stated = transformer_value(config, "joint_attention_dim")
+        is_known = stated is None and config.model_path in HUB_PARAMETERS
+        return HUB_STATE_DIM if is_known else stated

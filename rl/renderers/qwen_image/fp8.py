@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl.renderers.qwen_image.config import MODULATIONS
+
 EIGHT_BITS = torch.float8_e4m3fn
 LARGEST = torch.finfo(EIGHT_BITS).max
 """448."""
@@ -64,8 +66,9 @@ def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def round_blocks(transformer: Any, mode: Literal["storage", "compute"]) -> None:
     """Replace the linear layers of attention and MLPs in every block."""
     for block in transformer.transformer_blocks:
-        for part in (block.attn, block.img_mlp, block.txt_mlp):
-            _round_below(part, in_8_bits=mode == "compute")
+        for name, part in block.named_children():
+            if name not in MODULATIONS:
+                _round_below(part, in_8_bits=mode == "compute")
 
 
 def _round_below(module: nn.Module, *, in_8_bits: bool) -> None:

@@ -13,14 +13,10 @@ as ours lies from the stock pipeline: in float32 about 2e-6 of the 0..1 range wi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from cachetools import LRUCache
 from PIL import Image
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
@@ -29,21 +25,15 @@ from rl.renderers.qwen_image.attention import attention_of
 from rl.renderers.qwen_image.components import EditorParts
 from rl.renderers.qwen_image.config import PATCH_PX, QwenImageConfig, fit_area, output_size
 from rl.renderers.qwen_image.denoiser import Conditioning, Denoiser
+from rl.renderers.qwen_image.denoising import denoise, prepared
 from rl.renderers.qwen_image.modulation import ModulationTables, StepModulation
-from rl.renderers.qwen_image.step_cache import extrapolate, is_computed
+from rl.renderers.qwen_image.sources import Size, SourceLatents
 from rl.renderers.shared.batches import render_in_batches
 from rl.renderers.shared.cost import denoising_work
 from rl.renderers.shared.decoding import decode_in_slices, in_slices, to_pictures
-from rl.renderers.shared.scheduling import resolution_shift
-
-NUM_KEPT_SOURCES = 64
-"""Source latents kept between batches and calls (0.5 MB each at 1024^2 in bfloat16)."""
 
 NUM_ROTARY_ROWS = 4096
 """Rows of the transformer's rotary table: half the longer picture side plus the text must fit."""
-
-Size = tuple[int, int]
-"""(width, height), px."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +62,7 @@ class QwenImageLoop:
         )
         self._modulation = ModulationTables(parts.transformer)
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
-        self._sources: LRUCache[tuple[int, Size], tuple[Image.Image, torch.Tensor]]
-        self._sources = LRUCache(NUM_KEPT_SOURCES)
+        self._sources = SourceLatents(self._encode)
 
     def render(
         self, jobs: Iterable[RenderJob]
@@ -128,17 +117,16 @@ class QwenImageLoop:
         ]
         latents = torch.cat(noise).to(transformer.device, transformer.dtype)
         conditionings = self._conditionings(jobs, bucket)
-        scheduler = copy.deepcopy(self.parts.scheduler)
-        set_timesteps(scheduler, self.config.num_steps, latents.shape[1], transformer.device)
+        scheduler = prepared(
+            self.parts.scheduler, self.config.num_steps, latents.shape[1], transformer.device
+        )
         table = self._modulation.of_schedule(scheduler.timesteps)
-        computed: list[tuple[int, torch.Tensor]] = []
-        for step, (timestep, modulation) in enumerate(zip(scheduler.timesteps, table, strict=True)):
-            if is_computed(step, self.config.step_cache_interval):
-                velocity = self._predict(latents, conditionings, modulation.to(transformer.device))
-                computed = [*computed[-1:], (step, velocity)]
-            else:
-                velocity = extrapolate(computed, step)
-            latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        latents = denoise(
+            latents,
+            scheduler,
+            lambda step, x: self._predict(x, conditionings, table[step].to(transformer.device)),
+            self.config.step_cache_interval,
+        )
         return decode_in_slices(unpack(latents, height, width), self.parts.vae.decode)
 
     def _predict(
@@ -173,7 +161,7 @@ class QwenImageLoop:
                 forwards = [forwards[0] + forwards[1]]
         pictures = [job.sample.source for job in jobs if job.sample.source is not None]
         assert len(pictures) == len(jobs), "`_place` gives no bucket to a job without a source"
-        sources = self._encode_sources(pictures, bucket.condition)
+        sources = self._sources.of(pictures, bucket.condition)
         shapes = [
             (1, height // PATCH_PX, width // PATCH_PX)
             for width, height in (bucket.output, bucket.condition)
@@ -183,21 +171,12 @@ class QwenImageLoop:
             for rows in forwards
         ]
 
-    def _encode_sources(self, pictures_B: Sequence[Image.Image], size: Size) -> torch.Tensor:
-        """Packed VAE latents [B, tokens, channels], each picture object encoded once; the new ones
-        of a batch together."""
-        keys_B = [(id(picture), size) for picture in pictures_B]
-        found = {key: self._sources[key] for key in keys_B if key in self._sources}
-        new = {k: p for k, p in zip(keys_B, pictures_B, strict=True) if k not in found}
-        if new:
-            width, height = size
-            rgb = [picture.convert("RGB") for picture in new.values()]
-            pixels = self._pixels.preprocess(rgb, height, width)
-            latents = pack(in_slices(pixels, self.parts.vae.encode, width * height))
-            # Pictures are kept beside their latents: a freed one's id could be another's later.
-            found |= zip(new, zip(new.values(), latents.split(1), strict=True), strict=True)
-        self._sources.update((key, found[key]) for key in keys_B)
-        return torch.cat([found[key][1] for key in keys_B])
+    def _encode(self, pictures: list[Image.Image], size: Size) -> torch.Tensor:
+        """Packed VAE latents [B, tokens, channels]."""
+        width, height = size
+        rgb = [picture.convert("RGB") for picture in pictures]
+        pixels = self._pixels.preprocess(rgb, height, width)
+        return pack(in_slices(pixels, self.parts.vae.encode, width * height))
 
 
 def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:
@@ -234,12 +213,3 @@ def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch
     return combined * (
         torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
     )
-
-
-def set_timesteps(scheduler: Any, num_steps: int, num_tokens: int, device: Any) -> None:
-    """Prepare a scheduler: uniform sigmas, shifted by the picture's own token count; condition
-    tokens do not count."""
-    sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
-    shift = resolution_shift(scheduler, num_tokens)
-    scheduler.set_timesteps(sigmas=sigmas, device=device, mu=shift)
-    scheduler.set_begin_index(0)

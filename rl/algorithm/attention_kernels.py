@@ -1,7 +1,8 @@
 """Attention over runs, with the log-sum-exp that lets results over several sets of keys be joined.
 
-What: three kernels of one form, and the choice among them. What not: which runs there are, joining
-(`packed_attention.py`).
+What: three kernels of one form, the choice among them, and joining what two sets of keys gave. What
+not: which runs there are (`policies/shared/packed_attention.py`,
+`renderers/qwen_image_21/denoiser.py`).
 
 A kernel is two functions. `forward` gives the attention over the keys it is shown; `backward`
 gives their share of the gradients, where `out` and `lse` are those over ALL keys: with
@@ -69,6 +70,15 @@ def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
     if name != "sdpa" and capable and dtype in HALF:
         return VARLEN
     return CPU if kind.type == "cpu" else PLAIN
+
+
+def join(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> Attended:
+    """Of the same queries over both sets of keys: [T, H, D], and [H, T] float32."""
+    joined = torch.logaddexp(lse, other_lse)
+    share = (lse - joined).exp().T[..., None]
+    return torch.lerp(other_out.float(), out.float(), share).to(out.dtype), joined
 
 
 def _by_heads(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:

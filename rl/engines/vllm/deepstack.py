@@ -1,0 +1,30 @@
+"""Qwen3-VL in vLLM without a vision tower: pictures come as features, deepstack's among them.
+
+vLLM's own class leaves deepstack out together with the tower, though only the tower makes the
+features and the language model alone adds them: features of a state's width then give other
+log-probs (1 nat off), and whole ones end the engine. Named to vLLM by `start.py` before a model is
+made, so that CUDA graphs are captured with the buffers in place.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from vllm.model_executor.models.utils import StageMissingLayer
+
+
+class Qwen3VLWithDeepstack(Qwen3VLForConditionalGeneration):
+    """vLLM's own where it has its tower."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if not isinstance(self.visual, StageMissingLayer):
+            return
+        config = vllm_config.model_config.hf_config
+        size = (vllm_config.scheduler_config.max_num_batched_tokens, config.text_config.hidden_size)
+        self.use_deepstack = True
+        self.deepstack_num_level = len(config.vision_config.deepstack_visual_indexes)
+        self.multiscale_dim = self.visual_dim * self.deepstack_num_level
+        self.deepstack_input_embeds = [torch.zeros(size) for _ in range(self.deepstack_num_level)]
+        self.deepstack_input_embeds_num_tokens = 0

@@ -1,0 +1,130 @@
+"""What all Qwen-Image plugs share before anything is loaded: checks, files, guidance, sizes.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import TypeVar
+
+from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Saving, unread
+from rl.api.renderer import Renderer
+from rl.config.paths import is_folder, not_a_file
+from rl.config.schema import RunConfig
+from rl.files.atomic import row_of
+from rl.files.model_files import missing_model
+from rl.renderers.qwen_image.config import DenoisingConfig
+from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
+from rl.renderers.shared.sides import side_problems
+
+ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
+
+
+class QwenImage(Renderer[ConfigT]):
+    """A plug brings the template, its counts, and the loop."""
+
+    accepts = "hidden_states"
+    pipeline: ClassVar[str]
+    """`_class_name` of the stock pipeline."""
+    transformer_class: ClassVar[str]
+    vae_class: ClassVar[str]
+    side_multiple_px: ClassVar[int]
+    """Of a fixed picture size."""
+
+    @classmethod
+    def negative_prompt(cls, config: ConfigT) -> str | None:
+        """What the policy must encode to steer away from; None when guidance is off."""
+        return config.negative_prompt if config.true_cfg_scale > 1 else None
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
+        """What is wrong across fields, each with its key and remedy; [] when all is well."""
+        problems = []
+        if (config.height_px is None) != (config.width_px is None):
+            problems.append(
+                "height_px, width_px: set both for a fixed size, or neither for output_area_px"
+            )
+        problems += side_problems(config, cls.side_multiple_px)
+        if config.fp8 == "compute" and config.dtype != "bfloat16":
+            problems.append(
+                "fp8: 'compute' multiplies into bfloat16 only; set dtype: 'bfloat16', or fp8: "
+                "'storage'"
+            )
+        if config.step_cache_interval > 1 and config.num_steps <= NUM_FIRST_STEPS:
+            problems.append(
+                f"step_cache_interval: the first {NUM_FIRST_STEPS} steps are always computed, of "
+                f"{config.num_steps} in all; set 1, or more num_steps"
+            )
+        if config.lora_weight_name and not config.lora_path:
+            problems.append("lora_weight_name: names a file of lora_path, which is not set")
+        lora = config.lora_path
+        if lora and not_a_file(lora):
+            problems += missing_model("lora_path", lora)
+            name = config.lora_weight_name
+            if is_folder(lora) and name and not_a_file(Path(lora, name)):
+                problems.append(f"lora_weight_name: {lora} holds no {name!r}")
+        return problems
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if config.true_cfg_scale == 1:
+            yield from unread(config, "negative_prompt cfg_in_one_forward", "true_cfg_scale is 1")
+        if config.height_px is not None:
+            yield from unread(config, "output_area_px", "height_px and width_px are given")
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        """The pipeline's name where it is stated, and what is loaded of it."""
+
+        def part(subfolder: str, kind: str, **more: Any) -> ModelFiles:
+            return ModelFiles(
+                "model_path",
+                config.model_path,
+                frozenset({kind} if kind else ()),
+                subfolder=subfolder,
+                revision=config.revision,
+                **more,
+            )
+
+        return [
+            part("", cls.pipeline, config="model_index.json", config_required=False, weights=()),
+            part("transformer", cls.transformer_class, weights=DIFFUSERS_SAFETENSORS),
+            part("vae", cls.vae_class, weights=DIFFUSERS_SAFETENSORS),
+            part("scheduler", "", config="scheduler_config.json", weights=()),
+        ]
+
+    @classmethod
+    def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int:
+        return output_area_px(config)
+
+    @classmethod
+    def savings(cls, config: ConfigT) -> Sequence[Saving]:
+        """Fewer pictures at once, then smaller weights."""
+        smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
+        return [*super().savings(config), *smaller]
+
+
+def output_area_px(config: DenoisingConfig) -> int:
+    """Of a rendered picture, at most about."""
+    return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px
+
+
+def transformer_value(config: DenoisingConfig, name: str) -> int | None:
+    """A whole number of a local folder's transformer config; None where there is none."""
+    file = Path(config.model_path, "transformer", "config.json")
+    if not file.is_file():
+        return None
+    stated = (row_of(file.read_bytes()) or {}).get(name)
+    return stated if isinstance(stated, int) else None
+
+
+def rounded_counts(config: DenoisingConfig, counts: dict[str, float]) -> dict[str, float]:
+    """Weights per part; one of 8 bits counts as half of one of the dtype's 16."""
+    if config.fp8 != "off" and counts:
+        counts["transformer"] /= 4 if config.dtype == "float32" else 2
+    return counts

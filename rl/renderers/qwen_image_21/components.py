@@ -1,0 +1,72 @@
+"""The modules of a Qwen-Image-2.1, loaded and laid out for rendering. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl.config.paths import is_folder
+from rl.files.weights import align_weights
+from rl.ranks.wheels import mend_mismatched_wheels
+from rl.renderers.qwen_image.components import fuse_adapter, origin_of, weights_as
+from rl.renderers.qwen_image.fp8 import round_blocks
+from rl.renderers.qwen_image_21 import sigmas
+from rl.renderers.qwen_image_21.config import Config
+from rl.renderers.qwen_image_21.vae import PictureVae
+from rl.renderers.shared.scheduling import override_scheduler
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The frozen modules, in evaluation mode, on one device and in one dtype."""
+
+    transformer: Any
+    """QwenImage21Transformer2DModel."""
+    vae: PictureVae
+    scheduler: Any
+    """FlowMatchEulerDiscreteScheduler; stateful, so every batch runs on a copy."""
+    sigmas: Sequence[float] | None = None
+    """Of the steps, before the shift; None: uniform."""
+
+
+def load_parts(config: Config, device: str) -> Parts:
+    """Load transformer, VAE and scheduler from a hub id or folder; fuse the adapter, if any. Raises
+    ValueError where the checkpoint's own sigmas are not as many as the config's steps."""
+    mend_mismatched_wheels()
+    from diffusers import (
+        AutoencoderKLQwenImage21,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImage21Transformer2DModel,
+    )
+
+    origin, weights = origin_of(config), weights_as(config)
+    levels = config.sigmas or _stated(config)
+    if wrong := sigmas.wrong_steps(config, levels):
+        raise ValueError(f"renderer.{wrong}")
+    transformer = QwenImage21Transformer2DModel.from_pretrained(
+        subfolder="transformer", **origin, **weights
+    ).to(device)
+    if config.lora_path:
+        fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
+    if config.fp8 != "off":
+        round_blocks(transformer, config.fp8)
+    vae = AutoencoderKLQwenImage21.from_pretrained(subfolder="vae", **origin, **weights).to(device)
+    align_weights(transformer, device)
+    align_weights(vae, device)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
+    return Parts(
+        transformer=transformer.eval().requires_grad_(False),
+        vae=PictureVae(vae).eval().requires_grad_(False),
+        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
+        sigmas=levels,
+    )
+
+
+def _stated(config: Config) -> Sequence[float] | None:
+    """The checkpoint's own levels."""
+    if is_folder(config.model_path):
+        return sigmas.of_folder(config)
+    from diffusers import DiffusionPipeline
+
+    return sigmas.of_index(DiffusionPipeline.load_config(**origin_of(config)))

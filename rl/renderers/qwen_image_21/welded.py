@@ -1,0 +1,76 @@
+"""Whether the policy will see the sources in the size in which the VAE does. No torch.
+
+The policy's image processor resizes what the renderer has sized already, unless its bounds leave it
+alone; a place more or less in the policy's row, and no latent finds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.config.schema import RunConfig
+from rl.files.atomic import row_of
+from rl.renderers.qwen_image.config import SIZE_MULTIPLE_PX
+from rl.renderers.qwen_image_21.config import Config
+
+OWN_BOUNDS_PX = 256 * 256, 4096 * 4096
+"""Of Qwen3-VL's image processor: smallest and largest area it leaves alone."""
+THINNEST = 14.3
+"""(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
+
+
+def areas_px(config: Config) -> tuple[int, int]:
+    """Smallest and largest area of a source, of any shape: sides are rounded to multiples of 32,
+    and a thin one is lifted to 32."""
+    area, whole = config.condition_area_px, SIZE_MULTIPLE_PX
+    sides = int(THINNEST * area**0.5)
+    return max(whole**2, area - whole // 2 * sides), area + whole * sides + whole**2
+
+
+def problems(config: Config, run: RunConfig) -> list[str]:
+    """Each with its key, counted from the renderer's section, and remedy."""
+    if config.policy_image_area_px != config.condition_area_px:
+        return [
+            f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
+            f"{config.condition_area_px}: the sources' latents stand in the places that the "
+            "policy's pictures have in its row; set both alike"
+        ]
+    smallest, largest = areas_px(config)
+    policy: Mapping[str, Any] = run.policy
+    found = []
+    for key, own, reaches in (
+        ("image_min_pixels", _own_bounds(policy)[0], lambda bound: bound > smallest),
+        ("image_max_pixels", _own_bounds(policy)[1], lambda bound: bound < largest),
+    ):
+        stated = policy.get(key)
+        bound = own if stated is None else stated
+        if isinstance(bound, int) and reaches(bound):
+            whose = f"policy.{key} is" if stated is not None else f"the policy's own {key} is"
+            remedy = smallest if key == "image_min_pixels" else largest
+            found.append(
+                f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, and the "
+                "policy would see some sources in another size than the VAE; set "
+                f"policy.{key}: {remedy}"
+            )
+    return found
+
+
+def _own_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a local folder's image processor, or of the released ones."""
+    file = Path(str(policy.get("model_path", "")), "preprocessor_config.json")
+    if not file.is_file():
+        return OWN_BOUNDS_PX
+    stated = row_of(file.read_bytes()) or {}
+    size = stated.get("size")
+    sizes = size if isinstance(size, dict) else {}
+    bounds = (
+        sizes.get("shortest_edge", stated.get("min_pixels")),
+        sizes.get("longest_edge", stated.get("max_pixels")),
+    )
+    low, high = (
+        bound if isinstance(bound, int) else known
+        for bound, known in zip(bounds, OWN_BOUNDS_PX, strict=True)
+    )
+    return low, high

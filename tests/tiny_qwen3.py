@@ -1,0 +1,98 @@
+"""A tiny, real Qwen3-VL on disk: sizes, tokenizer and pictures of `tiny_qwen.py`, as many layers as
+deepstack needs, and head sizes and norms that the width does not give away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tiny_qwen
+import torch
+from tiny_policy import TEMPERATURE
+from transformers import (
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from rl.api.policy import PolicySetup
+from rl.api.types import PromptTemplate
+from rl.policies import qwen3_vl
+
+SEVERAL = replace(
+    tiny_qwen.TEMPLATE,
+    picture="<image{number}>{image}",
+    between_pictures=" ",
+    max_pictures=3,
+)
+
+
+def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
+    """Four layers, of which the first three take deepstack features; three heads of 32 in a width
+    of 64, so that no size can be taken for another; norms away from 1."""
+    torch.manual_seed(seed)
+    text = tiny_qwen.text_sizes(tokenizer, tied)
+    text |= {"num_hidden_layers": 4, "num_attention_heads": 3, "head_dim": 32}
+    text["rope_parameters"] |= {"rope_theta": 5e6, "mrope_interleaved": True}
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config={
+            "depth": 4,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        **tiny_qwen.vision_ids(tokenizer),
+        **tiny_qwen.ends(tokenizer),
+        tie_word_embeddings=tied,
+    )
+    model = tiny_qwen.scaled_up(Qwen3VLForConditionalGeneration(config).eval())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name and parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def save_policy_folder(folder: Path, seed: int = 0, tied: bool = False) -> str:
+    """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
+    tokenizer = tiny_qwen.make_tokenizer()
+    make_model(tokenizer, seed, tied).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    make_image_processor().save_pretrained(folder)
+    return str(folder)
+
+
+def make_image_processor() -> Any:
+    """4 to 16 image tokens a picture."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=16,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 64 * 64, "longest_edge": 128 * 128},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+
+
+def make_qwen3(
+    folder: str,
+    kind: Any = "hidden_states",
+    template: PromptTemplate | None = SEVERAL,
+    section: dict[str, Any] | None = None,
+    **setup: Any,
+) -> qwen3_vl.Qwen3VL:
+    """As a run with an editor makes it; `section`: keys of the policy's."""
+    keys = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | (section or {})
+    setup = {"temperature": TEMPERATURE, "max_completion_tokens": 16} | setup
+    return qwen3_vl.Qwen3VL(
+        qwen3_vl.Config(type="qwen3_vl", model_path=folder, **keys),
+        PolicySetup(kind, template=template, **setup),
+    )

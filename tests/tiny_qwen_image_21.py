@@ -1,0 +1,269 @@
+"""A tiny Qwen-Image-2.1 of the real classes, with the Qwen3-VL that its stock pipeline reads with.
+
+Random weights, scaled so that words and pictures visibly matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tiny_pictures import as_floats, make_picture
+from tiny_qwen import make_tokenizer
+
+from rl.api.types import HiddenStates, RenderJob, Sample
+from rl.files.images import over_white
+from rl.ranks.wheels import mend_mismatched_wheels
+from rl.renderers.qwen_image_21.components import Parts
+from rl.renderers.qwen_image_21.config import Config, condition_sizes
+from rl.renderers.qwen_image_21.loop import QwenImage21Loop
+from rl.renderers.qwen_image_21.vae import PictureVae
+
+mend_mismatched_wheels()
+
+from diffusers import (  # noqa: E402
+    AutoencoderKLQwenImage21,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
+)
+from transformers import (  # noqa: E402
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+from transformers.processing_utils import ProcessorMixin  # noqa: E402
+
+from tiny_world.builder.tokenizer import CHAT_TEMPLATE  # noqa: E402
+
+STATE_DIM = 64
+SIDE_PX = 64
+TINY = {
+    "type": "qwen_image_21",
+    "model_path": "tiny/qwen-image-2.1",
+    "dtype": "float32",
+    "num_steps": 4,
+    "output_area_px": SIDE_PX**2,
+    "condition_area_px": SIDE_PX**2,
+    "policy_image_area_px": SIDE_PX**2,
+}
+WORDS = ("make the sky blue", "add a red square to the image now", "x")
+
+
+class ImageTextProcessor(Qwen3VLProcessor):
+    """Without the video half, whose library these machines lack: ProcessorMixin reads its
+    attributes from this signature."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
+        for name in ("image", "video", "vision_start", "vision_end"):
+            token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
+            setattr(self, f"{name}_token", token)
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        own = self.tokenizer.model_input_names + self.image_processor.model_input_names
+        return [*own, "mm_token_type_ids"]
+
+
+@dataclass(frozen=True)
+class StockParts:
+    """diffusers' own modules, as the stock pipeline takes them."""
+
+    transformer: Any
+    vae: Any
+    scheduler: Any
+
+    def ours(self) -> Parts:
+        """The same weights, laid out for our loop; the stock modules stay as they are."""
+        vae = PictureVae(copy.deepcopy(self.vae)).requires_grad_(False)
+        return Parts(copy.deepcopy(self.transformer), vae, self.scheduler)
+
+    def save(self, folder: Path) -> None:
+        """As the released checkpoint lies on disk."""
+        self.transformer.save_pretrained(folder / "transformer")
+        self.vae.save_pretrained(folder / "vae")
+        self.scheduler.save_pretrained(folder / "scheduler")
+
+
+def make_stock() -> StockParts:
+    torch.manual_seed(1)
+    transformer = QwenImage21Transformer2DModel(
+        in_channels=8,
+        out_channels=8,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        context_in_dim=STATE_DIM,
+        axes_dims_rope=(4, 6, 6),
+    ).eval()
+    for parameter in transformer.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+        else:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    vae = AutoencoderKLQwenImage21(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=8,
+        dim_mult=[1, 2, 2, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.1 * i for i in range(8)],
+        latents_std=[1.2 - 0.1 * i for i in range(8)],
+    ).eval()
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, max_image_seq_len=4096
+    )
+    return StockParts(transformer.requires_grad_(False), vae, scheduler)
+
+
+@cache
+def make_encoder() -> tuple[Any, Any]:
+    """(a Qwen3-VL, its processor): 64 wide, 4 layers, deepstack after three of them."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    id_of = tokenizer.convert_tokens_to_ids
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer) + 3,
+            "hidden_size": STATE_DIM,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 4,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": STATE_DIM,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        image_token_id=id_of("<|image_pad|>"),
+        video_token_id=id_of("<|video_pad|>"),
+        vision_start_token_id=id_of("<|vision_start|>"),
+        vision_end_token_id=id_of("<|vision_end|>"),
+    )
+    model = Qwen3VLForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0, 0.1 if "visual" in name else 0.15)
+        elif "norm" in name:
+            parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+    images = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    return model, ImageTextProcessor(images, tokenizer, CHAT_TEMPLATE)
+
+
+def stock_pipeline(parts: StockParts) -> Any:
+    encoder, processor = make_encoder()
+    pipeline = QwenImage21Pipeline(
+        FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config),
+        parts.vae,
+        encoder,
+        processor,
+        parts.transformer,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def render_stock(
+    parts: StockParts, words: str, sources: Sequence[Image.Image], seed: int, **more: Any
+) -> torch.Tensor:
+    """[1, 4, H, W] in 0..1 of the stock pipeline, asked once for one prompt."""
+    return stock_pipeline(parts)(
+        words,
+        image=list(sources) or None,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="pt",
+        **{"num_inference_steps": 4, "output_resolution": SIDE_PX, **more},
+    ).images
+
+
+@torch.no_grad()
+def encode(words: str, sources: Sequence[Image.Image]) -> tuple[torch.Tensor, tuple[range, ...]]:
+    """(states [L, STATE_DIM] before the last norm, the pictures' places), without the system's
+    turn: our own, from the stock pipeline's words."""
+    encoder, processor = make_encoder()
+    marks = " ".join(
+        f"<image{i}><|vision_start|><|image_pad|><|vision_end|>" for i in range(1, len(sources) + 1)
+    )
+    system = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
+    asked = f"<|im_start|>user\n{marks}{words}<|im_end|>\n<|im_start|>assistant\n"
+    config = Config(**TINY)
+    sizes = condition_sizes(config, [source.size for source in sources])
+    seen = [
+        over_white(s.convert("RGBA").resize(size, Image.Resampling.LANCZOS))
+        for s, size in zip(sources, sizes, strict=True)
+    ]
+    inputs = processor(text=[system + asked], images=seen or None, return_tensors="pt")
+    states = []
+    norm = encoder.model.language_model.norm
+    hook = norm.register_forward_hook(lambda module, given, out: states.append(given[0][0]))
+    encoder.model(**inputs)
+    hook.remove()
+    dropped = len(processor.tokenizer(system).input_ids)
+    is_picture = (inputs.input_ids[0, dropped:] == processor.image_token_id).tolist()
+    places, at = [], 0
+    for width, height in sizes:
+        at = is_picture.index(True, at)
+        places.append(range(at, at + width * height // 32**2))
+        at = places[-1].stop
+    return states[0][dropped:], tuple(places)
+
+
+def make_job(
+    words: str,
+    sources: Sequence[Image.Image],
+    seed: int,
+    negative: str | None = None,
+) -> RenderJob:
+    """What a policy with the stock pipeline's encoder hands on."""
+    states, places = encode(words, sources)
+    negative_states = None if negative is None else encode(negative, sources)[0]
+    payload = HiddenStates(states, negative_states, places)
+    return RenderJob(Sample("s", words, sources=tuple(sources)), payload, seed)
+
+
+def make_renderer(parts: Parts, **changes: object) -> QwenImage21Loop:
+    return QwenImage21Loop(Config(**{**TINY, **changes}), parts)
+
+
+def render_floats(renderer: QwenImage21Loop, jobs: Sequence[RenderJob]) -> torch.Tensor:
+    """[B, 4, H, W] in 0..1; all jobs in one batch."""
+    (bucket,) = {renderer.bucket_of(job) for job in jobs}
+    return as_floats(renderer.render_tensor(jobs, bucket))
+
+
+def references(number: int) -> list[Image.Image]:
+    """So many sources, no two of one size; the last decides the picture's."""
+    sizes = [(96, 64), (64, 64), (64, 128)]
+    return [make_picture(i, *sizes[i]) for i in range(number)]
