@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_qwen
+import tiny_qwen3
 import torch
 from tiny_act import act, act_group
 from tiny_policy import LORA, make_qwen, wake_lora
@@ -13,7 +15,7 @@ from tiny_rounding import NATS
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Action, Completion, Prompt, Row, UnusableSampleError
+from rl.api.types import Action, Completion, Prompt, Row, Sample, UnusableSampleError
 from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.policies.shared import prompting, thought
 
@@ -300,3 +302,30 @@ def test_the_stock_arm_reads_no_request(both: dict[str, Qwen25VL]) -> None:
             expected_prompt, expected = wanted[arm]
             [stock] = act(plain, [(expected_prompt, expected.token_ids)])
             assert torch.equal(found.payload.embeds, stock.payload.embeds)
+
+
+def test_another_family_with_tags_of_its_own_and_states_before_the_norm(
+    tmp_path: Path, with_markers: Any
+) -> None:
+    """Qwen3-VL: '</think>' is one token that is not special, pictures bring deepstack features."""
+    folder = tiny_qwen3.save_policy_folder(tmp_path)
+    with_markers.save_pretrained(folder)
+    plain, policy = (
+        tiny_qwen3.make_qwen3(folder, section=section, state_kind="pre_norm")
+        for section in ({}, {"thought": THINK})
+    )
+    sample = Sample("s", "join </think> them", (tiny_qwen.picture(0), tiny_qwen.picture(1)))
+    prompt = policy.build_prompt(sample)
+    marker = with_markers.convert_tokens_to_ids("</think>")
+    assert marker in prompt.token_ids and marker not in prompt.plain.token_ids, "ours alone is one"
+    assert marker not in policy.banned_token_ids
+    words = plain.encode_completion("blue").token_ids
+    said = (*with_markers("hm", add_special_tokens=False).input_ids, marker, *words)
+    [thinking] = act(policy, [(prompt, said)])
+    assert (thinking.thought, thinking.words) == ("hm</think>", "blue")
+    [expected] = act(plain, [(plain.build_prompt(sample), words)])
+    assert torch.equal(thinking.payload.embeds, expected.payload.embeds)
+    assert thinking.payload.pictures == expected.payload.pictures != ()
+    cut = policy.cut_thought(prompt)
+    assert cut is not None and cut.token_ids == (*prompt.token_ids, marker)
+    assert plain.cut_thought(plain.build_prompt(sample)) is None
