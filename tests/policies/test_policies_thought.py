@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
 from rl.api.types import Action, Completion, Prompt, Row, Sample, UnusableSampleError
+from rl.learner.micro_batches import shared_filler
 from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.policies.shared import prompting, thought
 
@@ -329,3 +331,32 @@ def test_another_family_with_tags_of_its_own_and_states_before_the_norm(
     cut = policy.cut_thought(prompt)
     assert cut is not None and cut.token_ids == (*prompt.token_ids, marker)
     assert plain.cut_thought(plain.build_prompt(sample)) is None
+
+
+def test_a_filler_from_another_rank_forwards_what_its_own_would(both: dict[str, Qwen25VL]) -> None:
+    """Under ZeRO-3 no rank may skip a forward: what travels is enough for both of a thought's."""
+    policy = both["words"]
+    own = thought_rows(policy)[0]
+    gathered: list[Any] = []
+
+    class BesideAnIdleRank:
+        def any(self, value: bool) -> bool:
+            return True
+
+        def gather(self, value: Row | None) -> list[Row | None]:
+            gathered.append(value)
+            return [value, None]
+
+    assert shared_filler([own], BesideAnIdleRank()) is own
+    [(prompt, ids)] = gathered
+    assert not prompt.sample.sources and not prompt.plain.sample.sources
+    sent = pickle.loads(pickle.dumps((prompt, ids)))
+    for collate in (policy.collate, policy.collate_states):
+        found, wanted = collate([sent]), collate([own])
+        assert torch.equal(found.input_ids, wanted.input_ids)
+        assert len(found.model_inputs["pictures"]) == len(wanted.model_inputs["pictures"]) == 1
+    with torch.no_grad():
+        batch = policy.collate_states([sent])
+        states = policy.module(batch).hidden
+        again = policy.module(policy.collate_states([own])).hidden
+    assert torch.equal(states, again)
