@@ -105,6 +105,7 @@ def as_row(result: Enhanced) -> dict[str, Any]:
     return {
         "original": result.original,
         "enhanced": result.enhanced,
+        **({"thought": result.thought} if result.thought else {}),
         "num_tokens": result.num_tokens,
         "finish": result.finish,
         "quality_0_5": round(result.quality_0_5, 3),

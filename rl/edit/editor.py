@@ -388,7 +388,7 @@ class Editor:
         return [episode for (episode,) in rollout.episodes], rollout.bare_episodes
 
     def _arm(self, episode: Episode) -> Arm:
-        words = episode.action.text.removeprefix(episode.action.thought).strip()
+        words = episode.action.words.strip()
         # Nothing is graded here, and that is no failure.
         failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
         return Arm(words, episode.image, episode.failure if failed else None)

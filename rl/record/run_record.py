@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from rl.api.types import Episode, Sample
+from rl.api.types import Action, Episode, Sample
 from rl.config.schema import RunConfig
 from rl.files.atomic import append_line, json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
@@ -250,6 +250,11 @@ def source_files(files: Sequence[str | None]) -> dict[str, Any]:
     return {"source_file": first} | ({"other_source_files": others} if others else {})
 
 
+def _thought_and_words(action: Action) -> dict[str, str]:
+    """Apart, where a completion has both; {}: all of it is words."""
+    return {"thought": action.thought, "words": action.words} if action.thought else {}
+
+
 def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
     """Everything it takes to trace one reward: what was asked, sampled, drawn, replied, concluded.
 
@@ -262,6 +267,7 @@ def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
         "category": sample.category,
         "instruction": sample.instruction,
         "completion": episode.action.text,
+        **_thought_and_words(episode.action),
         "finish": completion.finish,
         "status": episode.status.value,
         "failure": episode.failure,

@@ -18,7 +18,7 @@ from rl.files.panels import panel
 from rl.record.untrusted import shown
 from rl.report.curves import points, smooth
 from rl.report.folder import to_oneself
-from rl.report.reading import Evaluation, Record, number, other_sources, picture
+from rl.report.reading import Evaluation, Record, number, other_sources, picture, words_of
 from rl.report.rows import text
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
             (right, after.folder, "after", new),
         ):
             title = f"{when}: {score(record)}"
-            show(axes, folder, [record.get("image_file")], title, record.get("completion"))
+            show(axes, folder, [record.get("image_file")], title, words_of(record))
     figure.suptitle(
         f"The first {len(both)} held-out samples, before training and after "
         f"{after.iteration} iterations (reward 0 to 1)",

@@ -142,6 +142,11 @@ def other_sources(record: Record) -> list[object]:
     return named[:MAX_SOURCES] if isinstance(named, list) else []
 
 
+def words_of(record: Record) -> object:
+    """What was written, without the thought, where there was one."""
+    return record.get("words", record.get("completion"))
+
+
 def number(value: object) -> float | None:
     """`value`, where it is a finite number that sums stay finite of; a bool counts as one."""
     if not isinstance(value, (int, float)) or not abs(value) <= _MAX_NUMBER:

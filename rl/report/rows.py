@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.record.untrusted import without_lone_surrogates
 from rl.report.disagreement import disagreement
-from rl.report.reading import Record, number, other_sources, picture, picture_of
+from rl.report.reading import Record, number, other_sources, picture, picture_of, words_of
 from rl.report.tokens import Pieces
 
 
@@ -107,7 +107,8 @@ def _member(
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
-        "text": text(row.get("completion"), limits.text_chars),
+        "text": text(words_of(row), limits.text_chars),
+        "think": text(row.get("thought"), limits.text_chars),
         "end": text(row.get("finish"), 40),
         "st": text(row.get("status"), 40),
         "why": text(row.get("failure"), limits.text_chars),

@@ -24,7 +24,10 @@ from rl.api.types import (
 from rl.config.schema import RunConfig
 
 PictureKey = tuple[int, tuple[int, ...], int]
-"""(prompt index, completion's token ids, picture number): equal keys are one picture."""
+"""(prompt index, token ids that it is drawn from, picture number): equal keys are one picture."""
+VerdictKey = tuple[PictureKey, tuple[int, ...]]
+"""(its picture, completion's token ids): equal keys are one verdict. One picture has several where
+equal words were thought about differently, which rewards that read may see."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,12 @@ class Arm:
     action: Action
     failure: str | None
     """Why nothing is rendered."""
-    pictures: tuple[PictureKey, ...]
-    """To be rendered; none when it failed."""
+    verdicts: tuple[VerdictKey, ...]
+    """On its pictures, which are to be rendered; none when it failed."""
+
+    @property
+    def pictures(self) -> tuple[PictureKey, ...]:
+        return tuple(picture for picture, _ in self.verdicts)
 
 
 def why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
@@ -94,10 +101,10 @@ def episode_of(
     arm: Arm,
     group_id: str,
     noise_seed: int,
-    verdict_of: Mapping[PictureKey, Verdict],
+    verdict_of: Mapping[VerdictKey, Verdict],
 ) -> Episode:
     """Fold one completion's pictures into its episode: rewards and parts are their means."""
-    verdicts = [verdict_of[key] for key in arm.pictures]
+    verdicts = [verdict_of[key] for key in arm.verdicts]
 
     def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
         image = next((v.image for v in verdicts if v.image is not None), None)

@@ -120,7 +120,8 @@ def test_the_page_the_figure_and_the_mail_have_them_all(run_dir: Path, tmp_path:
     shown = re.findall(r'"(\.\./[\w/]+_source\d?\.png)":\s*"data:image', mail)
     assert len({file for file in shown if "/it_000001/" in file and "images" in file}) == 6, shown
     before, after = read_evaluations(run_dir)
-    draw_grid(tmp_path / "grid.png", before, after)
+    with (tmp_path / "grid.png").open("wb") as file:
+        draw_grid(file, before, after)
     assert Image.open(tmp_path / "grid.png").width > 1000
 
 

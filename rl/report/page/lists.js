@@ -131,7 +131,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
       (!state.cat || after.cat === state.cat) &&
       (!state.st || after.st === state.st || old?.st === state.st) &&
       within(after.r, state.min, state.max) && (!state.part || within(part, state.pmin, state.pmax)) &&
-      (!asked || [after.say, after.text, after.id, old?.text ?? ""].some((t) => t.toLowerCase().includes(asked))));
+      (!asked || [after.say, after.text, after.think, after.id, old?.text ?? "", old?.think ?? ""].some((t) => t.toLowerCase().includes(asked))));
     const orders = {gain: [(p) => p.gain, -1], loss: [(p) => p.gain, 1],
       high: [(p) => p.after.r, -1], low: [(p) => p.after.r, 1]};
     if (orders[state.sort]) shown.sort(by(...orders[state.sort]));

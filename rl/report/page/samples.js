@@ -64,6 +64,9 @@
       el("p", {class: "fine scale"}, "0 nats", el("i"), "−5 or less"));
   };
 
+  const thought = (one) => one.think
+    ? el("details", {class: "thought"}, el("summary", {}, "Thought"), page.words(one.think, "p")) : null;
+
   const traced = (one) => el("p", {class: "fine"},
     `${one.st}; noise seed ${one.seed ?? "–"}` + (one.s === null ? "" : `; verdict after ${num(one.s, 2)} s`));
 
@@ -71,7 +74,7 @@
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
     one.img ? page.figure(page.at("../", one.img), group.say, `picture ${at + 1}`) : null,
-    page.words(one.text || "(no words)", "p"),
+    thought(one), page.words(one.text || "(no words)", "p"),
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), tokens(one), traced(one));
 
@@ -154,6 +157,7 @@
         row.img ? page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)) : null,
         arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
         arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
+      thought(row),
       el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), words(row.text || "(no words)")),
       row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Right words: "), words(row.ref)) : null,
       el("p", {}, "Reward ", page.reward(row), `, ${row.st}`,

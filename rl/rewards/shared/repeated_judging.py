@@ -75,6 +75,7 @@ class JudgedReward(Reward[RepeatsT]):
     """Asks the judge its questions about each picture, `n_evals` times, all at once."""
 
     needs_judge = True
+    reads_thoughts = False
     questions_per_reading: ClassVar[int] = 1
 
     def __init__(self, config: RepeatsT, resources: Resources) -> None:
