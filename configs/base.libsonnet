@@ -70,7 +70,8 @@
     // train: (required)
     // Held-out mixture, in order, for evaluation.
     validation: [],
-    // A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count.
+    // A missing or corrupt image, an absurd size, an empty instruction, more source pictures than
+    // the renderer and the policy read: stop, or skip and count.
     on_bad_row: 'error',
     // A picture with a longer side is a bad row.
     max_image_side_px: 8192,
@@ -202,7 +203,8 @@
     temperature: 0.0,
     // Longest judge reply, tokens.
     max_tokens: 512,
-    // Images are downscaled so that their longer side is at most this.
+    // Images are downscaled so that their longer side is at most this. A question shows all source
+    // pictures of a sample and the result: the judge's server must take as many.
     image_side_px: 768,
     // When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     // reply; for endpoints that take it (vLLM and OpenAI do).
@@ -234,6 +236,10 @@
     // reads. Drawn as every picture of the run is: with the stock pipeline's settings in `renderer`,
     // it is the stock pipeline. Not where a reward compares a group's pictures (`score_group`).
     stock_arm: true,
+    // Also let the policy write each sample's words with its thought cut before it begins, and draw
+    // and grade them: what thinking is worth (`eval/gain_of_thought`), for as much again as the
+    // completions' own pictures and questions. Read where `policy.thought` is set.
+    thought_gain: false,
   },
 
   // What is written, how often, and what stays.

@@ -7,6 +7,7 @@
     num_steps: 40,
     true_cfg_scale: 4.0,
     batch_size: 4,
+    max_pictures: 1,  // up to 3 for rows with several source pictures
   },
   policy+: { max_prompt_tokens: 1024 },
 }

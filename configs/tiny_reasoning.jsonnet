@@ -13,6 +13,9 @@
     lora: $.small_lora,
     system_prompt: 'Write your thoughts in <think></think>, then the answer in <answer></answer>.',
     max_prompt_tokens: 128,
+    // What is thought is told from the answer where it is recorded and shown; a completion without
+    // the tag is graded as it is.
+    thought: { instruction: '', marker: '</think>', without_marker: 'words' },
   },
   renderer: { type: 'none' },
   rewards: { accuracy: { type: 'accuracy' }, format: { type: 'format' } },

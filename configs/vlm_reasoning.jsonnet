@@ -35,6 +35,9 @@ local open_r1(rows) = {
     // 28 x 28 pixels are one token: at most 1024 for the picture, the rest for the words.
     image_max_pixels: 1024 * 28 * 28,
     max_prompt_tokens: 2048,
+    // What is thought is told from the answer where it is recorded and shown; a completion without
+    // the tag is graded as it is.
+    thought: { instruction: '', marker: '</think>', without_marker: 'words' },
   },
   engine: { type: 'vllm', gpu_memory_utilization: 'auto' },
   renderer: { type: 'none' },

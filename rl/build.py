@@ -447,9 +447,15 @@ def mixture_weights(resolved: Resolved, sources: Sequence[DataSource]) -> list[f
     return [w * len(s) for w, s in zip(resolved.train_weights, sources, strict=True)]
 
 
-def row_rules(config: RunConfig) -> RowRules:
+def row_rules(resolved: Resolved) -> RowRules:
     """What the run asks of every source's rows."""
-    return RowRules(config.data.on_bad_row, config.data.max_image_side_px)
+    data, renderer = resolved.config.data, resolved.renderer
+    template = renderer.cls.prompt_template(renderer.config)
+    most = template.max_pictures if template else resolved.policy.cls.own_max_pictures
+    more = f"choose a renderer that reads more than {renderer.name}"
+    if "max_pictures" in type(renderer.config).model_fields:
+        more = "raise renderer.max_pictures"
+    return RowRules(data.on_bad_row, data.max_image_side_px, most, f"give fewer, or {more}")
 
 
 def build_data(resolved: Resolved, plugs: Sequence[Plug[DataSource]]) -> list[DataSource]:
@@ -457,7 +463,7 @@ def build_data(resolved: Resolved, plugs: Sequence[Plug[DataSource]]) -> list[Da
 
     Raises ValueError for one that cannot be opened, holds nothing, or whose first row is no sample.
     """
-    return [_open_source(plug, row_rules(resolved.config)) for plug in plugs]
+    return [_open_source(plug, row_rules(resolved)) for plug in plugs]
 
 
 def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:

@@ -37,6 +37,8 @@ class Enhanced:
     original: str
     enhanced: str
     """The original where the model wrote nothing."""
+    thought: str
+    """What it wrote before, where its run thinks."""
     num_tokens: int
     """Written, the stop token included."""
     finish: Literal["stop", "length"]
@@ -147,7 +149,8 @@ def _read(result: EditResult) -> Enhanced:
     original = result.request.instruction
     enhanced = result.words or original
     num_tokens = len(result.token_ids)
-    return Enhanced(original, enhanced, num_tokens, result.finish, score(original, enhanced))
+    quality = score(original, enhanced)
+    return Enhanced(original, enhanced, result.thought, num_tokens, result.finish, quality)
 
 
 def policy_section(

@@ -10,6 +10,8 @@
 #   JUDGE_MAX_LEN    context, tokens. A picture costs about (side/28)^2: 752 at 768 px, so two of
 #                    them, the longest prompt (700) and a reply of 512 need 2,800; 8192 leaves room
 #                    for image_side_px up to about 1,500
+#   JUDGE_IMAGES     pictures of one question: the result and a sample's sources, 2 where it has one.
+#                    Each wants its share of JUDGE_MAX_LEN
 #   JUDGE_URL_FILE   a file to write the URL to; judge.api_base may name that file
 #   VLLM_API_KEY     key that clients must show; judge.api_key_env names the variable that holds it
 set -euo pipefail
@@ -18,6 +20,7 @@ model=${JUDGE_MODEL:-Qwen/Qwen2.5-VL-72B-Instruct}
 host=${JUDGE_HOST:-127.0.0.1}
 port=${JUDGE_PORT:-4877}
 max_len=${JUDGE_MAX_LEN:-8192}
+num_images=${JUDGE_IMAGES:-2}
 
 if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
     num_gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
@@ -53,7 +56,7 @@ exec vllm serve "$model" \
     --host "$host" --port "$port" \
     --tensor-parallel-size "$tensor_parallel" \
     --max-model-len "$max_len" \
-    --limit-mm-per-prompt '{"image": 2, "video": 0}' \
+    --limit-mm-per-prompt "{\"image\": $num_images, \"video\": 0}" \
     --enable-prefix-caching \
     --generation-config vllm \
     "$@"

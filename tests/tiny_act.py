@@ -14,7 +14,7 @@ def act(policy: Any, rows: Sequence[Row]) -> list[Action]:
     """Of one micro-batch; its forward first, where the policy wants one."""
     if not policy.reads_states:
         return policy.decode_actions(rows, None, None)
-    batch = policy.collate(rows)
+    batch = policy.collate_states(rows) or policy.collate(rows)
     with torch.no_grad():
         return policy.decode_actions(rows, batch, policy.module(batch))
 

@@ -35,6 +35,10 @@ class RowRules:
     """`data.on_bad_row`: raise ValueError naming the row, or leave it out and count it."""
     max_image_side_px: int = 8192
     """`data.max_image_side_px`: a picture with a longer side is a bad row."""
+    max_pictures: int | None = None
+    """A row with more source pictures is bad; None: there may be any number."""
+    pictures_remedy: str = "give fewer"
+    """What to do about such a row."""
 
 
 class DataSource(PlugBase[ConfigT]):
@@ -67,6 +71,11 @@ class DataSource(PlugBase[ConfigT]):
     @classmethod
     def count(cls, config: ConfigT) -> int | None:
         """Rows, bad ones included, without reading them all; None when only opening would tell."""
+        return None
+
+    @classmethod
+    def most_pictures(cls, config: ConfigT) -> int | None:
+        """Source pictures of a sample, at the most; None when only opening it would tell."""
         return None
 
     @classmethod

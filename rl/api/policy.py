@@ -54,6 +54,29 @@ class LoraSection(Section):
     """Seed of the adapter's initial A matrices (B starts at zero); null: from the run's `seed`."""
 
 
+class ThoughtSection(Section):
+    """A thought before the words: the renderer is given what stands behind the marker alone."""
+
+    instruction: str = (
+        "First think: what is asked for, and what does it take? Then write {marker} and, after it, "
+        "nothing but the final words."
+    )
+    """Put behind the user's words where the policy samples; `{marker}` stands for the marker. '' =
+    nothing, for a policy that thinks unasked, or whose system prompt asks."""
+    marker: Annotated[str, Field(min_length=1, max_length=200)] = "</think>"
+    """The text that ends a thought; its last occurrence in what the policy wrote counts."""
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Longest thought, marker included; a longer one is a failure. null = what
+    sampling.max_completion_tokens leaves."""
+    states: Literal["words", "attended"] = "words"
+    """Hidden states of the words as the renderer knows them, read again behind its own prompt
+    without the thought (equal words are one picture); or those that attended to the thought."""
+    loss: Literal["all", "words", "thought"] = "all"
+    """Which tokens are trained; the marker belongs to the thought."""
+    without_marker: Literal["fail", "words"] = "fail"
+    """A completion without the marker: a failure, or all of it words."""
+
+
 class PolicyConfig(PlacedConfig):
     """Base of a policy's keys: those that others read."""
 
@@ -61,6 +84,8 @@ class PolicyConfig(PlacedConfig):
     """null = full fine-tuning."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 2048
     """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
+    thought: ThoughtSection | None = None
+    """What it thinks before it writes; null = it writes at once."""
 
 
 PolicyConfigT = TypeVar("PolicyConfigT", bound=PolicyConfig, default=PolicyConfig)
@@ -115,6 +140,8 @@ class Policy(RunPlug[PolicyConfigT]):
     that brings one, they are refused."""
     own_states: ClassVar[Set[str]] = frozenset()
     """Keys that are read only where the renderer takes hidden states."""
+    thinks: ClassVar[bool] = False
+    """Whether it reads its section's `thought`."""
 
     module: torch.nn.Module
     """`module(batch: TokenBatch) -> TokenOutputs`; what the learner trains. Everything a forward
@@ -135,6 +162,8 @@ class Policy(RunPlug[PolicyConfigT]):
     """Whether its adapter reaches beyond the language model."""
     reads_states: bool = False
     """Whether `decode_actions` needs what the module's forward gives."""
+    own_max_pictures: ClassVar[int] = 1
+    """Source pictures that a sample may have where the renderer brings no template."""
     starts_as_stock: ClassVar[bool] = False
     """Whether what it writes before training stands for the untrained system on held-out samples:
     of those that write pictures, which have no stock pipeline beside them."""
@@ -177,6 +206,11 @@ class Policy(RunPlug[PolicyConfigT]):
         where there is no such thing."""
         return None
 
+    def cut_thought(self, prompt: Prompt) -> Prompt | None:
+        """`prompt` as an engine is given it to write words without a thought, which then stand
+        under `prompt.plain`; None where it asks for none."""
+        return None
+
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """What the renderer's own pipeline is asked with the user's words alone, without a policy:
         'stock', and variants of it that are told beside it, by name. Drawn once a run on held-out
@@ -192,12 +226,17 @@ class Policy(RunPlug[PolicyConfigT]):
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
         """Understand the rows of one micro-batch. `outputs`: of `module(batch)`, where `batch` is
-        `collate(rows)`, if it `reads_states`; nothing of its graph is kept. A row without tokens,
-        which no engine writes, is one of its `stock_arms`."""
+        `collate_states(rows)` or else `collate(rows)`, if it `reads_states`; nothing of its graph
+        is kept. A row without tokens, which no engine writes, is one of its `stock_arms`."""
 
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
         """Neighbouring rows that share their `Prompt` object are a group, its prompt there once."""
+
+    def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
+        """What is forwarded, without a graph, for the states that the renderer takes of these rows,
+        where that is not the rows themselves."""
+        return None
 
     # --- what an inference engine asks --------------------------------------------------------
 

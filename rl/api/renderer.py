@@ -76,7 +76,7 @@ class Renderer(ModelRunner[ConfigT]):
 
     def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
         """(width, height), px, which those samples share that are drawn alike: failures are counted
-        by it. None: by the source's own size."""
+        by it, and by the number of sources. None: by the last source's own size."""
         return None
 
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:

@@ -52,6 +52,10 @@ class Reward(ModelRunner[ConfigT]):
     """Parts scaled 0..1, in every graded output, which `final_reward.weights` may name as
     `<reward>/<part>`."""
 
+    reads_thoughts: ClassVar[bool] = True
+    """False: what was thought before the words says nothing to it, and where completions have the
+    same words, and hence one picture, it is asked once."""
+
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         """Once per rank, before the first iteration. ValueError says what the user can mend."""
         self.config = config

@@ -39,6 +39,12 @@ class Status(StrEnum):
     """Renderer or judge failed after bounded retries; no reward, out of the group's baseline."""
 
 
+UNFINISHED_THOUGHT = "unfinished thought"
+"""Begins the failure of an action whose thought did not end in time."""
+NO_MARKER = "no marker"
+"""The same where the completion ends without what ends a thought."""
+
+
 class UnusableSampleError(ValueError):
     """A row or sample that cannot be trained on; the message names it and the remedy."""
 
@@ -134,6 +140,13 @@ class Prompt:
     """Leading tokens left out of the conditioning (the renderer's system prompt)."""
     grid: tuple[int, int] | None = None
     """(h, w) to which a picture written in the completion is held; None: no constraint."""
+    without_thought: Prompt | None = None
+    """The same without the request to think first, of a prompt that asks for it."""
+
+    @property
+    def plain(self) -> Prompt:
+        """Under which stand words that nobody thought about: the bare arm's, references."""
+        return self.without_thought or self
 
 
 @dataclass(frozen=True)
@@ -177,6 +190,16 @@ class Action:
     thought: str = ""
     """The beginning of `text` that was thought before writing, its marker included: handed on to
     nobody."""
+    num_thought_tokens: int = 0
+    """Of the completion's tokens, those of the thought; all of them where no marker ended it."""
+    drawn_from: tuple[int, ...] | None = None
+    """Token ids that the payload hangs on: completions of a group in which they are equal are one
+    picture. None: the completion's own."""
+
+    @property
+    def words(self) -> str:
+        """What was written after the thought."""
+        return self.text.removeprefix(self.thought)
 
 
 @dataclass(frozen=True, eq=False)

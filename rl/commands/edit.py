@@ -2,7 +2,9 @@
 
     rl edit --run runs/my-run photo.jpg "make the sky red"
     rl edit --run runs/my-run --checkpoint best photos/ "make the sky red"
-    rl edit --run runs/my-run edits.jsonl          {"image": "a.jpg", "instruction": "..."} a line
+    rl edit --run runs/my-run room.jpg lamp.jpg "put the lamp of picture 2 into picture 1"
+    rl edit --run runs/my-run edits.jsonl          {"image": "a.jpg", "instruction": "..."} a line,
+                                                   {"images": ["a.jpg", "b.jpg"], ...} of several
     rl edit --run runs/my-prompts "a cat made of rain"          where a picture is drawn of words
 
 Prints the words that the policy wrote and writes, into `--out`, the picture, a sheet that shows it
@@ -80,9 +82,8 @@ def _say(
 ) -> None:
     from rl.edit.files import sizes_said
 
-    image = result.request.image
     head = [] if num == 1 else [f"[{number}/{num}]"]
-    head += [str(image)] if isinstance(image, Path | str) else []
+    head += [str(image) for image in result.request.images if isinstance(image, Path | str)]
     asked = shown(result.request.instruction, MAX_WORDS_SHOWN)
     print(f"{' '.join(head)}{': ' if head else ''}{asked}")
     if result.thought:
@@ -97,24 +98,21 @@ def _say(
     print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{left})", flush=True)
 
 
-def _asked(what: Sequence[str]) -> tuple[Path | None, str | None]:
-    """(picture, folder or JSONL file; instruction). One argument that is no file is words."""
-    if len(what) > 2:
-        raise ValueError(
-            f"{len(what)} arguments: give a picture, a folder or a .jsonl file, and the "
-            "instruction in quotes"
-        )
-    if len(what) == 2:
-        return Path(what[0]), what[1]
+def _asked(what: Sequence[str]) -> tuple[list[Path], str | None]:
+    """(pictures, a folder or a JSONL file; instruction). One argument that is no file is words."""
+    if len(what) > 1:
+        return [Path(path) for path in what[:-1]], what[-1]
     is_path = what[0].endswith(".jsonl") or Path(what[0]).exists()
-    return (Path(what[0]), None) if is_path else (None, what[0])
+    return ([Path(what[0])], None) if is_path else ([], what[0])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl edit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="+", help="picture, folder or .jsonl file; instruction")
+    parser.add_argument(
+        "what", nargs="+", help="pictures of one edit, a folder or a .jsonl file; instruction last"
+    )
     parser.add_argument("--run", type=Path, required=True, help="run folder, runs/my-run")
     parser.add_argument(
         "--checkpoint",

@@ -87,7 +87,8 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[str], list[Image | None
     config, problems = validate(prompt_files.Config, section)
     if config is None:
         raise ValueError("\n".join(problems))
-    rows = prompt_files.Prompts(config, RowRules("error", MAX_PICTURE_SIDE_PX))
+    rules = RowRules("error", MAX_PICTURE_SIDE_PX, 1, "a prompt goes with one: give fewer")
+    rows = prompt_files.Prompts(config, rules)
     samples = [rows[index] for index in range(len(rows))]
     return [sample.instruction for sample in samples], [sample.source for sample in samples]
 
@@ -104,6 +105,7 @@ def as_row(result: Enhanced) -> dict[str, Any]:
     return {
         "original": result.original,
         "enhanced": result.enhanced,
+        **({"thought": result.thought} if result.thought else {}),
         "num_tokens": result.num_tokens,
         "finish": result.finish,
         "quality_0_5": round(result.quality_0_5, 3),

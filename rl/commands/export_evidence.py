@@ -20,7 +20,13 @@ from PIL import Image, UnidentifiedImageError
 from rl.files.images import downscale, png_bytes
 from rl.record.model_card import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report.figures import draw_curve
-from rl.report.reading import Evaluation, read_evaluations, read_named
+from rl.report.reading import (
+    Evaluation,
+    other_sources,
+    read_evaluations,
+    read_named,
+    words_of,
+)
 from rl.report.summary import compare, interval
 
 PICTURES_FOLDER = "pictures"
@@ -133,11 +139,11 @@ def _sample(
 ) -> Shown:
     old, new = before.records[identity], after.records[identity]
     has_source = old.get("source_file") is not None
-    sides = {
-        "source" if has_source else OWN_WORDS: (
-            before,
-            old["source_file"] if has_source else old.get("bare_file"),
-        ),
+    given = {OWN_WORDS: old.get("bare_file")}
+    if has_source:
+        others = {f"source{n}": file for n, file in enumerate(other_sources(old), 2)}
+        given = {"source": old["source_file"], **others}
+    sides = {side: (before, file) for side, file in given.items()} | {
         "before": (before, old.get("image_file")),
         "after": (after, new.get("image_file")),
     }
@@ -150,7 +156,7 @@ def _sample(
                 (target / files[-1]).write_bytes(png_bytes(downscale(picture, PICTURE_SIDE_PX)))
     return Shown(
         instruction=str(old["instruction"]),
-        words=(str(old["completion"]), str(new["completion"])),
+        words=(str(words_of(old)), str(words_of(new))),
         rewards=(old.get("reward"), new.get("reward")),
         files=tuple(files),
     )

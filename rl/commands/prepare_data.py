@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from rl.api.data import RowRules
 from rl.api.types import Sample
 from rl.commands.edit_shards import (
     LIST,
@@ -46,7 +47,11 @@ from rl.renderers.emu3_vq.plug import Emu3Vq
 if TYPE_CHECKING:
     from rl.renderers.emu3_vq.codec import Emu3Codec
 
-MAX_SIDE_PX = 16384
+ROW_RULES = RowRules(
+    max_image_side_px=16384,
+    max_pictures=1,
+    pictures_remedy="EARL's models read one: give fewer, or leave the row out",
+)
 """Longer pictures are refused, as damaged or absurd."""
 
 _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
@@ -148,12 +153,12 @@ def open_rows(task: Tokenising, with_pictures: bool = True) -> Rows:
     )
     if task.dataset_name.endswith(".jsonl"):
         config = edit_jsonl.Config(type="edit_jsonl", path=task.dataset_name, columns=columns)
-        rows, unreadable = edit_jsonl.EditJsonl.read(config, MAX_SIDE_PX)
+        rows, unreadable = edit_jsonl.EditJsonl.read(config, ROW_RULES)
     else:
         section = hf_dataset.Config(
             type="hf_dataset", path=task.dataset_name, split=task.split, columns=columns
         )
-        rows, unreadable = hf_dataset.HfDataset.read(section, MAX_SIDE_PX)
+        rows, unreadable = hf_dataset.HfDataset.read(section, ROW_RULES)
     if unreadable:
         raise CannotPrepare(unreadable[0])
     return rows

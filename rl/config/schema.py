@@ -254,6 +254,10 @@ class EvaluationConfig(Section):
     at each held-out run what is gained over it and how far training has moved what the renderer
     reads. Drawn as every picture of the run is: with the stock pipeline's settings in `renderer`,
     it is the stock pipeline. Not where a reward compares a group's pictures (`score_group`)."""
+    thought_gain: bool = False
+    """Also let the policy write each sample's words with its thought cut before it begins, and draw
+    and grade them: what thinking is worth (`eval/gain_of_thought`), for as much again as the
+    completions' own pictures and questions. Read where `policy.thought` is set."""
 
 
 class CheckpointConfig(Section):

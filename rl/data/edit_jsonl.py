@@ -1,6 +1,7 @@
 """Image edits in a JSONL file: one object per line with a picture's path and an instruction.
 
 {"image": "photos/pagoda.jpg", "instruction": "make it dusk", "id": "p-1", "category": "light"}
+{"images": ["room.jpg", "lamp.jpg"], "instruction": "put the lamp of picture 2 into picture 1"}
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.api.data import RowRules
 from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
 from rl.data.shared.rows import Rows, RowsConfig
 
@@ -31,7 +33,7 @@ class EditJsonl(LinesSource[Config]):
         return [Path(config.path)]
 
     @classmethod
-    def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
+    def read(cls, config: Config, rules: RowRules) -> tuple[Rows, list[str]]:
         path = Path(config.path)
         objects, numbers, unreadable = read_rows(read_lines(path), str(path))
         folder = Path(config.image_folder) if config.image_folder else path.parent
@@ -41,7 +43,7 @@ class EditJsonl(LinesSource[Config]):
             str(path),
             config.columns,
             folder,
-            max_image_side_px,
+            rules,
             config.picture_check,
         )
         return rows, unreadable

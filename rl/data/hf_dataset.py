@@ -16,6 +16,7 @@ from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.data.shared.jsonl import read_lines, read_rows
 from rl.data.shared.rows import (
     MAX_SHOWN,
+    SEVERAL,
     BadRowError,
     Columns,
     Rows,
@@ -105,7 +106,7 @@ class HfDataset(RowsSource[Config]):
             yield from unread(config, "name revision", "path is a file")
 
     @classmethod
-    def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
+    def read(cls, config: Config, rules: RowRules) -> tuple[Rows, list[str]]:
         """The split's rows; nothing but the mapped columns is ever kept."""
         path = Path(config.path)
         found: Sequence[Mapping[str, Any]]
@@ -125,7 +126,7 @@ class HfDataset(RowsSource[Config]):
             f"{config.path}[{config.split}]",
             config.columns,
             Path(config.image_folder) if config.image_folder else folder,
-            max_image_side_px,
+            rules,
             config.picture_check,
         )
         return rows, unreadable
@@ -150,8 +151,8 @@ def _read_lines(config: Config) -> tuple[list[dict[str, Any]], list[int], list[s
 
 
 def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
-    keys = ("instruction", "source", "target", "reference", "id", "category")
-    named = {getattr(columns, key) for key in keys} | set(columns.hidden.values())
+    named = {*columns.texts(), *columns.pictures(), *columns.hidden.values()}
+    named |= {*columns.read_from({SEVERAL}).sources()}
     tops = named | {column.split(".")[0] for column in named}
     return [column for column in available if column in tops]
 
@@ -214,7 +215,7 @@ def _require_columns(config: Config, available: Sequence[str]) -> None:
     """Nested columns ('a.b') are known by their first part here, by the rest when a row is read."""
     missing = [
         column
-        for column in [*config.columns.required(), *config.where]
+        for column in [*config.columns.read_from(available).required(), *config.where]
         if column not in available and column.split(".")[0] not in available
     ]
     if missing:
@@ -255,12 +256,17 @@ def _some(cells: Iterable[Any]) -> str:
 
 
 def _undecoded(dataset: Dataset, columns: Columns) -> Dataset:
-    """Image columns as their bytes or paths: `datasets` would decode without our checks."""
+    """Pictures, and lists of them, as their bytes or paths: `datasets` would decode without our
+    checks."""
     import datasets
 
-    for column in columns.pictures().values():
-        if isinstance(dataset.features.get(column), datasets.Image):
-            dataset = dataset.cast_column(column, datasets.Image(decode=False))
+    raw = datasets.Image(decode=False)
+    for column in {*columns.pictures(), *columns.read_from({SEVERAL}).sources()}:
+        match dataset.features.get(column):
+            case datasets.Image():
+                dataset = dataset.cast_column(column, raw)
+            case datasets.List(feature=datasets.Image()):
+                dataset = dataset.cast_column(column, datasets.List(raw))
     return dataset
 
 

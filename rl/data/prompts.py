@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from rl.api.data import RowRules
 from rl.api.plug import FileConfig
 from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
 from rl.data.shared.rows import Columns, Rows
@@ -67,7 +68,7 @@ class Prompts(LinesSource[Config]):
         return [BUILT_IN / f"{split}.jsonl" for split in splits]
 
     @classmethod
-    def read(cls, config: Config, max_image_side_px: int) -> tuple[Rows, list[str]]:
+    def read(cls, config: Config, rules: RowRules) -> tuple[Rows, list[str]]:
         parse = as_row if config.path.endswith(".txt") else None
         tables = [read_rows(read_lines(f), str(f), parse) for f in cls.files(config)]
         objects, numbers, unreadable = (
@@ -78,7 +79,7 @@ class Prompts(LinesSource[Config]):
         )
         origin = config.path or f"prompts[{config.split}]"
         folder = Path(config.path).parent
-        return Rows(objects, numbers, origin, columns, folder, max_image_side_px), unreadable
+        return Rows(objects, numbers, origin, columns, folder, rules), unreadable
 
 
 def as_row(text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     editor = Editor.from_run("runs/my-run", checkpoint="best")
     result = editor.edit("photo.jpg", "make the sky red")
     result.image.save("red.png"); print(result.words)
+    editor.edit(["room.jpg", "lamp.jpg"], "put the lamp of picture 2 into picture 1")
 
 Asked, sampled and drawn by the code of the held-out run: a held-out sample under its id and the
 run's seed comes out as it did there, bit for bit. What not: whose pictures these are and where they
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, Union
 
 from rl import build
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 Weights = Callable[[], AbstractContextManager[None]]
 """Under which a policy's states are taken."""
+Given = Union["Image", Path, str]
+"""A picture, or its file."""
+Size = tuple[int, int]
+"""(width, height), px."""
 OWN_WORDS, UNTRAINED, STOCK = "bare", "before", "stock"
 """What is drawn beside: of the user's own words, of the words that the policy wrote before
 training, and by the renderer's own pipeline without a policy."""
@@ -48,10 +53,18 @@ class EditRequest:
 
     instruction: str
     """The user's words; what spells a special token in them is text."""
-    image: Image | Path | str | None = None
-    """The picture, or its file; None where words alone are drawn."""
+    image: Given | Sequence[Given] | None = None
+    """The picture, or several in the order in which words may number them; None where words alone
+    are drawn."""
     id: str = "edit"
     """Names its draws, beside the seed: requests of one id have the same noise."""
+
+    @property
+    def images(self) -> tuple[Given, ...]:
+        """All of them."""
+        if isinstance(self.image, Path | str) or not isinstance(self.image, Sequence):
+            return () if self.image is None else (self.image,)
+        return tuple(self.image)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +84,10 @@ class EditResult:
     """One request, answered."""
 
     request: EditRequest
-    source: Image | None
-    """RGB, upright, as the policy was shown it before its own scaling."""
-    original_size_px: tuple[int, int] | None
-    """(width, height) of the file, where it was scaled down to `source`."""
+    sources: tuple[Image, ...]
+    """RGB, upright, as the policy was shown them before its own scaling."""
+    original_sizes_px: tuple[Size | None, ...]
+    """Of each file, where it was scaled down to its source."""
     words: str
     """What the policy wrote for the renderer, or its answer."""
     thought: str
@@ -91,6 +104,11 @@ class EditResult:
     finish: Literal["stop", "length"] = "stop"
     seconds: float = 0.0
     """Its share of the batch's."""
+
+    @property
+    def source(self) -> Image | None:
+        """The first source; None where words alone are drawn."""
+        return self.sources[0] if self.sources else None
 
 
 class Writer:
@@ -126,6 +144,8 @@ class Editor:
         self.policy = self._writer.policy
         resolved = build.resolve(config)
         renderer = build.build_renderer(resolved, self._dist)
+        rules = build.row_rules(resolved)
+        self._max_pictures, self._pictures_remedy = rules.max_pictures or 0, rules.pictures_remedy
         self._loop = BackgroundLoop("edit")
         self.needs_picture: bool = resolved.renderer.cls.needs_source
         self.draws: bool = resolved.renderer.cls.makes_images
@@ -168,14 +188,15 @@ class Editor:
 
     def edit(
         self,
-        image: Image | Path | str | None,
+        image: Given | Sequence[Given] | None,
         instruction: str,
         *,
         seed: int = 0,
         arms: bool = False,
     ) -> EditResult:
-        """One picture. Raises ValueError for one that cannot be read or asked; what the policy or
-        the renderer could not do is the result's `failure`. More of both: `edit_stream`."""
+        """One edit, of one picture or several. Raises ValueError for one that cannot be read or
+        asked; what the policy or the renderer could not do is the result's `failure`. More of both:
+        `edit_stream`."""
         request = EditRequest(instruction, image)
         self._sample(request)
         [result] = self.edit_stream([request], seed=seed, arms=arms)
@@ -232,26 +253,26 @@ class Editor:
     ) -> list[EditResult]:
         began = time.monotonic()
         results: dict[int, EditResult] = {}
-        asked: dict[int, tuple[Prompt, tuple[int, int] | None]] = {}
+        asked: dict[int, tuple[Prompt, tuple[Size | None, ...]]] = {}
         for b, request in enumerate(requests_B):
             try:
-                sample, original_size_px = self._sample(request)
+                sample, original_sizes_px = self._sample(request)
                 if "source_codes" in self.policy.needs:
                     [sample] = self._context.renderer.encode_sources([sample], self._area_px())
-                asked[b] = self.policy.build_prompt(sample), original_size_px
+                asked[b] = self.policy.build_prompt(sample), original_sizes_px
             except ValueError as error:  # this one's own: the others are made
-                results[b] = EditResult(request, None, None, "", "", None, str(error), seed=seed)
+                results[b] = EditResult(request, (), (), "", "", None, str(error), seed=seed)
         prompts = [prompt for prompt, _ in asked.values()]
         drawn = self._draw(prompts, params, seed, arms) if prompts else []
         seconds = (time.monotonic() - began) / max(1, len(prompts))
-        for (b, (prompt, original_size_px)), (episode, beside) in zip(
+        for (b, (prompt, original_sizes_px)), (episode, beside) in zip(
             asked.items(), drawn, strict=True
         ):
             arm = self._arm(episode)
             results[b] = EditResult(
                 requests_B[b],
-                prompt.sample.source,
-                original_size_px,
+                prompt.sample.sources,
+                original_sizes_px,
                 arm.words,
                 episode.action.thought,
                 arm.image,
@@ -265,22 +286,27 @@ class Editor:
             )
         return [results[b] for b in range(len(requests_B))]
 
-    def _sample(self, request: EditRequest) -> tuple[Sample, tuple[int, int] | None]:
-        """The request as a row of data, and its picture's size where that was scaled down.
+    def _sample(self, request: EditRequest) -> tuple[Sample, tuple[Size | None, ...]]:
+        """The request as a row of data, and each picture's size where that was scaled down.
 
         Raises ValueError for one that cannot be asked.
         """
         if not request.instruction.strip():
             raise ValueError("the instruction is empty; say what the picture should show")
-        if request.image is None:
-            if self.needs_picture:
-                raise ValueError("this run edits pictures: give one with the instruction")
-            return Sample(request.id, request.instruction), None
+        images = request.images
+        if not images and self.needs_picture:
+            raise ValueError("this run edits pictures: give one with the instruction")
+        if len(images) > self._max_pictures:
+            raise ValueError(
+                f"{len(images)} pictures, where this run reads {self._max_pictures}; "
+                f"{self._pictures_remedy}"
+            )
         try:
-            picture, original_size_px = opened(request.image, self.config.data.max_image_side_px)
+            found = [opened(image, self.config.data.max_image_side_px) for image in images]
         except UnusableError as error:
             raise ValueError(str(error)) from error
-        return Sample(request.id, request.instruction, (picture,)), original_size_px
+        sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in found))
+        return sample, tuple(size_px for _, size_px in found)
 
     def _area_px(self) -> int:
         """Of a picture that is read as codes."""
@@ -362,7 +388,7 @@ class Editor:
         return [episode for (episode,) in rollout.episodes], rollout.bare_episodes
 
     def _arm(self, episode: Episode) -> Arm:
-        words = episode.action.text.removeprefix(episode.action.thought).strip()
+        words = episode.action.words.strip()
         # Nothing is graded here, and that is no failure.
         failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
         return Arm(words, episode.image, episode.failure if failed else None)

@@ -1,6 +1,6 @@
-"""One edit on one sheet: the source, what was drawn before training and after, and beside them what
-the user's own words and the renderer's stock pipeline give; under each the words that it was drawn
-of. All under the same noise."""
+"""One edit on one sheet: the sources, what was drawn before training and after, and beside them
+what the user's own words and the renderer's stock pipeline give; under each the words that it was
+drawn of. All under the same noise."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ def draw_sheet(result: EditResult, made_by: str) -> bytes:
     import matplotlib.pyplot as plt
     from matplotlib import font_manager
 
-    panels: list[tuple[Image | None, str, str]] = []
-    if result.source is not None:
-        panels.append((result.source, "source", result.request.instruction))
+    panels: list[tuple[Image | None, str, str | None]] = []
+    for number, source in enumerate(result.sources, 1):
+        title = "source" if len(result.sources) == 1 else f"source {number}"
+        # Under the last one, beside what was made of them.
+        words = result.request.instruction if number == len(result.sources) else None
+        panels.append((source, title, words))
     edit = Arm(result.words, result.image, result.failure)
     for name, title in TITLES.items():
         arm = edit if name == TRAINED else result.arms.get(name)

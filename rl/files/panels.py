@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl.config.printing import printable
+from rl.files.images import over_white
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,14 +22,20 @@ WORDS_CHARS, WORDS_LINES = 22, 10
 """Of the words in its place."""
 
 
-def panel(axes: Axes, image: Image | None, title: str, words: str) -> None:
-    """Draw one; what a terminal would act upon is escaped here too."""
+def panel(
+    axes: Axes, images: Image | Sequence[Image] | None, title: str, words: str | None
+) -> None:
+    """Draw one, or several in its place under their numbers; what a terminal would act upon is
+    escaped here too. `words` None: it has none, and nothing says so."""
     axes.axis("off")
-    if image is not None:
-        crisp = max(image.size) < CRISP_BELOW_PX
-        axes.imshow(image.convert("RGB"), interpolation="nearest" if crisp else "antialiased")
+    if isinstance(images, Sequence):
+        _tiles(axes, images)
+    elif images is not None:
+        _picture(axes, images)
     axes.set_title(printable(title), fontsize=13)
-    drawn = image is not None
+    if words is None:
+        return
+    drawn = images is not None
     num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if drawn else (WORDS_CHARS, WORDS_LINES)
     lines = textwrap.wrap(
         printable(words, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
@@ -42,3 +51,22 @@ def panel(axes: Axes, image: Image | None, title: str, words: str) -> None:
         transform=axes.transAxes,
         parse_math=False,
     )
+
+
+def _picture(axes: Axes, image: Image) -> None:
+    crisp = max(image.size) < CRISP_BELOW_PX
+    axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
+
+
+def _tiles(axes: Axes, images: Sequence[Image]) -> None:
+    """In rows of about as many as there are rows."""
+    axes.set_box_aspect(1)
+    num_across = math.ceil(math.sqrt(len(images)))
+    num_down = math.ceil(len(images) / num_across)
+    for at, image in enumerate(images):
+        row, column = divmod(at, num_across)
+        left, bottom = column / num_across, 1 - (row + 1) / num_down
+        tile = axes.inset_axes((left, bottom, 0.96 / num_across, 0.88 / num_down))
+        tile.axis("off")
+        tile.set_title(str(at + 1), fontsize=10, pad=2)
+        _picture(tile, image)

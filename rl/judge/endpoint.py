@@ -215,10 +215,10 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
         )
     if _TOO_MANY_PICTURES.search(said):
         return (
-            "Remedy: a question shows up to two pictures, and this endpoint takes fewer: serve it "
-            "with two (vllm serve --limit-mm-per-prompt '{\"image\": 2}', as "
-            f"scripts/serve_judge.sh does), or set judge.model={config.model!r} to one that takes "
-            "them."
+            "Remedy: a question shows the source pictures and the result, two where samples have "
+            "one source, and this endpoint takes fewer: serve it with so many (vllm serve "
+            "--limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of scripts/serve_judge.sh), or "
+            f"set judge.model={config.model!r} to one that takes them."
         )
     if status == 413 or _TOO_LONG.search(said):
         return (
@@ -238,6 +238,6 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
         return f"Remedy: set judge.api_base to where it points ({location})."
     return (
         "Remedy: the request itself does not suit this endpoint. Check "
-        f"judge.model={config.model!r} (does it take pictures, and two of them?), "
+        f"judge.model={config.model!r} (does it take pictures, and several of them?), "
         "judge.image_side_px and judge.max_tokens against its context, and judge.guided_json."
     )

@@ -86,6 +86,7 @@ class Learner:
                 ids_PG[groups.start : groups.stop],
                 config.max_tokens_per_micro_batch,
                 groups.start,
+                num_completions_P[groups.start : groups.stop],
             )
             if together:
                 micro_batches = in_step(micro_batches, filler, self._dist)

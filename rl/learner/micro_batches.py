@@ -47,11 +47,13 @@ def pack_groups(
     ids_PG: Sequence[Sequence[Sequence[int]]],
     max_tokens: int,
     first: int = 0,
+    num_sampled_P: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
     """The groups, in order, in micro-batches of at most `max_tokens`; `first` is the first one's p.
 
     A group that is longer than that is cut between completions, and a single completion that is
-    longer stands alone.
+    longer stands alone. `num_sampled_P`: how many of each group the policy wrote (None: all); those
+    behind them stand under the prompt's `plain`.
     """
     micro_batches: list[MicroBatch] = []
     rows: list[Row] = []
@@ -64,16 +66,23 @@ def pack_groups(
             micro_batches.append(MicroBatch(tuple(rows), tuple(members)))
         rows, members, size = [], [], 0
 
-    for p, (prompt, ids_G) in enumerate(zip(prompts_P, ids_PG, strict=True), start=first):
-        whole = len(prompt.token_ids) + sum(len(ids) for ids in ids_G)
-        if size + whole > max_tokens:
+    nums_P = [len(ids_G) for ids_G in ids_PG] if num_sampled_P is None else num_sampled_P
+    groups = zip(prompts_P, ids_PG, nums_P, strict=True)
+    for p, (sampled_under, ids_G, num_sampled) in enumerate(groups, start=first):
+        prompts_G = [
+            sampled_under if g < num_sampled else sampled_under.plain for g in range(len(ids_G))
+        ]
+        group = tuple(zip(prompts_G, ids_G, strict=True))
+        if size + MicroBatch(group, ()).num_tokens > max_tokens:
             close()
-        for g, ids in enumerate(ids_G):
-            opens_group = not rows or rows[-1][0] is not prompt
-            if rows and size + len(ids) > max_tokens:
+        for g, (prompt, ids) in enumerate(group):
+            more = len(ids)
+            if not rows or rows[-1][0] is not prompt:
+                more += len(prompt.token_ids)
+            if rows and size + more > max_tokens:
                 close()
-                opens_group = True
-            size += len(ids) + (len(prompt.token_ids) if opens_group else 0)
+                more = len(ids) + len(prompt.token_ids)
+            size += more
             rows.append((prompt, ids))
             members.append((p, g))
     close()
@@ -111,7 +120,8 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
         prompt = own[0]
         # What the forward needs travels, pictures included: every rank must run the vision tower.
         sample = replace(prompt.sample, sources=(), target=None)
-        portable = (replace(prompt, sample=sample), own[1])
+        plain = prompt.without_thought and replace(prompt.without_thought, sample=sample)
+        portable = (replace(prompt, sample=sample, without_thought=plain), own[1])
     gathered = [row for row in dist.gather(portable) if row is not None]
     return own or (gathered[0] if gathered else None)
 
@@ -143,7 +153,9 @@ class Forwards(Protocol):
     @property
     def micro_batches(self) -> Sequence[MicroBatch]: ...
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]: ...
+    def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """What `decode_actions` of its rows is given by a policy that `reads_states`."""
+        ...
 
 
 class Inference:
@@ -157,25 +169,34 @@ class Inference:
         max_tokens: int,
         dist: Dist,
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        num_sampled_P: Sequence[int] | None = None,
     ) -> None:
         """`max_tokens`: of a micro-batch. `weights`: under which it forwards, e.g. the policy's
-        `reference`. Collective where forwards are."""
+        `reference`. `num_sampled_P`: as for `pack_groups`. Collective where forwards are."""
         self._policy = policy
         self._weights = weights
         self.collective = is_sharded(policy.module)
-        micro_batches = pack_groups(prompts_P, ids_PG, max_tokens)
+        micro_batches = pack_groups(prompts_P, ids_PG, max_tokens, num_sampled_P=num_sampled_P)
         if self.collective:
             rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
             micro_batches = in_step(micro_batches, shared_filler(rows, dist), dist)
         self.micro_batches: Sequence[MicroBatch] = micro_batches
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """Of its rows."""
+        return self._run(self._policy.collate(micro_batch.rows))
+
+    def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """See `Forwards`."""
+        rows = micro_batch.rows
+        return self._run(self._policy.collate_states(rows) or self._policy.collate(rows))
+
+    def _run(self, batch: TokenBatch) -> tuple[TokenBatch, TokenOutputs]:
         module = self._policy.module
         was_training = module.training
         module.eval()
         try:
             with torch.no_grad(), self._weights():
-                batch = self._policy.collate(micro_batch.rows)
                 return batch, module(batch)
         finally:
             module.train(was_training)

@@ -101,8 +101,18 @@ class TrainStep:
         """All of them, in order, fillers included."""
         return list(chain.from_iterable(m.micro_batches for m in self.minibatches))
 
+    def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """See `Forwards`. Where the renderer's are not those of the rows, these are left to
+        `prefetch_reference`: they bring nothing to a picture."""
+        batch = self.policy.collate_states(micro_batch.rows)
+        if batch is None:
+            return self.forward(micro_batch)
+        self.policy.module.eval()
+        with torch.no_grad():
+            return batch, self.backend.forward(batch)
+
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """Of all the micro-batch's rows, for the rollout; its graph stays where it can be used."""
+        """Of all the micro-batch's rows, in the rollout; its graph stays where it can be used."""
         keep = self._has_room(micro_batch)
         batch, outputs = self._run(micro_batch, micro_batch.members, keep)
         if self._is_stale(self._minibatch_of(micro_batch)):

@@ -44,6 +44,6 @@ class Qwen25VL(QwenVL[Config]):
         """An editor is asked with M-RoPE, as it was trained, and as upstream's pipeline does."""
         arms = dict(super().stock_arms(prompt))
         if self.setup.kind != "text" and prompt.images:  # plain text's positions are the same
-            upstream = self.prompts.with_text_positions(prompt)
+            upstream = self.prompts.with_text_positions(prompt.plain)
             arms["stock_upstream"] = (upstream, NOTHING_WRITTEN)
         return arms

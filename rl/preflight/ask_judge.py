@@ -19,7 +19,7 @@ from rl.api.judge import Answer, Question
 from rl.api.plug import Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, Sample
-from rl.build import Plug, Resolved
+from rl.build import Plug, Resolved, row_rules
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
@@ -176,10 +176,19 @@ class _Listening:
 def _given(resolved: Resolved, sample: Sample | None) -> RewardInput:
     made = made_up(resolved, _noise(resolved.config.judge.image_side_px))
     if sample is None:
-        return made
+        num = _most_pictures(resolved)
+        return replace(made, sample=replace(made.sample, sources=made.sample.sources * num))
     sources = sample.sources or made.sample.sources
     full = replace(sample, sources=sources, target=sample.target or made.sample.target)
     return replace(made, sample=full, image=made.image and (full.source or made.image))
+
+
+def _most_pictures(resolved: Resolved) -> int:
+    """Source pictures of any sample that the run takes, as far as that can be told; >= 1."""
+    most = row_rules(resolved).max_pictures or 1
+    plugs = [*resolved.train, *resolved.validation]
+    known = [plug.cls.most_pictures(plug.config) or 1 for plug in plugs]
+    return min(most, max(known, default=1))
 
 
 def _noise(side_px: int) -> Image:

@@ -17,7 +17,7 @@ from rl.build import ask_plug, claims, row_rules
 from rl.config.schema import RunConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
-from rl.preflight import footprint
+from rl.preflight import footprint, thought
 from rl.ranks import placement
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             "encoder was trained under, and the policy writes under those; drop the key"
             for key in changed(policy.config, sorted(policy.cls.own_words))
         )
+    yield from thought.problems(resolved)
     for plug in (policy, resolved.engine, renderer):
         problems, wrong = _told(plug, plug.cls.problems, resolved.config)
         yield from (f"{plug.key}.{problem}" for problem in problems)
@@ -253,7 +254,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
     shows_picture = template is not None and template.needs_picture
     needs_picture = shows_picture or renderer.cls.needs_source
     for plug in [*resolved.train, *resolved.validation]:
-        problems, wrong = _told(plug, plug.cls.problems, row_rules(resolved.config))
+        problems, wrong = _told(plug, plug.cls.problems, row_rules(resolved))
         yield from (f"{plug.key}: {problem}" for problem in problems)
         yield from wrong
         if needs_picture and "source" not in plug.cls.provides(plug.config):

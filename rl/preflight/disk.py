@@ -140,7 +140,9 @@ def _pictures_gb(resolved: Resolved) -> tuple[float, float]:
     config, renderer = resolved.config, resolved.renderer
     area_px = _picture_area_px(resolved)
     provided = [plug.cls.provides(plug.config) for plug in resolved.train]
-    beside = sum(any(name in names for names in provided) for name in ("source", "target"))
+    beside = int(any("target" in names for names in provided))
+    if any("source" in names for names in provided):
+        beside += max((plug.cls.most_pictures(plug.config) or 1) for plug in resolved.train)
     groups = config.prompts_per_iteration
     most = min(config.tracking.images_per_iteration, groups * config.generations_per_prompt)
     if renderer.cls.makes_images:

@@ -14,7 +14,7 @@ from rl.api.plug import unread
 from rl.api.policy import Policy
 from rl.build import Plug, Resolved, ask_plug
 from rl.config.schema import SHIPPED_LOSSES, Section
-from rl.preflight import footprint
+from rl.preflight import footprint, thought
 
 Rule = tuple[bool, str, str | None, str]
 """Whether they are unread, the section, its keys (None: all), why."""
@@ -92,6 +92,12 @@ def _rules(resolved: Resolved) -> Sequence[Rule]:
         ),
         (evaluation.temperature == 0, "evaluation", "top_k", "temperature is 0"),
         (
+            resolved.policy.config.thought is None,
+            "evaluation",
+            "thought_gain",
+            "policy.thought is null, and there is none to cut",
+        ),
+        (
             not config.checkpoint.keep_every_n_iterations,
             "checkpoint",
             "keep",
@@ -137,6 +143,7 @@ def _of_policy(resolved: Resolved) -> Iterator[str]:
     if renderer.cls.accepts != "hidden_states":
         why = f"renderer {renderer.name} takes {renderer.cls.accepts}, not hidden states"
         yield from unread(policy.config, " ".join(sorted(policy.cls.own_states)), why, "policy.")
+    yield from thought.no_effect(resolved)
 
 
 def _told(plug: Plug[Any]) -> list[str]:

@@ -248,7 +248,8 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     if config.evaluation.every_n_iterations:
         draws = resolved.renderer.cls.makes_images
         bare = draws and config.bare_arm != "never"
-        arms = 1 + bare + config.evaluation.reference_drift
+        cut = config.evaluation.thought_gain and resolved.policy.config.thought is not None
+        arms = 1 + bare + config.evaluation.reference_drift + cut
         held_out = config.evaluation.num_samples * config.images_per_completion * per_picture
         every = config.evaluation.every_n_iterations
         own = resolved.policy.cls.starts_as_stock

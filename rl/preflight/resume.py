@@ -28,7 +28,8 @@ HARMLESS = (
     "tracking.page",
     # The held-out curve goes on under another meaning; nothing is trained on it.
     "evaluation.num_samples", "evaluation.temperature", "evaluation.top_k",
-    "evaluation.reference_drift", "evaluation.stock_arm", "data.validation.*",
+    "evaluation.reference_drift", "evaluation.stock_arm", "evaluation.thought_gain",
+    "data.validation.*",
     # Where the judge is and how patiently it is asked, not what it says.
     "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
     "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
@@ -62,6 +63,7 @@ NOTED = (
     # How one gets past what stopped the run: a sample, a row or a question that was too long, a
     # reply that could not be read.
     "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",
+    "renderer.max_pictures",
     "data.train.*.picture_check",
     "judge.guided_json", "judge.max_attempts", "judge.max_tokens", "judge.image_side_px",
     # Tuned by hand.
@@ -85,7 +87,7 @@ BREAKS = (
 )  # fmt: skip
 """Listed so that a new key of the schema is thought about (tested); others break a run as well."""
 
-SINCE = {"max_staleness": 0}
+SINCE = {"max_staleness": 0, "policy.thought": None}
 """Keys that older checkpoints lack, and how those runs behaved."""
 
 _ABSENT = "(absent)"

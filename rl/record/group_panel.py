@@ -110,7 +110,9 @@ def _rows_of(label: str, episode: Episode, advantage: float | None) -> list[Row]
     if episode.completion.finish == "length":
         worth.append("cut at the token limit")
     rows = [(label, ", ".join(worth))]
-    rows.append(("  wrote", shown(episode.action.text, MAX_WORDS_CHARS) or "(nothing)"))
+    if episode.action.thought:
+        rows.append(("  thought", shown(episode.action.thought, MAX_WORDS_CHARS)))
+    rows.append(("  wrote", shown(episode.action.words, MAX_WORDS_CHARS) or "(nothing)"))
     if episode.parts:
         rows.append(("  parts", _parts(episode)))
     for name, replies in episode.replies.items():

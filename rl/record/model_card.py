@@ -10,7 +10,7 @@ through `markdown.py`. A path or an address of the machine that trained is not t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Shown:
     rewards: tuple[float | None, float | None]
     """None: not graded."""
     files: tuple[str, ...]
-    """Pictures beside the card: the source (or what the user's own words give), before, after; ()
+    """Pictures beside the card: the sources (or what the user's own words give), before, after; ()
     where there are none."""
 
 
@@ -149,7 +149,7 @@ def _gallery(config: Mapping[str, Any], evidence: Evidence | None) -> list[dict[
     if evidence is None or TASKS.get(str(at(config, "renderer.type"))) != "image-to-image":
         return []
     return [
-        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[2]}}
+        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[-1]}}
         for sample in evidence.samples
         if sample.files
     ]
@@ -235,14 +235,18 @@ def _samples(config: Mapping[str, Any], evidence: Evidence) -> list[str]:
             sides.append(f"{text(words) or '(no words)'} ({score})")
         cells = [text(sample.instruction), *sides]
         if sample.files:
-            alts = (OWN_WORDS if OWN_WORDS in sample.files[0] else "source", "before", "after")
-            pictures = [f"![{a}]({f})" for a, f in zip(alts, sample.files, strict=True)]
-            cells = [
-                f"{picture}<br>{words}" for picture, words in zip(pictures, cells, strict=True)
-            ]
+            *given, before, after = sample.files
+            shown = [" ".join(_given(given)), f"![before]({before})", f"![after]({after})"]
+            cells = [f"{picture}<br>{words}" for picture, words in zip(shown, cells, strict=True)]
         rows.append(cells)
     lines += [*table(["asked", "before", "after"], rows), ""]
     return [*lines, *(["<Gallery />", ""] if _gallery(config, evidence) else [])]
+
+
+def _given(files: Sequence[str]) -> Iterator[str]:
+    for number, file in enumerate(files, 1):
+        name = OWN_WORDS if OWN_WORDS in file else "source"
+        yield f"![{name}{f' {number}' if len(files) > 1 else ''}]({file})"
 
 
 def _limits(

@@ -30,7 +30,7 @@ ENTRY_NAMES = {
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
 """Folder of the run -> what an iteration's entry is called in it."""
-PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source|target|bare|m\d+)\.png")
+PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
 """Of a picture in a folder of `images`; its number is the rank's."""
 
 

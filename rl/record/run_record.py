@@ -6,7 +6,8 @@ What: `RunRecord` and the layout
     <run>/metrics.jsonl                      one line per iteration, all ranks reduced
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
     <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png`, `..._target.png`:
-                                             the group's source and reference edit
+                                             the group's source (several: `..._source2.png`, ...)
+                                             and reference edit
     <run>/set_aside/                         what is done again since (`rewind.py`)
 
 What not: wandb (`tracking.py`, a view of this), checkpoints, in which thread (`writer.py`).
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from rl.api.types import Episode
+from rl.api.types import Action, Episode, Sample
 from rl.config.schema import RunConfig
 from rl.files.atomic import append_line, json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
@@ -180,10 +181,15 @@ class RunRecord:
         groups = zip(episodes_PG, advantages_PG, bare_P, strict=True)
         for p, (episodes_G, advantages_G, bare) in enumerate(groups):
             stem = f"images/it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
-            files: dict[str, str | None] = {"source_file": None, "target_file": None}
+            files: dict[str, Any] = {"source_file": None, "target_file": None}
             if images_left > 0 and episodes_G:
                 sample = episodes_G[0].prompt.sample
-                files["source_file"] = self._write_image(sample.source, f"{stem}_source")
+                files |= source_files(
+                    [
+                        self._write_image(picture, f"{stem}_{name}")
+                        for name, picture in named_sources(sample)
+                    ]
+                )
                 files["target_file"] = self._write_image(sample.target, f"{stem}_target")
             beside = self._bare_row(bare, stem, images_left > 0)
             for g, (episode, advantage) in enumerate(zip(episodes_G, advantages_G, strict=True)):
@@ -230,6 +236,25 @@ class RunRecord:
                     folder.rmdir()
 
 
+def named_sources(sample: Sample) -> list[tuple[str, Image]]:
+    """(what its file is called, picture) of each source picture: 'source', 'source2', ..."""
+    return [
+        (f"source{'' if number == 1 else number}", picture)
+        for number, picture in enumerate(sample.sources, 1)
+    ]
+
+
+def source_files(files: Sequence[str | None]) -> dict[str, Any]:
+    """What a line says of them; only where there are several it has an `other_source_files`."""
+    first, *others = files or [None]
+    return {"source_file": first} | ({"other_source_files": others} if others else {})
+
+
+def _thought_and_words(action: Action) -> dict[str, str]:
+    """Apart, where a completion has both; {}: all of it is words."""
+    return {"thought": action.thought, "words": action.words} if action.thought else {}
+
+
 def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
     """Everything it takes to trace one reward: what was asked, sampled, drawn, replied, concluded.
 
@@ -242,6 +267,7 @@ def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
         "category": sample.category,
         "instruction": sample.instruction,
         "completion": episode.action.text,
+        **_thought_and_words(episode.action),
         "finish": completion.finish,
         "status": episode.status.value,
         "failure": episode.failure,

@@ -60,7 +60,7 @@ class Tracker:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
-        """A table of rank 0's first `images_per_iteration` episodes: source, reference edit,
+        """A table of rank 0's first `images_per_iteration` episodes: sources, reference edit,
         rendered, instruction, completion, reward and its parts, advantage."""
         every = self._tracking.log_episodes_every_n_iterations
         if not self._pages or every == 0 or iteration % every != 0:
@@ -99,10 +99,12 @@ class Tracker:
 
         parts = sorted({name for episode, _ in pairs for name in episode.parts})
         words = ("instruction", "completion", "status", "failure")
-        columns = ["source", "target", "rendered", *words, "reward", *parts, "advantage"]
+        most = max(1, *(len(episode.prompt.sample.sources) for episode, _ in pairs))
+        sources = ["source", *(f"source {number}" for number in range(2, most + 1))]
+        columns = [*sources, "target", "rendered", *words, "reward", *parts, "advantage"]
         rows: list[list[Cell]] = [
             [
-                picture(episode.prompt.sample.source),
+                *(picture(s) for s in (*episode.prompt.sample.sources, *[None] * most)[:most]),
                 picture(episode.prompt.sample.target),
                 picture(episode.image),
                 scrub(episode.prompt.sample.instruction, self._secret_names),

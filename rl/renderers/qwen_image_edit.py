@@ -19,4 +19,4 @@ class QwenImageEdit(QwenImageEditor[Config]):
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
         """The picture, then the instruction."""
-        return cls.edit_template(config, picture_label="")
+        return cls.edit_template(config)

@@ -1,8 +1,8 @@
 """Renderer plug: Qwen-Image-Edit-Plus (2509, 2511), conditioned on the policy's hidden states.
 
-What: its template ("Picture 1: ...") and the 384^2 px picture its text encoder reads. What not:
-several source pictures; 2511's `zero_cond_t`, which is in the transformer's own config; the rest,
-shared with Edit (`qwen_image/`).
+What: its template ("Picture 1: ...") and the 384^2 px pictures its text encoder reads. What not:
+2511's `zero_cond_t`, which is in the transformer's own config; the rest, shared with Edit
+(`qwen_image/`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ class Config(QwenImageConfig):
     model_path: str = "Qwen/Qwen-Image-Edit-2511"
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 384 * 384
-    """Area of the source as the policy reads it, px^2."""
+    """Area of each source as the policy reads it, px^2."""
+    max_pictures: Annotated[int, Field(ge=1, le=16)] = 1
+    """Source pictures that a sample may have, and for which memory is planned; it was trained on 1
+    to 3. The picture drawn takes the last one's aspect."""
 
 
 class QwenImageEditPlus(QwenImageEditor[Config]):
-    """Its text encoder reads a small picture under its number, then the instruction."""
+    """Its text encoder reads small pictures under their numbers, then the instruction."""
 
     pipeline = "QwenImageEditPlusPipeline"
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
-        """The picture under its number, then the instruction."""
-        return cls.edit_template(config, picture_label="Picture 1: ")
+        """The pictures under their numbers, nothing between, then the instruction."""
+        return cls.edit_template(config, "Picture {number}: {image}", config.max_pictures)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -17,7 +18,7 @@ from rl.files.panels import panel
 from rl.record.untrusted import shown
 from rl.report.curves import points, smooth
 from rl.report.folder import to_oneself
-from rl.report.reading import Evaluation, Record, number, picture
+from rl.report.reading import Evaluation, Record, number, other_sources, picture, words_of
 from rl.report.rows import text
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def draw_curve(file: Path | IO[bytes], metrics: Sequence[Record]) -> None:
 
 
 def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
-    """The first held-out samples, two per row: source with instruction, edit before, edit after.
+    """The first held-out samples, two per row: sources with instruction, edit before, edit after.
 
     Where nothing is edited, the first picture is what the user's own words give."""
     import matplotlib.pyplot as plt
@@ -102,14 +103,18 @@ def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
         source, left, right = (figure.add_subplot(grid[row, 4 * side + k]) for k in range(3))
         old, new = before.records[identity], after.records[identity]
         bare = old.get("source_file") is None and old.get("bare_file") is not None
-        first = ("bare_file", "the words as they are") if bare else ("source_file", "source")
-        show(source, before.folder, old.get(first[0]), first[1], old.get("instruction"))
+        if bare:
+            files, title = [old.get("bare_file")], "the words as they are"
+        else:
+            files = [old.get("source_file"), *other_sources(old)]
+            title = "source" if len(files) == 1 else f"{len(files)} sources"
+        show(source, before.folder, files, title, old.get("instruction"))
         for axes, folder, when, record in (
             (left, before.folder, "before", old),
             (right, after.folder, "after", new),
         ):
             title = f"{when}: {score(record)}"
-            show(axes, folder, record.get("image_file"), title, record.get("completion"))
+            show(axes, folder, [record.get("image_file")], title, words_of(record))
     figure.suptitle(
         f"The first {len(both)} held-out samples, before training and after "
         f"{after.iteration} iterations (reward 0 to 1)",
@@ -119,17 +124,20 @@ def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
     plt.close(figure)
 
 
-def show(axes: Axes, folder: Path, file: object, title: str, words: object) -> None:
-    """One picture, or where it is not there its words alone."""
+def show(axes: Axes, folder: Path, files: Sequence[object], title: str, words: object) -> None:
+    """One picture, or several, or where one is not there its words alone."""
     from PIL import Image
 
     said = text(words, _MAX_CHARS)
-    there = picture(folder, file)
-    if there is None:
-        panel(axes, None, title, said)
-        return
-    with Image.open(folder / there) as image:
-        panel(axes, image, title, said)
+    there = [picture(folder, file) for file in files]
+    with ExitStack() as stack:
+        images = [
+            stack.enter_context(Image.open(folder / file)) for file in there if file is not None
+        ]
+        if len(images) < len(there):
+            panel(axes, None, title, said)
+        else:
+            panel(axes, images if len(images) > 1 else images[0], title, said)
 
 
 def score(record: Record) -> str:

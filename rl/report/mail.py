@@ -138,16 +138,17 @@ def _regroup(mail: _Mail, folder: Path, shown: list[int]) -> None:
 def _held_out_pictures(pages: Mapping[str, Any], iteration: int) -> Iterator[str]:
     for page in pages.values():
         for row in page["rows"]:
-            for key in ("src", "img", "bimg"):
-                if row[key]:
-                    yield f"../evaluation/it_{iteration:06d}/{row[key]}"
+            files = [row["src"], *row.get("others", []), row["img"], row["bimg"]]
+            for file in filter(None, files):
+                yield f"../evaluation/it_{iteration:06d}/{file}"
             if row["simg"]:
                 yield f"../stock/{row['simg']}"
 
 
 def _training_pictures(page: Mapping[str, Any]) -> Iterator[str]:
     for group in page["rows"]:
-        files = [group["src"], group["goal"], *(member["img"] for member in group["of"])]
+        beside = [group["src"], *group.get("others", []), group["goal"]]
+        files = [*beside, *(member["img"] for member in group["of"])]
         yield from (f"../{file}" for file in files if file)
 
 

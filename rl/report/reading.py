@@ -24,6 +24,8 @@ _MAX_ITERATION = 10**9
 _MAX_NUMBER = 1e100
 _EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
 _EVALUATION = re.compile(r"it_(\d{6,})")
+MAX_SOURCES = 32
+"""Shown of a sample; no policy reads as many."""
 _PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 """Below the folder that it is said to be in, and nothing that a browser takes for an address."""
 
@@ -132,6 +134,17 @@ def picture_of(run_dir: Path, file: object) -> str | None:
         return None
     top, _, rest = file.partition("/")
     return file if rest and picture(run_dir / top, rest) else None
+
+
+def other_sources(record: Record) -> list[object]:
+    """Of the source pictures that a line names, those after the first."""
+    named = record.get("other_source_files")
+    return named[:MAX_SOURCES] if isinstance(named, list) else []
+
+
+def words_of(record: Record) -> object:
+    """What was written, without the thought, where there was one."""
+    return record.get("words", record.get("completion"))
 
 
 def number(value: object) -> float | None:

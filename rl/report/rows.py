@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.record.untrusted import without_lone_surrogates
 from rl.report.disagreement import disagreement
-from rl.report.reading import Record, number, picture, picture_of
+from rl.report.reading import Record, number, other_sources, picture, picture_of, words_of
 from rl.report.tokens import Pieces
 
 
@@ -82,11 +82,18 @@ def group_row(
         "id": text(first.get("sample_id"), 300),
         "cat": text(first.get("category"), 200),
         "say": text(first.get("instruction"), limits.text_chars),
-        "src": picture_of(run_dir, first.get("source_file")),
-        "goal": picture_of(run_dir, first.get("target_file")),
+        **_sources(first, there),
+        "goal": there(first.get("target_file")),
         "of": [_member(row, names, there, pieces, limits) for row in rows_G],
         "bare": _member(bare, names, there, pieces, limits) if isinstance(bare, Mapping) else None,
     }
+
+
+def _sources(row: Record, there: Callable[[object], str | None]) -> dict[str, Any]:
+    """`src`: the source picture; `others`: where there are several, those after it, null for one
+    that is not there."""
+    others = [there(file) for file in other_sources(row)]
+    return {"src": there(row.get("source_file"))} | ({"others": others} if others else {})
 
 
 def _member(
@@ -100,7 +107,8 @@ def _member(
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
-        "text": text(row.get("completion"), limits.text_chars),
+        "text": text(words_of(row), limits.text_chars),
+        "think": text(row.get("thought"), limits.text_chars),
         "end": text(row.get("finish"), 40),
         "st": text(row.get("status"), 40),
         "why": text(row.get("failure"), limits.text_chars),
@@ -177,15 +185,16 @@ def record_row(
     limits: Limits,
 ) -> dict[str, Any]:
     """A held-out sample. `stock`: the stock arm's picture of it, in the folder of that arm."""
+    there = partial(picture, folder)
     return {
-        **_member(record, names, partial(picture, folder), pieces, limits),
+        **_member(record, names, there, pieces, limits),
         "id": text(str(record["id"]), 300),
         "cat": text(record.get("category"), 200),
         "say": text(record.get("instruction"), limits.text_chars),
         "ref": text(record.get("reference"), limits.text_chars),
         "bare": short(record.get("bare_reward")),
         "stock": short(record.get("stock_reward")),
-        "src": picture(folder, record.get("source_file")),
-        "bimg": picture(folder, record.get("bare_file")),
+        **_sources(record, there),
+        "bimg": there(record.get("bare_file")),
         "simg": stock,
     }

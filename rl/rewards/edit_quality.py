@@ -10,13 +10,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated
 
-from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Question
 from rl.judge.question import fill_prompt
 from rl.judge.reply import fields_schema, read_fields
-from rl.rewards.shared.repeated_judging import Asked, JudgedReward, RepeatsConfig
+from rl.rewards.shared.repeated_judging import (
+    Asked,
+    JudgedReward,
+    Pictures,
+    RepeatsConfig,
+    numbered,
+)
 
 FIELDS = ("alignment", "quality")
 
@@ -25,9 +30,10 @@ class Config(RepeatsConfig):
     """Weights, words, and how often the judge is asked: three times, sampling."""
 
     own_prompts = {"prompt": "edit_quality.txt"}
+    own_prompts_of_several = {"prompt": "edit_quality_of_several.txt"}
     prompt: str = ""
     """File with the question, `{instruction}` where the user's words go; '' = ours. The source
-    picture precedes the text, the edited one follows it."""
+    picture (several: each under 'Source 1:', ...) precedes the text, the edited one follows it."""
     alignment_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.6
     """Weight of following the instruction."""
     quality_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.4
@@ -50,9 +56,9 @@ class EditQuality(JudgedReward[Config]):
     needs = frozenset({"source", "image"})
     unit_parts = frozenset(FIELDS)
 
-    def questions(self, instruction: str, pictures: Mapping[str, Image]) -> Sequence[Asked]:
-        text = fill_prompt(self.prompts[0], instruction)
-        parts = (pictures["source"], text, pictures["image"])
+    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
+        text = fill_prompt(self.prompts_for(pictures)[0], instruction)
+        parts = (*numbered(pictures["source"]), text, *pictures["image"])
         question = Question(parts, fields_schema(FIELDS, 0, 1), self.temperature)
         return [(question, partial(read_fields, names=FIELDS, low=0, high=1))]
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from PIL.Image import Image
-
 from rl.api.judge import Question
 from rl.judge.reply import fields_schema, read_fields
-from rl.rewards.shared.repeated_judging import Asked, JudgedReward, RepeatsConfig
+from rl.rewards.shared.repeated_judging import Asked, JudgedReward, Pictures, RepeatsConfig
 
 
 class Config(RepeatsConfig):
@@ -31,9 +29,13 @@ class GroundScore(JudgedReward[Config]):
 
     needs = frozenset({"target", "image"})
 
-    def questions(self, instruction: str, pictures: Mapping[str, Image]) -> Sequence[Asked]:
-        parts = (pictures["target"], self.prompts[0], pictures["image"])
-        question = Question(parts, fields_schema(["score"], 0, 10), self.temperature)
+    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
+        [prompt] = self.prompts_for(pictures)
+        question = Question(
+            (*pictures["target"], prompt, *pictures["image"]),
+            fields_schema(["score"], 0, 10),
+            self.temperature,
+        )
         return [(question, partial(read_fields, names=["score"], low=0, high=10))]
 
     def reading(self, marks: Sequence[float]) -> Mapping[str, float]:

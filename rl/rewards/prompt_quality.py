@@ -45,6 +45,7 @@ class PromptQuality(Reward):
     """Reads one rewriting."""
 
     needs = frozenset({"text"})
+    reads_thoughts = False
     diagnostic = True
     unit_parts = frozenset({"length", "keywords_kept", "new_details", "quality_words", "structure"})
 

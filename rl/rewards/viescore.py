@@ -10,10 +10,11 @@ from rl.rewards.shared.viescore import PairedQuestions, VieScoreConfig, own_prom
 
 
 class Config(VieScoreConfig):
-    """Which words the judge is asked in, and how often. The source picture precedes the question
-    about meaning, the edited one follows it."""
+    """Which words the judge is asked in, and how often. The source picture (several: each under
+    'Source 1:', ...) precedes the question about meaning, the edited one follows it."""
 
     own_prompts = own_prompts("viescore_semantics.txt")
+    own_prompts_of_several = {"semantics_prompt": "viescore_semantics_of_several.txt"}
 
 
 class VieScore(PairedQuestions[Config]):

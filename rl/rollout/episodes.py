@@ -24,7 +24,10 @@ from rl.api.types import (
 from rl.config.schema import RunConfig
 
 PictureKey = tuple[int, tuple[int, ...], int]
-"""(prompt index, completion's token ids, picture number): equal keys are one picture."""
+"""(prompt index, token ids that it is drawn from, picture number): equal keys are one picture."""
+VerdictKey = tuple[PictureKey, tuple[int, ...]]
+"""(its picture, completion's token ids): equal keys are one verdict. One picture has several where
+equal words were thought about differently, which rewards that read may see."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,14 @@ class PictureOutcome:
 
     sample_id: str
     size_px: tuple[int, int] | None
-    """(width, height) of `Renderer.size_bucket`, else of its source; None where it has none."""
+    """(width, height) of `Renderer.size_bucket`, else of its last source; None where it has
+    none."""
     failure: str | None = None
     """Why it has no value; None: it has one."""
     by_renderer: bool = False
     """Whether it was not even drawn."""
+    num_sources: int = 0
+    """Source pictures that it was made of."""
 
 
 def picture_outcome(
@@ -56,10 +62,12 @@ def picture_outcome(
     if verdict.failure is not None:
         if verdict.failure.blame == "policy":
             return None
-        return PictureOutcome(sample.id, size_px, f"renderer: {verdict.failure.reason}", True)
+        reason = f"renderer: {verdict.failure.reason}"
+        return PictureOutcome(sample.id, size_px, reason, True, len(sample.sources))
     failures = [f"{name}: {grade.failure}" for name, grade in verdict.grades.items()]
     has_value = any(grade.value is not None for grade in verdict.grades.values())
-    return PictureOutcome(sample.id, size_px, None if has_value else "; ".join(failures))
+    failure = None if has_value else "; ".join(failures)
+    return PictureOutcome(sample.id, size_px, failure, num_sources=len(sample.sources))
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,12 @@ class Arm:
     action: Action
     failure: str | None
     """Why nothing is rendered."""
-    pictures: tuple[PictureKey, ...]
-    """To be rendered; none when it failed."""
+    verdicts: tuple[VerdictKey, ...]
+    """On its pictures, which are to be rendered; none when it failed."""
+
+    @property
+    def pictures(self) -> tuple[PictureKey, ...]:
+        return tuple(picture for picture, _ in self.verdicts)
 
 
 def why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
@@ -89,10 +101,10 @@ def episode_of(
     arm: Arm,
     group_id: str,
     noise_seed: int,
-    verdict_of: Mapping[PictureKey, Verdict],
+    verdict_of: Mapping[VerdictKey, Verdict],
 ) -> Episode:
     """Fold one completion's pictures into its episode: rewards and parts are their means."""
-    verdicts = [verdict_of[key] for key in arm.pictures]
+    verdicts = [verdict_of[key] for key in arm.verdicts]
 
     def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
         image = next((v.image for v in verdicts if v.image is not None), None)

@@ -35,6 +35,7 @@ from rl.rollout.episodes import (
     PictureKey,
     PictureOutcome,
     Verdict,
+    VerdictKey,
     episode_of,
     picture_outcome,
     why_not_rendered,
@@ -124,7 +125,8 @@ def begin(
 ) -> PendingRollout:
     """Render every arm and ask the judge about it; the verdicts are still on their way.
 
-    Two equal completions of a group are one picture: it is rendered and judged once. Raises
+    Two completions of a group that say the same are one picture: it is rendered once, and judged
+    once unless they thought differently before and a reward reads that. Raises
     `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
     run is given.
     """
@@ -189,7 +191,7 @@ def _jobs(
             raise Interrupted
         with timer.phase("condition"):
             batch, outputs = (
-                forwards.forward(micro_batch) if context.policy.reads_states else (None, None)
+                forwards.states(micro_batch) if context.policy.reads_states else (None, None)
             )
             actions = context.policy.decode_actions(micro_batch.rows, batch, outputs)
             del batch, outputs
@@ -199,10 +201,12 @@ def _jobs(
             completion = arms_PG[p][g]
             failure = why_not_rendered(context.config, completion, action)
             num_pictures = 0 if failure else context.config.images_per_completion
-            keys = tuple((p, completion.token_ids, m) for m in range(num_pictures))
+            ids = completion.token_ids
+            source = ids if action.drawn_from is None else action.drawn_from
+            verdicts = tuple(((p, source, m), ids) for m in range(num_pictures))
             # Without the payload: a batch's hidden states are a gigabyte beside the step.
             understood = replace(action, payload=None)
-            arm = Arm(sampled.prompts[p], completion, understood, failure, keys)
+            arm = Arm(sampled.prompts[p], completion, understood, failure, verdicts)
             for key in pending.expect((p, g), arm):
                 noise_seed = _noise(sampled.noise_seeds[p], key[2])
                 yield RenderJob(arm.prompt.sample, action.payload, noise_seed)
@@ -222,16 +226,20 @@ class PendingRollout:
         self._sampled = sampled
         self._arms_P = sampled.arms
         self._arms: dict[Member, Arm] = {}
-        self._arm_of: dict[PictureKey, Arm] = {}
+        self._arm_of: dict[VerdictKey, Arm] = {}
         """Any one of equal arms."""
+        self._verdicts_on: dict[PictureKey, list[VerdictKey]] = {}
         self._handed_out: list[PictureKey] = []
         """To the renderer, in its order."""
         self._outcomes: dict[PictureKey, Image | RenderFailure | None] = {}
-        self._grades: dict[PictureKey, Future[grading.Grades]] = {}
+        self._seen: dict[PictureKey, Future[grading.Grades]] = {}
+        """By the rewards that thoughts say nothing to."""
+        self._read: dict[VerdictKey, Future[grading.Grades]] = {}
+        """By the others."""
         self._compared: dict[tuple[int, int], Future[list[grading.Grades]]] = {}
         """(prompt index, picture number) -> of `_group_of` it, by the rewards that compare."""
         self._compares = any(reward.scores_groups() for reward in context.rewards.values())
-        self._outputs: dict[PictureKey, grading.Grades] = {}
+        self._outputs: dict[VerdictKey, grading.Grades] = {}
         """Of the verdicts that are in."""
         self._episodes_PG: list[list[Episode]] = []
 
@@ -242,8 +250,13 @@ class PendingRollout:
     def expect(self, member: Member, arm: Arm) -> list[PictureKey]:
         """Note an arm; returns those of its pictures that no equal arm has asked for."""
         self._arms[member] = arm
-        new = [key for key in arm.pictures if key not in self._arm_of]
-        self._arm_of.update(dict.fromkeys(new, arm))
+        new = [key for key in arm.pictures if key not in self._verdicts_on]
+        for verdict in arm.verdicts:
+            if verdict not in self._arm_of:
+                self._arm_of[verdict] = arm
+                self._verdicts_on.setdefault(verdict[0], []).append(verdict)
+                if verdict[0] in self._outcomes:
+                    self._ask(verdict)
         self._handed_out += new
         return new
 
@@ -251,10 +264,22 @@ class PendingRollout:
         """Picture `number` exists: its questions leave for the judge."""
         key = self._handed_out[number]
         self._outcomes[key] = outcome
-        if not isinstance(outcome, RenderFailure):
-            graded = grading.grade(self._context.rewards, self._input(key))
-            self._grades[key] = self._context.loop.submit(graded)
+        for verdict in self._verdicts_on[key]:
+            self._ask(verdict)
         self._submit_group(key[0])
+
+    def _ask(self, verdict: VerdictKey) -> None:
+        """The rewards about a picture that exists."""
+        picture = verdict[0]
+        if isinstance(self._outcomes[picture], RenderFailure):
+            return
+        rewards, loop = self._context.rewards, self._context.loop
+        shown = self._input(verdict)
+        if picture not in self._seen:
+            seeing = {name: r for name, r in rewards.items() if not r.reads_thoughts}
+            self._seen[picture] = loop.submit(grading.grade(seeing, shown))
+        reading = {name: r for name, r in rewards.items() if r.reads_thoughts}
+        self._read[verdict] = loop.submit(grading.grade(reading, shown))
 
     def submit_groups(self) -> None:
         """Every picture exists: what was left to compare leaves."""
@@ -265,10 +290,10 @@ class PendingRollout:
         """Once all pictures of prompt `p` exist, those of one noise leave together."""
         if not self._compares or not all((p, g) in self._arms for g in range(len(self._arms_P[p]))):
             return
-        keys = self._pictures_of(p)
-        if not self._outcomes.keys() >= {*keys}:
+        pictures = {picture for picture, _ in self._verdicts_of(p)}
+        if not self._outcomes.keys() >= pictures:
             return
-        for number in sorted({key[2] for key in keys}):
+        for number in sorted({number for _, _, number in pictures}):
             group = self._group_of(p, number)
             if group and (p, number) not in self._compared:
                 inputs_G = [self._input(key) for key in group]
@@ -276,23 +301,23 @@ class PendingRollout:
                     grading.score_group(self._context.rewards, inputs_G)
                 )
 
-    def _pictures_of(self, p: int) -> list[PictureKey]:
+    def _verdicts_of(self, p: int) -> list[VerdictKey]:
         """Distinct ones, in the order of the completions."""
         arms = [self._arms[p, g] for g in range(len(self._arms_P[p]))]
-        return list(dict.fromkeys(key for arm in arms for key in arm.pictures))
+        return list(dict.fromkeys(key for arm in arms for key in arm.verdicts))
 
-    def _group_of(self, p: int, number: int) -> list[PictureKey]:
-        """Those of them that exist under one noise."""
-        return [key for key in self._pictures_of(p) if key[2] == number and key in self._grades]
+    def _group_of(self, p: int, number: int) -> list[VerdictKey]:
+        """Those of them whose pictures exist under one noise."""
+        return [key for key in self._verdicts_of(p) if key[0][2] == number and key in self._read]
 
-    def _input(self, key: PictureKey) -> RewardInput:
-        arm, image = self._arm_of[key], self._outcomes[key]
+    def _input(self, key: VerdictKey) -> RewardInput:
+        arm, image = self._arm_of[key], self._outcomes[key[0]]
         assert not isinstance(image, RenderFailure)
         return RewardInput(arm.prompt.sample, arm.action.text, image, arm.action.thought)
 
     @property
     def _futures(self) -> list[Future[Any]]:
-        return [*self._grades.values(), *self._compared.values()]
+        return [*self._seen.values(), *self._read.values(), *self._compared.values()]
 
     def cancel(self) -> None:
         for future in self._futures:
@@ -319,7 +344,7 @@ class PendingRollout:
                 arms = [self._arms[p, g] for g in range(len(arms_G))]
                 with timer.phase("judge_wait") as phase:
                     verdicts = {
-                        key: self._verdict(key, waiting) for arm in arms for key in arm.pictures
+                        key: self._verdict(key, waiting) for arm in arms for key in arm.verdicts
                     }
                     if p == len(sampled.prompts) - 1:
                         phase.note(self._latency())
@@ -333,13 +358,15 @@ class PendingRollout:
         finally:
             waiting.end()
 
-    def _verdict(self, key: PictureKey, waiting: Waiting) -> Verdict:
-        outcome = self._outcomes[key]
+    def _verdict(self, key: VerdictKey, waiting: Waiting) -> Verdict:
+        picture = key[0]
+        outcome = self._outcomes[picture]
         if isinstance(outcome, RenderFailure):
             return Verdict(None, outcome)
-        verdict: grading.Grades = waiting.result(self._grades[key])
-        grades = dict(verdict)
-        p, _, number = key
+        seen: grading.Grades = waiting.result(self._seen[picture])
+        read: grading.Grades = waiting.result(self._read[key])
+        grades = {**seen, **read}
+        p, _, number = picture
         if self._compares:
             rows_G = waiting.result(self._compared[p, number])
             grades |= rows_G[self._group_of(p, number).index(key)]
@@ -379,13 +406,14 @@ class PendingRollout:
         return [outcome for outcome in found if outcome is not None]
 
     def _picture_outcome(self, key: PictureKey) -> PictureOutcome | None:
-        sample, drawn = self._arm_of[key].prompt.sample, self._outcomes[key]
+        verdict, drawn = self._verdicts_on[key][0], self._outcomes[key]
+        sample = self._arm_of[verdict].prompt.sample
         size_px = self._context.renderer.size_bucket(sample)
-        if size_px is None and sample.source is not None:
-            size_px = sample.source.size
+        if size_px is None and sample.sources:
+            size_px = sample.sources[-1].size
         if isinstance(drawn, RenderFailure):
             return picture_outcome(sample, size_px, Verdict(None, drawn))
-        return picture_outcome(sample, size_px, Verdict(drawn, None, self._outputs[key]))
+        return picture_outcome(sample, size_px, Verdict(drawn, None, self._outputs[verdict]))
 
     def _errors_of(self, name: str) -> RewardErrors:
         tracebacks = [grades[name].traceback for grades in self._outputs.values()]

@@ -108,6 +108,18 @@ def add_stock_arm(
     _add_paired(metrics, "eval/gain_over_stock", gain)
 
 
+def add_gain_of_thought(
+    metrics: Metrics, episodes: Sequence[Episode], cut_P: Sequence[Episode | None], dist: Dist
+) -> None:
+    """What thinking was worth: `cut_P` are the same samples' episodes without it. Collective."""
+    rewards_P = [None if episode is None else episode.reward for episode in cut_P]
+    for reward in rewards_P:
+        if reward is not None:
+            metrics.add("eval/cut_thought_reward", reward)
+    gain = _compare([episode.reward for episode in episodes], rewards_P, dist)
+    _add_paired(metrics, "eval/gain_of_thought", gain)
+
+
 def add_falls(
     metrics: Metrics,
     iteration: int,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl.algorithm.advantages import RewardMoments, reward_moments
 from rl.algorithm.metrics import Metrics
-from rl.api.types import Completion, Episode, Status
+from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Episode, Status
 from rl.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def _add_episode(metrics: Metrics, episode: Episode) -> None:
     metrics.total("tokens/completion_total", len(completion.token_ids))
     metrics.add("tokens/prompt_mean", len(episode.prompt.token_ids))
     metrics.add("tokens/truncated", float(completion.finish == "length"))
+    add_thought(metrics, "", episode)
     if episode.judge_s:
         metrics.add("judge/verdict_mean_s", episode.judge_s)
     if episode.reward is not None:
@@ -94,6 +95,19 @@ def _add_episode(metrics: Metrics, episode: Episode) -> None:
         metrics.maximum("reward/max", episode.reward)
     for name, value in episode.parts.items():
         metrics.add(f"reward/part/{name}", value)
+
+
+def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
+    """How long it thought before it wrote, and whether it came to an end."""
+    num_tokens = episode.action.num_thought_tokens
+    asked = episode.prompt.without_thought is not None
+    if asked or num_tokens:
+        metrics.add(f"{prefix}thought/tokens_mean", num_tokens)
+        metrics.maximum(f"{prefix}thought/tokens_max", num_tokens)
+    if asked:
+        cause = (episode.action.failure or "").partition(":")[0]
+        metrics.add(f"{prefix}thought/unfinished", float(cause == UNFINISHED_THOUGHT))
+        metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))
 
 
 def _add_noise_share(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:

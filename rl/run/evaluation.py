@@ -21,11 +21,11 @@ from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, St
 from rl.files.atomic import json_line, write_atomically
 from rl.files.images import png_bytes
 from rl.ranks.seeding import derive_seed
-from rl.record.run_record import provenance
+from rl.record.run_record import named_sources, provenance, source_files
 from rl.record.scrub import scrubbed
 from rl.rollout.stream import RolloutContext
-from rl.run.drift import add_falls, add_state_drift, add_stock_arm
-from rl.run.episode_metrics import add_bare_arm
+from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
+from rl.run.episode_metrics import add_bare_arm, add_thought
 from rl.run.held_out import score
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
 
@@ -64,18 +64,25 @@ def evaluate(
         prompts_P = [context.policy.build_prompt(sample) for sample in mine]
         seeds_P = [derive_seed("evaluation", config.seed, "sampling", s.id) for s in mine]
         completions_P1 = engine.generate(prompts_P, params, seeds_P) if mine else []
+        cut_P = _with_thoughts_cut(context, engine, prompts_P, params, seeds_P)
         engine.sleep()
         bare_P = [context.policy.pass_through_completion(s) if with_bare else None for s in mine]
+        unthought_P: list[Episode | None] = [None] * len(mine)
         rollout = score(context, prompts_P, completions_P1, bare_P, dist)
         episodes = [episode for (episode,) in rollout.episodes]
         bare_episodes = rollout.bare_episodes
         _measure(metrics, "eval", episodes)
         for episode, bare in zip(episodes, bare_episodes, strict=True):
             add_bare_arm(metrics, "eval/", [episode], bare)
+            add_thought(metrics, "eval/", episode)
         for episode in episodes:
             reference = episode.prompt.sample.reference
             if reference is not None:
-                metrics.add("eval/reference_match", float(episode.action.text == reference))
+                is_right = reference in (episode.action.text, episode.action.words)
+                metrics.add("eval/reference_match", float(is_right))
+        if config.evaluation.thought_gain:
+            unthought_P = _score_known(context, prompts_P, cut_P, dist)
+            add_gain_of_thought(metrics, episodes, unthought_P, dist)
         fixed: dict[str, FixedArm] = {"bare": (bare_P, bare_episodes)}
         if config.evaluation.reference_drift:
             references_P = [_reference(context, sample) for sample in mine]
@@ -95,8 +102,29 @@ def evaluate(
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
         engine.wake()
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-    _write_records(folder, episodes, bare_episodes, untrained_P, dist, writer)
+    arms_P = (bare_episodes, untrained_P, unthought_P)
+    _write_records(folder, episodes, *arms_P, dist, writer)
     return metrics
+
+
+def _with_thoughts_cut(
+    context: RolloutContext,
+    engine: Engine,
+    prompts_P: Sequence[Prompt],
+    params: SamplingParams,
+    seeds_P: Sequence[int],
+) -> list[Completion | None]:
+    """_P, the words that the policy writes without thinking; None where nobody asked for a thought,
+    or what it is worth."""
+    found: list[Completion | None] = [None] * len(prompts_P)
+    if context.config.evaluation.thought_gain:
+        cut_P = [context.policy.cut_thought(prompt) for prompt in prompts_P]
+        asked = {p: prompt for p, prompt in enumerate(cut_P) if prompt is not None}
+        seeds = [seeds_P[p] for p in asked]
+        written = engine.generate(list(asked.values()), params, seeds) if asked else []
+        for p, (completion,) in zip(asked, written, strict=True):
+            found[p] = completion
+    return found
 
 
 def _reference(context: RolloutContext, sample: Sample) -> Completion | None:
@@ -114,7 +142,7 @@ def _score_known(
 ) -> list[Episode | None]:
     """_P, None where there are no words. Collective."""
     known = [(p, words) for p, words in enumerate(words_P) if words is not None]
-    asked = [prompts_P[p] for p, _ in known]
+    asked = [prompts_P[p].plain for p, _ in known]
     rollout = score(context, asked, [[words] for _, words in known], [None] * len(known), dist)
     episodes: list[Episode | None] = [None] * len(prompts_P)
     for (p, _), (episode,) in zip(known, rollout.episodes, strict=True):
@@ -139,12 +167,13 @@ def _write_records(
     episodes: Sequence[Episode],
     bare_episodes: Sequence[Episode | None],
     untrained_P: Sequence[Rewards],
+    unthought_P: Sequence[Episode | None],
     dist: Dist,
     writer: BackgroundWriter,
 ) -> None:
     """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
     pictures: dict[Path, Image] = {}
-    arms = zip(episodes, bare_episodes, untrained_P, strict=True)
+    arms = zip(episodes, bare_episodes, untrained_P, unthought_P, strict=True)
     records = [_record(folder, pictures, *of_sample) for of_sample in arms]
     gathered = [record for rank in dist.gather(records) for record in rank]
 
@@ -163,20 +192,22 @@ def _record(
     episode: Episode,
     bare: Episode | None,
     untrained: Rewards,
+    unthought: Episode | None,
 ) -> Mapping[str, Any]:
     """A sample's line; adds its pictures to `pictures`, by where they are to be."""
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
-    shown = {
-        "source_file": sample.source,
-        "image_file": episode.image,
-        "bare_file": None if bare is None else bare.image,
+
+    def kept(what: str, picture: Image | None) -> str | None:
+        if picture is None:
+            return None
+        pictures[folder / f"{name}_{what}.png"] = picture
+        return f"{name}_{what}.png"
+
+    files = source_files([kept(what, picture) for what, picture in named_sources(sample)]) | {
+        "image_file": kept("image", episode.image),
+        "bare_file": kept("bare", None if bare is None else bare.image),
     }
-    files: dict[str, str | None] = dict.fromkeys(shown)
-    for key, picture in shown.items():
-        if picture is not None:
-            files[key] = f"{name}_{key.removesuffix('_file')}.png"
-            pictures[folder / str(files[key])] = picture
     told = provenance(episode, None)
     # Seconds, too: the records of two runs that are one and the same are the same.
     for key in ("sample_id", "group_id", "advantage", "judge_s"):
@@ -187,5 +218,11 @@ def _record(
         "reference": sample.reference,
         "bare_reward": None if bare is None else bare.reward,
         "stock_reward": untrained.get("stock"),
+        **({} if unthought is None else _without_thought(unthought)),
         **files,
     }
+
+
+def _without_thought(episode: Episode) -> Mapping[str, Any]:
+    """What a sample's line says of the words that were written with the thought cut."""
+    return {"cut_thought_words": episode.action.words, "cut_thought_reward": episode.reward}

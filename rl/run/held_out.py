@@ -33,7 +33,10 @@ def score(
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
     sampled = Sampled(prompts_P, completions_PG, noise_P, ids, bare_P)
     budget = context.config.optimizer.max_tokens_per_micro_batch
-    forwards = Inference(context.policy, prompts_P, sampled.token_ids, budget, dist, weights)
+    nums_P = [len(completions_G) for completions_G in completions_PG]
+    forwards = Inference(
+        context.policy, prompts_P, sampled.token_ids, budget, dist, weights, nums_P
+    )
     timer = PhaseTimer()  # a phase around this one counts it all
     with suppress(Interrupted):
         pending = begin(context, sampled, forwards, timer, signals.stop_heard)

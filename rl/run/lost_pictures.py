@@ -32,8 +32,8 @@ FEWEST_ITERATIONS = 2
 SHOWN_CHARS = 200
 """Of a failure."""
 
-Size = tuple[int, int] | None
-"""(width, height), px, as `PictureOutcome` has it."""
+Size = tuple[tuple[int, int] | None, int]
+"""((width, height), px, as `PictureOutcome` has it; number of source pictures)."""
 
 
 class TooManyRenderFailuresError(TooManyFailuresError):
@@ -123,9 +123,8 @@ class LostPictures:
             lasts = losses.num_lost >= FEWEST_LOST and losses.num_iterations >= FEWEST_ITERATIONS
             if lasts and not losses.said:
                 losses.said = True
-                where = "those without a source" if size is None else "{}x{} px".format(*size)
                 yield (
-                    f"every picture of one size fails while others get through: {where}, "
+                    f"every picture of one size fails while others get through: {_said(size)}, "
                     f"{losses.num_lost} of {losses.num_lost} lost, so that samples of that shape "
                     f"train nothing; the last is {tally.example}. Leave such pictures out of the "
                     "data, resize them, or change what the renderer or the judge makes of that "
@@ -133,10 +132,18 @@ class LostPictures:
                 )
 
 
+def _said(size: Size) -> str:
+    size_px, num_sources = size
+    if size_px is None:
+        return "those without a source"
+    several = f" of {num_sources} source pictures" if num_sources > 1 else ""
+    return f"{size_px[0]}x{size_px[1]} px{several}"
+
+
 def _tallies(pictures: Sequence[PictureOutcome]) -> dict[Size, Tally]:
     found: dict[Size, Tally] = {}
     for outcome in pictures:
-        tally = found.setdefault(outcome.size_px, Tally())
+        tally = found.setdefault((outcome.size_px, outcome.num_sources), Tally())
         if outcome.failure is None:
             tally.num_good += 1
         else:

@@ -96,6 +96,15 @@ METRICS: dict[str, Metric] = {
     "tokens/prompt_mean": Metric("tokens", "mean prompt length, image tokens included"),
     "tokens/truncated": Metric("0..1", "share of completions that hit max_completion_tokens"),
     "tokens/trained": Metric("tokens", "tokens that carry loss, those of KL alone among them"),
+    # Thoughts: where the policy thinks before it writes
+    "thought/tokens_mean": Metric("tokens", "mean length of a thought, marker included"),
+    "thought/tokens_max": Metric("tokens", "longest thought"),
+    "thought/unfinished": Metric(
+        "0..1", "share of completions whose thought was cut off or grew too long (policy_failed)"
+    ),
+    "thought/no_marker": Metric(
+        "0..1", "share of completions that end without the marker (policy_failed)"
+    ),
     # Data
     "data/held_out_prompts": Metric(
         "prompts",
@@ -128,6 +137,16 @@ METRICS: dict[str, Metric] = {
         "-1..1", "mean over samples of reward - stock reward: a baseline that no training moves"
     ),
     "eval/gain_over_stock_error": Metric("0..1", "its standard error over the samples"),
+    "eval/thought/<name>": Metric("as there", "thought/<name> of the held-out completions"),
+    "eval/cut_thought_reward": Metric(
+        "0..1", "mean reward there of words written with the thought cut before it began"
+    ),
+    "eval/gain_of_thought": Metric(
+        "-1..1",
+        "mean over samples of reward - that reward, both under today's weights (evaluation."
+        "thought_gain): words that were trained behind a thought may miss it more than others",
+    ),
+    "eval/gain_of_thought_error": Metric("0..1", "its standard error over the samples"),
     "eval/ungraded": Metric("0..1", "share of validation episodes lost to renderer or judge"),
     "eval/reference_match": Metric("0..1", "share of completions equal to the reference"),
     "eval_reference/reward": Metric(

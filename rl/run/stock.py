@@ -126,7 +126,7 @@ class Stock:
                 if self._at_start and today is not None:
                     drawn[p][arm] = today
                 elif words is not None:
-                    arms[arm] = (prompts_P[p], words)
+                    arms[arm] = (prompts_P[p].plain, words)
             groups: dict[Prompt, dict[str, Completion]] = {}
             for name, (prompt, completion) in arms.items():
                 groups.setdefault(prompt, {})[name] = completion
@@ -220,12 +220,13 @@ def word_states(
     """_P of [T, D] on the CPU, the policy's dtype: what the renderer would read where `words_P`
     stand; None where it would read no states. Collective."""
     policy = context.policy
+    prompts_P = [prompt.plain for prompt in prompts_P]
     ids_PG = [[words.token_ids] for words in words_P]
     budget = context.config.optimizer.max_tokens_per_micro_batch
     forwards = Inference(policy, prompts_P, ids_PG, budget, dist, weights)
     states_P: list[torch.Tensor | None] = [None] * len(prompts_P)
     for micro_batch in forwards.micro_batches:
-        actions = policy.decode_actions(micro_batch.rows, *forwards.forward(micro_batch))
+        actions = policy.decode_actions(micro_batch.rows, *forwards.states(micro_batch))
         rows = zip(micro_batch.members, micro_batch.rows, actions, strict=True)
         for (p, _), (_, ids), action in rows:
             if p >= 0 and isinstance(action.payload, HiddenStates):

@@ -112,6 +112,16 @@ def test_a_runs_card_has_intervals_arms_and_limits():
     assert "intern.example" not in text
 
 
+def test_several_sources_stand_under_their_numbers():
+    names = ("source", "source2", "before", "after")
+    sample = replace(SAMPLE, files=tuple(f"pictures/01_{name}.png" for name in names))
+    text = card(None, replace(EVIDENCE, samples=[sample]), renderer={"type": "emu3_vq"})
+    sources = "![source 1](pictures/01_source.png) ![source 2](pictures/01_source2.png)<br>make it"
+    assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
+    [shown] = ModelCard(text).data.widget
+    assert shown["output"] == {"url": "pictures/01_after.png"}
+
+
 def test_pictures_that_show_what_it_makes_are_the_hubs_gallery():
     def of(renderer: str, first: str) -> str:
         files = (f"pictures/01_{first}.png", "pictures/01_before.png", "pictures/01_after.png")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,19 @@ def test_tensorboard_shows_scalars_words_pictures_and_where_time_went(
     assert (picture.width, picture.height) == (3 * 48, 32)
     for file in (tmp_path / "run").rglob("*"):
         assert file.is_dir() or b"hunter2" not in file.read_bytes(), file
+
+
+def test_all_of_several_sources_are_columns(tmp_path: Path) -> None:
+    told = episode()
+    three = replace(told.prompt.sample, sources=(Image.new("RGB", (8, 8)),) * 3)
+    joined = replace(told, prompt=replace(told.prompt, sample=three))
+    columns, rows = tracker(tmp_path)._table([(told, 1.0), (joined, 1.0)])
+    assert columns[:5] == ["source", "source 2", "source 3", "target", "rendered"]
+    assert [[cell is not None for cell in row[:3]] for row in rows] == [
+        [True, False, False],
+        [True, True, True],
+    ]
+    assert {len(row) for row in rows} == {len(columns)}
 
 
 def test_tensorboard_shows_an_iteration_once_though_it_was_done_twice(tmp_path: Path) -> None:

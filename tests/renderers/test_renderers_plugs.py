@@ -22,6 +22,7 @@ from rl.api.plug import PlugConfig, Resources
 from rl.api.types import RenderJob
 from rl.config.messages import sections
 from rl.files.model_files import model_problems
+from rl.policies.shared.prompting import for_pictures
 from rl.renderers import none, qwen_image_edit, qwen_image_edit_plus
 from rl.renderers.qwen_image import config as qwen_image
 from rl.renderers.qwen_image.loop import QwenImageLoop
@@ -51,7 +52,7 @@ def make_config(folder: Path, **changes: object) -> qwen_image_edit.Config:
 
 
 def render_one(renderer: QwenImageLoop, job: RenderJob) -> torch.Tensor:
-    return renderer.render_tensor([job], renderer.bucket_of(job.sample.source))
+    return renderer.render_tensor([job], renderer.bucket_of(job.sample.sources))
 
 
 def test_plugs_import_without_torch() -> None:
@@ -79,14 +80,17 @@ def test_edit_asks_as_the_stock_pipeline_does() -> None:
     assert template.image_area_px == 1024 * 1024
 
 
-def test_plus_asks_as_the_stock_pipeline_does() -> None:
+@pytest.mark.parametrize("num_pictures", [1, 2, 3])
+def test_plus_asks_as_the_stock_pipeline_does(num_pictures: int) -> None:
     stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), QwenImageEditPlusPipeline)
     template = qwen_image_edit_plus.QwenImageEditPlus.prompt_template(
         qwen_image_edit_plus.Config(type="x")
     )
-    asked = template.text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
+    text = for_pictures(template, num_pictures).text
+    asked = text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
     # `_get_qwen_prompt_embeds` puts this label before every picture.
-    assert asked == stock.prompt_template_encode.format(f"Picture 1: {PICTURE}make it blue")
+    shown = "".join(f"Picture {number}: {PICTURE}" for number in range(1, num_pictures + 1))
+    assert asked == stock.prompt_template_encode.format(f"{shown}make it blue")
     assert template.image_area_px == 384 * 384
 
 

@@ -64,6 +64,21 @@ def test_a_held_out_sample_has_all_that_its_record_says(run_dir: Path) -> None:
     assert (row["bare"], row["stock"], row["bimg"]) == (0.1, 0.2, "0_bare.png")
 
 
+@pytest.mark.parametrize("named", ["x.png", {"a": 1}, [], None, 7])
+def test_what_is_no_list_of_sources_is_none(run_dir: Path, named: Any) -> None:
+    row = episode(1, 0, 0) | {"other_source_files": named}
+    group = rows.group_row([row], [], run_dir, tokens.Pieces({}), rows.WHOLE)
+    assert "others" not in group and group["src"] is not None
+
+
+def test_of_several_sources_those_that_are_there_are_shown(run_dir: Path) -> None:
+    there = "images/it_000001/rank0_g01_source.png"
+    named = [there, "../../etc/passwd", "images/it_000001/gone.png", None, *[there] * 100]
+    row = episode(1, 0, 0) | {"other_source_files": named}
+    group = rows.group_row([row], [], run_dir, tokens.Pieces({}), rows.WHOLE)
+    assert group["others"][:5] == [there, None, None, None, there] and len(group["others"]) == 32
+
+
 def test_tokens_have_their_own_words_where_the_tokenizer_is_here(run_dir: Path) -> None:
     refreshed(run_dir)
     from tokenizers import Tokenizer

@@ -93,6 +93,9 @@ class GatheringStates(Gathering):
     def collate(self, rows: Sequence[Row]) -> Sequence[Row]:
         return rows
 
+    def collate_states(self, rows: Sequence[Row]) -> None:
+        return None
+
     def reference(self) -> AbstractContextManager[None]:
         return nullcontext()
 

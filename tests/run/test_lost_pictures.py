@@ -111,6 +111,20 @@ def test_a_size_that_always_fails_is_named_once(
     assert capsys.readouterr().err.count("WARNING") == 1, "it has begun again"
 
 
+def test_a_number_of_sources_that_always_fails_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One size, of which only those made of three pictures do not fit in memory."""
+    sample = Sample("row-9", "join them", (Image.new("RGB", SQUARE),) * 3)
+    failed = picture_outcome(sample, SQUARE, Verdict(None, RenderFailure("out_of_memory")))
+    assert failed is not None
+    pictures = LostPictures(1.0)
+    for _ in range(3):
+        pictures.add(drawn(90, SQUARE) + [failed] * 2, Dist())
+    [line] = capsys.readouterr().err.strip().split("\n")
+    assert "while others get through: 64x64 px of 3 source pictures, 4 of 4 lost" in line
+
+
 @pytest.mark.parametrize(
     "iteration",
     [
@@ -163,3 +177,5 @@ def test_an_editor_counts_failures_by_the_size_that_it_draws_or_reads(
     sources = [Image.new("RGB", size) for size in ((1000, 990), (500, 512), (900, 300))]
     found = [editor.size_bucket(Sample("s", "do it", (source,))) for source in sources]
     assert found == buckets
+    last = editor.size_bucket(Sample("s", "join them", (sources[2], sources[0])))
+    assert last == buckets[0], "the last one's aspect is the picture's"

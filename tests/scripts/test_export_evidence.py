@@ -97,6 +97,24 @@ def test_where_nothing_is_edited_the_first_picture_is_what_the_users_words_give(
     assert sample.files[0] == "pictures/01_own_words.png"
 
 
+def test_all_of_several_sources_are_shown(run_dir: Path) -> None:
+    for iteration in (0, 8):
+        folder = run_dir / "evaluation" / f"it_{iteration:06d}"
+        others = ["image.png", "source.png"]
+        rows = [record(0, 0.5, other_source_files=others), record(1, 0.5, other_source_files="no")]
+        write_lines(folder / "records.jsonl", rows)
+    three, one = found(run_dir).samples
+    names = ("source", "source2", "source3", "before", "after")
+    assert three.files == tuple(f"pictures/01_{name}.png" for name in names)
+    assert [file.rpartition("_")[2] for file in one.files] == [
+        "source.png",
+        "before.png",
+        "after.png",
+    ]
+    with Image.open(run_dir / "out" / three.files[1]) as image:
+        assert image.getpixel((0, 0)) == (255, 0, 0)
+
+
 def test_without_pictures_nothing_is_drawn(run_dir: Path) -> None:
     evidence = found(run_dir, with_pictures=False)
     assert evidence.curve is None and not any(sample.files for sample in evidence.samples)

@@ -99,11 +99,18 @@ class LinesSource(RowsSource[ConfigT]):
             return None
 
     @classmethod
+    def most_pictures(cls, config: ConfigT) -> int | None:
+        try:
+            return cls.read(config, RowRules())[0].most_pictures()
+        except BadRowError:
+            return None
+
+    @classmethod
     def problems(cls, config: ConfigT, rules: RowRules) -> list[str]:
         """Everything that is wrong with the rows, without opening a picture; under 'skip' only that
         nothing is left."""
         try:
-            rows, unreadable = cls.read(config, rules.max_image_side_px)
+            rows, unreadable = cls.read(config, rules)
         except BadRowError as error:
             return [str(error)]
         problems = [*unreadable, *(problem for _, problem in rows.problems("exists"))]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rl.api.data import DataSource, OnBadRow, RowRules
 from rl.api.plug import ConfigT, FileConfig
@@ -31,6 +31,8 @@ _LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
     "pixels": decode,
 }
 _MISSING = object()
+SEVERAL = "images"
+"""Where a row holds its source pictures in a list, unless the config names a column."""
 
 
 class BadRowError(UnusableSampleError):
@@ -51,8 +53,12 @@ class Columns(Section):
 
     instruction: str = "instruction"
     """The user's words (edit instruction, question or prompt); every row needs them."""
-    source: str = "image"
-    """Source picture: a path, or an image cell; '' = rows have none."""
+    source: (
+        str | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    ) = "image"
+    """Source picture: a path, or an image cell, or a list of such; '' = rows have none. Of several
+    columns (`['first', 'second']`) all but the first may be null. Where this key is not set, a row
+    may have a list under 'images' in the place of its 'image'."""
     source_optional: bool = False
     """True: a row without that cell, or with null in it, is a text-only sample."""
     target: str = "target_image"
@@ -71,7 +77,7 @@ class Columns(Section):
     @model_validator(mode="after")
     def _nothing_hidden_is_shown(self) -> Columns:
         for name, column in self.hidden.items():
-            if column in (self.instruction, self.source):
+            if column in (self.instruction, *self.sources()):
                 raise ValueError(
                     f"hidden.{name}: column {column!r} is also what the policy reads; name the "
                     "column that holds the answer alone"
@@ -81,21 +87,37 @@ class Columns(Section):
     def required(self) -> list[str]:
         """The columns every row must have."""
         by_choice = [key for key in ("target", "id", "category") if key in self.model_fields_set]
-        source = () if self.source_optional else ("source",)
-        keys = ["instruction", *source, "reference", *by_choice]
-        return [name for name in [*(getattr(self, k) for k in keys), *self.hidden.values()] if name]
+        sources = () if self.source_optional else self.sources()
+        others = (getattr(self, key) for key in ["reference", *by_choice])
+        return [*filter(None, [self.instruction, *sources, *others, *self.hidden.values()])]
 
     def texts(self) -> list[str]:
         """The columns that hold words, '' among them for those that are not read."""
         return [self.instruction, self.reference, self.id, self.category]
 
-    def pictures(self) -> dict[str, str]:
-        """'source' and 'target' -> column."""
-        return {key: name for key in ("source", "target") if (name := getattr(self, key))}
+    def sources(self) -> tuple[str, ...]:
+        """The columns of the source pictures."""
+        columns = (self.source,) if isinstance(self.source, str) else self.source
+        return tuple(filter(None, columns))
+
+    def pictures(self) -> list[str]:
+        """The columns that hold pictures."""
+        return [*self.sources(), *filter(None, [self.target])]
+
+    def read_from(self, keys: Container[str]) -> Columns:
+        """The same for a row, or a table, that has those keys: where the user named no column of
+        source pictures and there is SEVERAL, but no 'image', that one is read."""
+        by_default = "source" not in self.model_fields_set and isinstance(self.source, str)
+        if not by_default or SEVERAL not in keys or self.source in keys:
+            return self
+        return self.model_copy(update={"source": SEVERAL})
 
     def provides(self) -> frozenset[str]:
         """What every sample carries beyond its instruction, in the words of a reward's `needs`."""
-        keys = [k for k in ("source", "target", "reference") if getattr(self, k) in self.required()]
+        required = self.required()
+        keys = [key for key in ("target", "reference") if getattr(self, key) in required]
+        if self.sources() and self.sources()[0] in required:
+            keys.append("source")
         return frozenset([*keys, *(f"hidden:{name}" for name in self.hidden)])
 
 
@@ -128,7 +150,7 @@ class Rows:
     columns: Columns
     folder: Path
     """Where relative picture paths count from."""
-    max_side_px: int
+    rules: RowRules
     picture_check: PictureCheck = "header"
     num_skipped: int = 0
     """Rows left out by `keep_good`."""
@@ -144,19 +166,17 @@ class Rows:
         index, columns = self._kept[index], self.columns
         try:
             row = self.rows[index]
-            _check_text(row, columns)
-            pictures = self._each_picture(row, decode)
+            sources, target = self._checked(row, decode)
         except Exception as error:  # see `problems`
             raise BadRowError(self._sentence(index, error)) from error
-        source = pictures.get("source")
         return Sample(
             id=self._id(index, row),
             instruction=pick(row, columns.instruction).strip(),
             category=_label(pick(row, columns.category, "")) if columns.category else "",
             reference=pick(row, columns.reference) if columns.reference else None,
             hidden={name: pick(row, column) for name, column in columns.hidden.items()},
-            sources=() if source is None else (source,),
-            target=pictures.get("target"),
+            sources=tuple(sources),
+            target=target,
         )
 
     def keep_good(self, on_bad_row: OnBadRow, unreadable: Sequence[str]) -> None:
@@ -189,8 +209,7 @@ class Rows:
         """What is wrong with a row, or ''. `owners`: whose each id is; a good row's is added."""
         try:
             row = self.rows[index]
-            _check_text(row, self.columns)
-            self._each_picture(row, _LOOKS[picture_check])
+            self._checked(row, _LOOKS[picture_check])
             identity = self._id(index, row)
         # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
         # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
@@ -202,20 +221,45 @@ class Rows:
         said = f"id {identity!r} is already that of row {owner}"
         return f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
 
-    def _each_picture(
+    def _checked(
         self, row: Mapping[str, Any], use: Callable[[Path | bytes, int], Any]
-    ) -> dict[str, Any]:
-        used = {}
-        required = self.columns.required()
-        for key, column in self.columns.pictures().items():
-            cell = pick(row, column, None)
-            if cell is None and column not in required:
-                continue
+    ) -> tuple[list[Any], Any]:
+        """(what `use` gives of its source pictures; of its reference edit, None without one).
+        Raises whatever is wrong with the row."""
+        columns = _read_from(self.columns, row)
+        _check_text(row, columns)
+        cells = _source_cells(row, columns)
+        most = self.rules.max_pictures
+        if most is not None and len(cells) > most:
+            raise UnusableError(
+                f"has {len(cells)} source pictures, where this run reads {most or 'none'}; "
+                f"{self.rules.pictures_remedy}"
+            )
+
+        def used(what: str, column: str, cell: Any) -> Any:
             try:
-                used[key] = use(locate(cell, self.folder), self.max_side_px)
+                return use(locate(cell, self.folder), self.rules.max_image_side_px)
             except UnusableError as error:
-                raise UnusableError(f"{key} picture ({column!r}): {error}") from error
-        return used
+                raise UnusableError(f"{what} picture ({column!r}): {error}") from error
+
+        sources = [
+            used("source" if len(cells) == 1 else f"{ordinal(number)} source", column, cell)
+            for number, (column, cell) in enumerate(cells, 1)
+        ]
+        target = pick(row, columns.target, None) if columns.target else None
+        if target is None and columns.target not in columns.required():
+            return sources, None
+        return sources, used("target", columns.target, target)
+
+    def most_pictures(self) -> int:
+        """Source pictures of a row, at the most; none is opened."""
+        return max((self._num_pictures(row) for row in self.rows), default=0)
+
+    def _num_pictures(self, row: Mapping[str, Any]) -> int:
+        try:
+            return len(_source_cells(row, _read_from(self.columns, row)))
+        except Exception:  # a bad row: see `problems`
+            return 0
 
     def _place(self, index: int) -> str:
         return f"{self.origin}, row {self.numbers[index]}"
@@ -245,6 +289,37 @@ def shorten(problems: Sequence[str]) -> list[str]:
     more = len(problems) - MAX_PROBLEMS_SHOWN
     tail = [f"... and {more} more bad rows"] if more > 0 else []
     return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
+
+
+def ordinal(number: int) -> str:
+    """'1st', '2nd', '3rd', '4th', ..."""
+    endings = {} if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{endings.get(number % 10, 'th')}"
+
+
+def _read_from(columns: Columns, row: Mapping[str, Any]) -> Columns:
+    """Which of two columns a row uses, where the user named none. UnusableError for both."""
+    held = {key for key in (SEVERAL, *columns.sources()) if row.get(key) not in (None, [])}
+    if SEVERAL in held and len(held) > 1 and columns.read_from({SEVERAL}) is not columns:
+        raise UnusableError(
+            f"has both {columns.source!r} and {SEVERAL!r}; keep one of them, or name the one that "
+            "is meant in the source's `columns`"
+        )
+    return columns.read_from(held)
+
+
+def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, Any]]:
+    """(column, cell) of each of its source pictures, in order."""
+    cells: list[tuple[str, Any]] = []
+    for number, column in enumerate(columns.sources()):
+        cell = pick(row, column, None)
+        if cell is None and (number or columns.source_optional):
+            continue
+        if isinstance(cell, list) and (cell or columns.source_optional):
+            cells += [(column, one) for one in cell]
+        else:
+            cells.append((column, cell))
+    return cells
 
 
 def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
@@ -293,13 +368,13 @@ class RowsSource(DataSource[ConfigT]):
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming file and rows."""
         super().__init__(config, rules)
-        self._rows, unreadable = self.read(config, rules.max_image_side_px)
+        self._rows, unreadable = self.read(config, rules)
         self._rows.keep_good(rules.on_bad_row, unreadable)
         self.num_skipped = self._rows.num_skipped
 
     @classmethod
     @abstractmethod
-    def read(cls, config: ConfigT, max_image_side_px: int) -> tuple[Rows, list[str]]:
+    def read(cls, config: ConfigT, rules: RowRules) -> tuple[Rows, list[str]]:
         """The rows, bad ones still among them, and a sentence for each that is not even a row."""
 
     def __len__(self) -> int:

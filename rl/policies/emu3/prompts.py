@@ -105,8 +105,10 @@ class Emu3Prompts:
         if reading.codes is None:
             return Action(" ".join(filter(None, (before, after))), None, reading.failure)
         before = SIZE_IN_WORDS.sub("", before).rstrip()
-        parts = (before, f"[image {height}x{width}]", after)
-        return Action(" ".join(filter(None, parts)), reading.codes)
+        thought = f"{before} " if before else ""
+        drawn = " ".join(filter(None, (f"[image {height}x{width}]", after)))
+        num_tokens = len(reading.before) if before else 0
+        return Action(thought + drawn, reading.codes, None, thought, num_tokens)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -31,6 +31,7 @@ from rl.api.types import (
 from rl.policies.qwen_vl import loading
 from rl.policies.qwen_vl.config import Config
 from rl.policies.qwen_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl.thought import Thinking
 from rl.policies.qwen_vl.tower import Tower
 from rl.policies.shared import prompting
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
@@ -64,6 +65,8 @@ class QwenVL(TrainedPolicy[ConfigT]):
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
     own_states = frozenset({"conditioning"})
+    own_max_pictures = prompting.MAX_PICTURES
+    thinks = True
     loading = loading
     embedding = "model.language_model.embed_tokens.weight"
 
@@ -91,6 +94,9 @@ class QwenVL(TrainedPolicy[ConfigT]):
         self.state_dim = text_config.hidden_size
         roles = self.prompts.token_roles(text_config.vocab_size)
         self.stop_token_ids, self.banned_token_ids = roles
+        self.thinking = Thinking(
+            self.prompts, config.thought, self.stop_token_ids, setup.kind == "text"
+        )
         kept = config.max_kept_pictures
         self.module = QwenModule(self._ready(model), self, self.tower, kept)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
@@ -182,20 +188,36 @@ class QwenVL(TrainedPolicy[ConfigT]):
         """See `QwenPrompts.collate`; on the policy's device."""
         return self.prompts.collate(rows, self.device, self.module.prompt_positions)
 
+    def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
+        """Words that were thought about, without the thought: as the renderer's own encoder reads
+        them, equal ones once."""
+        if not self.thinking.reads_again:
+            return None
+        return self.collate(self.thinking.words_alone(rows)[0])
+
     def build_prompt(self, sample: Sample) -> Prompt:
         """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
         a picture the template shows, or is longer than `max_prompt_tokens`."""
-        return self.prompts.prompt(sample, sample.instruction)
+        return self.thinking.asked(self.prompts.prompt(sample, sample.instruction))
 
     def pass_through_completion(self, sample: Sample) -> Completion:
         """The instruction itself."""
         return self.encode_completion(sample.instruction)
 
+    def cut_thought(self, prompt: Prompt) -> Prompt | None:
+        """With the marker behind it."""
+        return self.thinking.cut_short(prompt)
+
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """An editor reads the prompt and no completion. What reads words gets the user's."""
+        prompt = prompt.plain
         if self.setup.kind == "text":
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
         return {"stock": (prompt, NOTHING_WRITTEN)}
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] all of it, or one side of the marker (`thought.loss`)."""
+        return self.thinking.loss_mask(completion.token_ids)
 
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
@@ -206,26 +228,40 @@ class QwenVL(TrainedPolicy[ConfigT]):
         prompt and completion as one text. What the base has to say (negative prompts, and all of it
         with `conditioning: base`) comes of forwards made here, as many on every rank.
         """
-        texts = [
-            self.prompts.text(ids) if ids else prompt.sample.instruction for prompt, ids in rows
-        ]
-        failures = [None if text else "empty: the completion holds no words" for text in texts]
+        written_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
+        payloads_B: Sequence[str | HiddenStates]
         if self.setup.kind == "text":
-            return [
-                Action(text, None if failure else text, failure)
-                for text, failure in zip(texts, failures, strict=True)
-            ]
-        if self.config.conditioning == "base":
-            batch, outputs = self._base_forward(rows)
-        assert batch is not None and outputs is not None, "it reads states"
-        embeds_B = _states(rows, batch, outputs.hidden)
-        negatives_B = self._negatives_of([prompt for prompt, _ in rows])
-        places_B = [self.prompts.picture_places(prompt) for prompt, _ in rows]
-        states_B = map(HiddenStates, embeds_B, negatives_B, places_B)
+            payloads_B = [written.words for written in written_B]
+        else:
+            payloads_B = self._conditioning(rows, batch, outputs)
         return [
-            Action(text, None if failure else states, failure)
-            for text, failure, states in zip(texts, failures, states_B, strict=True)
+            Action(
+                written.text,
+                None if written.failure else payload,
+                written.failure,
+                written.thought,
+                written.num_thought_tokens,
+                self.thinking.drawn_from(prompt, ids, written),
+            )
+            for (prompt, ids), written, payload in zip(rows, written_B, payloads_B, strict=True)
         ]
+
+    def _conditioning(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[HiddenStates]:
+        """What the renderer takes of each row."""
+        alone, places_B = list(rows), list(range(len(rows)))
+        if self.thinking.reads_again:
+            alone, places_B = self.thinking.words_alone(rows)
+        if self.config.conditioning == "base":
+            batch, outputs = self._base_forward(alone)
+        assert batch is not None and outputs is not None, "it reads states"
+        unread = [self.thinking.unread(prompt, ids) for prompt, ids in alone]
+        states = _states(alone, batch, outputs.hidden, unread)
+        embeds_B = [states[place] for place in places_B]
+        negatives_B = self._negatives_of([prompt for prompt, _ in rows])
+        pictures_B = [self.prompts.picture_places(prompt.plain) for prompt, _ in rows]
+        return list(map(HiddenStates, embeds_B, negatives_B, pictures_B))
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
         """The untrained weights', without a graph."""
@@ -268,16 +304,30 @@ class QwenVL(TrainedPolicy[ConfigT]):
         self.prompts.image_processor.save_pretrained(path)
 
 
-def _states(rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor) -> list[torch.Tensor]:
-    """[L, D] of each row: what is left of its prompt after the dropped prefix, and its completion.
-    Copies, since a view would keep the whole row alive, and nothing of a graph."""
+def _states(
+    rows: Sequence[Row],
+    batch: TokenBatch,
+    hidden_SD: torch.Tensor,
+    unread_B: Sequence[tuple[int, int, int]] | None = None,
+) -> list[torch.Tensor]:
+    """[L, D] of each row: what is left of its prompt after the dropped prefix, and its completion,
+    but for what `Thinking.unread` says of it. Copies, since a view would keep the whole row alive,
+    and nothing of a graph."""
     import torch
 
     spans_B = list(completion_spans(batch.groups))
     prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+    unread_B = unread_B or [(group.prompt_len, group.prompt_len, 0) for group in prompts_B]
     hidden_SD = hidden_SD.detach()
     states_B = []
-    for (prompt, _), group, (start, end) in zip(rows, prompts_B, spans_B, strict=True):
-        tail = hidden_SD[group.start + prompt.num_dropped_tokens : group.start + group.prompt_len]
-        states_B.append(torch.cat([tail, hidden_SD[start:end]]))
+    for (prompt, _), group, (start, end), (first, last, leading) in zip(
+        rows, prompts_B, spans_B, unread_B, strict=True
+    ):
+        own = hidden_SD[group.start : group.start + group.prompt_len]
+        parts = [
+            own[prompt.num_dropped_tokens : first],
+            own[last:],
+            hidden_SD[start + leading : end],
+        ]
+        states_B.append(torch.cat(parts))
     return states_B

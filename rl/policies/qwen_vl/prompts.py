@@ -44,7 +44,7 @@ class QwenPrompts:
         self.image_processor = image_processor
         self._template = template
         self._needs_picture = needs_picture
-        self._max_prompt_tokens = max_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         self._image_id = tokenizer.convert_tokens_to_ids(prompting.IMAGE_TOKEN)
         self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
 
@@ -110,11 +110,11 @@ class QwenPrompts:
         lengths = self._lengths(inputs if images else {})
         short_ids = prompting.tokenize(self.tokenizer, template, words)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
-        if len(token_ids) > self._max_prompt_tokens:
+        if len(token_ids) > self.max_prompt_tokens:
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
                 f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
-                f"{self._max_prompt_tokens}: raise it, lower policy.image_max_pixels, or drop the "
+                f"{self.max_prompt_tokens}: raise it, lower policy.image_max_pixels, or drop the "
                 "sample"
             )
         return Prompt(
@@ -165,6 +165,10 @@ class QwenPrompts:
             longer = self._template.image_multiple_px + slot // 2
             largest = min(largest, int(area + longer * sides + longer**2))
         return smallest, largest
+
+    def num_tokens_after(self, prompt: Prompt) -> int:
+        """How many of its tokens stand behind the words."""
+        return prompting.num_suffix_tokens(self.tokenizer, self._template, prompt.token_ids)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """`text` as the policy would have spelt it, and its stop token."""

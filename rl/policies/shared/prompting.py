@@ -7,8 +7,10 @@ image tokens (as the model takes them).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
@@ -76,14 +78,26 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of `text` as ordinary words, even where it spells a special token."""
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    return list(ids)
+    """Ids of `text` as ordinary words, even where it spells a token that was added to the
+    vocabulary. Those that are not special ('</think>' is none) are one token to
+    `split_special_tokens` as well: the text is cut inside each."""
+    added = tokenizer.added_tokens_decoder.values()
+    whole = [token.content for token in added if not token.special and len(token.content) > 1]
+    inside = {
+        found.start() + 1
+        for token in whole
+        if token in text
+        for found in re.finditer(f"(?={re.escape(token)})", text)
+    }
+    cuts = [0, *sorted(inside), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(cuts)]
+    ids = tokenizer(pieces, add_special_tokens=False, split_special_tokens=True).input_ids
+    return [token_id for piece in ids for token_id in piece]
 
 
 def special_texts(tokenizer: Any) -> list[str]:
-    """How the tokenizer's special tokens are spelt."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    """How the tokens are spelt that were added to the vocabulary, special or not."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values()]
 
 
 def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
@@ -98,6 +112,22 @@ def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
             f"as this tokenizer reads it; end it at a special token or a line break"
         )
     return len(prefix)
+
+
+def num_suffix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
+    """How many trailing tokens stand for what the template has behind the instruction.
+
+    Raises ValueError when that is not where the prompt ends, token by token.
+    """
+    text = template.text.partition("{instruction}")[2]
+    suffix = _ids(tokenizer, text)
+    if list(token_ids[len(token_ids) - len(suffix) :]) != suffix:
+        raise ValueError(
+            f"policy.thought: no request to think can be put behind the user's words, since this "
+            f"tokenizer joins them to what follows, {text!r}; use a template that goes on with a "
+            "special token there"
+        )
+    return len(suffix)
 
 
 def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from rl.files.images import over_white
 from rl.files.weights import align_weights
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.emu3_vq.checkpoint import (
@@ -135,7 +136,7 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
     scale = math.sqrt(area_px / (picture.width * picture.height))
     sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)
     width, height = sides
-    return picture.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+    return over_white(picture).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def default_processor() -> Emu3ImageProcessor:

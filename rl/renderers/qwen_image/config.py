@@ -45,7 +45,7 @@ class DenoisingConfig(FrozenModelConfig):
     output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
     """Area of the rendered picture, px^2; the source's aspect is kept, sides in multiples of 32."""
     condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area the source is resized to for the VAE branch, px^2; its tokens cost as much as the
+    """Area each source is resized to for the VAE branch, px^2; its tokens cost as much as the
     picture's own. Less than the checkpoint was trained on is an approximation, and may be a bad
     one: at a quarter of it the tiny editor's pictures (0..1) move by 0.11 in the mean."""
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024

@@ -9,7 +9,7 @@ ask, and go on. What not: the schedule and guidance, and how far rounding moves 
 the policy wrote. Imports torch.
 
 Legend: R rows of a forward (pictures, twice with guidance in one forward); N tokens of the picture,
-M of its source, S = N + M; L words of all rows together; H heads of E values; D = H E the
+M of its sources, S = N + M; L words of all rows together; H heads of E values; D = H E the
 transformer's width; P as in `modulation.py`.
 """
 
@@ -97,8 +97,8 @@ class Denoiser:
 
         Args:
             states_R: [words, joint_attention_dim] of each row.
-            sources: [R, M, in_channels] packed latents.
-            shapes: (1, height, width) of picture and source, in 16 px patches.
+            sources: [R, M, in_channels] packed latents, one source's after the other's.
+            shapes: (1, height, width) of the picture and of each source, in 16 px patches.
         """
         model = self._model
         lengths = tuple(len(states) for states in states_R)

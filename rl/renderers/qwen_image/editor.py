@@ -5,6 +5,7 @@ All that needs no torch, but keys and sizes (`config.py`).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,34 +76,41 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
         super().__init__(config, resources)
         device = resolve_device(config.device, resources.device)
-        self.loop = QwenImageLoop(config, load_parts(config, device))
+        most = type(self).prompt_template(config).max_pictures
+        self.loop = QwenImageLoop(config, load_parts(config, device), most)
         self.state_dim = self.loop.state_dim
 
     def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """The picture's; where that is fixed, the source's as it is read."""
-        if sample.source is None:
+        """The picture's; where that is fixed, the last source's as it is read."""
+        if not sample.sources:
             return None
         is_fixed = self.config.width_px is not None
         area_px = self.config.condition_area_px if is_fixed else self.config.output_area_px
-        return fit_area(area_px, sample.source.size)
+        return fit_area(area_px, sample.sources[-1].size)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """See `QwenImageLoop.render`."""
         return self.loop.render(jobs)
 
     @classmethod
-    def edit_template(cls, config: ConfigT, picture_label: str) -> PromptTemplate:
+    @abstractmethod
+    def prompt_template(cls, config: ConfigT) -> PromptTemplate: ...
+
+    @classmethod
+    def edit_template(
+        cls, config: ConfigT, picture: str = "{image}", max_pictures: int = 1
+    ) -> PromptTemplate:
         """The question the editor's text encoder was trained under; the policy samples under it.
 
-        `{image}` stands for the picture's placeholder together with its vision markers.
+        `picture`: how each is written, `{image}` its placeholder together with its vision markers.
         """
         return PromptTemplate(
-            text=DROPPED_PREFIX
-            + picture_label
-            + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+            text=DROPPED_PREFIX + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
             drop_prefix=DROPPED_PREFIX,
             image_area_px=config.policy_image_area_px,
             image_multiple_px=SIZE_MULTIPLE_PX,
+            picture=picture,
+            max_pictures=max_pictures,
         )
 
     @classmethod
@@ -162,7 +170,8 @@ class QwenImageEditor(QwenImage[ConfigT]):
         rows = config.batch_size * (
             2 if config.true_cfg_scale > 1 and config.cfg_in_one_forward else 1
         )
-        area_px = output_area_px(config) + config.condition_area_px
+        most = cls.prompt_template(config).max_pictures
+        area_px = output_area_px(config) + most * config.condition_area_px
         return {
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
             "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),

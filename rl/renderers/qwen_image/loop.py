@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
+from rl.files.images import over_white
 from rl.meter import flop_meter
 from rl.renderers.qwen_image.attention import attention_of
 from rl.renderers.qwen_image.components import EditorParts
@@ -42,18 +43,20 @@ class Bucket:
 
     output: Size
     """Of the rendered picture."""
-    condition: Size
-    """Of the source as the VAE sees it."""
+    conditions: tuple[Size, ...]
+    """Of each source as the VAE sees it."""
 
 
 class QwenImageLoop:
     """Of the Qwen-Image-Edit plugs."""
 
-    def __init__(self, config: QwenImageConfig, parts: EditorParts) -> None:
+    def __init__(self, config: QwenImageConfig, parts: EditorParts, max_pictures: int = 1) -> None:
+        """`max_pictures`: sources of a job, at most."""
         from diffusers.image_processor import VaeImageProcessor
 
         self.config = config
         self.parts = parts
+        self._max_pictures = max_pictures
         self.state_dim = parts.transformer.config.joint_attention_dim
         self._denoiser = Denoiser(
             parts.transformer,
@@ -85,25 +88,33 @@ class QwenImageLoop:
     def _place(self, job: RenderJob) -> Bucket | RenderFailure:
         """Where a job waits for its batch, or why it never will."""
         payload: HiddenStates = job.payload
-        if job.sample.source is None:
+        sources = job.sample.sources
+        if not sources:
             return RenderFailure("no_source: an editor needs a source picture")
+        if len(sources) > self._max_pictures:
+            return RenderFailure(
+                f"too_many_sources: {len(sources)}, of which this editor reads {self._max_pictures}"
+            )
         if self.config.true_cfg_scale > 1 and payload.negative_embeds is None:
             raise ValueError(
                 "true_cfg_scale > 1 needs negative_embeds from the policy; set true_cfg_scale: 1 "
                 "or use a policy that encodes the renderer's negative prompt"
             )
-        bucket = self.bucket_of(job.sample.source)
-        room = NUM_ROTARY_ROWS - max(*bucket.output, *bucket.condition) // (2 * PATCH_PX)
+        bucket = self.bucket_of(sources)
+        sides = [side for size in (bucket.output, *bucket.conditions) for side in size]
+        room = NUM_ROTARY_ROWS - max(sides) // (2 * PATCH_PX)
         if len(payload.embeds) <= room:
             return bucket
         reason = f"too_long: {len(payload.embeds)} conditioning tokens, room for {room}"
         return RenderFailure(reason, blame="policy")
 
-    def bucket_of(self, source: Image.Image) -> Bucket:
-        """Sizes of the picture made from `source`, and of `source` as the VAE sees it."""
+    def bucket_of(self, sources: Sequence[Image.Image]) -> Bucket:
+        """Sizes of the picture made from `sources`, in the aspect of the last one, and of each of
+        them as the VAE sees it."""
+        area_px = self.config.condition_area_px
         return Bucket(
-            output=output_size(self.config, source.size),
-            condition=fit_area(self.config.condition_area_px, source.size),
+            output=output_size(self.config, sources[-1].size),
+            conditions=tuple(fit_area(area_px, source.size) for source in sources),
         )
 
     @torch.no_grad()
@@ -159,12 +170,17 @@ class QwenImageLoop:
             assert len(forwards[1]) == len(jobs), "`_place` lets no payload without them pass"
             if self.config.cfg_in_one_forward:
                 forwards = [forwards[0] + forwards[1]]
-        pictures = [job.sample.source for job in jobs if job.sample.source is not None]
-        assert len(pictures) == len(jobs), "`_place` gives no bucket to a job without a source"
-        sources = self._sources.of(pictures, bucket.condition)
+        pictures_of_each = zip(*(job.sample.sources for job in jobs), strict=True)
+        sources = torch.cat(
+            [
+                self._sources.of(pictures_B, size)
+                for pictures_B, size in zip(pictures_of_each, bucket.conditions, strict=True)
+            ],
+            dim=1,
+        )
         shapes = [
             (1, height // PATCH_PX, width // PATCH_PX)
-            for width, height in (bucket.output, bucket.condition)
+            for width, height in (bucket.output, *bucket.conditions)
         ]
         return [
             self._denoiser.prepare(rows, sources.repeat(len(rows) // len(jobs), 1, 1), shapes)
@@ -174,8 +190,7 @@ class QwenImageLoop:
     def _encode(self, pictures: list[Image.Image], size: Size) -> torch.Tensor:
         """Packed VAE latents [B, tokens, channels]."""
         width, height = size
-        rgb = [picture.convert("RGB") for picture in pictures]
-        pixels = self._pixels.preprocess(rgb, height, width)
+        pixels = self._pixels.preprocess([over_white(p) for p in pictures], height, width)
         return pack(in_slices(pixels, self.parts.vae.encode, width * height))
 
 

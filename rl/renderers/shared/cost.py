@@ -28,7 +28,7 @@ def denoising_work(
     Args:
         config: of the transformer.
         num_targets: tokens of each row's picture.
-        num_sources: of its source.
+        num_sources: of its sources together.
         num_words: of its conditioning, row by row.
         bytes_per_value: of the weights.
     """

@@ -67,6 +67,14 @@ page.figure = (src, alt, ...caption) =>
 
 page.at = (base, file) => (file ? base + file : null);
 
+// Every source picture of a group or sample, under its number where there are several.
+page.sources = (base, row) => {
+  const files = [row.src, ...(row.others ?? [])];
+  if (!files.some(Boolean)) return [];
+  const name = (at) => (files.length > 1 ? `source ${at + 1}` : "source");
+  return files.map((file, at) => page.figure(page.at(base, file), `${row.say} (${name(at)})`, name(at)));
+};
+
 // Two pictures over each other, and how much of the second is seen.
 page.slider = (before, after, alt, names) => {
   const first = page.image(before, `${alt} (${names[0]})`);

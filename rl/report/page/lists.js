@@ -131,7 +131,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
       (!state.cat || after.cat === state.cat) &&
       (!state.st || after.st === state.st || old?.st === state.st) &&
       within(after.r, state.min, state.max) && (!state.part || within(part, state.pmin, state.pmax)) &&
-      (!asked || [after.say, after.text, after.id, old?.text ?? ""].some((t) => t.toLowerCase().includes(asked))));
+      (!asked || [after.say, after.text, after.think, after.id, old?.text ?? "", old?.think ?? ""].some((t) => t.toLowerCase().includes(asked))));
     const orders = {gain: [(p) => p.gain, -1], loss: [(p) => p.gain, 1],
       high: [(p) => p.after.r, -1], low: [(p) => p.after.r, 1]};
     if (orders[state.sort]) shown.sort(by(...orders[state.sort]));
@@ -148,16 +148,17 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
 
   const card = ({old, after, gain}, a, b, link) => {
     const names = [page.setName(a), page.setName(b)];
-    const source = page.at(b.base, after.src) ?? page.at(b.base, after.bimg);
-    const label = after.src || !after.bimg ? "source" : "the user's own words";
+    const own = "the user's own words";
+    const sources = page.sources(b.base, after);
+    const given = sources.length > 1 ? el("div", {class: "sources"}, sources)
+      : sources[0] ?? (after.bimg ? page.figure(page.at(b.base, after.bimg), `${after.say} (${own})`, own) : null);
     const pictures = after.img || old?.img
       ? page.slider(page.at(a.base, old?.img), page.at(b.base, after.img), after.say, names) : null;
     const said = (name, row) => row &&
       el("p", {class: "said"}, el("span", {class: "soft"}, `${name}: `), words(row.text || "(no words)"));
     return el("article", {class: "card"},
       el("h3", {}, el("a", {href: link(after)}, words(after.say || after.id))),
-      source || pictures ? el("div", {class: "row"},
-        source ? page.figure(source, `${after.say} (${label})`, label) : el("span"), pictures) : null,
+      given || pictures ? el("div", {class: "row"}, given ?? el("span"), pictures) : null,
       said(names[0], old), said(names[1], after),
       el("p", {class: "meta"},
         el("span", {}, old ? page.reward(old) : "–", " → ", page.reward(after)),

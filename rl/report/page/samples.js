@@ -64,6 +64,9 @@
       el("p", {class: "fine scale"}, "0 nats", el("i"), "−5 or less"));
   };
 
+  const thought = (one) => one.think
+    ? el("details", {class: "thought"}, el("summary", {}, "Thought"), page.words(one.think, "p")) : null;
+
   const traced = (one) => el("p", {class: "fine"},
     `${one.st}; noise seed ${one.seed ?? "–"}` + (one.s === null ? "" : `; verdict after ${num(one.s, 2)} s`));
 
@@ -71,7 +74,7 @@
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
     one.img ? page.figure(page.at("../", one.img), group.say, `picture ${at + 1}`) : null,
-    page.words(one.text || "(no words)", "p"),
+    thought(one), page.words(one.text || "(no words)", "p"),
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), tokens(one), traced(one));
 
@@ -106,14 +109,14 @@
         page.facts.alone ? "is not in this file; the report beside the run has it." : "is not on record."));
       return;
     }
+    const sources = page.sources("../", group);
     place().replaceChildren(...[top,
       ...title(group.say, `Iteration ${it}, group ${g}, sample `, words(group.id),
         group.cat ? [", ", words(group.cat)] : null, `, ${group.of.length} completions under one noise`),
-      group.src || group.goal ? el("div", {class: "tops"},
-        group.src ? page.figure(page.at("../", group.src), `${group.say} (source)`, "source") : null,
+      sources.length || group.goal ? el("div", {class: "tops"}, sources,
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
       shortened(data.cut),
-      group.src || group.goal || group.of.some((one) => one.img) ? null
+      sources.length || group.goal || group.of.some((one) => one.img) ? null
         : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration says how many are kept)."),
       el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)),
         group.bare ? bareArm(group.bare, group, data.parts) : null)].filter(Boolean));
@@ -150,11 +153,11 @@
       ...title(row.say, `Held-out sample `, words(row.id), row.cat ? [", ", words(row.cat)] : null,
         ", ", words(page.setName(set))),
       shortened(found.cut),
-      el("div", {class: "tops"},
-        row.src ? page.figure(page.at(set.base, row.src), `${row.say} (source)`, "source") : null,
+      el("div", {class: "tops"}, page.sources(set.base, row),
         row.img ? page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)) : null,
         arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
         arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
+      thought(row),
       el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), words(row.text || "(no words)")),
       row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Right words: "), words(row.ref)) : null,
       el("p", {}, "Reward ", page.reward(row), `, ${row.st}`,

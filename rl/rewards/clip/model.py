@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from PIL import Image
 
+from rl.files.images import over_white
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
 from rl.ranks.wheels import mend_mismatched_wheels
@@ -83,7 +84,7 @@ class ClipModel:
 
     def _embed_pictures(self, images: Sequence[Image.Image]) -> torch.Tensor:
         """[B, D] float32 unit vectors."""
-        rgb = [image.convert("RGB") for image in images]
+        rgb = [over_white(image) for image in images]
         pixels = self._processor(images=rgb, return_tensors="pt")["pixel_values"]
         if self._one_by_one:
             batches = torch.arange(len(images)).split(1)

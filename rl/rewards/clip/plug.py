@@ -39,6 +39,7 @@ class Clip(Reward[Config]):
     """Grades pictures in batches, in a thread of its own."""
 
     needs = frozenset({"image"})
+    reads_thoughts = False
     runs_model = True
 
     def __init__(self, config: Config, resources: Resources) -> None:

@@ -21,6 +21,8 @@ from rl.judge.question import read_prompt, repeat_temperature
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 
+Pictures = Mapping[str, tuple[Image, ...]]
+"""'source', 'target' and 'image' -> those of a sample; of 'source' there may be several."""
 Asked = tuple[Question, Callable[[str], Any]]
 """A question, and what reads its reply."""
 
@@ -30,6 +32,8 @@ class RepeatsConfig(PlugConfig):
 
     own_prompts: ClassVar[Mapping[str, str]] = {}
     """Key that names a file with a question, '' for ours -> ours, a file in `prompts/`."""
+    own_prompts_of_several: ClassVar[Mapping[str, str]] = {}
+    """The same of a question that says of several source pictures what it says of one."""
     n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Times each picture is graded; the readings that could be had are averaged."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -42,10 +46,12 @@ class RepeatsConfig(PlugConfig):
         self.read_prompts()
         return self
 
-    def read_prompts(self) -> list[str]:
-        """Of each of `own_prompts`. Raises ValueError naming the key."""
+    def read_prompts(self, of_several: bool = False) -> list[str]:
+        """Of each of `own_prompts`; `of_several` source pictures. Raises ValueError naming the
+        key."""
+        other = self.own_prompts_of_several if of_several else {}
         return [
-            read_prompt(getattr(self, key), PROMPTS / own, key)
+            read_prompt(getattr(self, key), PROMPTS / other.get(key, own), key)
             for key, own in self.own_prompts.items()
         ]
 
@@ -55,6 +61,13 @@ class RepeatsConfig(PlugConfig):
         return repeat_temperature(self.n_evals, judge_temperature if own is None else own)
 
 
+def numbered(sources: Sequence[Image]) -> list[str | Image]:
+    """Source pictures in a question: one as it is, several each under its number."""
+    if len(sources) == 1:
+        return [sources[0]]
+    return [part for n, source in enumerate(sources, 1) for part in (f"Source {n}:", source)]
+
+
 RepeatsT = TypeVar("RepeatsT", bound=RepeatsConfig)
 
 
@@ -62,6 +75,7 @@ class JudgedReward(Reward[RepeatsT]):
     """Asks the judge its questions about each picture, `n_evals` times, all at once."""
 
     needs_judge = True
+    reads_thoughts = False
     questions_per_reading: ClassVar[int] = 1
 
     def __init__(self, config: RepeatsT, resources: Resources) -> None:
@@ -70,7 +84,8 @@ class JudgedReward(Reward[RepeatsT]):
         assert resources.judge is not None, "it needs one"
         self.judge = resources.judge
         self.temperature = config.temperature_with(self.judge.config.temperature)
-        self.prompts = config.read_prompts()
+        self._prompts = config.read_prompts()
+        self._prompts_of_several = config.read_prompts(of_several=True)
 
     @classmethod
     def num_questions(cls, config: RepeatsT) -> int:
@@ -85,8 +100,13 @@ class JudgedReward(Reward[RepeatsT]):
             yield f"n_evals: {error}"
 
     @abstractmethod
-    def questions(self, instruction: str, pictures: Mapping[str, Image]) -> Sequence[Asked]:
-        """Of one reading; `pictures`: at least those of 'source', 'target', 'image' it `needs`."""
+    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
+        """Of one reading; `pictures`: at least those that it `needs`."""
+
+    def prompts_for(self, pictures: Pictures) -> list[str]:
+        """The words, one for each of the config's `own_prompts`."""
+        several = len(pictures.get("source", ())) > 1
+        return self._prompts_of_several if several else self._prompts
 
     @abstractmethod
     def reading(self, *values: Any) -> Mapping[str, float]:
@@ -100,8 +120,11 @@ class JudgedReward(Reward[RepeatsT]):
         """A judge in trouble gives a RewardOutput without value, never an exception;
         `JudgeRefused` (a wrong set-up) passes through."""
         sample = reward_input.sample
-        found = {"source": sample.source, "target": sample.target, "image": reward_input.image}
-        pictures = {name: picture for name, picture in found.items() if picture is not None}
+        found = {"target": sample.target, "image": reward_input.image}
+        pictures: dict[str, tuple[Image, ...]]
+        pictures = {name: (picture,) for name, picture in found.items() if picture is not None}
+        if sample.sources:
+            pictures["source"] = sample.sources
         if missing := self.needs - pictures.keys():
             return RewardOutput(None, failure=f"no_image: there is no {', '.join(sorted(missing))}")
         asked = self.questions(sample.instruction, pictures)

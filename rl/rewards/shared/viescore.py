@@ -16,7 +16,13 @@ from PIL.Image import Image
 from rl.api.judge import Question
 from rl.judge.question import fill_prompt
 from rl.judge.reply import read_scores, scores_schema
-from rl.rewards.shared.repeated_judging import Asked, JudgedReward, RepeatsConfig
+from rl.rewards.shared.repeated_judging import (
+    Asked,
+    JudgedReward,
+    Pictures,
+    RepeatsConfig,
+    numbered,
+)
 
 PERCEPTION_MARKS = ("naturalness", "artifacts")
 
@@ -42,19 +48,21 @@ def own_prompts(semantics: str) -> Mapping[str, str]:
 
 
 class PairedQuestions(JudgedReward[VieScoreT]):
-    """The source, where it is needed, precedes the question about meaning; the picture follows."""
+    """The sources, where they are needed, precede the question about meaning; the picture
+    follows."""
 
     unit_parts = frozenset({"sc_01", "pq_01"})
     questions_per_reading = 2
     semantic_marks: ClassVar[tuple[str, ...]]
     """What the semantic question asks for, in order."""
 
-    def questions(self, instruction: str, pictures: Mapping[str, Image]) -> Sequence[Asked]:
-        semantics, perception = (fill_prompt(prompt, instruction) for prompt in self.prompts)
-        before = [pictures["source"]] if "source" in self.needs else []
+    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
+        prompts = self.prompts_for(pictures)
+        semantics, perception = (fill_prompt(prompt, instruction) for prompt in prompts)
+        before = numbered(pictures["source"]) if "source" in self.needs else []
         return [
-            self._asked(self.semantic_marks, *before, semantics, pictures["image"]),
-            self._asked(PERCEPTION_MARKS, perception, pictures["image"]),
+            self._asked(self.semantic_marks, *before, semantics, *pictures["image"]),
+            self._asked(PERCEPTION_MARKS, perception, *pictures["image"]),
         ]
 
     def _asked(self, marks: Sequence[str], *parts: str | Image) -> Asked:

@@ -1,0 +1,186 @@
+"""Rows with several source pictures: in a list, in several columns, and what is refused how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset, Features, List, Value
+from PIL import Image
+from tiny_edits import write_jsonl
+
+from rl.api.data import DataSource, RowRules
+from rl.api.types import Sample
+from rl.data import edit_jsonl, hf_dataset
+from rl.data.shared.rows import BadRowError
+
+WORDS = {"instruction": "paint it"}
+COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0), "c": (0, 0, 255)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`a.png` red, `b.png` green, `c.png` blue and of another size, `clear.png` transparent."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (48, 16) if name == "c" else (32, 32), colour).save(folder / f"{name}.png")
+    Image.new("RGBA", (32, 32), (255, 0, 0, 0)).save(folder / "clear.png")
+    Image.new("RGB", (4, 4)).save(folder / "small.png")
+    (folder / "phone.png").write_bytes(b"\0\0\0\x18ftypheic" + b"\0" * 20)
+    turned = Image.new("RGB", (40, 20))
+    exif = turned.getexif()
+    exif[0x0112] = 6  # on its side
+    turned.save(folder / "turned.jpg", exif=exif)
+    return folder
+
+
+def lines(folder: Path, *rows: Any, rules: RowRules | None = None, **config: Any) -> DataSource:
+    path = write_jsonl(folder / "rows.jsonl", [WORDS | row for row in rows])
+    settings = {"type": "edit_jsonl", "path": path, **config}
+    parsed = edit_jsonl.Config.model_validate(settings)
+    problems = edit_jsonl.EditJsonl.problems(parsed, rules or RowRules())
+    try:
+        source = edit_jsonl.EditJsonl(parsed, rules or RowRules())
+    except BadRowError as error:
+        # Headers are read when it is opened only.
+        assert not problems or problems[0] in str(error)
+        raise
+    assert problems == []
+    return source
+
+
+def colours(sample: Sample) -> list[Any]:
+    return [picture.getpixel((0, 0)) for picture in sample.sources]
+
+
+def test_a_list_brings_its_pictures_in_order(folder: Path) -> None:
+    rows = [{"images": ["b.png", "a.png", "c.png"]}, {"image": "a.png"}, {"images": ["c.png"]}]
+    source = lines(folder, *rows, {"image": ["a.png", "b.png"], "images": None})
+    expected = [("b", "a", "c"), ("a",), ("c",), ("a", "b")]
+    for index, names in enumerate(expected):
+        assert colours(source[index]) == [COLOURS[name] for name in names]
+    assert [picture.size for picture in source[0].sources] == [(32, 32), (32, 32), (48, 16)]
+    assert "source" in edit_jsonl.EditJsonl.provides(source.config)
+
+
+def test_every_picture_comes_through_the_same_door(folder: Path) -> None:
+    sample = lines(folder, {"images": ["a.png", "clear.png", "turned.jpg"]})[0]
+    assert colours(sample)[1] == (255, 255, 255)
+    assert sample.sources[2].size == (20, 40)
+    assert {picture.mode for picture in sample.sources} == {"RGB"}
+
+
+BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
+    "both": (
+        {"image": "a.png", "images": ["b.png"]},
+        ["has both 'image' and 'images'; keep one", "`columns`"],
+    ),
+    "second gone": ({"images": ["a.png", "no.png"]}, ["2nd source picture ('images')", "no.png"]),
+    "third is HEIC": (
+        {"images": ["a.png", "b.png", "phone.png"]},
+        ["3rd source picture ('images')", "is HEIC"],
+    ),
+    "second too small": ({"images": ["a.png", "small.png"]}, ["2nd source picture", "4x4 px"]),
+    "second no path": ({"images": ["a.png", None]}, ["2nd source picture", "None, not a picture"]),
+    "second a list": ({"images": ["a.png", ["b.png"]]}, ["2nd source picture", "not a picture"]),
+    "second a URL": ({"images": ["a.png", "https://x/y.png"]}, ["2nd source picture", "is a URL"]),
+    "second hostile": ({"images": ["a.png", "\x1b[2J"]}, ["2nd source picture", r"\x1b[2J"]),
+    "empty": ({"images": []}, ["has no 'image'; it has"]),
+    "four": ({"images": ["a.png"] * 4}, ["has 4 source pictures, where this run reads 3", "drop"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_names_the_row_and_which_picture(folder: Path, case: str) -> None:
+    row, complaints = BAD[case]
+    good = {"images": ["a.png", "b.png", "c.png"]}
+    rules = RowRules(max_pictures=3, pictures_remedy="drop some")
+    with pytest.raises(BadRowError) as caught:
+        lines(folder, good, row, rules=rules)
+    said = str(caught.value)
+    assert f"{folder / 'rows.jsonl'}, row 2: " in said and "data.on_bad_row: 'skip'" in said
+    assert all(complaint in said for complaint in complaints), said
+    path = write_jsonl(folder / "rows.jsonl", [WORDS | good, WORDS | row, WORDS | good])
+    config = edit_jsonl.Config(type="edit_jsonl", path=path)
+    kept = edit_jsonl.EditJsonl(config, RowRules("skip", max_pictures=3))
+    assert (len(kept), kept.num_skipped) == (2, 1)
+
+
+def test_a_column_may_be_named_and_several_may(folder: Path) -> None:
+    row = {"scene": "a.png", "object": "b.png", "more": {"all": ["c.png", "a.png"]}}
+    listed = lines(folder, row, columns={"source": "more.all"})
+    assert colours(listed[0]) == [COLOURS["c"], COLOURS["a"]]
+    columns = {"source": ["scene", "object"]}
+    two = lines(folder, row, row | {"object": None}, columns=columns)
+    assert [len(two[index].sources) for index in range(2)] == [2, 1]
+    assert "source" in edit_jsonl.EditJsonl.provides(two.config)
+    with pytest.raises(BadRowError, match=r"row 1: has no 'object'"):
+        lines(folder, {"scene": "a.png"}, columns=columns)
+    with pytest.raises(BadRowError, match=r"row 1: source picture \('scene'\): holds None"):
+        lines(folder, row | {"scene": None, "object": "b.png"}, columns={"source": ["scene"]})
+    # A column that the user names is the one that is meant.
+    chosen = lines(folder, {"image": "a.png", "images": ["b.png"]}, columns={"source": "image"})
+    assert colours(chosen[0]) == [COLOURS["a"]]
+
+
+def test_rows_without_pictures_where_they_are_optional(folder: Path) -> None:
+    columns = {"source": "images", "source_optional": True}
+    source = lines(folder, {}, {"images": []}, {"images": ["a.png", "b.png"]}, columns=columns)
+    assert [len(source[index].sources) for index in range(3)] == [0, 0, 2]
+    assert "source" not in edit_jsonl.EditJsonl.provides(source.config)
+
+
+@pytest.mark.parametrize("columns", [[], ["a", ""]])
+def test_columns_have_names(columns: list[str]) -> None:
+    with pytest.raises(ValueError, match="source"):
+        edit_jsonl.Config.model_validate(
+            {"type": "edit_jsonl", "path": "x", "columns": {"source": columns}}
+        )
+
+
+def test_what_the_policy_reads_is_not_hidden() -> None:
+    columns = {"source": ["a", "b"], "hidden": {"answer": "b"}}
+    with pytest.raises(ValueError, match="also what the policy reads"):
+        edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})
+
+
+@pytest.mark.parametrize("name", ["edits.parquet", "saved"])
+@pytest.mark.parametrize("columns", [{}, {"source": "images"}, {"source": ["first", "second"]}])
+def test_a_data_set_may_hold_lists_of_pictures(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, columns: Any
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    files = {letter: str(folder / f"{letter}.png") for letter in "abc"}
+    picture = datasets.Image()
+    features = Features(
+        {
+            "images": List(picture),
+            "first": picture,
+            "second": picture,
+            "instruction": Value("string"),
+        }
+    )
+    rows = {
+        "images": [[files["b"], files["c"]], [files["a"]]],
+        "first": [files["b"], files["a"]],
+        "second": [files["c"], None],
+        "instruction": ["paint it", "paint this"],
+    }
+    dataset = Dataset.from_dict(rows, features=features)
+    dataset.to_parquet(tmp_path / "edits.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    config = hf_dataset.Config.model_validate(
+        {"type": "hf_dataset", "path": str(tmp_path / name), "columns": columns}
+    )
+    assert hf_dataset.HfDataset.problems(config, RowRules()) == []
+    source = hf_dataset.HfDataset(config, RowRules())
+    assert [colours(source[index]) for index in range(2)] == [
+        [COLOURS["b"], COLOURS["c"]],
+        [COLOURS["a"]],
+    ]
+    kept = hf_dataset.HfDataset(config, RowRules("skip", max_pictures=1))
+    assert (len(kept), kept.num_skipped) == (1, 1)

@@ -1,0 +1,362 @@
+"""What is thought before the words: where it ends, what is left, why there is nothing left."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_qwen
+import tiny_qwen3
+import torch
+from tiny_act import act, act_group
+from tiny_policy import LORA, make_qwen, wake_lora
+from tiny_rounding import NATS
+from transformers import AddedToken
+
+from rl.api.policy import ThoughtSection
+from rl.api.types import Action, Completion, Prompt, Row, Sample, UnusableSampleError
+from rl.learner.micro_batches import shared_filler
+from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.shared import prompting, thought
+
+THINK = {"instruction": "Think, then write {marker} and the words."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_qwen.make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def with_markers() -> Any:
+    """As Qwen3's: both tags are tokens of their own that are not special."""
+    found = tiny_qwen.make_tokenizer()
+    tags = ["<think>", "</think>"]
+    found.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def writer(folder: str) -> Qwen25VL:
+    """It writes words for a renderer that reads words, after a thought."""
+    return make_qwen(folder, "text", thought=THINK)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def read(tokenizer: Any, text: str, **section: Any) -> thought.Written:
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return thought.read(tokenizer, ids_of(tokenizer, text), ThoughtSection(**section), [stop])
+
+
+@pytest.mark.parametrize(
+    ("text", "thought_part", "words"),
+    [
+        ("red it is</think>\n\nmake it red", "red it is</think>\n\n", "make it red"),
+        ("<think>a</think>b</think> c", "<think>a</think>b</think> ", "c"),
+        ("</think>c", "</think>", "c"),
+        (
+            "\U0001f388 \u00e9</think>\u00e9\U0001f388",
+            "\U0001f388 \u00e9</think>",
+            "\u00e9\U0001f388",
+        ),
+    ],
+)
+@pytest.mark.parametrize("tags", ["tokenizer", "with_markers"])
+def test_the_last_marker_ends_the_thought_whatever_its_tokens(
+    request: pytest.FixtureRequest, tags: str, text: str, thought_part: str, words: str
+) -> None:
+    tokenizer = request.getfixturevalue(tags)
+    written = read(tokenizer, text + "<|im_end|>")
+    assert (written.thought, written.words, written.failure) == (thought_part, words, None)
+    assert written.text == text
+    ids = ids_of(tokenizer, text + "<|im_end|>")
+    assert tokenizer.decode(written.word_ids).strip() == words + "<|im_end|>"
+    assert tuple(ids[written.num_thought_tokens :]) == written.word_ids, "as it was written"
+    assert tokenizer.decode(ids[: written.num_thought_tokens]) == thought_part
+
+
+def test_words_that_share_the_markers_last_token_are_spelt_anew(tokenizer: Any) -> None:
+    ids = ids_of(tokenizer, "the red square")
+    [straddling] = [i for i in ids if tokenizer.decode([i]) == " red"]
+    written = read(tokenizer, "the red square", marker="r")  # of 'square', the last one
+    assert (written.thought, written.words) == ("the red squar", "e")
+    written = read(tokenizer, "the red box", marker=" r")
+    assert (written.thought, written.words) == ("the r", "ed box")
+    assert written.num_thought_tokens == ids.index(straddling)
+    assert tokenizer.decode(written.word_ids) == "ed box"
+    assert straddling not in written.word_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "failure"),
+    [
+        ("red it is<|im_end|>", {}, "no marker: the completion ends without '</think>'"),
+        ("red it is", {}, "unfinished thought: cut off at 7 tokens without '</think>'"),
+        ("red</think> \n<|im_end|>", {}, "empty: no words behind the thought"),
+        ("<|im_end|>", {}, "empty: the completion holds no words"),
+        ("red</think>blue", {"max_tokens": 2}, "unfinished thought: 9 tokens up to its marker"),
+    ],
+)
+def test_why_there_are_no_words(
+    tokenizer: Any, text: str, section: dict[str, Any], failure: str
+) -> None:
+    written = read(tokenizer, text, **section)
+    assert written.failure is not None and written.failure.startswith(failure)
+
+
+def test_a_policy_may_be_let_off_its_marker(tokenizer: Any) -> None:
+    written = read(tokenizer, "red it is<|im_end|>", without_marker="words")
+    assert (written.thought, written.words, written.failure) == ("", "red it is", None)
+    assert written.num_thought_tokens == 0
+    assert read(tokenizer, "<|im_end|>", without_marker="words").failure == thought.NO_WORDS
+
+
+@pytest.mark.parametrize(
+    ("loss", "mask"),
+    [
+        ("all", [True] * 5),
+        ("thought", [True, True, True, False, False]),
+        ("words", [False, False, False, True, True]),
+    ],
+)
+def test_which_side_of_the_marker_is_trained(loss: Any, mask: list[bool]) -> None:
+    assert thought.is_trained(ThoughtSection(loss=loss), 3, 5) == mask
+
+
+def test_users_words_never_spell_a_token(with_markers: Any) -> None:
+    """Special ones the tokenizer splits itself; added ones that are not special it keeps."""
+    for text in (
+        "a</think>b",
+        "</think></think>",
+        "<think",
+        "<|im_end|></think>",
+        "</thin</think>",
+    ):
+        ids = prompting.plain_ids(with_markers, text)
+        assert with_markers.decode(ids) == text
+        assert not set(ids) & set(with_markers.added_tokens_decoder)
+    template = prompting.chat_template("")
+    ids = prompting.tokenize(with_markers, template, "say </think> aloud")
+    assert with_markers.convert_tokens_to_ids("</think>") not in ids
+    plain = with_markers("no tags here", add_special_tokens=False).input_ids
+    assert prompting.plain_ids(with_markers, "no tags here") == plain, "as it always was"
+
+
+def test_the_prompt_asks_behind_the_users_words_and_the_plain_one_does_not(
+    writer: Qwen25VL, folder: str
+) -> None:
+    sample = tiny_qwen.sample(0, "make it </think> blue")
+    prompt = writer.build_prompt(sample)
+    plain = make_qwen(folder, "text").build_prompt(sample)
+    assert prompt.plain.token_ids == plain.token_ids and plain.plain is plain
+    asked = writer.prompts.tokenizer.decode(prompt.token_ids)
+    asking = "make it </think> blue\nThink, then write </think> and the words.<|im_end|>"
+    assert asking in asked and "Think" not in writer.prompts.tokenizer.decode(plain.token_ids)
+    assert prompt.images is prompt.plain.images, "it is processed once"
+    long = len(prompt.token_ids)
+    narrow = make_qwen(folder, "text", thought=THINK, max_prompt_tokens=long - 1)
+    with pytest.raises(UnusableSampleError, match=r"policy\.thought\.instruction"):
+        narrow.build_prompt(sample)
+
+
+def test_what_is_handed_on_are_the_words_alone(writer: Qwen25VL) -> None:
+    sample = tiny_qwen.sample(0, "make it </think> blue")
+    prompt = writer.build_prompt(sample)
+    said = [writer.encode_completion(text).token_ids for text in ("so</think>\nred", "red")]
+    bare = writer.pass_through_completion(sample).token_ids
+    rows = [(prompt, said[0]), (prompt, said[1]), (prompt.plain, bare), (prompt.plain, said[1])]
+    thinking, unmarked, own, same = act(writer, rows)
+    assert (thinking.text, thinking.thought, thinking.payload) == (
+        "so</think>\nred", "so</think>\n", "red",
+    )  # fmt: skip
+    assert thinking.drawn_from == said[1]
+    assert unmarked.payload is None and str(unmarked.failure).startswith("no marker")
+    # The user's own words and references have no thought, whatever they spell.
+    assert (own.payload, own.thought, own.drawn_from) == ("make it </think> blue", "", None)
+    assert (same.payload, same.failure) == ("red", None)
+
+
+def test_off_is_as_it_was(folder: str) -> None:
+    policy = make_qwen(folder, "text")
+    prompt = policy.build_prompt(tiny_qwen.sample(0))
+    ids = policy.encode_completion("a</think>b").token_ids
+    [action] = act(policy, [(prompt, ids)])
+    assert (action.text, action.payload, action.thought) == ("a</think>b", "a</think>b", "")
+    assert policy.loss_mask(policy.encode_completion("a"), 0) == (True, True)
+
+
+PLAIN_WORDS = ("blue", "red square")
+
+
+@pytest.fixture(scope="module")
+def both(folder: str) -> dict[str, Qwen25VL]:
+    """For an editor: without a thought, its words read alone, its words after their thought."""
+    found = {
+        "plain": make_qwen(folder, lora=LORA),
+        "words": make_qwen(folder, lora=LORA, thought=THINK),
+        "attended": make_qwen(folder, lora=LORA, thought={**THINK, "states": "attended"}),
+    }
+    for policy in found.values():
+        wake_lora(policy)
+    return found
+
+
+def thought_rows(policy: Qwen25VL, i: int = 0) -> list[Row]:
+    """Two thoughts before one word, other words, no marker, and the user's own words."""
+    prompt = policy.build_prompt(tiny_qwen.sample(i))
+    texts = ("it is so</think>\nblue", "well</think>\nblue", "hm</think>\nred square", "blue")
+    rows: list[Row] = [(prompt, policy.encode_completion(text).token_ids) for text in texts]
+    return [*rows, (prompt.plain, policy.encode_completion("blue").token_ids)]
+
+
+@pytest.mark.parametrize("conditioning", ["policy", "base"])
+def test_words_alone_are_what_a_policy_without_thoughts_hands_on(
+    folder: str, both: dict[str, Qwen25VL], conditioning: str
+) -> None:
+    plain, policy = both["plain"], both["words"]
+    if conditioning == "base":
+        plain = make_qwen(folder, conditioning="base")
+        policy = make_qwen(folder, conditioning="base", thought=THINK)
+    rows = [row for i in range(2) for row in thought_rows(policy, i)]
+    actions = act(policy, rows)
+    for i in range(2):
+        one, two, other, failed, bare = actions[5 * i : 5 * i + 5]
+        assert one.payload.embeds is two.payload.embeds is bare.payload.embeds
+        assert one.drawn_from == two.drawn_from == rows[5 * i + 4][1]
+        assert bare.drawn_from is None, "its own tokens, which are the same"
+        assert failed.payload is None and failed.failure.startswith("no marker")
+        prompt = plain.build_prompt(tiny_qwen.sample(i))
+        expected_G = act_group(plain, prompt, [plain.encode_completion(w) for w in PLAIN_WORDS])
+        for action, expected in zip((one, other), expected_G, strict=True):
+            alike(action, expected)
+
+
+def alike(action: Action, expected: Action) -> None:
+    """The states are the same, up to the order in which sums are added up."""
+    states, wanted = action.payload.embeds, expected.payload.embeds
+    assert states.shape == wanted.shape
+    assert (states - wanted).abs().max() < NATS
+
+
+def test_alone_in_a_row_the_words_states_are_the_same_bit_for_bit(
+    both: dict[str, Qwen25VL],
+) -> None:
+    """One computation, whatever was thought: nothing of the thought is in it."""
+    policy, plain = both["words"], both["plain"]
+    prompt, sample = policy.build_prompt(tiny_qwen.sample(1)), tiny_qwen.sample(1)
+    said = policy.encode_completion("hm, or not</think>\nblue").token_ids
+    [thinking] = act(policy, [(prompt, said)])
+    [expected] = act_group(plain, plain.build_prompt(sample), [plain.encode_completion("blue")])
+    assert torch.equal(thinking.payload.embeds, expected.payload.embeds)
+
+
+def test_states_that_attended_are_rows_of_one_forward(both: dict[str, Qwen25VL]) -> None:
+    """Against plain transformers on the whole text: what asks and what is thought are cut out."""
+    policy, plain = both["attended"], both["plain"]
+    rows = thought_rows(policy)
+    one, two, _, _, bare = act(policy, rows)
+    prompt, ids = rows[0]
+    whole = Prompt(prompt.sample, (*prompt.token_ids, *ids), prompt.images, prompt.model_inputs)
+    batch = policy.collate([(whole, ())])
+    with torch.no_grad():
+        hidden = policy.module(batch).hidden
+    decoded = policy.prompts.tokenizer
+    num_after = len(decoded("<|im_end|>\n<|im_start|>assistant\n").input_ids)
+    asking = decoded("\nThink, then write </think> and the words.").input_ids
+    words = policy.encode_completion("blue").token_ids
+    end = len(prompt.token_ids)
+    kept = [
+        *range(prompt.num_dropped_tokens, end - num_after - len(asking)),
+        *range(end - num_after, end),
+        *range(len(whole.token_ids) - len(words), len(whole.token_ids)),
+    ]
+    assert (one.payload.embeds - hidden[kept]).abs().max() < NATS
+    # What stands before the request does not see it; what stands behind the thought does.
+    [without] = act_group(plain, plain.build_prompt(prompt.sample), [Completion(words, (), "stop")])
+    tail = len(prompt.plain.token_ids) - prompt.num_dropped_tokens - num_after
+    assert one.payload.embeds.shape == without.payload.embeds.shape
+    assert (one.payload.embeds[:tail] - without.payload.embeds[:tail]).abs().max() < NATS
+    assert (one.payload.embeds - without.payload.embeds)[-len(words) :].abs().max() > 0.1
+    assert (one.payload.embeds - two.payload.embeds)[-len(words) :].abs().max() > 0.1
+    assert len({one.drawn_from, two.drawn_from, rows[4][1]}) == 3, "three pictures"
+    alike(bare, without)
+
+
+def test_the_stock_arm_reads_no_request(both: dict[str, Qwen25VL]) -> None:
+    policy, plain = both["words"], both["plain"]
+    for name in ("words", "attended"):
+        policy = both[name]
+        arms = policy.stock_arms(policy.build_prompt(tiny_qwen.sample(2)))
+        wanted = plain.stock_arms(plain.build_prompt(tiny_qwen.sample(2)))
+        assert arms.keys() == wanted.keys()
+        for arm, (prompt, completion) in arms.items():
+            [found] = act(policy, [(prompt, completion.token_ids)])
+            expected_prompt, expected = wanted[arm]
+            [stock] = act(plain, [(expected_prompt, expected.token_ids)])
+            assert torch.equal(found.payload.embeds, stock.payload.embeds)
+
+
+def test_another_family_with_tags_of_its_own_and_states_before_the_norm(
+    tmp_path: Path, with_markers: Any
+) -> None:
+    """Qwen3-VL: '</think>' is one token that is not special, pictures bring deepstack features."""
+    folder = tiny_qwen3.save_policy_folder(tmp_path)
+    with_markers.save_pretrained(folder)
+    plain, policy = (
+        tiny_qwen3.make_qwen3(folder, section=section, state_kind="pre_norm")
+        for section in ({}, {"thought": THINK})
+    )
+    sample = Sample("s", "join </think> them", (tiny_qwen.picture(0), tiny_qwen.picture(1)))
+    prompt = policy.build_prompt(sample)
+    marker = with_markers.convert_tokens_to_ids("</think>")
+    assert marker in prompt.token_ids and marker not in prompt.plain.token_ids, "ours alone is one"
+    assert marker not in policy.banned_token_ids
+    words = plain.encode_completion("blue").token_ids
+    said = (*with_markers("hm", add_special_tokens=False).input_ids, marker, *words)
+    [thinking] = act(policy, [(prompt, said)])
+    assert (thinking.thought, thinking.words) == ("hm</think>", "blue")
+    [expected] = act(plain, [(plain.build_prompt(sample), words)])
+    assert torch.equal(thinking.payload.embeds, expected.payload.embeds)
+    assert thinking.payload.pictures == expected.payload.pictures != ()
+    cut = policy.cut_thought(prompt)
+    assert cut is not None and cut.token_ids == (*prompt.token_ids, marker)
+    assert plain.cut_thought(plain.build_prompt(sample)) is None
+
+
+def test_a_filler_from_another_rank_forwards_what_its_own_would(both: dict[str, Qwen25VL]) -> None:
+    """Under ZeRO-3 no rank may skip a forward: what travels is enough for both of a thought's."""
+    policy = both["words"]
+    own = thought_rows(policy)[0]
+    gathered: list[Any] = []
+
+    class BesideAnIdleRank:
+        def any(self, value: bool) -> bool:
+            return True
+
+        def gather(self, value: Row | None) -> list[Row | None]:
+            gathered.append(value)
+            return [value, None]
+
+    assert shared_filler([own], BesideAnIdleRank()) is own
+    [(prompt, ids)] = gathered
+    assert not prompt.sample.sources and not prompt.plain.sample.sources
+    sent = pickle.loads(pickle.dumps((prompt, ids)))
+    for collate in (policy.collate, policy.collate_states):
+        found, wanted = collate([sent]), collate([own])
+        assert torch.equal(found.input_ids, wanted.input_ids)
+        assert len(found.model_inputs["pictures"]) == len(wanted.model_inputs["pictures"]) == 1
+    with torch.no_grad():
+        batch = policy.collate_states([sent])
+        states = policy.module(batch).hidden
+        again = policy.module(policy.collate_states([own])).hidden
+    assert torch.equal(states, again)

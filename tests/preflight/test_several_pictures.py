@@ -1,0 +1,81 @@
+"""What `--check` says of rows with several source pictures, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+from PIL import Image
+from tiny_edits import write_jsonl
+from tiny_faulty_judge import MODEL, FaultyJudge
+
+from rl.config.schema import RunConfig, load_config
+from rl.preflight import report
+
+WORDS = {"instruction": "paint it"}
+ONE, THREE = {"image": "a.png"}, {"images": ["a.png"] * 3}
+
+
+def config_of(folder: Path, plug: str, *rows: dict[str, Any], **changes: Any) -> RunConfig:
+    Image.new("RGB", (32, 32)).save(folder / "a.png")
+    source = {
+        "type": "edit_jsonl",
+        "path": write_jsonl(folder / "r.jsonl", [WORDS | r for r in rows]),
+    }
+    data = {"train": [source], "validation": [source]} | changes.pop("data", {})
+    renderer = {"type": plug, "model_path": f"Qwen/{plug}"} | changes.pop("renderer", {})
+    config = tiny_config.real(folder, data=data, renderer=renderer, **changes)
+    return load_config(tiny_config.write(folder, config))
+
+
+@pytest.mark.parametrize(
+    ("plug", "renderer", "remedy"),
+    [
+        ("qwen_image_edit", {}, "1; give fewer, or choose a renderer that reads more than qwen_i"),
+        ("qwen_image_edit_plus", {}, "1; give fewer, or raise renderer.max_pictures"),
+        ("qwen_image_edit_plus", {"max_pictures": 2}, "2; give fewer, or raise renderer.max_pict"),
+    ],
+)
+def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
+    tmp_path: Path, plug: str, renderer: dict[str, Any], remedy: str
+) -> None:
+    text, code = report.report(config_of(tmp_path, plug, ONE, THREE, renderer=renderer), 141)
+    said = f"r.jsonl, row 2: has 3 source pictures, where this run reads {remedy}"
+    assert code == 1 and f"data.train.0: {tmp_path}/{said}" in text, text
+    skipping = config_of(tmp_path, plug, ONE, THREE, renderer=renderer, data={"on_bad_row": "skip"})
+    assert "source pictures" not in report.report(skipping, 141)[0]
+
+
+def test_as_many_as_it_reads_are_planned_for(tmp_path: Path) -> None:
+    planned = []
+    for most in (1, 3):
+        renderer = {"max_pictures": most, "model_path": "Qwen/Qwen-Image-Edit-2511"}
+        config = config_of(tmp_path, "qwen_image_edit_plus", ONE, renderer=renderer)
+        text, _ = report.report(config, 141)
+        planned.append(text)
+        assert "source pictures" not in text
+    assert planned[0] != planned[1]
+
+
+@pytest.mark.parametrize(("most", "shown"), [(3, 3), (4, 3)])
+def test_the_judge_is_asked_with_as_many_as_a_row_has(
+    tmp_path: Path, most: int, shown: int
+) -> None:
+    with FaultyJudge() as judge:
+        config = config_of(
+            tmp_path,
+            "qwen_image_edit_plus",
+            ONE,
+            THREE,
+            renderer={"max_pictures": most},
+            judge={"api_base": judge.api_base, "model": MODEL, "image_side_px": 64},
+        )
+        report.report(config, 141, online=True)
+    contents = [request["messages"][0]["content"] for request in judge.requests]
+    pictures = [sum("image_url" in part for part in content) for content in contents]
+    assert sorted(pictures) == [1, shown + 1]
+    [semantics] = (content for content in contents if len(content) > 2)
+    labels = [part["text"] for part in semantics if part.get("text", "").startswith("Source ")]
+    assert labels == ["Source 1:", "Source 2:", "Source 3:"]

@@ -1,0 +1,158 @@
+"""Several source pictures, against the stock Edit-Plus pipeline, and which of them make a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tiny_editor
+import torch
+from diffusers import QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_edit_plus
+from PIL import Image
+from tiny_editor import SMALL_AREA_PX, TINY, StockParts, make_job, render_floats
+from tiny_pictures import make_picture
+from tiny_rounding import PICTURE
+
+from rl.api.types import RenderFailure, RenderJob
+from rl.meter import flop_meter
+from rl.renderers import qwen_image_edit, qwen_image_edit_plus
+from rl.renderers.qwen_image.loop import QwenImageLoop
+from rl.renderers.shared.cost import denoising_work
+
+SIZES = ((128, 64), (64, 96), (64, 64))
+PICTURES = tuple(make_picture(seed, *size) for seed, size in enumerate(SIZES))
+
+
+def job_of(pictures: Sequence[Image.Image], **more: Any) -> RenderJob:
+    given: dict[str, Any] = {"length": 9, "noise_seed": 3, "negative_length": 5} | more
+    job = make_job(pictures[0], **given)
+    return dataclasses.replace(job, sample=dataclasses.replace(job.sample, sources=tuple(pictures)))
+
+
+def plus(stock: StockParts, **changes: Any) -> QwenImageLoop:
+    values = TINY | {"type": "qwen_image_edit_plus", "max_pictures": 3} | changes
+    config = qwen_image_edit_plus.Config.model_validate(values)
+    return QwenImageLoop(config, stock.ours(), config.max_pictures)
+
+
+def render_stock(stock: StockParts, job: RenderJob, scale: float) -> torch.Tensor:
+    negative = {"negative_prompt_embeds": job.payload.negative_embeds[None]} if scale > 1 else {}
+    pipeline = tiny_editor.stock_pipeline(stock, QwenImageEditPlusPipeline)
+    pictures: torch.Tensor = pipeline(
+        image=list(job.sample.sources),
+        prompt_embeds=job.payload.embeds[None],
+        generator=torch.Generator().manual_seed(job.noise_seed),
+        output_type="pt",
+        num_inference_steps=4,
+        true_cfg_scale=scale,
+        **negative,
+    ).images
+    return pictures
+
+
+@pytest.fixture
+def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock pipeline resizes every source to 1024^2; here, to 64^2, for speed."""
+    original = stock_edit_plus.calculate_dimensions
+    monkeypatch.setattr(
+        stock_edit_plus,
+        "calculate_dimensions",
+        lambda area, ratio: original(SMALL_AREA_PX, ratio),
+    )
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["2509", "2511"])
+def stock(request: pytest.FixtureRequest) -> StockParts:
+    return tiny_editor.make_stock(zero_cond_t=request.param)
+
+
+@pytest.mark.usefixtures("small_stock")
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("num_pictures", [1, 2, 3])
+def test_the_loop_equals_the_stock_pipeline(
+    stock: StockParts, num_pictures: int, scale: float
+) -> None:
+    """No two pictures have one shape, and the last one's is that of what is drawn."""
+    job = job_of(PICTURES[:num_pictures])
+    expected = render_stock(stock, job, scale)
+    width, height = SIZES[num_pictures - 1]
+    assert (expected.shape[-1] / expected.shape[-2] > 1) == (width / height > 1)
+    for in_one_forward in (False, True):
+        ours = render_floats(
+            plus(stock, true_cfg_scale=scale, cfg_in_one_forward=in_one_forward), [job]
+        )
+        assert (ours - expected).abs().max() <= PICTURE
+
+
+def test_every_picture_and_their_order_show(stock: StockParts) -> None:
+    square = [make_picture(seed) for seed in range(4)]
+    shown = [square[:3], [square[1], square[0], square[2]], [*square[:2], square[3]], square[:2]]
+    renderer = plus(stock)
+    drawn = [render_floats(renderer, [job_of(pictures)]) for pictures in shown]
+    moved = [float((other - drawn[0]).abs().max()) for other in drawn[1:]]
+    assert min(moved) > 5 * PICTURE, moved
+
+
+def test_a_batch_shares_all_sizes_and_a_picture_is_its_own(stock: StockParts) -> None:
+    jobs = [
+        job_of([make_picture(seed, *size) for seed, size in enumerate(SIZES[:2])], length=length)
+        for length in (9, 14)
+    ]
+    others = [job_of(PICTURES[:1]), job_of(PICTURES[:2][::-1]), job_of(PICTURES)]
+    renderer = plus(stock)
+    buckets = [renderer.bucket_of(job.sample.sources) for job in [*jobs, *others]]
+    assert buckets[0] == buckets[1] and len(set(buckets)) == 4
+    together = render_floats(renderer, jobs)
+    alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
+    assert (together - alone).abs().max() <= PICTURE
+    drawn = dict(renderer.render([*jobs, *others]))
+    assert all(isinstance(picture, Image.Image) for picture in drawn.values())
+
+
+def test_each_picture_is_encoded_once(stock: StockParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = plus(stock)
+    encoded: list[int] = []
+    encode = renderer.parts.vae.encode
+    monkeypatch.setattr(
+        renderer.parts.vae, "encode", lambda pixels: encoded.append(len(pixels)) or encode(pixels)
+    )
+    first, second, third = (make_picture(seed) for seed in range(3))
+    jobs = [job_of(shown) for shown in ([first, second], [first, second], [second, third])]
+    list(renderer.render([*jobs, job_of([third, third, first])]))
+    assert sum(encoded) == 3
+
+
+def test_what_is_transparent_is_white_to_the_editor(stock: StockParts) -> None:
+    clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
+    shown = [PICTURES[2], clear], [PICTURES[2], Image.new("RGB", (64, 64), "white")]
+    left, right = (render_floats(plus(stock), [job_of(pictures)]) for pictures in shown)
+    assert torch.equal(left, right)
+
+
+def test_more_pictures_than_it_reads_are_no_batch(stock: StockParts) -> None:
+    config = qwen_image_edit.Config.model_validate(TINY)
+    for renderer, most in (
+        (plus(stock, max_pictures=2), 2),
+        (QwenImageLoop(config, stock.ours()), 1),
+    ):
+        [(_, failure)] = renderer.render([job_of(PICTURES)])
+        assert isinstance(failure, RenderFailure)
+        assert failure.reason == f"too_many_sources: 3, of which this editor reads {most}"
+        assert failure.blame == "renderer"
+
+
+def test_work_is_counted_of_all_pictures(stock: StockParts) -> None:
+    """Three times one picture: it is encoded once, and read three times in each of four steps."""
+    spent = []
+    for num_pictures in (1, 3):
+        before = flop_meter.done()
+        render_floats(plus(stock), [job_of(PICTURES[2:] * num_pictures)])
+        spent.append(flop_meter.done() - before)
+    steps = [
+        denoising_work(stock.transformer.config, 16, 16 * num_pictures, [9], bytes_per_value=4)
+        for num_pictures in (1, 3)
+    ]
+    assert spent[1].flops - spent[0].flops == 4 * (steps[1].flops - steps[0].flops) > 0

@@ -1,0 +1,182 @@
+"""Edits with one, two and three source pictures, from a JSONL file through the whole loop, its
+record and its page, and once more by `rl edit`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_loop
+from PIL import Image
+from tiny_edits import write_jsonl
+from tiny_pictures import make_picture
+
+from rl.commands import edit
+from rl.edit.editor import OWN_WORDS, Editor, EditRequest, EditResult
+from rl.record.rewind import PICTURE_NAME
+from rl.report.figures import draw_grid
+from rl.report.mail import write_single_file
+from rl.report.page import write_page
+from rl.report.reading import read_evaluations
+from rl.report.script import value_of
+
+SIZES = ((96, 64), (64, 96), (80, 80))
+WORDS = "give the square of picture 1 the colour of the circle in picture 2"
+NAMES = ["one", "two", "three"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several")
+    for number, size in enumerate(SIZES, 1):
+        make_picture(number, *size).save(folder / f"p{number}.png")
+    rows: list[Any] = [
+        {"images": [f"p{k}.png" for k in range(1, number + 1)], "instruction": WORDS, "id": name}
+        for number, name in enumerate(NAMES, 1)
+    ]
+    rows[0] = {"image": "p1.png", "instruction": WORDS, "id": "one"}
+    many = {"images": ["p1.png"] * 4, "instruction": "too many", "id": "four"}
+    source = {"type": "edit_jsonl", "path": write_jsonl(folder / "edits.jsonl", [*rows, many])}
+    config = tiny_loop.config_of(
+        tiny_loop.save_models(folder / "models"),
+        folder,
+        num_iterations=1,
+        prompts_per_iteration=3,
+        generations_per_prompt=2,
+        rewards={"brightness": {"type": "tests.brightness_reward"}},
+        judge={},
+        data={"train": [source], "validation": [source], "on_bad_row": "skip"},
+        evaluation={"every_n_iterations": 1, "num_samples": 3},
+    )
+    config["renderer"] |= {"type": "qwen_image_edit_plus", "max_pictures": 3}
+    config["renderer"] |= {"output_area_px": 96 * 96}
+    config["tracking"] = {"page": False, "tensorboard": True}
+    ended = tiny_loop.run_forked(tiny_loop.write_config(folder / "config", config))
+    assert "1 bad rows of data.train are left out" in ended.stdout
+    return folder / "tiny"
+
+
+def same(picture: Image.Image | None, file: Path) -> bool:
+    assert picture is not None
+    return np.array_equal(np.asarray(picture), np.asarray(Image.open(file)))
+
+
+def same_pixels(one: EditResult, other: EditResult) -> bool:
+    return np.array_equal(np.asarray(one.image), np.asarray(other.image))
+
+
+def test_every_source_is_on_record_and_one_is_named_as_ever(run_dir: Path) -> None:
+    episodes = tiny_loop.episodes_of(run_dir)
+    assert {row["sample_id"] for row in episodes} == set(NAMES)
+    assert {row["status"] for row in episodes} == {"scored"}
+    for row in episodes:
+        number = NAMES.index(row["sample_id"]) + 1
+        files = [row["source_file"], *row.get("other_source_files", [])]
+        assert ("other_source_files" in row) == (number > 1) and len(files) == number
+        stem = files[0].removesuffix("_source.png")
+        assert files[1:] == [f"{stem}_source{k}.png" for k in range(2, number + 1)]
+        for k, file in enumerate(files):
+            assert same(make_picture(k + 1, *SIZES[k]), run_dir / file)
+        # What is drawn takes the last one's aspect: landscape, portrait, square.
+        width, height = Image.open(run_dir / row["image_file"]).size
+        assert np.sign(width - height) == (1, -1, 0)[number - 1]
+
+
+def test_held_out_samples_come_out_again(run_dir: Path) -> None:
+    folder = run_dir / "evaluation" / "it_000001"
+    rows = tiny_loop.rows_of(folder / "records.jsonl")
+    requests = []
+    for row in rows:
+        files = [row["source_file"], *row.get("other_source_files", [])]
+        assert len(files) == NAMES.index(row["id"]) + 1
+        requests.append(EditRequest(WORDS, [folder / file for file in files], id=row["id"]))
+    with Editor.from_run(run_dir, device="cpu") as editor:
+        results = editor.edit_batch(requests, seed=3, arms=True)
+        for result, row in zip(results, rows, strict=True):
+            assert result.failure is None and same(result.image, folder / row["image_file"])
+            assert same(result.arms[OWN_WORDS].image, folder / row["bare_file"])
+        with pytest.raises(ValueError, match=r"4 pictures, where this run reads 3; give fewer, or"):
+            editor.edit([make_picture(0)] * 4, WORDS)
+        first = make_picture(1, *SIZES[0])
+        alone, listed = (editor.edit(given, WORDS) for given in (first, [first]))
+    assert same_pixels(alone, listed) and len(listed.sources) == 1
+
+
+def test_the_page_the_figure_and_the_mail_have_them_all(run_dir: Path, tmp_path: Path) -> None:
+    _, made = write_page(run_dir)
+    data = run_dir / "report" / "data"
+    for name in ("it_000001", "eval_000001"):
+        for row in value_of((data / f"{name}.js").read_text("utf-8"))["rows"]:
+            number = NAMES.index(row["id"]) + 1
+            assert row["src"].endswith("_source.png") and ("others" in row) == (number > 1)
+            ends = [file.rpartition("_")[2] for file in row.get("others", [])]
+            assert ends == [f"source{k}.png" for k in range(2, number + 1)]
+    write_single_file(run_dir, made)
+    mail = (run_dir / "report" / "report.html").read_text("utf-8")
+    shown = re.findall(r'"(\.\./[\w/]+_source\d?\.png)":\s*"data:image', mail)
+    assert len({file for file in shown if "/it_000001/" in file and "images" in file}) == 6, shown
+    before, after = read_evaluations(run_dir)
+    with (tmp_path / "grid.png").open("wb") as file:
+        draw_grid(file, before, after)
+    assert Image.open(tmp_path / "grid.png").width > 1000
+
+
+def test_pictures_of_several_are_forgotten_with_the_others(run_dir: Path) -> None:
+    for file in run_dir.glob("images/it_*/*.png"):
+        assert PICTURE_NAME.fullmatch(file.name), file
+
+
+def test_rl_edit_takes_several(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    pictures = [str(run_dir.parent / f"p{k}.png") for k in (1, 2, 3)]
+    how = ["--run", str(run_dir), "--out", str(tmp_path), "--device", "cpu"]
+    assert edit.main([*how, *pictures, WORDS]) == 0
+    assert f"{' '.join(pictures)}: {WORDS}" in capsys.readouterr().out
+    told = json.loads((tmp_path / "p1-p2-p3.json").read_text())
+    assert [shown["image"] for shown in told["images"]] == pictures
+    assert [tuple(shown["shown_size_px"]) for shown in told["images"]] == list(SIZES)
+    one = Image.open(tmp_path / "p1-p2-p3_sheet.png")
+    rows = [
+        {"images": [Path(file).name for file in pictures[:2]]},
+        {"image": "p1.png", "instruction": "make it red"},
+    ]
+    path = write_jsonl(run_dir.parent / "more.jsonl", rows)
+    assert edit.main([*how, path, WORDS]) == 0
+    assert {"p1-p2.png", "p1.png"} <= {file.name for file in tmp_path.iterdir()}
+    assert json.loads((tmp_path / "p1.json").read_text())["image"] == pictures[0]
+    assert one.width > Image.open(tmp_path / "p1-p2_sheet.png").width
+
+
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        (["p1.png", "gone.png", "paint it"], "gone.png does not exist; several arguments are"),
+        (["p1.png", ".", "paint it"], "is a folder, not a file; several arguments are"),
+        (["p1.png", "make", "it", "red"], "make does not exist; several arguments are the pict"),
+        (["p1.png", "p2.png", "p3.png"], "say what to do with these pictures: the instruction"),
+    ],
+)
+def test_what_is_no_edit_is_said(
+    run_dir: Path, what: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    with pytest.raises(SystemExit, match=complaint):
+        edit.main(["--run", str(run_dir), *what])
+
+
+BAD = {
+    "both": ({"image": "p1.png", "images": ["p2.png"]}, "has both 'image' and 'images'; keep one"),
+    "no list": ({"images": "p1.png"}, "'images' is 'p1.png'; give a list of files' paths"),
+    "no path": ({"images": ["p1.png", 2]}, "give a list of files' paths"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_line_is_named(run_dir: Path, case: str) -> None:
+    row, complaint = BAD[case]
+    path = write_jsonl(run_dir.parent / "bad.jsonl", [{"instruction": "x"} | row])
+    with pytest.raises(SystemExit, match=f"row 1: .*{complaint}"):
+        edit.main(["--run", str(run_dir), path])
