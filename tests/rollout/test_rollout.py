@@ -8,13 +8,13 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import pvariance
 
 import pytest
-from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
+from tiny_rollout import Painter, run_config, word
 
 from rl.api.reward import Reward
 from rl.api.types import (
@@ -22,8 +22,6 @@ from rl.api.types import (
     Completion,
     Episode,
     Prompt,
-    RenderFailure,
-    RenderJob,
     RewardInput,
     RewardOutput,
     Row,
@@ -51,22 +49,6 @@ from rl.run.lost_pictures import TooManyRenderFailuresError
 from rl.run.run import PendingStep, Run
 
 
-def run_config(**changes: object) -> RunConfig:
-    fields = {
-        "run_name": "r",
-        "base_exp_dir": "unused",
-        "num_iterations": 1,
-        "prompts_per_iteration": 1,
-        "generations_per_prompt": 2,
-        "policy": {"type": "p"},
-        "engine": {"type": "e"},
-        "renderer": {"type": "r"},
-        "rewards": {},
-        "data": {"train": []},
-    }
-    return RunConfig.model_validate(fields | changes)
-
-
 class Speller:
     """A policy that reads token ids as letters; a lone 0 is nothing readable."""
 
@@ -82,35 +64,6 @@ class Speller:
     def loss_mask(self, completion: Completion, iteration: int) -> list[bool]:
         """In odd iterations the first letter is not trained."""
         return [place > 0 or iteration % 2 == 0 for place in range(len(completion.token_ids))]
-
-
-class Painter:
-    """Paints the noise seed; words beginning with 'x' break it, 'y' is the policy's fault."""
-
-    def __init__(self) -> None:
-        self.jobs: list[RenderJob] = []
-
-    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
-        return list(samples)
-
-    def take_metrics(self) -> dict[str, float]:
-        return {"clip_cut_share": 0.5}
-
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        return None
-
-    def render(
-        self, jobs: Iterable[RenderJob]
-    ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
-        taken = list(jobs)
-        self.jobs += taken
-        for index in reversed(range(len(taken))):
-            job = taken[index]
-            if job.payload[0] in "xy":
-                blame = "policy" if job.payload[0] == "y" else "renderer"
-                yield index, RenderFailure("ragged", blame)
-            else:
-                yield index, Image.new("L", (1, 1), job.noise_seed % 256)
 
 
 class Level(Reward):
@@ -132,11 +85,6 @@ class Level(Reward):
 def context() -> Iterator[RolloutContext]:
     with BackgroundLoop() as loop:
         yield RolloutContext(run_config(), Speller(), Painter(), {"level": Level()}, True, loop)
-
-
-def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None) -> Completion:
-    ids = tuple(ord(letter) - 96 for letter in text) or (0,)
-    return Completion(ids, (-0.5,) * len(ids), finish, forced)
 
 
 class MicroBatches:

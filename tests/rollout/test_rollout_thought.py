@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from PIL import Image
-from test_rollout import Painter, collect, run_config, sampled, word
+from tiny_rollout import Painter, run_config, word
 
 from rl.algorithm.metrics import Metrics
 from rl.api.reward import Reward
@@ -22,8 +22,9 @@ from rl.api.types import (
 )
 from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import pack_groups
+from rl.record.console import PhaseTimer
 from rl.rollout.graded_groups import train_sequences
-from rl.rollout.stream import Rollout, RolloutContext
+from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 from rl.run.episode_metrics import add_thought
 
 MARKER = 26  # 'z'
@@ -88,25 +89,33 @@ def asked() -> Prompt:
 
 
 class Batches:
+    """One a group; nothing is ever forwarded."""
+
     collective = False
 
-    def __init__(self, batch: object) -> None:
-        self.micro_batches = pack_groups(batch.prompts, batch.token_ids, 1000, num_sampled_P=[4])
+    def __init__(self, batch: Sampled) -> None:
+        nums_P = [len(completions_G) for completions_G in batch.completions]
+        self.micro_batches = pack_groups(batch.prompts, batch.token_ids, 1000, num_sampled_P=nums_P)
 
 
-def roll(context: RolloutContext, monkeypatch: pytest.MonkeyPatch) -> Rollout:
-    import test_rollout
+def collect(
+    context: RolloutContext, completions: list[Completion], bare: Completion | None = None
+) -> Rollout:
+    batch = Sampled([asked()], [completions], [51], ["0/0"], [bare])
+    timer = PhaseTimer()
+    pending = begin(context, batch, Batches(batch), timer)
+    for _ in pending.groups(timer):
+        pass
+    return pending.finished()
 
-    monkeypatch.setattr(test_rollout, "MicroBatches", Batches)
-    words = [word("azc"), word("abzc"), word("azd"), word("abc")]
-    batch = sampled(*words, bare=word("c"))
-    return collect(context, type(batch)([asked()], *list(vars(batch).values())[1:]))
+
+def roll(context: RolloutContext) -> Rollout:
+    """Two thoughts before the same words, other words, a thought without an end; the bare arm."""
+    return collect(context, [word("azc"), word("abzc"), word("azd"), word("abc")], word("c"))
 
 
-def test_equal_words_are_drawn_once_and_read_with_each_thought(
-    context: RolloutContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rollout = roll(context, monkeypatch)
+def test_equal_words_are_drawn_once_and_read_with_each_thought(context: RolloutContext) -> None:
+    rollout = roll(context)
     one, two, other, failed = rollout.episodes[0]
     [bare] = rollout.bare_episodes
     assert [job.payload for job in context.renderer.jobs] == ["c", "d"]
@@ -120,11 +129,9 @@ def test_equal_words_are_drawn_once_and_read_with_each_thought(
     assert bare.action.thought == "" and bare.status == "scored", "no marker = all words"
 
 
-def test_how_long_it_thought_and_how_often_to_no_end(
-    context: RolloutContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_long_it_thought_and_how_often_to_no_end(context: RolloutContext) -> None:
     metrics = Metrics()
-    for episode in roll(context, monkeypatch).episodes[0]:
+    for episode in roll(context).episodes[0]:
         add_thought(metrics, "eval/", episode)
     found = metrics.merge([metrics.state()])
     assert found == {
@@ -136,17 +143,13 @@ def test_how_long_it_thought_and_how_often_to_no_end(
 
 
 @pytest.mark.parametrize("rule", ["floor", "score", "mask"])
-def test_a_thought_that_is_cut_off_is_a_failure_under_every_rule(
-    monkeypatch: pytest.MonkeyPatch, rule: str
-) -> None:
+def test_a_thought_that_is_cut_off_is_a_failure_under_every_rule(rule: str) -> None:
     """Under 'mask' it carries no loss; words that are cut go by the rule, as ever."""
     with BackgroundLoop() as loop:
         config = run_config(algorithm={"truncated_completions": rule})
         context = RolloutContext(config, Thinker(), Painter(), {"brief": Brief()}, True, loop)
-        batch = sampled(word("ab", finish="length"), word("azc", finish="length"), word("azd"))
-        batch = type(batch)([asked()], *list(vars(batch).values())[1:])
-        monkeypatch.setattr("test_rollout.MicroBatches", ThreeBatches)
-        thought, words, whole = collect(context, batch).episodes[0]
+        cut = [word("ab", finish="length"), word("azc", finish="length"), word("azd")]
+        thought, words, whole = collect(context, cut).episodes[0]
         assert (thought.status, thought.reward) == ("policy_failed", 0.0)
         assert str(thought.failure).startswith(UNFINISHED_THOUGHT)
         assert words.status == ("policy_failed" if rule == "floor" else "scored")
@@ -156,11 +159,6 @@ def test_a_thought_that_is_cut_off_is_a_failure_under_every_rule(
             if s is not None
         ]
         assert masks == ([False, False, True] if rule == "mask" else [True] * 3)
-
-
-class ThreeBatches(Batches):
-    def __init__(self, batch: object) -> None:
-        self.micro_batches = pack_groups(batch.prompts, batch.token_ids, 1000, num_sampled_P=[3])
 
 
 def test_the_bare_arm_stands_behind_the_plain_prompt() -> None:
