@@ -14,6 +14,7 @@ minutes on one core:
     clip        3   CLIP that knows plain captions and users' prompts
     sd3         8   SD3Transformer2DModel and its text encoders on plain captions
     rewriter    2   a policy that turns users' prompts into captions, often wrong ones
+    image21_vae 4   AutoencoderKLQwenImage21 on the same scenes
 
 A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend
 on `policy` and `drift`: with two cores, run `--only vae` beside `--only policy drift`.
@@ -32,6 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 STAGES = (
     *("vae", "policy", "drift", "editor", "reasoner", "emu3_vq", "emu3"),
     *("sd3_vae", "clip", "sd3", "rewriter"),
+    *("image21_vae", "image21_policy", "image21_drift", "image21_editor"),
 )
 
 
