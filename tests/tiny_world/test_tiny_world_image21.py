@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +15,27 @@ from rl.ranks.wheels import mend_mismatched_wheels
 
 mend_mismatched_wheels()
 
+from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+from tiny_world.builder.image21_editor import Exam, read  # noqa: E402
 from tiny_world.builder.image21_flow import LATENTS, Condition, velocity  # noqa: E402
 from tiny_world.builder.image21_models import (  # noqa: E402
     LATENT_CHANNELS,
     SLOTS,
+    load_policy,
     make_policy,
     make_transformer,
 )
-from tiny_world.builder.image21_policy import make_case, quarters_of  # noqa: E402
+from tiny_world.builder.image21_policy import make_case, p_right, quarters_of  # noqa: E402
 from tiny_world.builder.image21_reader import PicturesReader  # noqa: E402
 from tiny_world.builder.image21_tokenizer import editing_tokenizer, image_processor  # noqa: E402
 from tiny_world.builder.models import HIDDEN  # noqa: E402
 from tiny_world.scenes import Scene, Shape, describe  # noqa: E402
+
+FOLDER = Path(__file__).resolve().parents[2] / "tiny_world" / "weights" / "image21"
+MIN_MARK_WHEN_FED_RIGHT = 8.0
+MAX_MARK_WHEN_FED_WRONG = 2.0
 
 
 @torch.no_grad()
@@ -88,3 +99,32 @@ def test_a_word_knows_the_quarter_of_the_shape_its_sentence_names():
     text = "turn the red square green. remove the red circle."
     assert quarters_of(text, scene) == [-1, -1, -1, 2, 2, 2, -1, -1, -1, 4, 4]
     assert quarters_of("the red.", scene) == []
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """(reader of the shipped policy, held-out exam, transformer)"""
+    reader = PicturesReader(load_policy(FOLDER / "policy"), editing_tokenizer())
+    kw = {"torch_dtype": torch.float32}
+    vae = AutoencoderKLQwenImage21.from_pretrained(FOLDER / "vae", **kw)
+    transformer = QwenImage21Transformer2DModel.from_pretrained(FOLDER / "transformer", **kw)
+    exam = Exam(partial(read, reader), reader.image_id, vae, num=24, seed=11)
+    return reader, exam, transformer
+
+
+def test_the_shipped_tokenizer_is_the_builders(shipped):
+    theirs = AutoTokenizer.from_pretrained(FOLDER / "policy")
+    assert theirs.get_vocab() == shipped[0].tokenizer.get_vocab()
+
+
+def test_the_policy_can_give_the_right_answer_but_seldom_does(shipped):
+    p_by_kind = p_right(shipped[0])
+    assert set(p_by_kind) == {"noun", "match", "erase", "borrow"}
+    assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind
+
+
+def test_the_editor_does_what_a_description_says_with_one_picture_and_with_two(shipped):
+    _, exam, transformer = shipped
+    marks = exam.marks(transformer)
+    assert min(marks["right_1"], marks["right_2"]) > MIN_MARK_WHEN_FED_RIGHT, marks
+    assert marks["wrong"] < MAX_MARK_WHEN_FED_WRONG, marks

@@ -1,9 +1,10 @@
 """Stage image21_editor: teach Qwen-Image-2.1 to do what the policy's states before its norm say.
 
 As `editor.py`. Of two Euler steps the last is from sigma 0.02: the picture is made at t = 1, so
-most of the batch is trained there. Three rounds: words as clean codes, which needs no policy and is
+most of the batch is trained there. Rounds: words as clean codes, which needs no policy and is
 when it learns to recolour and to leave alone; the states of a policy that is always right; those of
-one that doubts and drifts. Each leaves its transformer in `work`, and is skipped when it is there.
+one that doubts and drifts, twice. Each leaves its transformer in `work`, and is skipped when that
+is there.
 """
 
 from __future__ import annotations
@@ -48,39 +49,41 @@ class Round(NamedTuple):
     """Half of the steps read a drifted policy."""
     steps: int
     peak_rate: float
+    num_examples: int
+    """Whose pictures are encoded once, at least half of them with two sources."""
 
 
 ROUNDS = (
-    Round("image21_editor_codes", None, False, 800, 3e-3),
-    Round("image21_editor_knowing", "image21_policy_knowing", False, 600, 2.5e-3),
-    Round("image21_editor_doubting", "image21_policy_doubting", True, 1000, 2e-3),
+    Round("image21_editor_codes", None, False, 800, 3e-3, 3000),
+    Round("image21_editor_knowing", "image21_policy_knowing", False, 600, 2.5e-3, 3000),
+    Round("image21_editor_doubting", "image21_policy_doubting", True, 4000, 2.5e-3, 3000),
+    Round("image21_editor_settling", "image21_policy_doubting", True, 3000, 1.5e-3, 6000),
 )
 Say = Callable[[list[Case], list[str]], Reading]
 """What the editor reads of descriptions of such cases."""
 SHARE_AT_1 = 0.8
-POOL = 3000
 
 
 def build(work: Path) -> None:
     vae = AutoencoderKLQwenImage21.from_pretrained(work / "image21_vae").eval()
     vae.requires_grad_(False)
-    pool = _Pool(vae, random.Random(310), POOL)
     before = None
     for plan in ROUNDS:
         if not (work / plan.name).exists():
-            _train(work, vae, pool, plan, before)
+            _train(work, vae, plan, before)
         before = work / plan.name
     export("image21/vae", vae)
     export("image21/transformer", QwenImage21Transformer2DModel.from_pretrained(before))
     export("image21/scheduler", FlowMatchEulerDiscreteScheduler(**SCHEDULER))
 
 
-def _train(work: Path, vae, pool: _Pool, plan: Round, start: Path | None, batch: int = 16) -> None:
+def _train(work: Path, vae, plan: Round, start: Path | None, batch: int = 16) -> None:
     torch.manual_seed(1)
     rng = random.Random(plan.name)
+    pool = _Pool(vae, rng, plan.num_examples)
     policy = load_policy(work / plan.policy) if plan.policy else None
     reader, drifter = PicturesReader(policy, editing_tokenizer()), None
-    say = Codes(reader) if policy is None else partial(_read, reader)
+    say = Codes(reader) if policy is None else partial(read, reader)
     if plan.drifts:
         drifter = Drifter(policy, load_bank(work / "image21_drift.safetensors"))
     transformer = make_transformer()
@@ -91,7 +94,7 @@ def _train(work: Path, vae, pool: _Pool, plan: Round, start: Path | None, batch:
     def loss_of(step: int) -> torch.Tensor:
         if drifter is not None and step % 2:
             drifter.drift(rng)
-        examples = pool.some(rng, 1 if rng.random() < 0.6 else 2, batch)
+        examples = pool.some(rng, rng.choice((1, 2)), batch)
         condition = _condition(say, reader.image_id, examples, rng, step if not start else None)
         x0 = torch.stack([example.x0 for example in examples])
         return flow_loss(
@@ -110,13 +113,14 @@ def _train(work: Path, vae, pool: _Pool, plan: Round, start: Path | None, batch:
         plan.peak_rate,
         loss_of,
         check,
-        check_every=250,
+        check_every=500,
         rate_of=lambda step: rate(step, plan.steps),
     )
     transformer.save_pretrained(work / plan.name)
 
 
-def _read(reader: PicturesReader, cases: list[Case], descriptions: list[str]) -> Reading:
+def read(reader: PicturesReader, cases: list[Case], descriptions: list[str]) -> Reading:
+    """A `Say` of that reader."""
     pictures = [case.pictures for case in cases]
     return reader.read(pictures, [case.task.instruction for case in cases], descriptions)
 
@@ -162,7 +166,7 @@ class _Pool:
     def __init__(self, vae, rng: random.Random, num: int) -> None:
         self.by_sources: dict[int, list[Example]] = {1: [], 2: []}
         for _ in range(num):
-            case = make_case(rng)
+            case = make_case(rng, "borrow" if rng.random() < 0.5 else None)
             description, target = some_edit(rng, case.scenes[0], case.task)
             latents = encode(vae, [*case.pictures, draw_array(target)])
             example = Example(case, description, latents[:-1], latents[-1])

@@ -65,8 +65,9 @@ def _polish(vae, rng: random.Random, folder: Path, batch: int) -> None:
         return exam(vae)
 
     decoder = [*vae.post_quant_conv.parameters(), *vae.decoder.parameters()]
-    options = {"check_every": 250, "weight_decay": 1e-4, "warm_up": 0.04}
-    fit("image21_decoder", decoder, 1500, 1.2e-3, loss_of, check, **options)
+    options = {"check_every": 500, "weight_decay": 1e-4, "warm_up": 0.04}
+    for _ in range(2):
+        fit("image21_decoder", decoder, 1500, 1.2e-3, loss_of, check, **options)
 
 
 def _pictures(rng: random.Random, num: int) -> list[np.ndarray]:
