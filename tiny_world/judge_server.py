@@ -123,15 +123,18 @@ class JudgeServer:
                 if wish is not None:
                     return _reply({"score": [grade_wish(image, wish)]})
                 return _reply({"score": grade_perception(image)})
-            case [source, edited] if instruction is not None:
-                semantics = grade_semantics(source, edited, instruction)
+            case [source, *lenders, edited] if instruction is not None:
+                semantics = grade_semantics(source, edited, instruction, lenders)
                 if '"alignment"' not in text:
                     return _reply({"score": semantics})
                 quality = min(grade_perception(edited)) / 10
                 return _reply({"alignment": min(semantics) / 10, "quality": quality})
             case [reference, edited]:
                 return _reply({"score": grade_likeness(reference, edited)})
-        raise ValueError(f"{len(images)} pictures in the message; this judge takes 1 or 2")
+        raise ValueError(
+            f"{len(images)} pictures in the message; this judge takes 1 or 2, and more with an "
+            "<instruction>: the sources in their order, then the result"
+        )
 
     def close(self) -> None:
         """Stop serving and free the port."""

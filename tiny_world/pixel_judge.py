@@ -14,6 +14,7 @@ shape must keep its outline.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
@@ -45,19 +46,23 @@ class NoSceneError(ValueError):
 
 
 def grade_semantics(
-    source: Image.Image, edited: Image.Image, instruction: str
+    source: Image.Image,
+    edited: Image.Image,
+    instruction: str,
+    lenders: Sequence[Image.Image] = (),
 ) -> tuple[float, float]:
-    """(edit success, nothing else touched), each 0-10.
+    """(edit success, nothing else touched), each 0-10. `lenders`: the second source picture and
+    those after it, which an instruction may speak of and no edit touches.
 
     Nothing for an edit of what is no scene of this world. ValueError when the instruction is none
     of this world, or a picture of another size.
     """
     pixels = _pixels(edited)
     try:
-        scene = parse_scene(source)
+        scene, *others = (parse_scene(picture) for picture in (source, *lenders))
     except NoSceneError:
         return 0.0, 0.0
-    op = read_instruction(instruction, scene)
+    op = read_instruction(instruction, scene, others)
     expected = apply(scene, op)
     background = GREYS_RGB[scene.background]
     target_cell = scene.find(op.shape).cell

@@ -91,7 +91,8 @@ class Task:
     instruction: str
     op: Op
     kind: str
-    """'noun' needs world knowledge, 'match' two look-ups in the picture, 'erase' one."""
+    """'noun' needs world knowledge, 'match' two look-ups in the picture, 'erase' one; 'borrow' one
+    look-up in it and one in a second picture."""
 
 
 def make_scene(rng: random.Random) -> Scene:
@@ -124,8 +125,17 @@ def make_instruction(rng: random.Random, scene: Scene) -> Task:
     return Task(f"erase the {target.shape}", Op(target.shape, None), kind)
 
 
-def read_instruction(instruction: str, scene: Scene) -> Op:
-    """The edit an instruction asks for; ValueError when it is not one `make_instruction` writes."""
+def make_borrowing(rng: random.Random, scene: Scene, lender: Scene) -> Task:
+    """An instruction about one shape of the scene that takes its colour from a second picture."""
+    choices = [(s, m) for s in scene.shapes for m in lender.shapes if m.colour != s.colour]
+    target, model = rng.choice(choices)
+    text = f"give the {target.shape} the color of the {model.shape} in picture 2"
+    return Task(text, Op(target.shape, model.colour), "borrow")
+
+
+def read_instruction(instruction: str, scene: Scene, lenders: Sequence[Scene] = ()) -> Op:
+    """The edit an instruction asks for; ValueError when it is not one that `make_instruction` or
+    `make_borrowing` writes. `lenders`: the second picture and those after it."""
     words = instruction.strip().split()
     try:
         match words:
@@ -135,11 +145,16 @@ def read_instruction(instruction: str, scene: Scene) -> Op:
                 return Op(scene.find(shape).shape, scene.find(model).colour)
             case ["erase", "the", shape]:
                 return Op(scene.find(shape).shape, None)
+            case ["give", "the", shape, "the", "color", "of", "the", model, "in", "picture", "2"]:
+                if not lenders:
+                    raise ValueError(f"{instruction!r} speaks of picture 2, and there is one")
+                return Op(scene.find(shape).shape, lenders[0].find(model).colour)
     except KeyError as missing:
         raise ValueError(f"{instruction!r} names {missing}, which is not there") from missing
     raise ValueError(
         f"{instruction!r} is none of 'paint the <shape> the color of <noun>', "
-        "'make the <shape> match the <shape>', 'erase the <shape>'"
+        "'make the <shape> match the <shape>', 'erase the <shape>', 'give the <shape> the color of "
+        "the <shape> in picture 2'"
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from rl.api.data import RowRules
 from rl.api.types import Sample
 from rl.run.watch import HeldOutContents
+from tiny_world.data.shape_pairs import ShapePairs
 from tiny_world.data.shape_prompts import ShapePrompts
 from tiny_world.data.shape_questions import ShapeQuestions
 from tiny_world.data.shape_tokens import ShapeTokens
@@ -16,7 +17,9 @@ from tiny_world.data.shapes import Shapes
 from tiny_world.data.synthetic import MadeSource
 
 Source = type[MadeSource[Any]]
-ALL = pytest.mark.parametrize("source", [Shapes, ShapeTokens, ShapeQuestions, ShapePrompts])
+ALL = pytest.mark.parametrize(
+    "source", [Shapes, ShapePairs, ShapeTokens, ShapeQuestions, ShapePrompts]
+)
 
 
 def made(source: Source, num_samples: int = 50, **more: Any) -> MadeSource[Any]:

@@ -220,6 +220,7 @@ def test_the_weights_are_small_and_hold_no_pickle():
     for file in files:
         bytes_of[file.relative_to(WEIGHTS).parts[0]] += file.stat().st_size
     assert bytes_of.pop("policy") + bytes_of.pop("editor") < 10_000_000
+    assert bytes_of.pop("image21") < 9_000_000
     assert all(size < 4_000_000 for size in bytes_of.values()), bytes_of
 
 

@@ -15,8 +15,16 @@ minutes on one core:
     sd3         8   SD3Transformer2DModel and its text encoders on plain captions
     rewriter    2   a policy that turns users' prompts into captions, often wrong ones
 
+For Qwen3-VL and Qwen-Image-2.1, with one source picture and with two:
+
+    image21_vae     11   AutoencoderKLQwenImage21 on the same scenes
+    image21_policy   6   Qwen3-VL: the lessons of `policy`
+    image21_drift    1   the same rehearsal
+    image21_editor  20   QwenImage21Transformer2DModel
+
 A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend
-on `policy` and `drift`: with two cores, run `--only vae` beside `--only policy drift`.
+on `policy` and `drift`: with two cores, run `--only vae` beside `--only policy drift`, and the same
+of `image21`.
 """
 
 from __future__ import annotations
@@ -32,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 STAGES = (
     *("vae", "policy", "drift", "editor", "reasoner", "emu3_vq", "emu3"),
     *("sd3_vae", "clip", "sd3", "rewriter"),
+    *("image21_vae", "image21_policy", "image21_drift", "image21_editor"),
 )
 
 

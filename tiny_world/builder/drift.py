@@ -12,6 +12,7 @@ an editor trained this way (its mark when told right is the same before and afte
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,21 +36,42 @@ from tiny_world.scenes import (
 )
 
 Deltas = dict[str, torch.Tensor]
+Answer = Callable[[Scene, Task], Op]
+Examples = tuple[Sequence, Sequence[str], Sequence[str]]
+"""(pictures, instructions, descriptions)"""
 LORA_TARGETS = r".*language_model.*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 NUM_TUNINGS, STEPS, SNAPSHOTS = 8, 50, (20, 50)
 
 
 def build(work: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 # local
+    save_bank(
+        work / "drift.safetensors",
+        lambda: load_policy(work / "policy_doubting"),
+        lambda policy: Reader(policy, tokenizer),
+        _examples,
+    )
+
+
+def save_bank(
+    file: Path,
+    load: Callable[[], torch.nn.Module],
+    reader_of: Callable[[torch.nn.Module], Reader],
+    examples: Callable[[random.Random, Answer, int], Examples],
+    num_tunings: int = NUM_TUNINGS,
+    batch: int = 24,
+) -> None:
+    """`examples(rng, answer, batch)`: what a tuning towards such answers is shown in a step."""
     bank: Deltas = {}
-    for k in range(NUM_TUNINGS):
-        for i, deltas in enumerate(_tune(work, k)):
+    for k in range(num_tunings):
+        for i, deltas in enumerate(_tune(load(), reader_of, examples, k, batch)):
             bank |= {f"{k}.{i}.{name}": delta.contiguous() for name, delta in deltas.items()}
-    save_file(bank, work / "drift.safetensors")
+    save_file(bank, file)
 
 
-def load_bank(work: Path) -> list[Deltas]:
+def load_bank(file: Path) -> list[Deltas]:
     bank: dict[str, Deltas] = {}
-    for key, delta in load_file(work / "drift.safetensors").items():
+    for key, delta in load_file(file).items():
         k, i, name = key.split(".", 2)
         bank.setdefault(f"{k}.{i}", {})[name] = delta
     return list(bank.values())
@@ -83,24 +105,26 @@ class Drifter:
             weight.copy_(self.home[name])
 
 
-def _tune(work: Path, k: int, batch: int = 24) -> list[Deltas]:
+def _examples(rng: random.Random, answer: Answer, batch: int) -> Examples:
+    scenes = [make_scene(rng) for _ in range(batch)]
+    tasks = [make_instruction(rng, scene) for scene in scenes]
+    texts = [describe(answer(s, t), s) for s, t in zip(scenes, tasks, strict=True)]
+    return [draw_array(scene) for scene in scenes], [task.instruction for task in tasks], texts
+
+
+def _tune(policy, reader_of, examples, k: int, batch: int) -> list[Deltas]:
     """One short LoRA fine-tuning: even ones towards right answers, odd ones towards wrong ones."""
     torch.manual_seed(k)
     rng = random.Random(900 + k)
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 # local
     config = LoraConfig(r=(8, 16)[k % 2], lora_alpha=16, target_modules=LORA_TARGETS)
-    model = get_peft_model(load_policy(work / "policy_doubting"), config)
-    reader = Reader(model.get_base_model(), tokenizer)
+    model = get_peft_model(policy, config)
+    reader = reader_of(model.get_base_model())
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, (3e-3, 4e-3, 5e-3)[k % 3], betas=(0.9, 0.95))
     answer = (lambda scene, task: task.op) if k % 2 == 0 else _wrong_answer(rng)
     snapshots = []
     for step in range(1, STEPS + 1):
-        scenes = [make_scene(rng) for _ in range(batch)]
-        tasks = [make_instruction(rng, scene) for scene in scenes]
-        texts = [describe(answer(s, t), s) for s, t in zip(scenes, tasks, strict=True)]
-        pictures = [draw_array(scene) for scene in scenes]
-        reading = reader.read(pictures, [task.instruction for task in tasks], texts)
+        reading = reader.read(*examples(rng, answer, batch))
         loss = reader.nll(reading).sum() / reading.written.sum()
         loss.backward()
         optimizer.step()
@@ -111,7 +135,7 @@ def _tune(work: Path, k: int, batch: int = 24) -> list[Deltas]:
     return snapshots
 
 
-def _wrong_answer(rng: random.Random):
+def _wrong_answer(rng: random.Random) -> Answer:
     mapping = dict(zip(COLOURS, rng.sample(COLOURS, len(COLOURS)), strict=True))
     mapping[None] = rng.choice((None, *COLOURS))
 

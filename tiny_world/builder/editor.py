@@ -64,7 +64,7 @@ def build(work: Path, batch: int = 24) -> None:
     policy = load_policy(work / "policy_doubting")  # see drift.py
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 # local
     reader = Reader(policy, tokenizer)
-    drifter, exam = Drifter(policy, load_bank(work)), Exam(reader, vae)
+    drifter, exam = Drifter(policy, load_bank(work / "drift.safetensors")), Exam(reader, vae)
     torch.manual_seed(1)
     rng = random.Random(300)
     transformer = make_transformer()
@@ -86,7 +86,7 @@ def build(work: Path, batch: int = 24) -> None:
             drifter.go_home()
             return exam.marks(transformer)
 
-        options = {"check_every": 400, "rate_of": lambda step: _rate(step, plan.steps)}
+        options = {"check_every": 400, "rate_of": lambda step: rate(step, plan.steps)}
         fit(
             "editor",
             transformer.parameters(),
@@ -106,7 +106,7 @@ def build(work: Path, batch: int = 24) -> None:
     export("editor/scheduler", FlowMatchEulerDiscreteScheduler(**SCHEDULER))
 
 
-def _rate(step: int, steps: int) -> float:
+def rate(step: int, steps: int) -> float:
     """Warm-up, constant for a quarter, then a cosine to one percent."""
     progress = max(0.0, (step / steps - 0.25) / 0.75)
     return min(1, (step + 1) / 50) * (0.505 + 0.495 * math.cos(math.pi * min(1.0, progress)))
@@ -117,7 +117,7 @@ def _examples(reader: Reader, vae, scenes: list[Scene], rng: random.Random, age:
     """Random edits as (x_0 [B, N, 4 C], source [B, N, 4 C], embeds [B, L, HIDDEN], mask [B, L])."""
     tasks = [make_instruction(rng, scene) for scene in scenes]
     texts, targets = zip(
-        *(_edit(rng, s, t) for s, t in zip(scenes, tasks, strict=True)), strict=True
+        *(some_edit(rng, s, t) for s, t in zip(scenes, tasks, strict=True)), strict=True
     )
     pictures = [draw_array(scene) for scene in scenes]
     reading = reader.read(pictures, [task.instruction for task in tasks], texts)
@@ -133,7 +133,7 @@ def _examples(reader: Reader, vae, scenes: list[Scene], rng: random.Random, age:
     return x0, source, embeds, seen
 
 
-def _edit(rng: random.Random, scene: Scene, task: Task) -> tuple[str, Scene]:
+def some_edit(rng: random.Random, scene: Scene, task: Task) -> tuple[str, Scene]:
     """A description and the scene it leads to."""
     if rng.random() < 1 / 12:
         return _description_of_nothing(rng, scene), scene

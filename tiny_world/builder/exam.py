@@ -17,12 +17,21 @@ from tiny_world.pixel_judge import grade_perception, grade_semantics
 from tiny_world.scenes import (
     Op,
     Scene,
+    Task,
     describe,
     draw,
     draw_array,
     make_instruction,
     make_scene,
 )
+
+
+def overall(scenes: Sequence[Scene], task: Task, edited: np.ndarray) -> float:
+    """VIEScore's overall mark, 0-10, of an edit [64, 64, 3] uint8 of the first of these scenes."""
+    source, *lenders = (draw(scene) for scene in scenes)
+    picture = Image.fromarray(edited)
+    semantics = min(grade_semantics(source, picture, task.instruction, lenders))
+    return math.sqrt(semantics * min(grade_perception(picture)))
 
 
 class Exam:
@@ -49,12 +58,10 @@ class Exam:
 
     def grade(self, edited: np.ndarray) -> list[float]:
         """VIEScore's overall mark of each picture, 0-10."""
-        marks = []
-        for scene, task, pixels in zip(self.scenes, self.tasks, edited, strict=True):
-            picture = Image.fromarray(pixels)
-            semantics = min(grade_semantics(draw(scene), picture, task.instruction))
-            marks.append(math.sqrt(semantics * min(grade_perception(picture))))
-        return marks
+        return [
+            overall([scene], task, pixels)
+            for scene, task, pixels in zip(self.scenes, self.tasks, edited, strict=True)
+        ]
 
     def marks(self, transformer) -> dict[str, float]:
         """Mean mark when fed right descriptions (2 and 4 steps) and wrong ones (2 steps)."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tiny_world.builder.models import HIDDEN
-from tiny_world.builder.reader import Reader, Reading, patchify
+from tiny_world.builder.reader import Reader, Reading
 from tiny_world.builder.training import fit
 from tiny_world.questions import DIGITS, Numbers, draw_array
-from tiny_world.scenes import COLOURS, SHAPES, Scene, cell_slices
+from tiny_world.scenes import COLOURS, IMAGE_SIDE_PX, SHAPES, Scene, cell_slices
 
 SEEN = ([f" {c}" for c in COLOURS], [f" {s}" for s in SHAPES], [str(d) for d in DIGITS])
 """The words for what an image token may show."""
@@ -34,9 +34,9 @@ def learn_to_look(
 
     def loss_of(step: int) -> torch.Tensor:
         pictures = [make_picture() for _ in range(batch)]
-        pixel_values, grid = patchify([draw_array(picture) for picture in pictures])
-        seen = visual(pixel_values, grid_thw=grid).pooler_output.view(batch, 16, HIDDEN)
-        labels = torch.stack([_labels(picture) for picture in pictures], 1)[:num_kinds]
+        seen = reader.look([draw_array(picture) for picture in pictures])
+        side = math.isqrt(seen.shape[1])
+        labels = torch.stack([_labels(picture, side) for picture in pictures], 1)[:num_kinds]
         return sum(
             F.cross_entropy((seen @ embedding[ids].T).flatten(0, 1), y.flatten(), ignore_index=-1)
             for ids, y in zip(tables, labels, strict=True)
@@ -45,14 +45,16 @@ def learn_to_look(
     fit("look", visual.parameters(), steps, peak_rate, loss_of)
 
 
-def _labels(picture: Scene | Numbers) -> torch.Tensor:
-    """[3, 4, 4] class of the colour, shape and digit in each image token's quarter; -1: none."""
-    labels = torch.full((3, 4, 4), -1)
+def _labels(picture: Scene | Numbers, side: int) -> torch.Tensor:
+    """[3, side, side] class of the colour, shape and digit in each image token's quarter; -1:
+    none. `side`: image tokens along a side of the picture."""
+    labels = torch.full((3, side, side), -1)
+    of_quarter = side // 2
 
     def mark(cell: tuple[int, int], kind: int, label: int) -> None:
         rows, columns = cell_slices(cell)
-        up, left = rows.start // 16, columns.start // 16
-        labels[kind, up : up + 2, left : left + 2] = label
+        up, left = (part.start * side // IMAGE_SIDE_PX for part in (rows, columns))
+        labels[kind, up : up + of_quarter, left : left + of_quarter] = label
 
     if isinstance(picture, Numbers):
         for column, digit in enumerate(picture.digits):

@@ -63,24 +63,33 @@ def make_transformer(num_layers: int = 4) -> QwenImageTransformer2DModel:
     )
 
 
-def qwen_config(tokenizer, text: dict, vision: dict) -> Qwen2_5_VLConfig:
-    """A Qwen2.5-VL of these sizes under that tokenizer; what its two halves must agree on is filled
-    in."""
+def special_tokens(tokenizer) -> tuple[dict[str, int], dict[str, int | None]]:
+    """(what a Qwen-VL's config calls its tokens for pictures, what those that end a text)."""
     token_id = tokenizer.convert_tokens_to_ids
+    pictures = {
+        "image_token_id": token_id("<|image_pad|>"),
+        "video_token_id": token_id("<|video_pad|>"),
+        "vision_start_token_id": token_id("<|vision_start|>"),
+        "vision_end_token_id": token_id("<|vision_end|>"),
+    }
     ends = {
         "bos_token_id": None,
         "eos_token_id": token_id("<|im_end|>"),
         "pad_token_id": token_id("<|endoftext|>"),
     }
+    return pictures, ends
+
+
+def qwen_config(tokenizer, text: dict, vision: dict) -> Qwen2_5_VLConfig:
+    """A Qwen2.5-VL of these sizes under that tokenizer; what its two halves must agree on is filled
+    in."""
+    pictures, ends = special_tokens(tokenizer)
     own = {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
     return Qwen2_5_VLConfig(
         text_config={**own, **text, **ends},
         vision_config={"out_hidden_size": text["hidden_size"], "window_size": 112, **vision},
-        image_token_id=token_id("<|image_pad|>"),
-        video_token_id=token_id("<|video_pad|>"),
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
         tie_word_embeddings=False,
+        **pictures,
         **ends,
     )
 

@@ -57,7 +57,7 @@ def build(work: Path) -> None:
     torch.manual_seed(0)
     tokenizer = editing_tokenizer()
     policy = make_policy(tokenizer)
-    _initialise(policy)
+    initialise(policy)
     reader, rng = Reader(policy, tokenizer), random.Random(200)
     learn_to_look(reader, lambda: make_scene(rng), num_kinds=2, steps=200, peak_rate=2e-3)
     _learn_to_write(reader, rng, "ask", 500, 0.85, right)
@@ -70,8 +70,9 @@ def build(work: Path) -> None:
 
 
 @torch.no_grad()
-def _initialise(policy) -> None:
-    """Heads start out half-inclined to attend to equal tokens and to copy what they attend to."""
+def initialise(policy) -> None:
+    """Heads (four, two of which share a key and a value) start out half-inclined to attend to equal
+    tokens and to copy what they attend to."""
     unit_gain(policy)
     policy.lm_head.weight.copy_(policy.get_input_embeddings().weight * 0.1)
     size = HIDDEN // 4
@@ -158,9 +159,15 @@ def beginner_ops(rng: random.Random, scene: Scene, task: Task, settled: bool) ->
 
 
 def _misconception(scene: Scene, task: Task) -> str:
-    """The beginner's fixed mistake: a wrong colour, no change, black instead of nothing."""
+    """The beginner's fixed mistake: a wrong colour, no change, black instead of nothing, a look at
+    the first picture instead of the second."""
+    own = scene.find(task.op.shape).colour
     if task.kind == "match":
-        return scene.find(task.op.shape).colour
+        return own
+    if task.kind == "borrow":
+        model = task.instruction.split()[7]
+        seen = [s.colour for s in scene.shapes if s.shape == model and s.colour != task.op.paint]
+        return seen[0] if seen else own
     if task.kind == "erase":
         return "black"
     noun = task.instruction.split()[-1]
@@ -173,7 +180,7 @@ class RoleReadOut:
     def __init__(self, reader: Reader) -> None:
         texts = [f"turn the {c} {s} {c}. remove the {c} {s}." for c in COLOURS for s in SHAPES]
         texts += [f"remove the {c} {s}. turn the {c} {s} {c}." for c in COLOURS for s in SHAPES]
-        self.stop = reader.tokens(".")[0]
+        self.reader, self.stop = reader, reader.tokens(".")[0]
         self.vocabulary = len(reader.tokenizer)
         self.colours = torch.tensor([reader.tokens(f" {c}")[0] for c in COLOURS])
         rows = [torch.tensor([reader.tokens(text + "<|im_end|>")]) for text in texts]
@@ -190,10 +197,14 @@ class RoleReadOut:
         paint = before_stop & torch.isin(token_ids, self.colours)
         return token_ids + self.vocabulary * paint
 
+    def labels(self, token_ids: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        """[B, L] the class of each description token, -1 for none and elsewhere."""
+        return self.index[self._classes(token_ids)].masked_fill(~written, -1)
+
     def loss(self, reading: Reading) -> torch.Tensor:
         """Mean cross-entropy over the description tokens that have a class, nats."""
-        labels = self.index[self._classes(reading.token_ids)].masked_fill(~reading.written, -1)
-        logits = reading.hidden @ self.directions.T
+        labels = self.labels(reading.token_ids, reading.written)
+        logits = self.reader.readable(reading.hidden) @ self.directions.T
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
 
 

@@ -90,6 +90,16 @@ class Reader:
         ids, mask, is_written = pad(prompts, written, self.tokenizer.pad_token_id)
         return Reading(self._forward(pictures, ids), ids, mask, is_written)
 
+    def look(self, pictures: Sequence[np.ndarray]) -> torch.Tensor:
+        """[B, image tokens, HIDDEN]: what the language model is shown of each picture."""
+        pixel_values, grid = patchify(pictures)
+        seen = self.policy.model.visual(pixel_values, grid_thw=grid).pooler_output
+        return seen.unflatten(0, (len(pictures), -1))
+
+    def readable(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States as a read-out takes them, of a size that does not depend on the layer."""
+        return hidden
+
     def _forward(self, pictures, token_ids: torch.Tensor) -> torch.Tensor:
         model = self.policy.model
         num, length = token_ids.shape

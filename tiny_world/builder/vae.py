@@ -20,7 +20,7 @@ def build(work: Path, batch: int = 6) -> None:
 
     def pictures(num: int) -> torch.Tensor:
         """[num, 3, 1, 64, 64]"""
-        return to_tensor([draw_array(_vary(make_scene(rng), rng)) for _ in range(num)])[:, :, None]
+        return to_tensor([draw_array(vary(make_scene(rng), rng)) for _ in range(num)])[:, :, None]
 
     @torch.no_grad()
     def save() -> None:
@@ -42,7 +42,7 @@ def build(work: Path, batch: int = 6) -> None:
     )
 
 
-def _vary(scene: Scene, rng: random.Random) -> Scene:
+def vary(scene: Scene, rng: random.Random) -> Scene:
     """Scenes an edit can lead to: a shape fewer, or colours that occur twice."""
     shapes = list(scene.shapes)
     if rng.random() < 0.3:

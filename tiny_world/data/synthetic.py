@@ -32,6 +32,12 @@ HELD_OUT_SHARE = 8
 """One picture in so many is held out."""
 
 
+def is_held_out(picture: bytes) -> bool:
+    """Of which half a picture is; its bytes alone say so."""
+    digest = hashlib.blake2b(picture, digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+
+
 class MadeSource(DataSource[MadeConfigT]):
     """Sample i depends on the config and i alone."""
 
@@ -63,9 +69,7 @@ class MadeSource(DataSource[MadeConfigT]):
         rng = random.Random(f"{self.config.seed}:{index}")
         while True:
             found, picture = made(rng)
-            digest = hashlib.blake2b(picture, digest_size=8).digest()
-            is_held_out = int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
-            if is_held_out == self.config.held_out:
+            if is_held_out(picture) == self.config.held_out:
                 return found
 
     @classmethod

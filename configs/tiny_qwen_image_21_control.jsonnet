@@ -1,0 +1,1 @@
+(import 'tiny_qwen_image_21.jsonnet') + (import 'control.libsonnet')

@@ -1,0 +1,92 @@
+"""Edits that take a colour from a second picture: asked, read, described and graded."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from PIL import Image
+
+from tiny_world.judge_server import JudgeServer
+from tiny_world.pixel_judge import grade_semantics
+from tiny_world.scenes import (
+    Scene,
+    Shape,
+    Task,
+    apply,
+    draw,
+    make_borrowing,
+    make_scene,
+    read_instruction,
+)
+
+
+def examples(num: int, seed: int) -> list[tuple[Scene, Scene, Task]]:
+    rng = random.Random(seed)
+    pairs = [(make_scene(rng), make_scene(rng)) for _ in range(num)]
+    return [(scene, lender, make_borrowing(rng, scene, lender)) for scene, lender in pairs]
+
+
+def test_it_is_read_as_the_edit_it_was_made_from_and_changes_the_first_picture():
+    for scene, lender, task in examples(200, seed=1):
+        assert read_instruction(task.instruction, scene, [lender]) == task.op
+        assert apply(scene, task.op) != scene
+
+
+def test_it_is_refused_where_there_is_no_second_picture_or_no_such_shape():
+    circle, square = (Shape(name, "red", (0, 0), (0, 0)) for name in ("circle", "square"))
+    text = "give the circle the color of the square in picture 2"
+    with pytest.raises(ValueError, match="there is one"):
+        read_instruction(text, Scene(0, (circle,)))
+    with pytest.raises(ValueError, match="not there"):
+        read_instruction(text, Scene(0, (circle,)), [Scene(0, (circle,))])
+    assert read_instruction(text, Scene(0, (circle,)), [Scene(0, (square,))]).paint == "red"
+
+
+def test_the_judge_looks_at_the_second_picture():
+    same_elsewhere = 0
+    for scene, lender, task in examples(60, seed=2):
+        source, other, right = draw(scene), draw(lender), draw(apply(scene, task.op))
+        assert min(grade_semantics(source, right, task.instruction, [other])) > 9.9
+        assert grade_semantics(source, source, task.instruction, [other])[0] == 0
+        assert min(grade_semantics(source, other, task.instruction, [other])) < 1
+        swapped = Scene(lender.background, tuple(_recoloured(s) for s in lender.shapes))
+        same_elsewhere += grade_semantics(source, right, task.instruction, [draw(swapped)])[0] > 1
+    assert same_elsewhere == 0
+
+
+def test_a_second_picture_of_another_world_earns_nothing():
+    scene, _, task = examples(1, seed=3)[0]
+    stripes = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+    right = draw(apply(scene, task.op))
+    assert grade_semantics(draw(scene), right, task.instruction, [stripes]) == (0, 0)
+
+
+def test_the_server_takes_all_sources_in_order_and_then_the_result():
+    scene, lender, task = examples(1, seed=4)[0]
+    pictures = [draw(scene), draw(lender), draw(apply(scene, task.op))]
+    text = {"type": "text", "text": f"<instruction>{task.instruction}</instruction>"}
+    with JudgeServer("tiny-judge") as server:
+        assert '"score": [10.0, 10.0]' in server.answer([text, *map(_part, pictures)])
+        wrong_order = [pictures[1], pictures[0], pictures[2]]
+        with pytest.raises(ValueError, match="takes 1 or 2, and more with"):
+            server.answer(list(map(_part, pictures)))
+        try:
+            assert '"score": [10.0, 10.0]' not in server.answer([text, *map(_part, wrong_order)])
+        except ValueError as error:
+            assert "not there" in str(error)
+
+
+def _recoloured(shape: Shape) -> Shape:
+    other = {"red": "blue", "blue": "white", "white": "green"}.get(shape.colour, "red")
+    return Shape(shape.shape, other, shape.cell, shape.offset_px)
+
+
+def _part(picture: Image.Image) -> dict[str, object]:
+    import base64
+    import io
+
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}

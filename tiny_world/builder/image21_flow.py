@@ -1,0 +1,136 @@
+"""Qwen-Image-2.1's forward and sampling over rows of unequal length.
+
+The pipeline's own forward counts a row's padding into the place of the picture in the making, which
+is wrong for all rows but the longest; here each row has its own place. One row by itself: the same.
+
+Legend: B rows, L positions of the policy's states, K source pictures of a row, S positions of the
+prompt and its sources together, C latent channels, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift
+
+from tiny_world.builder.image21_models import LATENT_SIDE, SLOTS, decode
+from tiny_world.builder.models import SCHEDULER
+
+LATENTS = LATENT_SIDE**2
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What pictures are made from; every row shows equally many source pictures."""
+
+    states: torch.Tensor
+    """[B, L, HIDDEN] of the policy, before its final norm."""
+    seen: torch.Tensor
+    """[B, L] bool, False on padding and on what the editor is not to see."""
+    lengths: torch.Tensor
+    """[B] positions before the padding."""
+    is_image: torch.Tensor
+    """[L] bool, True on the source pictures' slots."""
+    sources: torch.Tensor
+    """[B, K, 16, C] latents."""
+
+
+def velocity(transformer, xt: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
+    """[B, 16, C] of the pictures in the making xt [B, 16, C] at times t [B], 0..1."""
+    x, is_image, seen = _prompt(transformer, condition)
+    num_prompt = x.shape[1]
+    x = torch.cat([x, transformer.img_in(xt)], 1)
+    rotary = _rotary(transformer, condition, is_image)
+    mask = _mask(is_image, seen)
+    embedded = transformer.time_text_embed(torch.cat([t, t.new_zeros(1)]), x)
+
+    def by_position(of_times: torch.Tensor) -> torch.Tensor:
+        """[B + 1, W], the last one of t = 0, to [B, S + 16, W]."""
+        made = of_times[:-1, None].expand(-1, LATENTS, -1)
+        return torch.cat([of_times[-1].expand(len(x), num_prompt, -1), made], 1)
+
+    modulation = by_position(transformer.modulation(embedded))
+    for block in transformer.transformer_blocks:
+        x = _block(block, x, modulation, rotary, mask)
+    out = transformer.norm_out
+    scale = by_position(out.linear(out.silu(embedded)))[:, num_prompt:]
+    x = out.norm(x[:, num_prompt:]) * (1 + scale)
+    return transformer.proj_out(x)
+
+
+def _prompt(transformer, condition: Condition) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """([B, S, D] with the sources in their slots, [S] bool on sources, [B, S] bool seen)."""
+    repeats = torch.where(condition.is_image, LATENTS // SLOTS, 1)
+    x = transformer.txt_in(condition.states).repeat_interleave(repeats, 1)
+    is_image = condition.is_image.repeat_interleave(repeats)
+    x[:, is_image] = transformer.img_in(condition.sources).flatten(1, 2)
+    return x, is_image, condition.seen.repeat_interleave(repeats, 1) | is_image
+
+
+def _rotary(transformer, condition: Condition, is_image: torch.Tensor) -> torch.Tensor:
+    """[B, S + 16, head size / 2] complex."""
+    num_sources = condition.sources.shape[1]
+    shape = (1, LATENT_SIDE, LATENT_SIDE)
+    own = F.pad(is_image, (0, LATENTS), value=True)
+    row = transformer.pos_embed([shape] * (num_sources + 1), own, is_image.device)
+    frames = condition.lengths - num_sources * (SLOTS - LATENT_SIDE)
+    made = row[-LATENTS:].repeat(len(frames), 1, 1)
+    by_frame = transformer.pos_embed.freqs[0]
+    made[..., : by_frame.shape[1]] = by_frame[frames][:, None]
+    return torch.cat([row[:-LATENTS].expand(len(frames), -1, -1), made], 1)
+
+
+def _mask(is_image: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """[B, 1, S + 16, S + 16] bool, True where a query (row) sees a key (column)."""
+    is_image = F.pad(is_image, (0, LATENTS), value=True)
+    picture = torch.where(is_image, (is_image.cumsum(0) - 1) // LATENTS, -1)
+    same = (picture[:, None] == picture) & is_image
+    allowed = same | torch.ones_like(same).tril()
+    keys = F.pad(seen, (0, LATENTS), value=True)
+    # a row of the prompt that is not seen sees itself: its softmax needs one key
+    itself = torch.eye(len(picture), dtype=torch.bool)
+    return (allowed & keys[:, None] | itself)[:, None]
+
+
+def _block(block, x, modulation, rotary, mask) -> torch.Tensor:
+    scale_1, gate_1, scale_2, gate_2 = modulation.chunk(4, -1)
+    attention, normed = block.attn, block.img_norm1(x) * (1 + scale_1)
+    query, key, value = (
+        project(normed).unflatten(-1, (attention.heads, -1))
+        for project in (attention.to_q, attention.to_k, attention.to_v)
+    )
+    query, key = (
+        _turn(norm(part), rotary)
+        for norm, part in ((attention.norm_q, query), (attention.norm_k, key))
+    )
+    seen = F.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in (query, key, value)), attn_mask=mask
+    )
+    x = x + gate_1.tanh() * attention.to_out[0](seen.transpose(1, 2).flatten(2))
+    return x + gate_2.tanh() * block.img_mlp(block.img_norm2(x) * (1 + scale_2))
+
+
+def _turn(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """[B, S, heads, head size] by [B, S, head size / 2] complex."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotary[:, :, None]).flatten(3)
+
+
+@torch.no_grad()
+def render(transformer, vae, condition: Condition, noise: torch.Tensor, steps: int) -> np.ndarray:
+    """[B, 64, 64, 3] uint8 by Euler sampling without guidance, as QwenImage21Pipeline does it;
+    noise [B, 16, C]."""
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    mu = calculate_shift(noise.shape[1], *(scheduler.config[name] for name in names))
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    scheduler.set_begin_index(0)
+    x = noise
+    for t in scheduler.timesteps:
+        v = velocity(transformer, x, t.expand(len(x)) / 1000, condition)
+        x = scheduler.step(v, t, x, return_dict=False)[0]
+    return decode(vae, x)
