@@ -29,7 +29,7 @@ MadeConfigT = TypeVar("MadeConfigT", bound=MadeConfig)
 MadeT = TypeVar("MadeT")
 
 HELD_OUT_SHARE = 8
-"""One picture in so many is held out."""
+"""One picture or text in so many is held out."""
 
 
 class MadeSource(DataSource[MadeConfigT]):
@@ -58,12 +58,12 @@ class MadeSource(DataSource[MadeConfigT]):
         return f"{self.name}-{half}-{self.config.seed}-{index}"
 
     def draw(self, index: int, made: Callable[[random.Random], tuple[MadeT, bytes]]) -> MadeT:
-        """The first thing made for `index` whose picture, whose bytes come beside it, is of the
-        wanted half: those bytes alone say of which half a picture is."""
+        """The first thing made for `index` whose picture or text, whose bytes come beside it, is of
+        the wanted half: those bytes alone say of which half it is."""
         rng = random.Random(f"{self.config.seed}:{index}")
         while True:
-            found, picture = made(rng)
-            digest = hashlib.blake2b(picture, digest_size=8).digest()
+            found, shown = made(rng)
+            digest = hashlib.blake2b(shown, digest_size=8).digest()
             is_held_out = int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
             if is_held_out == self.config.held_out:
                 return found
