@@ -4,7 +4,7 @@ Marks from 0 to 10. Two pairs as VIEScore asks for: semantics (did the edit happ
 else touched) from the source, the result and the instruction; perception (natural, free of
 artefacts) from the result alone. The caller takes the minimum of each pair and the square root of
 their product. And one mark each: how near a result comes to the reference edit, and whether a
-picture shows what a prompt of `captions.py` asks for.
+picture shows what a prompt of `captions.py` or `riddles.py` asks for.
 
 Strict means that colours count by their absolute distance to the expected colour, upper
 percentiles instead of means so that a blotch or a remnant is not averaged away, and that a
@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from tiny_world.captions import read_prompt
+from tiny_world.riddles import is_riddle, read_riddle
 from tiny_world.scenes import (
     BACKGROUNDS_RGB,
     CELL_SIDE_PX,
@@ -117,7 +118,7 @@ def grade_wish(picture: Image.Image, prompt: str) -> float:
 
     ValueError when the prompt is not one of this world.
     """
-    wish = read_prompt(prompt)
+    wish = read_riddle(prompt) if is_riddle(prompt) else read_prompt(prompt)
     pixels = _pixels(picture)
     background = GREYS_RGB[_background(pixels)]
     foreground = _distance(pixels[cell_slices(wish.cell)], background) > 50

@@ -16,7 +16,10 @@ from rl.config.shipped import configs_folder, located, shipped_configs
 from rl.preflight import report
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ["quickstart", "tiny_qwen_image_21", "tiny_earl", "tiny_reasoning", "tiny_prompts"]
+TINY = [
+    *("quickstart", "tiny_qwen_image_21", "tiny_earl", "tiny_reasoning"),
+    *("tiny_prompts", "tiny_thinking"),
+]
 
 
 @pytest.mark.parametrize("name", TINY)

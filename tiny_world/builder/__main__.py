@@ -14,6 +14,7 @@ minutes on one core:
     clip        3   CLIP that knows plain captions and users' prompts
     sd3         8   SD3Transformer2DModel and its text encoders on plain captions
     rewriter    2   a policy that turns users' prompts into captions, often wrong ones
+    thinker     5   a policy that solves riddles in two look-ups, often wrongly
 
 For Qwen3-VL and Qwen-Image-2.1, with one source picture and with two:
 
@@ -39,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 STAGES = (
     *("vae", "policy", "drift", "editor", "reasoner", "emu3_vq", "emu3"),
-    *("sd3_vae", "clip", "sd3", "rewriter"),
+    *("sd3_vae", "clip", "sd3", "rewriter", "thinker"),
     *("image21_vae", "image21_policy", "image21_drift", "image21_editor"),
 )
 

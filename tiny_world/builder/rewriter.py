@@ -71,15 +71,22 @@ def beginner(rng: random.Random, prompt: UserPrompt) -> Wish:
         colour_word, shape_word = words[words.index("of") + 1], words[1]
     place = wish.cell if rng.random() < P_RIGHT_PLACE else rng.choice(list(CELL_OF_PLACE.values()))
     return Wish(
-        _taken_for(rng, colour_word, wish.colour, COLOURS, 3),
-        _taken_for(rng, shape_word, wish.shape, SHAPES, 1),
+        taken_for(rng, colour_word, wish.colour, COLOURS, 3),
+        taken_for(rng, shape_word, wish.shape, SHAPES, 1),
         place,
     )
 
 
-def _taken_for(rng: random.Random, word: str, meaning: str, choices: tuple[str, ...], off: int):
+def taken_for(
+    rng: random.Random,
+    word: str,
+    meaning: str,
+    choices: tuple[str, ...],
+    off: int,
+    odds: tuple[tuple[float, float], tuple[float, float]] = (KNOWS_IT, HAS_IT_WRONG),
+) -> str:
     """Its fixed mistake is the meaning `off` places further on."""
-    p_right, p_mistake = KNOWS_IT if word in COLOURS_IT_KNOWS | SHAPES_IT_KNOWS else HAS_IT_WRONG
+    p_right, p_mistake = odds[word not in COLOURS_IT_KNOWS | SHAPES_IT_KNOWS]
     u = rng.random()
     if u < p_right:
         return meaning

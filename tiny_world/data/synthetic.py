@@ -29,7 +29,7 @@ MadeConfigT = TypeVar("MadeConfigT", bound=MadeConfig)
 MadeT = TypeVar("MadeT")
 
 HELD_OUT_SHARE = 8
-"""One picture in so many is held out."""
+"""One picture or text in so many is held out."""
 
 
 def is_held_out(picture: bytes) -> bool:
@@ -64,12 +64,12 @@ class MadeSource(DataSource[MadeConfigT]):
         return f"{self.name}-{half}-{self.config.seed}-{index}"
 
     def draw(self, index: int, made: Callable[[random.Random], tuple[MadeT, bytes]]) -> MadeT:
-        """The first thing made for `index` whose picture, whose bytes come beside it, is of the
-        wanted half: those bytes alone say of which half a picture is."""
+        """The first thing made for `index` whose picture or text, whose bytes come beside it, is of
+        the wanted half: those bytes alone say of which half it is."""
         rng = random.Random(f"{self.config.seed}:{index}")
         while True:
-            found, picture = made(rng)
-            if is_held_out(picture) == self.config.held_out:
+            found, shown = made(rng)
+            if is_held_out(shown) == self.config.held_out:
                 return found
 
     @classmethod

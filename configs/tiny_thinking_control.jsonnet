@@ -1,0 +1,1 @@
+(import 'tiny_thinking.jsonnet') + (import 'control.libsonnet')

@@ -1,0 +1,82 @@
+"""The tiny world of riddles: what they ask for, what a thought says, and the data source."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from PIL import Image
+
+from rl.api.data import RowRules
+from tiny_world import riddles
+from tiny_world.captions import Wish, caption, scene_of
+from tiny_world.data import shape_riddles
+from tiny_world.data.synthetic import MadeConfig
+from tiny_world.pixel_judge import grade_wish
+from tiny_world.scenes import draw
+
+CHAINS = (("cup", "hat", "jade"), ("bag", "car", "crimson"), ("bus", "pen", "raven"))
+RIDDLE = riddles.Riddle(CHAINS, 0, (3, 0, 4, 1, 5, 2), "disc", "upper left")
+TEXT = (
+    "where hat is jade, cup matches hat, car is crimson, bag matches car, pen is raven, bus "
+    "matches pen: a disc that matches cup in the upper left corner"
+)
+
+
+def source(**more) -> shape_riddles.ShapeRiddles:
+    config = MadeConfig.model_validate({"type": "shape_riddles", **more})
+    return shape_riddles.ShapeRiddles(config, RowRules("error", 8192))
+
+
+def test_a_riddle_asks_for_the_colour_of_what_is_matched():
+    assert RIDDLE.text == TEXT
+    assert RIDDLE.wish == riddles.read_riddle(TEXT) == Wish("green", "circle", (0, 0))
+    assert riddles.thought_of(CHAINS[0]) == "where cup matches hat, hat is jade."
+    assert RIDDLE.colours_said == (("hat", "jade"), ("car", "crimson"), ("pen", "raven"))
+
+
+def test_every_riddle_is_read_as_it_was_meant():
+    rng = random.Random(0)
+    for _ in range(200):
+        riddle = riddles.make_riddle(rng)
+        assert riddles.is_riddle(riddle.text) and riddles.read_riddle(riddle.text) == riddle.wish
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("a crimson disc in the upper left corner", "is not 'where"),
+        (TEXT.replace("matches cup in", "matches mug in"), "does not say what 'mug' is"),
+        (TEXT.replace("jade", "green"), "does not say what 'green' is"),
+    ],
+)
+def test_other_words_are_no_riddle(text: str, match: str):
+    with pytest.raises(ValueError, match=match):
+        riddles.read_riddle(text)
+
+
+def test_a_reader_of_one_thing_at_a_time_is_right_once_in_three():
+    """Which of the colours that are said is asked for hangs on no single statement: whatever the
+    question, each place in the text is as often the right one."""
+    rng, places = random.Random(1), [0] * riddles.NUM_CHAINS
+    for _ in range(3000):
+        riddle = riddles.make_riddle(rng)
+        said = [thing for thing, _ in riddle.colours_said]
+        places[said.index(riddle.chains[riddle.asked][1])] += 1
+    assert all(abs(share / 3000 - 1 / riddles.NUM_CHAINS) < 0.03 for share in places), places
+
+
+def test_the_judge_grades_what_a_riddle_means():
+    picture: Image.Image = draw(scene_of(RIDDLE.wish))
+    assert grade_wish(picture, TEXT) == 10
+    assert grade_wish(draw(scene_of(Wish("red", "circle", (0, 0)))), TEXT) == 0
+
+
+def test_held_out_riddles_are_new():
+    train, held_out = source(num_samples=300), source(num_samples=300, held_out=True)
+    texts = [{half[i].instruction for i in range(300)} for half in (train, held_out)]
+    assert not texts[0] & texts[1]
+    sample = held_out[7]
+    assert sample.instruction == held_out[7].instruction != held_out[8].instruction
+    assert sample.reference == caption(riddles.read_riddle(sample.instruction))
+    assert sample.category in sample.instruction and sample.sources == ()
