@@ -211,7 +211,10 @@ def test_a_folder_and_a_file_of_edits(
 
 
 WRONG = [
-    (["x.png", "red", "blue"], "3 arguments: give a picture"),
+    (
+        ["x.png", "red", "blue"],
+        "x.png does not exist; several arguments are the pictures of one edit",
+    ),
     (["nowhere.png", "red"], r"nowhere\.png does not exist; paths count from"),
     (["--checkpoint", "7", "{}"], "there is no checkpoint of 7 iterations; checkpoints there"),
     (["--set", "renderer", "{}"], "setting 'renderer': write key.sub=value"),
