@@ -208,6 +208,10 @@ class QwenVL(TrainedPolicy[ConfigT]):
         """With the marker behind it."""
         return self.thinking.cut_short(prompt)
 
+    def words_of_cut(self, completion: Completion) -> Completion:
+        """White space in front of them is no more theirs than behind a thought."""
+        return self.thinking.words_of_cut(completion)
+
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """An editor reads the prompt and no completion. What reads words gets the user's."""
         prompt = prompt.plain
