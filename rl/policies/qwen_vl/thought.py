@@ -36,8 +36,6 @@ class Thinking:
         self._prompts = prompts
         self._section = section
         self._stops = stops
-        if section is not None:
-            thought.check_marker(prompts.tokenizer, section)
 
     def asked(self, plain: Prompt) -> Prompt:
         """`plain` as the policy samples under it. Raises UnusableSampleError: it is too long."""
