@@ -43,6 +43,8 @@ class Enhanced:
     """Written, the stop token included."""
     finish: Literal["stop", "length"]
     """'length': cut off at max_new_tokens."""
+    failure: str | None
+    """Why the original stands in for what the model wrote; None where it does not."""
     quality: Mapping[str, float]
     """Five points of 0..1 about the words alone, see `rl/rewards/prompt_quality.py`."""
 
@@ -81,6 +83,7 @@ class Enhancer:
         section["dtype"] = pick_dtype(self.device) if dtype == "auto" else dtype
         self._editor = Editor(_bare_run(section), self.device)
         self.system_prompt: str = section["system_prompt"]
+        self.max_new_tokens = own_max_new_tokens(adapter_path)
 
     def enhance(self, prompt: str, image: Image | None = None, **options: Any) -> Enhanced:
         """One prompt; `options` as for `enhance_stream`."""
@@ -98,7 +101,7 @@ class Enhancer:
         images: Sequence[Image | None] | None = None,
         batch_size: int = 8,
         temperature: float = 0.7,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         seed: int = 0,
     ) -> Iterator[Enhanced]:
         """One result per prompt, in order, each batch as it is done.
@@ -112,9 +115,11 @@ class Enhancer:
             images: a picture that goes with each, or None; None = none has one.
             batch_size: prompts decoded together.
             temperature: 0 = the likeliest words; training samples at 1.
-            max_new_tokens: longest rewriting, tokens.
+            max_new_tokens: longest rewriting, tokens, a thought's included; None = the Enhancer's
+                own, see `own_max_new_tokens`.
             seed: another one gives other words.
         """
+        max_new_tokens = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a batch holds one prompt at least")
         if temperature < 0 or max_new_tokens < 1:
@@ -149,8 +154,9 @@ def _read(result: EditResult) -> Enhanced:
     original = result.request.instruction
     enhanced = result.words or original
     num_tokens = len(result.token_ids)
+    failure = None if result.words else result.failure
     quality = score(original, enhanced)
-    return Enhanced(original, enhanced, result.thought, num_tokens, result.finish, quality)
+    return Enhanced(original, enhanced, result.thought, num_tokens, result.finish, failure, quality)
 
 
 def policy_section(
@@ -168,7 +174,9 @@ def policy_section(
     if adapter_path is not None:
         folder = find_weights(Path(adapter_path))
         run = run_of(folder)
-        known = _trained_section(run) if run else {"type": families.of_folder(folder, model_path)}
+        known = (
+            dict(_trained(run).policy) if run else {"type": families.of_folder(folder, model_path)}
+        )
         section = {**section, "model_path": "", **known}
         section.update(_weights(folder, known_base=bool(model_path or section["model_path"])))
     # Where the run trained is not where the model is used: other devices, other kernels.
@@ -186,6 +194,16 @@ def policy_section(
     return section
 
 
+def own_max_new_tokens(adapter_path: str | Path | None) -> int:
+    """`MAX_NEW_TOKENS`, which leaves no room for a thought: with a run that thinks, as many as it
+    trained with."""
+    run = None if adapter_path is None else run_of(find_weights(Path(adapter_path)))
+    config = None if run is None else _trained(run)
+    if config is None or not config.policy.get("thought"):
+        return MAX_NEW_TOKENS
+    return config.sampling.max_completion_tokens
+
+
 def run_of(folder: Path) -> Path | None:
     """The `config.json` of the run that wrote a checkpoint's `model` folder, or None."""
     checkpoints = folder.resolve().parent.parent
@@ -193,8 +211,8 @@ def run_of(folder: Path) -> Path | None:
     return file if checkpoints.name == "checkpoints" and file.is_file() else None
 
 
-def _trained_section(file: Path) -> dict[str, Any]:
-    """The policy section of a run. Raises ValueError when that run's prompts were not its own."""
+def _trained(file: Path) -> RunConfig:
+    """The config of a run. Raises ValueError when that run's prompts were not its own."""
     config, problems = validate(RunConfig, written_config(file))
     if config is None:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
@@ -207,7 +225,7 @@ def _trained_section(file: Path) -> dict[str, Any]:
             f"{plug.accepts}" + ("" if plug.makes_images else " and draws nothing") + "; "
             "only policies that write prompts (renderer 'sd3') can enhance them"
         )
-    return dict(config.policy)
+    return config
 
 
 def _weights(folder: Path, known_base: bool) -> dict[str, Any]:

@@ -211,6 +211,11 @@ class Policy(RunPlug[PolicyConfigT]):
         under `prompt.plain`; None where it asks for none."""
         return None
 
+    def words_of_cut(self, completion: Completion) -> Completion:
+        """Of what was written under `cut_thought`, the words as they are read behind a thought; its
+        log-probs say nothing."""
+        return completion
+
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """What the renderer's own pipeline is asked with the user's words alone, without a policy:
         'stock', and variants of it that are told beside it, by name. Drawn once a run on held-out

@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="default: bfloat16, on the CPU float32")
     parser.add_argument("--batch-size", type=at_least_one, default=8)
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest words")
-    parser.add_argument("--max-new-tokens", type=at_least_one, default=MAX_NEW_TOKENS)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=at_least_one,
+        help=f"default: {MAX_NEW_TOKENS}; of a run that thinks, as many as it trained with",
+    )
     parser.add_argument("--seed", type=int, default=0, help="another one gives other words")
     return parser
 
@@ -108,6 +112,7 @@ def as_row(result: Enhanced) -> dict[str, Any]:
         **({"thought": result.thought} if result.thought else {}),
         "num_tokens": result.num_tokens,
         "finish": result.finish,
+        **({"failure": result.failure} if result.failure else {}),
         "quality_0_5": round(result.quality_0_5, 3),
         "quality": {name: round(points, 3) for name, points in result.quality.items()},
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from PIL.Image import Image
@@ -236,9 +237,14 @@ class PendingRollout:
         """By the rewards that thoughts say nothing to."""
         self._read: dict[VerdictKey, Future[grading.Grades]] = {}
         """By the others."""
-        self._compared: dict[tuple[int, int], Future[list[grading.Grades]]] = {}
-        """(prompt index, picture number) -> of `_group_of` it, by the rewards that compare."""
-        self._compares = any(reward.scores_groups() for reward in context.rewards.values())
+        self._compared: dict[tuple[int, int, bool], Future[list[grading.Grades]]] = {}
+        """(prompt index, picture number, reads thoughts) -> of `_group_of` it, by `_comparing`."""
+        comparing = {name: r for name, r in context.rewards.items() if r.scores_groups()}
+        self._comparing: dict[bool, dict[str, Reward]] = {
+            reads: {name: r for name, r in comparing.items() if r.reads_thoughts == reads}
+            for reads in sorted({r.reads_thoughts for r in comparing.values()})
+        }
+        """The rewards that compare, by whether they read thoughts."""
         self._outputs: dict[VerdictKey, grading.Grades] = {}
         """Of the verdicts that are in."""
         self._episodes_PG: list[list[Episode]] = []
@@ -288,17 +294,19 @@ class PendingRollout:
 
     def _submit_group(self, p: int) -> None:
         """Once all pictures of prompt `p` exist, those of one noise leave together."""
-        if not self._compares or not all((p, g) in self._arms for g in range(len(self._arms_P[p]))):
+        members = [(p, g) for g in range(len(self._arms_P[p]))]
+        if not self._comparing or not self._arms.keys() >= set(members):
             return
         pictures = {picture for picture, _ in self._verdicts_of(p)}
         if not self._outcomes.keys() >= pictures:
             return
-        for number in sorted({number for _, _, number in pictures}):
-            group = self._group_of(p, number)
-            if group and (p, number) not in self._compared:
-                inputs_G = [self._input(key) for key in group]
-                self._compared[p, number] = self._context.loop.submit(
-                    grading.score_group(self._context.rewards, inputs_G)
+        numbers = sorted({number for _, _, number in pictures})
+        for number, (reads, rewards) in product(numbers, self._comparing.items()):
+            group = self._group_of(p, number, reads)
+            if group and (p, number, reads) not in self._compared:
+                inputs_G = [self._input(key) for key in group.values()]
+                self._compared[p, number, reads] = self._context.loop.submit(
+                    grading.score_group(rewards, inputs_G)
                 )
 
     def _verdicts_of(self, p: int) -> list[VerdictKey]:
@@ -306,9 +314,16 @@ class PendingRollout:
         arms = [self._arms[p, g] for g in range(len(self._arms_P[p]))]
         return list(dict.fromkeys(key for arm in arms for key in arm.verdicts))
 
-    def _group_of(self, p: int, number: int) -> list[VerdictKey]:
-        """Those of them whose pictures exist under one noise."""
-        return [key for key in self._verdicts_of(p) if key[0][2] == number and key in self._read]
+    def _group_of(
+        self, p: int, number: int, reads: bool
+    ) -> dict[VerdictKey | PictureKey, VerdictKey]:
+        """Those of them whose pictures exist under one noise, by what is one to a reward: the
+        verdict where it `reads` thoughts, else the picture."""
+        found: dict[VerdictKey | PictureKey, VerdictKey] = {}
+        for key in self._verdicts_of(p):
+            if key[0][2] == number and key in self._read:
+                found.setdefault(key if reads else key[0], key)
+        return found
 
     def _input(self, key: VerdictKey) -> RewardInput:
         arm, image = self._arm_of[key], self._outcomes[key[0]]
@@ -367,9 +382,10 @@ class PendingRollout:
         read: grading.Grades = waiting.result(self._read[key])
         grades = {**seen, **read}
         p, _, number = picture
-        if self._compares:
-            rows_G = waiting.result(self._compared[p, number])
-            grades |= rows_G[self._group_of(p, number).index(key)]
+        for reads in self._comparing:
+            rows_G = waiting.result(self._compared[p, number, reads])
+            group = list(self._group_of(p, number, reads))
+            grades |= rows_G[group.index(key if reads else picture)]
         # In the config's order, whichever way they were asked.
         ordered = {name: grades[name] for name in self._context.rewards}
         self._outputs[key] = ordered

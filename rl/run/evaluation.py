@@ -123,7 +123,7 @@ def _with_thoughts_cut(
         seeds = [seeds_P[p] for p in asked]
         written = engine.generate(list(asked.values()), params, seeds) if asked else []
         for p, (completion,) in zip(asked, written, strict=True):
-            found[p] = completion
+            found[p] = context.policy.words_of_cut(completion)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,85 @@ def test_the_last_marker_ends_the_thought_whatever_its_tokens(
     assert written.text == text
     ids = ids_of(tokenizer, text + "<|im_end|>")
     assert tokenizer.decode(written.word_ids).strip() == words + "<|im_end|>"
-    assert tuple(ids[written.num_thought_tokens :]) == written.word_ids, "as it was written"
-    assert tokenizer.decode(ids[: written.num_thought_tokens]) == thought_part
+    as_written = tuple(ids[written.num_thought_tokens :])
+    if not thought_part.endswith(" "):
+        assert written.word_ids == as_written
+    assert tokenizer.decode(ids[: written.num_thought_tokens]).rstrip() == thought_part.rstrip()
+
+
+@pytest.mark.parametrize("tags", ["tokenizer", "with_markers"])
+def test_equal_words_are_equal_ids_whatever_stands_in_front_of_them(
+    request: pytest.FixtureRequest, tags: str
+) -> None:
+    """A first token that holds white space too, or the marker's end, is spelt anew; one that holds
+    white space and the beginning of a letter, with the letter's other bytes."""
+    tokenizer = request.getfixturevalue(tags)
+    for words in ("red square", "\U0001f388 red"):
+        wanted = tuple(ids_of(tokenizer, words + "<|im_end|>"))
+        for between in ("", " ", "\n\n", "\n\n ", "\t", "\u3000"):
+            written = read(tokenizer, f"hm</think>{between}{words}<|im_end|>")
+            assert (written.words, written.word_ids) == (words, wanted), repr(between)
+
+
+class WithJoined:
+    """A tokenizer beside which one token more is known by its bytes, as real ones know ' ' and the
+    first byte of an emoji."""
+
+    def __init__(self, tokenizer: Any, joined: int, parts: list[int]) -> None:
+        self._tokenizer, self._joined, self._parts = tokenizer, joined, parts
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        spread = [part for i in ids for part in (self._parts if i == self._joined else [i])]
+        return str(self._tokenizer.decode(spread, **options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._tokenizer(*args, **options)
+
+
+def test_white_space_that_is_one_token_with_part_of_a_letter(tokenizer: Any) -> None:
+    space, first, *rest = ids_of(tokenizer, " \U0001f388")
+    assert rest, "its bytes are tokens of their own"
+    joining = WithJoined(tokenizer, 10**6, [space, first])
+    marker, stop = ids_of(tokenizer, "</think>"), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = [*marker, 10**6, *rest, stop]
+    written = thought.read(joining, ids, ThoughtSection(), [stop])
+    assert (written.words, written.num_thought_tokens) == ("\U0001f388", len(marker))
+    assert written.word_ids == (first, *rest, stop)
+    cut = thought.read(joining, [*marker, 10**6, stop], ThoughtSection(), [stop])
+    assert cut.words == "\ufffd" and cut.word_ids[-1] == stop, "it ends in mid-letter"
+
+
+@pytest.mark.parametrize(
+    ("marker", "read_back"),
+    [
+        ("<|im_end|>", "''"),
+        ("so<|object_ref_start|>", "'so'"),
+        ("Re\u0301ponse:", "'R\u00e9ponse:'"),
+    ],
+)
+def test_a_marker_that_is_never_read_back_is_refused(
+    folder: str, marker: str, read_back: str
+) -> None:
+    """It would be in no text, and every completion a failure."""
+    with pytest.raises(ValueError, match=r"policy\.thought\.marker: .* is read back as ") as raised:
+        make_qwen(folder, "text", thought={"marker": marker})
+    assert read_back in str(raised.value) and "Answer:" in str(raised.value)
+
+
+def test_words_without_a_thought_are_read_as_they_are_behind_one(writer: Qwen25VL) -> None:
+    """White space in front of them is nobody's, nor is a marker that they spell."""
+    plain = writer.encode_completion("red square")
+    for text in ("red square", "\n\nred square", " red square"):
+        completion = writer.encode_completion(text)
+        cut = writer.words_of_cut(replace(completion, finish="length"))
+        assert (cut.token_ids, cut.finish) == (plain.token_ids, "length")
+        assert len(cut.logprobs) == len(cut.token_ids)
+    nothing = writer.words_of_cut(writer.encode_completion("\n"))
+    [action] = act(writer, [(writer.build_prompt(tiny_qwen.sample(0)).plain, nothing.token_ids)])
+    assert action.failure == thought.NO_WORDS
 
 
 def test_words_that_share_the_markers_last_token_are_spelt_anew(tokenizer: Any) -> None:

@@ -176,6 +176,15 @@ def test_the_last_complete_block_is_the_answer(
     assert result.value == float(found) and result.parts["parsed"] == float(found)
 
 
+@pytest.mark.parametrize(("words", "right"), [("<answer>7</answer>", 1.0), ("who knows?", 0.0)])
+def test_what_was_only_thought_is_no_answer(
+    reward: accuracy.Accuracy, words: str, right: float
+) -> None:
+    thought = "<answer>7</answer>, or not?</think>"
+    given = RewardInput(Sample("a", "?", hidden={"answer": "7"}), thought + words, None, thought)
+    assert asyncio.run(reward.grade(given)).value == right
+
+
 def test_a_box_will_do_where_the_tag_is_not_required() -> None:
     reward = make(accuracy, accuracy.Config(tag_required=False))
     assert grade(reward, "first \\boxed{1}, then \\boxed{\\text{a {5}}}", "a {5}").value == 1

@@ -129,6 +129,33 @@ def test_equal_words_are_drawn_once_and_read_with_each_thought(context: RolloutC
     assert bare.action.thought == "" and bare.status == "scored", "no marker = all words"
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_reward_that_compares_is_shown_equal_words_once_unless_it_reads_thoughts(
+    reads: bool,
+) -> None:
+    class Ranked(Reward):
+        """The later the better."""
+
+        reads_thoughts = reads
+
+        def score_group(self, inputs_G: Sequence[RewardInput]) -> list[float]:
+            shown.append([(given.thought, given.words) for given in inputs_G])
+            return [number / len(inputs_G) for number in range(len(inputs_G))]
+
+    shown: list[list[tuple[str, str]]] = []
+    with BackgroundLoop() as loop:
+        rewards = {"ranked": Ranked(None, None), "brief": Brief()}
+        rollout = roll(RolloutContext(run_config(), Thinker(), Painter(), rewards, True, loop))
+    [group] = shown
+    found = [e.parts["ranked"] for e in (*rollout.episodes[0][:3], *rollout.bare_episodes)]
+    if reads:
+        assert group == [("az", "c"), ("abz", "c"), ("az", "d"), ("", "c")]
+        assert found == [0, 1 / 4, 2 / 4, 3 / 4]
+    else:
+        assert [words for _, words in group] == ["c", "d"]
+        assert found == [0, 0, 1 / 2, 0]
+
+
 def test_how_long_it_thought_and_how_often_to_no_end(context: RolloutContext) -> None:
     metrics = Metrics()
     for episode in roll(context).episodes[0]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,24 @@ def test_an_adapter_is_used_as_its_run_trained_it(
         expected = by_engine(trained(model), 1.0)
         assert rewritten(tuned, temperature=1.0) == expected
         assert rewritten(enhancer, temperature=1.0) != expected
+
+
+def test_a_run_that_thinks_has_room_for_its_thought_and_says_what_it_left_alone(
+    model: str, run_dir: Path, tmp_path: Path, enhancer: Enhancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "problem_of", lambda step: None)  # no manifest lies here
+    thought = {"marker": "never written"}
+    section = {**run_section(model), "lora": tiny_policy.LORA, "thought": thought}
+    write_run(tmp_path, section, {"type": "sd3", "num_steps": 4})
+    shutil.copytree(run_dir / "checkpoints", tmp_path / "checkpoints")
+    tuned = Enhancer(adapter_path=tmp_path, device="cpu")
+    assert (enhancer.max_new_tokens, tuned.max_new_tokens) == (enhance.MAX_NEW_TOKENS, 256)
+    result = tuned.enhance("a cat", max_new_tokens=NUM_TOKENS)
+    assert result.enhanced == "a cat" and result.thought
+    assert str(result.failure).startswith("unfinished thought: cut off at 10 tokens")
+    assert script.as_row(result)["failure"] == result.failure
+    whole = enhancer.enhance("a cat", max_new_tokens=NUM_TOKENS)
+    assert whole.failure is None and "failure" not in script.as_row(whole)
 
 
 def test_an_adapter_without_its_run_goes_by_its_own_file(

@@ -33,7 +33,7 @@ from rl.policies.qwen_vl.config import Config
 from rl.policies.qwen_vl.prompts import QwenPrompts
 from rl.policies.qwen_vl.thought import Thinking
 from rl.policies.qwen_vl.tower import Tower
-from rl.policies.shared import prompting
+from rl.policies.shared import prompting, thought
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
 from rl.policies.shared.policy import TrainedPolicy
@@ -85,6 +85,8 @@ class QwenVL(TrainedPolicy[ConfigT]):
             needs_picture=setup.template is not None and template.needs_picture,
             max_prompt_tokens=config.max_prompt_tokens,
         )
+        if config.thought is not None:
+            thought.check_marker(self.prompts.tokenizer, config.thought)
         self.image_pixel_bounds = self.prompts.picture_bounds
         self.max_pictures = template.max_pictures
         self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
@@ -207,6 +209,10 @@ class QwenVL(TrainedPolicy[ConfigT]):
     def cut_thought(self, prompt: Prompt) -> Prompt | None:
         """With the marker behind it."""
         return self.thinking.cut_short(prompt)
+
+    def words_of_cut(self, completion: Completion) -> Completion:
+        """White space in front of them is no more theirs than behind a thought."""
+        return self.thinking.words_of_cut(completion)
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """An editor reads the prompt and no completion. What reads words gets the user's."""

@@ -8,10 +8,11 @@ Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Prompt, Row
+from rl.api.types import Completion, Prompt, Row
 from rl.policies.shared import thought
 from rl.policies.shared.thought import NO_WORDS, Written
 
@@ -53,6 +54,11 @@ class Thinking:
         if self._section is None or prompt.without_thought is None:
             return None
         return thought.cut_short(self._prompts.tokenizer, prompt, self._section)
+
+    def words_of_cut(self, completion: Completion) -> Completion:
+        """See `Policy.words_of_cut`."""
+        ids = thought.words_behind(self._prompts.tokenizer, completion.token_ids, 0)[1]
+        return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
 
     def read(self, prompt: Prompt, ids: Sequence[int]) -> Written:
         """A completion, or the prompt's own words where there is none. Words of a prompt that asks

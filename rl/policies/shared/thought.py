@@ -30,8 +30,7 @@ class Written:
     num_thought_tokens: int
     """Those in front of the first that holds anything of the words; all where no marker is."""
     word_ids: tuple[int, ...]
-    """Of the words alone, the stop token included. Letters of theirs in the marker's last token are
-    spelt anew."""
+    """Of the words alone, the stop token included; see `words_behind`."""
     failure: str | None
     """Why there are no words."""
 
@@ -50,15 +49,7 @@ def read(
     if at < 0:
         return _without_marker(text, ids, section, stops)
     end = at + len(section.marker)
-    num_tokens = _num_tokens_of(tokenizer, ids, whole[:end])
-    straddling = _decoded(tokenizer, ids[:num_tokens])[end:]
-    spelt: list[int] = []
-    if straddling.strip():
-        spelt, first = prompting.plain_ids(tokenizer, straddling.lstrip()), num_tokens - 1
-    else:
-        while num_tokens < len(ids) and _is_blank(tokenizer, ids[num_tokens]):
-            num_tokens += 1
-        first = num_tokens
+    first, word_ids = words_behind(tokenizer, ids, end)
     words = whole[end:].strip()
     failure = None if words else "empty: no words behind the thought"
     if section.max_tokens is not None and first > section.max_tokens:
@@ -67,7 +58,27 @@ def read(
             f"policy.thought.max_tokens = {section.max_tokens}"
         )
     thought = text.removesuffix(words) if words else text
-    return Written(text, thought, first, (*spelt, *ids[num_tokens:]), failure)
+    return Written(text, thought, first, word_ids, failure)
+
+
+def words_behind(tokenizer: Any, ids: Sequence[int], end: int) -> tuple[int, tuple[int, ...]]:
+    """(how many of `ids` come before the first that holds anything of the words, ids of the words),
+    which stand behind the first `end` letters and white space. A first token that holds some of
+    either is spelt anew: equal words are equal ids, whatever stood in front of them."""
+    num_tokens = _num_tokens_of(tokenizer, ids, _decoded(tokenizer, ids)[:end])
+    behind = _decoded(tokenizer, ids[:num_tokens])[end:]
+    first = num_tokens - 1 if behind.strip() else num_tokens
+    while not behind.strip() or behind.endswith(PART_OF_A_LETTER):
+        if num_tokens == len(ids) or not _decoded(tokenizer, [ids[num_tokens]]):  # a stop token
+            break
+        num_tokens += 1
+        behind = _decoded(tokenizer, ids[:num_tokens])[end:]
+        if not behind.strip():
+            first = num_tokens
+    if behind.lstrip() == _decoded(tokenizer, ids[first:num_tokens]):
+        return first, tuple(ids[first:])
+    spelt = prompting.plain_ids(tokenizer, behind.lstrip())
+    return first, (*spelt, *ids[num_tokens:])
 
 
 def _without_marker(
@@ -89,6 +100,8 @@ def _without_marker(
 
 
 NO_WORDS = "empty: the completion holds no words"
+PART_OF_A_LETTER = "\ufffd"
+"""What a token's bytes are decoded to where the letter goes on in the next."""
 
 
 def _num_tokens_of(tokenizer: Any, ids: Sequence[int], beginning: str) -> int:
@@ -102,12 +115,6 @@ def _num_tokens_of(tokenizer: Any, ids: Sequence[int], beginning: str) -> int:
         else:
             low = middle + 1
     return low
-
-
-def _is_blank(tokenizer: Any, token_id: int) -> bool:
-    """White space alone; not a special token, which decodes to nothing."""
-    text = _decoded(tokenizer, [token_id])
-    return bool(text) and not text.strip()
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -142,6 +149,18 @@ def cut_short(tokenizer: Any, prompt: Prompt, section: ThoughtSection) -> Prompt
     """A prompt that asks for a thought, with the marker behind it: all that is left are words."""
     ids = (*prompt.token_ids, *_marker_ids(tokenizer, section))
     return replace(prompt.plain, token_ids=ids)
+
+
+def check_marker(tokenizer: Any, section: ThoughtSection) -> None:
+    """Raises ValueError for a marker that is never found in what the policy writes, however it
+    spells it: this tokenizer gives another text back."""
+    found = _decoded(tokenizer, _marker_ids(tokenizer, section))
+    if found != section.marker:
+        raise ValueError(
+            f"policy.thought.marker: {section.marker!r} is read back as {found!r} by the tokenizer "
+            "in policy.model_path, where it is no text but a special token, or letters that it "
+            "writes in another form; give one that it keeps, such as 'Answer:'"
+        )
 
 
 def _marker_ids(tokenizer: Any, section: ThoughtSection) -> list[int]:

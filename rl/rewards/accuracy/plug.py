@@ -1,6 +1,6 @@
 """Is the answer right? 1 when the policy's answer equals the known one, else 0.
 
-The last `<answer>...</answer>` of the completion against `Sample.hidden['answer']`: multiple choice
+The last `<answer>...</answer>` of the words against `Sample.hidden['answer']`: multiple choice
 by letter or text, numbers with percent, units and thousands commas, text without regard to case and
 punctuation, formulas by symbolic equality (math-verify, in a process that is bounded in time and
 memory); not which letter stands for which text when only the question says so.
@@ -51,6 +51,7 @@ class Accuracy(Reward[Config]):
     """Reads completions; formulas are compared in another process, off the event loop."""
 
     needs = frozenset({"text", "answer"})
+    reads_thoughts = False
 
     def __init__(self, config: Config, resources: Resources) -> None:
         """Its worker process starts meanwhile."""
@@ -67,7 +68,7 @@ class Accuracy(Reward[Config]):
         """1.0 or 0.0. Parts: `parsed`, an answer was found; `undecided`, it was too costly to
         compare. No value when the gold cannot be read or the machine is too busy."""
         started = time.monotonic()
-        answer = self._answer(reward_input.text)
+        answer = self._answer(reward_input.words)
         try:
             gold = read_gold(reward_input.sample.hidden, self.config.answer_tag)
             right, undecided = await self._compare(gold, answer)
