@@ -190,6 +190,11 @@ class Policy(RunPlug[PolicyConfigT]):
         features (`picture_features`) and needs no vision tower of its own."""
         return False
 
+    @classmethod
+    def picture_tokens(cls, config: PolicyConfigT, area_px: int) -> int:
+        """Of a square picture of this area in a prompt; 0: it takes none, or that is not known."""
+        return 0
+
     # --- prompts and completions --------------------------------------------------------------
 
     @abstractmethod

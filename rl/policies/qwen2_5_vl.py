@@ -39,6 +39,7 @@ class Qwen25VL(QwenVL[Config]):
     model_types = frozenset({"qwen2_5_vl"})
     model_classes = frozenset({"Qwen2_5_VLForConditionalGeneration"})
     tower = WindowedTower()
+    slot_px = 28
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """An editor is asked with M-RoPE, as it was trained, and as upstream's pipeline does."""

@@ -67,3 +67,4 @@ class Qwen3VL(QwenVL[Config]):
     model_classes = frozenset({"Qwen3VLForConditionalGeneration"})
     state_kinds = frozenset({"post_norm", "pre_norm"})
     tower = DeepstackTower()
+    slot_px = 32

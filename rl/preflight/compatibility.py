@@ -262,6 +262,31 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
                 f"{plug.key}: renderer {resolved.renderer.name} edits a picture, and these samples "
                 "have no source; map a column to it"
             )
+        yield from _prompt_problems(resolved, plug)
+
+
+def _prompt_problems(resolved: Resolved, plug: Plug[Any]) -> Iterable[str]:
+    """Rows whose pictures alone fill a prompt, as far as their number is known; under 'skip' they
+    are left out and counted."""
+    policy, renderer, data = resolved.policy, resolved.renderer, resolved.config.data
+    template = renderer.cls.prompt_template(renderer.config)
+    if template is None or not template.image_area_px or data.on_bad_row == "skip":
+        return
+    known, wrong = ask_plug(
+        plug, plug.cls.most_pictures, lambda n: n is None or type(n) is int, "a whole number"
+    )
+    yield from wrong
+    number = int("source" in plug.cls.provides(plug.config)) if known is None else known
+    number = min(number, template.max_pictures)
+    each = policy.cls.picture_tokens(policy.config, template.image_area_px)
+    room = policy.config.max_prompt_tokens
+    if each and number * each >= room:
+        yield (
+            f"{plug.key}: rows have up to {number} source pictures, about {each} tokens each as "
+            f"the policy reads them, and policy.max_prompt_tokens is {room}; raise it to "
+            f"{number * each} and as many as the words take, give fewer, or lower "
+            "renderer.policy_image_area_px"
+        )
 
 
 def _told(

@@ -116,6 +116,14 @@ def test_long_prompts_and_missing_pictures_name_the_sample(tokenizer):
         reader(tokenizer).prompt(Sample("blind", "x"), "x")
 
 
+def test_what_the_processor_refuses_names_the_sample(tokenizer):
+    """At 200:1 rounding may stretch a picture beyond that."""
+    template = replace(tiny_qwen.TEMPLATE, image_area_px=1024 * 1024)
+    thin = Sample("thin", "x", sources=(Image.new("RGB", (1600, 8)),))
+    with pytest.raises(UnusableSampleError, match=r"'thin': .* \(1600x8 px\): .*; crop it"):
+        reader(tokenizer, template, max_prompt_tokens=4000).prompt(thin, "x")
+
+
 def test_one_of_several_pictures_is_not_picked_in_silence(tokenizer):
     two = Sample("pair", "swap them", sources=(tiny_qwen.picture(0), tiny_qwen.picture(1)))
     with pytest.raises(UnusableSampleError, match="'pair' has 2 source pictures, of which this"):
@@ -176,8 +184,9 @@ def test_it_says_where_its_pictures_are_behind_what_is_dropped(tokenizer, num_pi
     assert all(kept[p.stop] == "<|vision_end|>" for p in places)
 
 
-def test_a_transparent_source_is_seen_over_white(tokenizer):
-    clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_a_transparent_source_is_seen_over_white(tokenizer, mode):
+    clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0)).convert(mode)
     (image,) = reader(tokenizer).prompt(Sample("s", "x", sources=(clear,)), "x").images
     assert image.mode == "RGB" and image.getextrema() == ((255, 255),) * 3
 

@@ -48,6 +48,22 @@ def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
     assert "source pictures" not in report.report(skipping, 141)[0]
 
 
+def test_pictures_that_fill_a_prompt_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    """384^2 px are 188 tokens of Qwen2.5-VL's."""
+
+    def told(max_prompt_tokens: int, **data: Any) -> str:
+        renderer = {"max_pictures": 3, "model_path": "Qwen/Qwen-Image-Edit-2511"}
+        config = config_of(tmp_path, "qwen_image_edit_plus", ONE, THREE, renderer=renderer, **data)
+        section = dict(config.policy) | {"max_prompt_tokens": max_prompt_tokens}
+        return report.report(config.model_copy(update={"policy": section}), 141)[0]
+
+    said = "data.train.0: rows have up to 3 source pictures, about 188 tokens each"
+    assert f"{said} as the policy reads them, and policy.max_prompt_tokens is 564" in told(564)
+    assert "raise it to 564 and as many" in told(564)
+    assert "rows have up to" not in told(565)
+    assert "rows have up to" not in told(564, data={"on_bad_row": "skip"})
+
+
 def test_as_many_as_it_reads_are_planned_for(tmp_path: Path) -> None:
     planned = []
     for most in (1, 3):

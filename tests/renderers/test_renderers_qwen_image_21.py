@@ -14,10 +14,11 @@ from tiny_pictures import make_picture
 from tiny_qwen_image_21 import StockParts, make_job, make_renderer, references, render_floats
 from tiny_rounding import PICTURE
 
-from rl.api.types import HiddenStates, RenderFailure, RenderJob
+from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
 from rl.meter import flop_meter
 from rl.meter.flop_count import FlopCount
 from rl.renderers.qwen_image_21.components import Parts
+from rl.renderers.qwen_image_21.config import condition_sizes
 from rl.renderers.qwen_image_21.loop import QwenImage21Loop
 from rl.renderers.qwen_image_21.vae import PictureVae
 
@@ -193,6 +194,20 @@ def test_what_cannot_be_rendered_is_said(parts: Parts) -> None:
     guided = make_renderer(parts, true_cfg_scale=2.0)
     with pytest.raises(ValueError, match="negative_embeds"):
         list(guided.render([make_job(tiny.WORDS[0], [], 0)]))
+
+
+def test_sources_that_fill_the_positions_are_no_fault_of_the_policys(parts: Parts) -> None:
+    """Ten at 200:1 and 1024^2 px, as the row of data has them."""
+    thin = [Image.new("RGB", (1600, 8)) for _ in range(10)]
+    area = 1024 * 1024
+    renderer = make_renderer(parts, condition_area_px=area, policy_image_area_px=area)
+    (width, height), *_ = condition_sizes(renderer.config, [thin[0].size])
+    slots = width * height // 32**2
+    places = tuple(range(5 + k * (slots + 5), (k + 1) * (slots + 5)) for k in range(10))
+    payload = HiddenStates(torch.zeros(places[-1].stop + 9, tiny.STATE_DIM), None, places)
+    ((_, outcome),) = renderer.render([RenderJob(Sample("s", "x", tuple(thin)), payload, 0)])
+    assert isinstance(outcome, RenderFailure)
+    assert outcome.reason.startswith("sources_too_long: ") and outcome.blame == "renderer"
 
 
 def test_the_longest_row_that_is_let_in_fits(parts: Parts) -> None:

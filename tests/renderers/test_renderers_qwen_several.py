@@ -156,3 +156,13 @@ def test_work_is_counted_of_all_pictures(stock: StockParts) -> None:
         for num_pictures in (1, 3)
     ]
     assert spent[1].flops - spent[0].flops == 4 * (steps[1].flops - steps[0].flops) > 0
+
+
+def test_sources_that_fill_the_positions_are_no_fault_of_the_policys(stock: StockParts) -> None:
+    job = job_of(PICTURES[:2], length=5000)
+    payload = dataclasses.replace(job.payload, pictures=(range(3, 2000), range(2003, 4095)))
+    ((_, sources),) = plus(stock).render([dataclasses.replace(job, payload=payload)])
+    ((_, words),) = plus(stock).render([job])
+    assert isinstance(sources, RenderFailure) and isinstance(words, RenderFailure)
+    assert sources.reason.startswith("sources_too_long: 4095 conditioning tokens of pictures")
+    assert (sources.blame, words.blame) == ("renderer", "policy")

@@ -61,6 +61,8 @@ class QwenVL(TrainedPolicy[ConfigT]):
     model it is, and how its tower and its states differ from the other families'."""
 
     tower: ClassVar[Tower]
+    slot_px: ClassVar[int]
+    """Side of what one token of a picture stands for."""
 
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
@@ -103,6 +105,12 @@ class QwenVL(TrainedPolicy[ConfigT]):
         self.module = QwenModule(self._ready(model), self, self.tower, kept)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
         self._negatives = LRUCache(kept)
+
+    @classmethod
+    def picture_tokens(cls, config: ConfigT, area_px: int) -> int:
+        """As its released image processor cuts pictures."""
+        most_px = area_px if config.image_max_pixels is None else config.image_max_pixels
+        return int(min(area_px, most_px) // cls.slot_px**2)
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:

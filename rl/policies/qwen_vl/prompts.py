@@ -58,7 +58,14 @@ class QwenPrompts:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
             )
-        images = tuple(map(self._sized, sources))
+        try:
+            images = tuple(map(self._sized, sources))
+        except ValueError as error:
+            sizes = ", ".join(f"{source.width}x{source.height}" for source in sources)
+            raise UnusableSampleError(
+                f"sample {sample.id!r}: the image processor refuses a source picture ({sizes} px): "
+                f"{error}; crop it, or drop the sample"
+            ) from error
         return self._written(sample, words, images, self._processed(images))
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
@@ -111,11 +118,12 @@ class QwenPrompts:
         short_ids = prompting.tokenize(self.tokenizer, template, words)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > self.max_prompt_tokens:
+            has_area = self._template.image_area_px is not None
+            area = "renderer.policy_image_area_px" if has_area else "policy.image_max_pixels"
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
                 f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
-                f"{self.max_prompt_tokens}: raise it, lower policy.image_max_pixels, or drop the "
-                "sample"
+                f"{self.max_prompt_tokens}: raise it, lower {area}, or drop the sample"
             )
         return Prompt(
             sample=sample,
@@ -133,8 +141,8 @@ class QwenPrompts:
 
         from rl.files.images import over_white
 
-        if image.mode != "RGBA":
-            image = image.convert("RGB")
+        # Any form of transparency as the VAE's copy has it.
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         if self._template.image_area_px is not None:
             image = prompting.resize_to_area(
                 image, self._template.image_area_px, self._template.image_multiple_px

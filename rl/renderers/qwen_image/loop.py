@@ -105,6 +105,12 @@ class QwenImageLoop:
         room = NUM_ROTARY_ROWS - max(sides) // (2 * PATCH_PX)
         if len(payload.embeds) <= room:
             return bucket
+        shown = payload.pictures[-1].stop if payload.pictures else 0
+        if shown > room:
+            return RenderFailure(
+                f"sources_too_long: {shown} conditioning tokens of pictures, room for {room}; show "
+                "fewer, or lower renderer.policy_image_area_px"
+            )
         reason = f"too_long: {len(payload.embeds)} conditioning tokens, room for {room}"
         return RenderFailure(reason, blame="policy")
 

@@ -145,13 +145,18 @@ class QwenImage21Loop:
         sizes = condition_sizes(self.config, sources)
         self._check_places(payload, sizes)
         bucket = self.bucket_of(job)
-        rows, columns = in_latents(bucket.output)
         negative = payload.negative_embeds
         longest = max(len(payload.embeds), 0 if negative is None else len(negative))
-        texts = longest - sum(map(len, payload.pictures))
-        end = end_of([texts, *map(in_latents, sizes), (rows, columns)])
-        if end <= NUM_POSITIONS:
+        shown = sum(map(len, payload.pictures))
+        start = payload.pictures[-1].stop if payload.pictures else 0
+        pictures = [*map(in_latents, sizes), in_latents(bucket.output)]
+        if (end := end_of([longest - shown, *pictures])) <= NUM_POSITIONS:
             return bucket
+        if (alone := end_of([start - shown, *pictures])) > NUM_POSITIONS:
+            return RenderFailure(
+                f"sources_too_long: {alone} positions of pictures, room for {NUM_POSITIONS}; show "
+                "fewer, or less elongated ones"
+            )
         reason = f"too_long: {end} positions of text and pictures, room for {NUM_POSITIONS}"
         return RenderFailure(reason, blame="policy")
 

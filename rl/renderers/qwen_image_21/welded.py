@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
+from rl.config.shipped import located
 from rl.files.atomic import row_of
 from rl.renderers.qwen_image.config import SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image_21.config import Config
@@ -59,8 +61,9 @@ def problems(config: Config, run: RunConfig) -> list[str]:
 
 def _own_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
     """Of a local folder's image processor, or of the released ones."""
-    file = Path(str(policy.get("model_path", "")), "preprocessor_config.json")
-    if not file.is_file():
+    model = policy.get("model_path")
+    file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
+    if file is None or not_a_file(file):
         return OWN_BOUNDS_PX
     stated = row_of(file.read_bytes()) or {}
     size = stated.get("size")
