@@ -57,6 +57,7 @@ CURVES = (
         1.0,
     ),
     Curve("Gain over the untrained system", (Line("eval/gain_over_stock", "held-out prompts"),)),
+    Curve("Gain of thinking", (Line("eval/gain_of_thought", "held-out prompts"),)),
     Curve(
         "KL to the start",
         (Line("kl/reference_k1", "k1", "dash"), Line("kl/reference_k3", "k3")),
@@ -64,7 +65,18 @@ CURVES = (
     Curve("Entropy", (Line("policy/entropy", "per token"),)),
     Curve(
         "Completion length",
-        (Line("tokens/completion_mean", "mean"), Line("tokens/completion_max", "longest", "dot")),
+        (
+            Line("tokens/completion_mean", "mean"),
+            Line("tokens/completion_max", "longest", "dot"),
+            Line("thought/tokens_mean", "of it thought, mean", "dash"),
+        ),
+    ),
+    Curve(
+        "Thoughts without words",
+        (
+            Line("thought/unfinished", "unfinished"),
+            Line("thought/no_marker", "without the marker", "dash"),
+        ),
     ),
     Curve("Mismatch of engine and trainer", (Line("mismatch/k3", "k3"),)),
     Curve(

@@ -115,7 +115,7 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
 
 def beside(metrics: Sequence[Record]) -> list[str]:
     """What the gain has to be read beside: the right words, the user's own, the untrained system,
-    and how far what the renderer reads has moved."""
+    what thinking is worth, and how far what the renderer reads has moved."""
     lines = []
     name = "eval_reference/reward"
     reference = [value for row in metrics if (value := number(row.get(name))) is not None]
@@ -131,7 +131,7 @@ def beside(metrics: Sequence[Record]) -> list[str]:
             f"over them {_said(first, 'eval/reward_gain', '+.3f')} -> "
             f"{_said(last, 'eval/reward_gain', '+.3f')}"
         )
-    return [*lines, *stock_lines(metrics), *drift_lines(metrics)]
+    return [*lines, *stock_lines(metrics), *thought_lines(metrics), *drift_lines(metrics)]
 
 
 def stock_lines(metrics: Sequence[Record]) -> list[str]:
@@ -140,14 +140,30 @@ def stock_lines(metrics: Sequence[Record]) -> list[str]:
     rows = _with(metrics, name)
     if not rows:
         return []
-    ends = rows if len(rows) == 1 else (rows[0], rows[-1])
-    gains = [f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in ends]
     upstream = number(rows[-1].get("eval/stock_upstream_reward"))
     beside = "" if upstream is None else f" ({upstream:.3f} as upstream calls its text encoder)"
     return [
         f"the untrained system on the user's words: {_said(rows[-1], 'eval/stock_reward')}{beside}"
-        f"; gain over it {' -> '.join(gains)}"
+        f"; gain over it {_gains(rows, name)}"
     ]
+
+
+def thought_lines(metrics: Sequence[Record]) -> list[str]:
+    """What thinking is worth, where that was measured (`evaluation.thought_gain`)."""
+    name = "eval/gain_of_thought"
+    rows = _with(metrics, name)
+    if not rows:
+        return []
+    return [
+        f"with the thought cut before it begins: {_said(rows[-1], 'eval/cut_thought_reward')}; "
+        f"gain of thinking {_gains(rows, name)}"
+    ]
+
+
+def _gains(rows: Sequence[Record], name: str) -> str:
+    """The first and the last, with their errors; one that was measured once alone."""
+    ends = rows if len(rows) == 1 else (rows[0], rows[-1])
+    return " -> ".join(f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in ends)
 
 
 def drift_lines(metrics: Sequence[Record]) -> list[str]:

@@ -187,11 +187,10 @@ def test_no_number_or_text_of_a_stranger_ends_a_report(
     strange = [
         {"iteration": it, "eval/reward": 0.5} for it in (huge, -1, 1.5, True, None, "2", 10**9 + 1)
     ]
+    names = ["eval/reward", "eval/gain_over_stock", "eval/gain_of_thought"]
+    names += ["drift/bare_fall", "drift/state_l2"]
     for value in (math.inf, math.nan, huge, "text", 1e308):
-        strange += [
-            {"iteration": 10**9, name: value}
-            for name in ("eval/reward", "eval/gain_over_stock", "drift/bare_fall", "drift/state_l2")
-        ]
+        strange += [{"iteration": 10**9, name: value} for name in names]
     strange += [{"iteration": 5, "eval/gain_over_stock": 0.1, "drift/state_l2": 0.1}]
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in strange))

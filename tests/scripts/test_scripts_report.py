@@ -93,6 +93,21 @@ def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
     ]
 
 
+def test_what_thinking_is_worth_is_told_and_drawn(run_dir, capsys):
+    path = run_dir / "metrics.jsonl"
+    rows, _ = read_rows(path)
+    for row, gain in ((rows[0], 0.1), (rows[-1], 0.4)):
+        row |= {"eval/gain_of_thought": gain, "eval/gain_of_thought_error": 0.05}
+        row |= {"eval/cut_thought_reward": 0.2}
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert report.main([str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[7] == (
+        "  with the thought cut before it begins: 0.200; gain of thinking +0.100 +- 0.050 -> "
+        "+0.400 +- 0.050"
+    )
+    assert "Gain of thinking" in (run_dir / "report" / "index.html").read_text("utf-8")
+
+
 def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):
     path = run_dir / "metrics.jsonl"
     rows, _ = read_rows(path)

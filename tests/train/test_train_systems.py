@@ -9,6 +9,7 @@ import tiny_loop
 from tiny_rounding import NATS
 
 SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts")
+THIS_YEARS = ("tiny_qwen_image_21", "tiny_thinking")
 
 
 def write(folder: Path, system: str, engine: str = "transformers") -> Path:
@@ -44,7 +45,7 @@ def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", [*SYSTEMS, *THIS_YEARS])
 def test_killed_and_resumed_is_straight_through(system: str, engine: str, tmp_path: Path) -> None:
     straight, broken = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
     tiny_loop.run(straight)
