@@ -73,7 +73,7 @@
   const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
-    one.img ? page.figure(page.at("../", one.img), group.say, `picture ${at + 1}`) : null,
+    one.img ? page.figure(page.at("../", one.img), group.say, `completion ${at + 1}`) : null,
     thought(one), page.words(one.text || "(no words)", "p"),
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), tokens(one), traced(one));
