@@ -109,6 +109,24 @@ def test_a_target_of_the_frozen_tower_alone_is_refused(folder: str) -> None:
     tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=False)
 
 
+def test_a_towers_convolution_is_not_adapted_by_the_name_of_a_linear_layer(
+    folder: str, tmp_path: Path
+) -> None:
+    """`patch_embed.proj` beside the blocks' `attn.proj`, whose adapter is saved and loaded."""
+    lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "proj"]}
+    policy = tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=False)
+    names = [name for name in tiny_policy.trainable(policy) if "visual" in name]
+    assert names and all(".attn.proj." in name for name in names)
+    tensors = {n: p.detach() for n, p in tiny_policy.trainable(policy).items()}
+    policy.save_pretrained(str(tmp_path), tensors)
+    again = tiny_policy.make_qwen(
+        folder, lora=lora, freeze_vision_tower=False, adapter_path=str(tmp_path)
+    )
+    assert tiny_policy.trainable(again).keys() == tensors.keys()
+    prompt = again.build_prompt(tiny_qwen.sample(0))
+    assert again.module(again.collate([(prompt, (5, 6))])).logprobs.isfinite().all()
+
+
 def saved(folder: str, to: Path) -> Path:
     policy = tiny_policy.make_qwen(folder)
     tensors = {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}

@@ -86,7 +86,8 @@ def gradients(policy: Any, losses: list[torch.Tensor]) -> torch.Tensor:
     [
         {},
         {"lora": None},
-        {"lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj", "linear_fc1"]},
+        {"lora": {"r": 4, "alpha": 8, "target_modules": [
+            "q_proj", "down_proj", "qkv", "proj", "linear_fc1", "linear_fc2"]},
          "freeze_vision_tower": False},
     ],
     ids=["adapter", "all trained", "adapter in the tower too"],

@@ -72,11 +72,18 @@ def adapt(
             f"{' that may be adapted' if within else ''} in this model, and nothing would be "
             f"trained there; name some of: {', '.join(_linear_layers(model, within))}"
         )
+    # A tower's patches go through a convolution that is called as its linear layers are.
+    others = [
+        layer
+        for layer, module in model.named_modules()
+        if layer.rpartition(".")[2] in names and not isinstance(module, torch.nn.Linear)
+    ]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=rf"{within}\.({'|'.join(names)})" if within else names,
+        exclude_modules=others or None,
     )
     with torch.random.fork_rng(devices=[]):
         # Every rank starts from the same adapter, whatever it drew before.

@@ -65,20 +65,29 @@ def words_behind(tokenizer: Any, ids: Sequence[int], end: int) -> tuple[int, tup
     """(how many of `ids` come before the first that holds anything of the words, ids of the words),
     which stand behind the first `end` letters and white space. A first token that holds some of
     either is spelt anew: equal words are equal ids, whatever stood in front of them."""
-    num_tokens = _num_tokens_of(tokenizer, ids, _decoded(tokenizer, ids)[:end])
-    behind = _decoded(tokenizer, ids[:num_tokens])[end:]
-    first = num_tokens - 1 if behind.strip() else num_tokens
-    while not behind.strip() or behind.endswith(PART_OF_A_LETTER):
-        if num_tokens == len(ids) or not _decoded(tokenizer, [ids[num_tokens]]):  # a stop token
-            break
-        num_tokens += 1
-        behind = _decoded(tokenizer, ids[:num_tokens])[end:]
-        if not behind.strip():
-            first = num_tokens
-    if behind.lstrip() == _decoded(tokenizer, ids[first:num_tokens]):
+    first = _num_tokens_of(tokenizer, ids, _decoded(tokenizer, ids)[:end])
+    shared, theirs = _decoded(tokenizer, ids[:first])[end:], 0
+    if shared.strip():
+        first -= 1
+        theirs = len(_decoded(tokenizer, [ids[first]])) - len(shared)
+    text, after = _whole_letters(tokenizer, ids, first)
+    while text and not theirs and not text.strip():
+        first = after
+        text, after = _whole_letters(tokenizer, ids, first)
+    words = text[theirs:].lstrip()
+    if not words or words == text:
         return first, tuple(ids[first:])
-    spelt = prompting.plain_ids(tokenizer, behind.lstrip())
-    return first, (*spelt, *ids[num_tokens:])
+    return first, (*prompting.plain_ids(tokenizer, words), *ids[after:])
+
+
+def _whole_letters(tokenizer: Any, ids: Sequence[int], first: int) -> tuple[str, int]:
+    """(text of the token at `first` and of those that end its last letter, the first behind them).
+    No text: a stop token, or none."""
+    for after in range(first + 1, min(first + MAX_BYTES_OF_A_LETTER, len(ids)) + 1):
+        text = _decoded(tokenizer, ids[first:after])
+        if not text.endswith(PART_OF_A_LETTER):
+            return text, after
+    return _decoded(tokenizer, ids[first : first + 1]), first + 1
 
 
 def _without_marker(
@@ -102,6 +111,8 @@ def _without_marker(
 NO_WORDS = "empty: the completion holds no words"
 PART_OF_A_LETTER = "\ufffd"
 """What a token's bytes are decoded to where the letter goes on in the next."""
+MAX_BYTES_OF_A_LETTER = 4
+"""In UTF-8; a token holds one at least."""
 
 
 def _num_tokens_of(tokenizer: Any, ids: Sequence[int], beginning: str) -> int:
