@@ -256,18 +256,30 @@ def _some(cells: Iterable[Any]) -> str:
 
 
 def _undecoded(dataset: Dataset, columns: Columns) -> Dataset:
-    """Pictures, and lists of them, as their bytes or paths: `datasets` would decode without our
-    checks."""
+    """Pictures, whatever they are nested in, as their bytes or paths: `datasets` would decode
+    without our checks."""
+    for column in {*columns.pictures(), *columns.read_from({SEVERAL}).sources()}:
+        top = column if column in dataset.features else column.split(".")[0]
+        held = dataset.features.get(top)
+        if held is not None and (raw := _raw(held)) != held:
+            dataset = dataset.cast_column(top, raw)
+    return dataset
+
+
+def _raw(feature: Any) -> Any:
+    """The same type, its pictures not decoded."""
     import datasets
 
-    raw = datasets.Image(decode=False)
-    for column in {*columns.pictures(), *columns.read_from({SEVERAL}).sources()}:
-        match dataset.features.get(column):
-            case datasets.Image():
-                dataset = dataset.cast_column(column, raw)
-            case datasets.List(feature=datasets.Image()):
-                dataset = dataset.cast_column(column, datasets.List(raw))
-    return dataset
+    match feature:
+        case datasets.Image():
+            return datasets.Image(decode=False)
+        case datasets.List():
+            return datasets.List(_raw(feature.feature), length=feature.length)
+        case datasets.LargeList():
+            return datasets.LargeList(_raw(feature.feature))
+        case dict():
+            return {name: _raw(inner) for name, inner in feature.items()}
+    return feature
 
 
 def _nowhere(config: Config) -> str:

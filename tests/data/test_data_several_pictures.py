@@ -88,7 +88,9 @@ BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "second a list": ({"images": ["a.png", ["b.png"]]}, ["2nd source picture", "not a picture"]),
     "second a URL": ({"images": ["a.png", "https://x/y.png"]}, ["2nd source picture", "is a URL"]),
     "second hostile": ({"images": ["a.png", "\x1b[2J"]}, ["2nd source picture", r"\x1b[2J"]),
-    "empty": ({"images": []}, ["has no 'image'; it has"]),
+    "empty": ({"images": []}, ["source picture ('images'): holds [], not a picture"]),
+    "null": ({"images": None}, ["source picture ('images'): holds None, not a picture"]),
+    "none": ({}, ["has no 'image'; it has"]),
     "four": ({"images": ["a.png"] * 4}, ["has 4 source pictures, where this run reads 3", "drop"]),
 }
 
@@ -114,8 +116,8 @@ def test_a_column_may_be_named_and_several_may(folder: Path) -> None:
     listed = lines(folder, row, columns={"source": "more.all"})
     assert colours(listed[0]) == [COLOURS["c"], COLOURS["a"]]
     columns = {"source": ["scene", "object"]}
-    two = lines(folder, row, row | {"object": None}, columns=columns)
-    assert [len(two[index].sources) for index in range(2)] == [2, 1]
+    two = lines(folder, row, row | {"object": None}, row | {"object": []}, columns=columns)
+    assert [len(two[index].sources) for index in range(3)] == [2, 1, 1]
     assert "source" in edit_jsonl.EditJsonl.provides(two.config)
     with pytest.raises(BadRowError, match=r"row 1: has no 'object'"):
         lines(folder, {"scene": "a.png"}, columns=columns)
@@ -184,3 +186,34 @@ def test_a_data_set_may_hold_lists_of_pictures(
     ]
     kept = hf_dataset.HfDataset(config, RowRules("skip", max_pictures=1))
     assert (len(kept), kept.num_skipped) == (1, 1)
+
+
+@pytest.mark.parametrize("columns", ["large", "more.all", ["more.one", "more.all"], "fixed"])
+def test_pictures_of_a_data_set_may_be_nested(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: Any
+) -> None:
+    """None is decoded before it is checked."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    picture = datasets.Image()
+    green, blue = (str(folder / f"{letter}.png") for letter in "bc")
+    features = Features(
+        {
+            "large": datasets.LargeList(picture),
+            "more": {"all": List(picture), "one": picture},
+            "fixed": List(picture, length=2),
+            "instruction": Value("string"),
+        }
+    )
+    both = [green, blue]
+    rows = {
+        "large": [both],
+        "more": [{"all": [blue] if isinstance(columns, list) else both, "one": green}],
+        "fixed": [both],
+        "instruction": ["paint it"],
+    }
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "edits.parquet")
+    settings = {"type": "hf_dataset", "path": str(tmp_path / "edits.parquet")}
+    config = hf_dataset.Config.model_validate(settings | {"columns": {"source": columns}})
+    source = hf_dataset.HfDataset(config, RowRules())
+    assert colours(source[0]) == [COLOURS["b"], COLOURS["c"]]

@@ -57,8 +57,8 @@ class Columns(Section):
         str | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     ) = "image"
     """Source picture: a path, or an image cell, or a list of such; '' = rows have none. Of several
-    columns (`['first', 'second']`) all but the first may be null. Where this key is not set, a row
-    may have a list under 'images' in the place of its 'image'."""
+    columns (`['first', 'second']`) all but the first may be null, or an empty list. Where
+    this key is not set, a row may have a list under 'images' in the place of its 'image'."""
     source_optional: bool = False
     """True: a row without that cell, or with null in it, is a text-only sample."""
     target: str = "target_image"
@@ -305,7 +305,7 @@ def _read_from(columns: Columns, row: Mapping[str, Any]) -> Columns:
             f"has both {columns.source!r} and {SEVERAL!r}; keep one of them, or name the one that "
             "is meant in the source's `columns`"
         )
-    return columns.read_from(held)
+    return columns.read_from(held or row)
 
 
 def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, Any]]:
@@ -315,7 +315,7 @@ def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, A
         cell = pick(row, column, None)
         if cell is None and (number or columns.source_optional):
             continue
-        if isinstance(cell, list) and (cell or columns.source_optional):
+        if isinstance(cell, list) and (cell or number or columns.source_optional):
             cells += [(column, one) for one in cell]
         else:
             cells.append((column, cell))
