@@ -1,4 +1,4 @@
-"""Qwen2.5-VL on two ranks of which one has no picture: nobody waits, nothing changes.
+"""Qwen-VL on two ranks of which one has no picture: nobody waits, nothing changes.
 
 A rank that gathers the vision tower alone (ZeRO-3), or reduces its gradient alone (ZeRO-2), hangs
 the run: these tests fail by a time limit. Results are held against one process that shards nothing.
@@ -6,6 +6,7 @@ the run: these tests fail by a time limit. Results are held against one process 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_policy
 import tiny_qwen
+import tiny_qwen3
 import torch
 from tiny_learner import (
     ADAM_EPS,
@@ -28,7 +30,8 @@ from tiny_learner import (
 
 from rl.api.policy import PolicySetup
 from rl.learner.learner import Learner
-from rl.policies import qwen2_5_vl
+from rl.policies import qwen2_5_vl, qwen3_vl
+from rl.policies.qwen_vl.policy import QwenVL
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow
@@ -58,13 +61,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
 
 
-def make_policy(folder: str, kind: str) -> qwen2_5_vl.Qwen25VL:
-    """As in a run without a renderer, where a row may have no picture."""
+@pytest.fixture(scope="module")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("qwen3"))
+
+
+def make_policy(folder: str, kind: str) -> QwenVL[Any]:
+    """As in a run without a renderer, where a row may have no picture; the folder says which."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
-    policy = qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config(**section),
+    is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
+    plug: type[QwenVL[Any]] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
+    policy = plug(
+        plug.Config(**section),
         PolicySetup(
             "text",
+            state_kind="pre_norm" if is_qwen3 else "post_norm",
             max_completion_tokens=NUM_TOKENS,
             gradient_checkpointing={"lora": True, "full": "mlp"}.get(kind, False),
         ),
@@ -144,6 +155,20 @@ def train_share(
 def test_a_rank_without_pictures(
     folder: str, tmp_path: Path, kind: str, shares: str, stage: int
 ) -> None:
+    check(folder, tmp_path, kind, shares, stage)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares", "stage"),
+    [("lora", "mixed", 3), ("lora-tower", "lonely", 3), ("full", "mixed", 3), ("full", "mixed", 2)],
+)
+def test_nor_with_deepstack_features_and_states_before_the_norm(
+    qwen3_folder: str, tmp_path: Path, kind: str, shares: str, stage: int
+) -> None:
+    check(qwen3_folder, tmp_path, kind, shares, stage)
+
+
+def check(folder: str, tmp_path: Path, kind: str, shares: str, stage: int) -> None:
     ranks = run_ranks(
         train_share, 2, tmp_path, folder=folder, kind=kind, shares=shares, stage=stage
     )
