@@ -455,7 +455,13 @@ def row_rules(resolved: Resolved) -> RowRules:
     more = f"choose a renderer that reads more than {renderer.name}"
     if "max_pictures" in type(renderer.config).model_fields:
         more = "raise renderer.max_pictures"
-    return RowRules(data.on_bad_row, data.max_image_side_px, most, f"give fewer, or {more}")
+    return RowRules(
+        data.on_bad_row,
+        data.max_image_side_px,
+        most,
+        f"give fewer, or {more}",
+        renderer.cls.reads_transparency,
+    )
 
 
 def build_data(resolved: Resolved, plugs: Sequence[Plug[DataSource]]) -> list[DataSource]:

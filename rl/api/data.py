@@ -39,6 +39,9 @@ class RowRules:
     """A row with more source pictures is bad; None: there may be any number."""
     pictures_remedy: str = "give fewer"
     """What to do about such a row."""
+    keeps_transparency: bool = False
+    """A source picture that is transparent is RGBA, since the renderer reads it; else it is laid on
+    white."""
 
 
 class DataSource(PlugBase[ConfigT]):

@@ -45,6 +45,8 @@ class Renderer(ModelRunner[ConfigT]):
     """False: making one loads nothing, so that it is tried on made-up jobs before a run starts."""
     needs_source: ClassVar[bool] = False
     """Whether it edits: a run whose data brings no source pictures is refused."""
+    reads_transparency: ClassVar[bool] = False
+    """Whether a sample's transparent sources stay so, RGBA; else they are laid on white."""
 
     state_dim: int | None = None
     """Width of the hidden states it reads; None when it reads none."""

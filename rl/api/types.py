@@ -58,7 +58,8 @@ class Sample:
     instruction: str
     """The user's own words (edit instruction, question, or prompt)."""
     sources: tuple[Image, ...] = ()
-    """RGB source pictures, in the order in which words may number them; () for text-only tasks."""
+    """RGB source pictures, in the order in which words may number them; () for text-only tasks.
+    RGBA where one is transparent and the renderer reads that; all others see it over white."""
     target: Image | None = None
     """RGB reference edit, for rewards only."""
     source_codes: np.ndarray | None = None

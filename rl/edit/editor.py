@@ -145,7 +145,7 @@ class Editor:
         resolved = build.resolve(config)
         renderer = build.build_renderer(resolved, self._dist)
         rules = build.row_rules(resolved)
-        self._max_pictures, self._pictures_remedy = rules.max_pictures or 0, rules.pictures_remedy
+        self._rules = rules
         self._loop = BackgroundLoop("edit")
         self.needs_picture: bool = resolved.renderer.cls.needs_source
         self.draws: bool = resolved.renderer.cls.makes_images
@@ -296,13 +296,16 @@ class Editor:
         images = request.images
         if not images and self.needs_picture:
             raise ValueError("this run edits pictures: give one with the instruction")
-        if len(images) > self._max_pictures:
+        rules = self._rules
+        if rules.max_pictures is not None and len(images) > rules.max_pictures:
             raise ValueError(
-                f"{len(images)} pictures, where this run reads {self._max_pictures}; "
-                f"{self._pictures_remedy}"
+                f"{len(images)} pictures, where this run reads {rules.max_pictures}; "
+                f"{rules.pictures_remedy}"
             )
         try:
-            found = [opened(image, self.config.data.max_image_side_px) for image in images]
+            found = [
+                opened(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
+            ]
         except UnusableError as error:
             raise ValueError(str(error)) from error
         sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in found))

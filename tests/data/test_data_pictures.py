@@ -57,6 +57,17 @@ def test_transparency_is_laid_on_white():
     assert pixel(encoded(palette)) == (10, 20, 30)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
+def test_transparency_is_kept_for_who_reads_it(mode):
+    image = Image.new("RGBA", (16, 16), (200, 200, 200, 128)).convert(mode)
+    for kept in (
+        decode(encoded(image, "TIFF" if mode == "PA" else "PNG"), 8192, True),
+        opened(image, 8192, True)[0],
+    ):
+        assert kept.mode == "RGBA" and kept.getpixel((8, 8)) == (200, 200, 200, 128)
+    assert decode(encoded(image.convert("RGB")), 8192, True).mode == "RGB"
+
+
 def test_sixteen_bit_greys_keep_their_brightness():
     ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
     image = decode(encoded(Image.fromarray(ramp)), 8192)

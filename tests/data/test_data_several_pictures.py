@@ -12,8 +12,10 @@ from datasets import Dataset, Features, List, Value
 from PIL import Image
 from tiny_edits import write_jsonl
 
+from rl import build
 from rl.api.data import DataSource, RowRules
 from rl.api.types import Sample
+from rl.config.schema import load_config
 from rl.data import edit_jsonl, hf_dataset
 from rl.data.shared.rows import BadRowError
 
@@ -54,6 +56,17 @@ def lines(folder: Path, *rows: Any, rules: RowRules | None = None, **config: Any
 
 def colours(sample: Sample) -> list[Any]:
     return [picture.getpixel((0, 0)) for picture in sample.sources]
+
+
+def test_transparent_sources_stay_so_for_a_renderer_that_reads_it(folder: Path) -> None:
+    row = {"images": ["clear.png", "a.png"], "target_image": "clear.png"}
+    kept = lines(folder, row, rules=RowRules(keeps_transparency=True))[0]
+    assert colours(kept) == [(255, 0, 0, 0), (255, 0, 0)]
+    assert kept.target is not None and kept.target.getpixel((0, 0)) == (255, 255, 255)
+    assert colours(lines(folder, row)[0]) == [(255, 255, 255), (255, 0, 0)]
+    for config, reads in (("tiny_qwen_image_21", True), ("quickstart", False)):
+        resolved = build.resolve(load_config(f"configs/{config}.jsonnet"))
+        assert build.row_rules(resolved).keeps_transparency == reads
 
 
 def test_a_list_brings_its_pictures_in_order(folder: Path) -> None:

@@ -62,16 +62,18 @@ def check_header(located: Path | bytes, max_side_px: int) -> None:
     _open(located, max_side_px).close()
 
 
-def decode(located: Path | bytes, max_side_px: int) -> Image.Image:
+def decode(
+    located: Path | bytes, max_side_px: int, keeps_transparency: bool = False
+) -> Image.Image:
     """The picture as 8-bit RGB, upright.
 
-    EXIF rotation is applied, transparency laid on white, 16-bit greys scaled to 8 bits, CMYK
-    converted; of an animation the first frame is taken. Raises UnusableError.
+    EXIF rotation is applied, transparency laid on white (or kept, as RGBA), 16-bit greys scaled to
+    8 bits, CMYK converted; of an animation the first frame is taken. Raises UnusableError.
     """
     with _open(located, max_side_px) as image:
         try:
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image), _name(located))
+            return _to_8_bits(ImageOps.exif_transpose(image), _name(located), keeps_transparency)
         except UnusableError:
             raise
         except Exception as error:
@@ -81,14 +83,15 @@ def decode(located: Path | bytes, max_side_px: int) -> Image.Image:
 
 
 def opened(
-    image: Image.Image | Path | str, max_side_px: int
+    image: Image.Image | Path | str, max_side_px: int, keeps_transparency: bool = False
 ) -> tuple[Image.Image, tuple[int, int] | None]:
-    """(a user's own picture as 8-bit RGB, upright, its longer side at most `max_side_px`; its size
+    """(a user's own picture as `decode` gives it, its longer side at most `max_side_px`; its size
     before, (width, height), where it was scaled down). Raises UnusableError."""
     if isinstance(image, Image.Image):
-        picture = _to_rgb(ImageOps.exif_transpose(image), "the picture")
+        upright = ImageOps.exif_transpose(image)
+        picture = _to_8_bits(upright, "the picture", keeps_transparency)
     else:
-        picture = decode(locate(str(image), Path()), MAX_FILE_SIDE_PX)
+        picture = decode(locate(str(image), Path()), MAX_FILE_SIDE_PX, keeps_transparency)
     size = picture.size
     picture = downscale(picture, max_side_px)
     return picture, None if picture.size == size else size
@@ -138,7 +141,7 @@ def _is_heic(located: Path | bytes) -> bool:
     return located[4:8] == b"ftyp" and located[8:12] in HEIC_BRANDS
 
 
-def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+def _to_8_bits(image: Image.Image, name: str, keeps_transparency: bool) -> Image.Image:
     if image.mode == "F":
         raise UnusableError(
             f"{name} holds floating-point pixels of unknown range; save it as 8-bit PNG"
@@ -146,6 +149,8 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I"):
         # Pillow's own conversion clips 16-bit greys at 255, which makes most pictures white.
         return _narrowed(image, name).convert("RGB")
+    if keeps_transparency and image.has_transparency_data:
+        return image.convert("RGBA")
     return over_white(image)
 
 

@@ -6,6 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,9 @@ MAX_SHOWN = 500
 """Characters of one problem: a path or a key may have any number of them."""
 MAX_ORIGIN = 40
 """Characters of where rows are from, on a line of progress."""
-_LOOKS: dict[PictureCheck, Callable[[Path | bytes, int], Any]] = {
+UsePicture = Callable[[Path | bytes, int], Any]
+"""(where it is, largest side in px) -> what is wanted of it."""
+_LOOKS: dict[PictureCheck, UsePicture] = {
     "exists": lambda _located, _max_side_px: None,
     "header": check_header,
     "pixels": decode,
@@ -166,7 +169,8 @@ class Rows:
         index, columns = self._kept[index], self.columns
         try:
             row = self.rows[index]
-            sources, target = self._checked(row, decode)
+            source = partial(decode, keeps_transparency=self.rules.keeps_transparency)
+            sources, target = self._checked(row, source, decode)
         except Exception as error:  # see `problems`
             raise BadRowError(self._sentence(index, error)) from error
         return Sample(
@@ -209,7 +213,8 @@ class Rows:
         """What is wrong with a row, or ''. `owners`: whose each id is; a good row's is added."""
         try:
             row = self.rows[index]
-            self._checked(row, _LOOKS[picture_check])
+            look = _LOOKS[picture_check]
+            self._checked(row, look, look)
             identity = self._id(index, row)
         # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
         # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
@@ -222,10 +227,10 @@ class Rows:
         return f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
 
     def _checked(
-        self, row: Mapping[str, Any], use: Callable[[Path | bytes, int], Any]
+        self, row: Mapping[str, Any], use_source: UsePicture, use_target: UsePicture
     ) -> tuple[list[Any], Any]:
-        """(what `use` gives of its source pictures; of its reference edit, None without one).
-        Raises whatever is wrong with the row."""
+        """(what is given of its source pictures; of its reference edit, None without one). Raises
+        whatever is wrong with the row."""
         columns = _read_from(self.columns, row)
         _check_text(row, columns)
         cells = _source_cells(row, columns)
@@ -236,20 +241,25 @@ class Rows:
                 f"{self.rules.pictures_remedy}"
             )
 
-        def used(what: str, column: str, cell: Any) -> Any:
+        def used(what: str, column: str, cell: Any, use: UsePicture) -> Any:
             try:
                 return use(locate(cell, self.folder), self.rules.max_image_side_px)
             except UnusableError as error:
                 raise UnusableError(f"{what} picture ({column!r}): {error}") from error
 
         sources = [
-            used("source" if len(cells) == 1 else f"{ordinal(number)} source", column, cell)
+            used(
+                "source" if len(cells) == 1 else f"{ordinal(number)} source",
+                column,
+                cell,
+                use_source,
+            )
             for number, (column, cell) in enumerate(cells, 1)
         ]
         target = pick(row, columns.target, None) if columns.target else None
         if target is None and columns.target not in columns.required():
             return sources, None
-        return sources, used("target", columns.target, target)
+        return sources, used("target", columns.target, target, use_target)
 
     def most_pictures(self) -> int:
         """Source pictures of a row, at the most; none is opened."""

@@ -48,6 +48,7 @@ class QwenImage21(QwenImage[Config]):
     """Its text encoder reads the pictures under their numbers, then the words."""
 
     state_kind = "pre_norm"
+    reads_transparency = True
     pipeline = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     vae_class = "AutoencoderKLQwenImage21"
