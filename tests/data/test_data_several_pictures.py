@@ -146,6 +146,11 @@ def test_rows_without_pictures_where_they_are_optional(folder: Path) -> None:
     source = lines(folder, {}, {"images": []}, {"images": ["a.png", "b.png"]}, columns=columns)
     assert [len(source[index].sources) for index in range(3)] == [0, 0, 2]
     assert "source" not in edit_jsonl.EditJsonl.provides(source.config)
+    columns = {"source": ["scene", "object"], "source_optional": True}
+    neither = lines(folder, {"scene": None, "object": None}, columns=columns)
+    assert neither[0].sources == ()
+    with pytest.raises(BadRowError, match="'scene' holds no picture, but 'object' does"):
+        lines(folder, {"scene": None, "object": "b.png"}, columns=columns)
 
 
 @pytest.mark.parametrize("columns", [[], ["a", ""]])
