@@ -72,8 +72,8 @@ class ThoughtSection(Section):
     """Hidden states of the words as the renderer knows them, read again behind its own prompt
     without the thought (equal words are one picture); or those that attended to the thought."""
     loss: Literal["all", "words", "thought"] = "all"
-    """Which tokens are trained; the marker belongs to the thought. Under 'words' a completion without
-    the marker carries no loss: it has to be written already."""
+    """Which tokens are trained; the marker belongs to the thought. Under 'words' a completion
+    without the marker carries no loss: the marker has to be written already."""
     without_marker: Literal["fail", "words"] = "fail"
     """A completion without the marker: a failure, or all of it words."""
 

@@ -332,8 +332,8 @@ def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, A
     first = columns.sources()[:1]
     if cells and first and not any(column == first[0] for column, _ in cells):
         raise UnusableError(
-            f"{first[0]!r} holds no picture, but {cells[0][0]!r} does, and would be the first: fill "
-            "the columns of columns.source in their order"
+            f"{first[0]!r} holds no picture, but {cells[0][0]!r} does, and would be the first: "
+            "fill the columns of columns.source in their order"
         )
     return cells
 
