@@ -4,7 +4,7 @@
 //   python -m rl.simple_launch configs/tiny_qwen_image_21.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'tiny_qwen_image_21',
-  num_iterations: 40,
+  num_iterations: 30,
 
   policy: {
     type: 'qwen3_vl',
@@ -35,6 +35,6 @@
   // As quickstart.jsonnet, which says why.
   algorithm+: { kl_coeff: 0.2, advantage_eps: 0.1 },
   optimizer+: { learning_rate: 2.5e-3, betas: [0.5, 0.99] },
-  evaluation+: { every_n_iterations: 20, num_samples: 64 },
-  checkpoint+: { save_every_n_iterations: 20 },
+  evaluation+: { every_n_iterations: 15, num_samples: 64 },
+  checkpoint+: { save_every_n_iterations: 15 },
 }
