@@ -238,7 +238,8 @@
     stock_arm: true,
     // Also let the policy write each sample's words with its thought cut before it begins, and draw
     // and grade them: what thinking is worth (`eval/gain_of_thought`), for as much again as the
-    // completions' own pictures and questions. Read where `policy.thought` is set.
+    // completions' own pictures and questions. A reward that wants a thought (`format`) finds none in
+    // them. Read where `policy.thought` is set.
     thought_gain: false,
   },
 

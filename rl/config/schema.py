@@ -257,7 +257,8 @@ class EvaluationConfig(Section):
     thought_gain: bool = False
     """Also let the policy write each sample's words with its thought cut before it begins, and draw
     and grade them: what thinking is worth (`eval/gain_of_thought`), for as much again as the
-    completions' own pictures and questions. Read where `policy.thought` is set."""
+    completions' own pictures and questions. A reward that wants a thought (`format`) finds none in
+    them. Read where `policy.thought` is set."""
 
 
 class CheckpointConfig(Section):

@@ -78,10 +78,10 @@ def chosen(episodes_G: Sequence[Episode]) -> list[tuple[str, int]]:
     order = sorted(rewards, key=lambda g: (-(rewards[g] or 0.0), g))
     lost = [g for g in range(len(episodes_G)) if g not in rewards][:1]
     picked = [*order[:1], *order[-1:]] if len(order) > 1 else order
-    texts = {episodes_G[g].action.text for g in picked}
+    said = {episodes_G[g].action.words for g in picked}
     between = [g for g in order if g not in picked]
     # One that says something else, where there is one.
-    other = [g for g in between if episodes_G[g].action.text not in texts] or between
+    other = [g for g in between if episodes_G[g].action.words not in said] or between
     picked[1:1] = other[len(other) // 2 : len(other) // 2 + 1]
     names = ["best", "between", "worst"] if len(picked) == 3 else ["best", "worst"]
     if len(set(rewards.values())) <= 1:

@@ -60,6 +60,15 @@ def test_what_says_something_else_is_shown_before_a_repetition() -> None:
     ]
 
 
+def test_another_thought_before_the_same_words_says_nothing_else() -> None:
+    thoughts = [("x </think>", 1.0), ("y </think>", 0.5), ("y </think>", 0.4), ("z </think>", 0.0)]
+    group = [
+        replace(wrote("", r), action=Action(f"{thought}{words}", words, thought=thought))
+        for (thought, r), words in zip(thoughts, "aabc", strict=True)
+    ]
+    assert chosen(group)[1] == ("between", 2)
+
+
 def test_each_has_its_reward_advantage_parts_cause_and_the_judges_words() -> None:
     long = {"judge": tuple(f"reply {n}" for n in range(5)), "other": ("x",)}
     group = [
