@@ -64,9 +64,9 @@ def test_another_thought_before_the_same_words_says_nothing_else() -> None:
     thoughts = [("x </think>", 1.0), ("y </think>", 0.5), ("y </think>", 0.4), ("z </think>", 0.0)]
     group = [
         replace(wrote("", r), action=Action(f"{thought}{words}", words, thought=thought))
-        for (thought, r), words in zip(thoughts, "aabc", strict=True)
+        for (thought, r), words in zip(thoughts, "abac", strict=True)
     ]
-    assert chosen(group)[1] == ("between", 2)
+    assert chosen(group)[1] == ("between", 1)
 
 
 def test_each_has_its_reward_advantage_parts_cause_and_the_judges_words() -> None:
