@@ -24,7 +24,7 @@ def test_with_thoughts_it_learns_to_look_up_one_thing_after_another(tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_twin_stays_at_what_one_look_up_is_worth(tmp_path: Path) -> None:
-    rows = run("configs/tiny_thinking_twin.jsonnet", tmp_path)
+    rows = run("configs/tiny_thinking_twin.jsonnet", tmp_path, "num_iterations=20")
     assert rows[-1]["eval/reward"] < 1 / NUM_CHAINS + 0.15
 
 
