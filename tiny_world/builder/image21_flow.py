@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import FlowMatchEulerDiscreteScheduler
-from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift
 
 from tiny_world.builder.image21_models import LATENT_SIDE, SLOTS, decode
-from tiny_world.builder.models import SCHEDULER
+from tiny_world.builder.models import denoised
 
 LATENTS = LATENT_SIDE**2
 
@@ -124,13 +122,5 @@ def _turn(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 def render(transformer, vae, condition: Condition, noise: torch.Tensor, steps: int) -> np.ndarray:
     """[B, 64, 64, 3] uint8 by Euler sampling without guidance, as QwenImage21Pipeline does it;
     noise [B, 16, C]."""
-    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    mu = calculate_shift(noise.shape[1], *(scheduler.config[name] for name in names))
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-    scheduler.set_begin_index(0)
-    x = noise
-    for t in scheduler.timesteps:
-        v = velocity(transformer, x, t.expand(len(x)) / 1000, condition)
-        x = scheduler.step(v, t, x, return_dict=False)[0]
-    return decode(vae, x)
+    tokens = denoised(noise, steps, lambda x, t: velocity(transformer, x, t, condition))
+    return decode(vae, tokens)

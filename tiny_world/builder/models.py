@@ -6,7 +6,7 @@ Legend: B batch, N latent tokens of one picture (4 x 4), L text positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +225,17 @@ def velocity(transformer, xt, t, source, embeds, mask) -> torch.Tensor:
 @torch.no_grad()
 def render(transformer, vae, source, embeds, mask, noise, steps: int) -> np.ndarray:
     """[B, 64, 64, 3] uint8 by Euler sampling without guidance, as QwenImageEditPipeline does it."""
+    tokens = denoised(noise, steps, lambda x, t: velocity(transformer, x, t, source, embeds, mask))
+    return decode(vae, tokens)
+
+
+def denoised(
+    noise: torch.Tensor,
+    steps: int,
+    velocity_at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """[B, N, C] tokens that Euler's steps make of noise [B, N, C]; `velocity_at(tokens, t)`: t [B],
+    0..1."""
     scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
     mu = calculate_shift(noise.shape[1], *(scheduler.config[name] for name in names))
@@ -232,6 +243,6 @@ def render(transformer, vae, source, embeds, mask, noise, steps: int) -> np.ndar
     scheduler.set_begin_index(0)
     x = noise
     for t in scheduler.timesteps:
-        v = velocity(transformer, x, t.expand(len(x)) / 1000, source, embeds, mask)
+        v = velocity_at(x, t.expand(len(x)) / 1000)
         x = scheduler.step(v, t, x, return_dict=False)[0]
-    return decode(vae, x)
+    return x
