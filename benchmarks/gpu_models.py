@@ -142,7 +142,7 @@ TINY = Size(
 
 def save_texts(bench: Bench) -> None:
     """`policy/`: tokenizer and image processor with the real vocabulary, and the model's config."""
-    from tiny_world.builder.models import qwen_config
+    from tiny_world.builder.language import qwen_config
 
     size = bench.size
     tokenizer = toy.make_tokenizer(num_tokens=min(size.vocabulary, 151_665))

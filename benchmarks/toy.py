@@ -129,7 +129,8 @@ def save_models(folder: Path) -> None:
     )
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from tiny_world.builder.models import SCHEDULER, qwen_config
+    from tiny_world.builder.language import qwen_config
+    from tiny_world.builder.models import SCHEDULER
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)

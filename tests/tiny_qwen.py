@@ -12,19 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 from rl.api.types import PromptTemplate, Sample
-from rl.ranks.wheels import mend_mismatched_wheels
-
-mend_mismatched_wheels()
-
-from transformers import (  # noqa: E402
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-)
-
-from tiny_world.builder.tokenizer import PREFIX, SUFFIX, SYSTEM_PROMPT, train  # noqa: E402
+from tiny_world.builder.language import language_sizes, qwen_config
+from tiny_world.builder.tokenizer import PREFIX, SUFFIX, SYSTEM_PROMPT, train
 
 TEMPLATE = PromptTemplate(
     text=PREFIX + "{image}{instruction}" + SUFFIX,
@@ -32,6 +24,14 @@ TEMPLATE = PromptTemplate(
     image_area_px=96 * 96,
 )
 WORDS = ["make the sky blue", "add a red square to the image", "turn the circle green"]
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "fullatt_block_indexes": [1],
+    "tokens_per_second": 2,
+}
 
 
 def make_tokenizer() -> Any:
@@ -40,59 +40,18 @@ def make_tokenizer() -> Any:
 
 
 def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
-    """64 wide, two layers, heads of 32 (vLLM's CPU kernels have no smaller ones); as in the big
-    one, the vocabulary is longer than the tokenizer."""
+    """64 wide, two layers, heads of 32 (vLLM's CPU kernels have no smaller ones)."""
     torch.manual_seed(seed)
-    config = Qwen2_5_VLConfig(
-        text_config=text_sizes(tokenizer, tied),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [1],
-            "tokens_per_second": 2,
-        },
-        **vision_ids(tokenizer),
-        **ends(tokenizer),
-        tie_word_embeddings=tied,
-    )
+    config = qwen_config(tokenizer, text_sizes(tokenizer, tied), VISION)
     return scaled_up(Qwen2_5_VLForConditionalGeneration(config).eval())
 
 
 def text_sizes(tokenizer: Any, tied: bool) -> dict[str, Any]:
-    """What both families' language models have."""
+    """What both families' language models have; as in the big ones, the vocabulary is longer than
+    the tokenizer."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
-    return dict(
-        vocab_size=len(tokenizer) + 3,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        rope_parameters=rope,
-        tie_word_embeddings=tied,
-        **ends(tokenizer),
-    )
-
-
-def ends(tokenizer: Any) -> dict[str, Any]:
-    id_of = tokenizer.convert_tokens_to_ids
-    padding = id_of("<|endoftext|>")
-    return {"bos_token_id": None, "eos_token_id": id_of("<|im_end|>"), "pad_token_id": padding}
-
-
-def vision_ids(tokenizer: Any) -> dict[str, int]:
-    names = ("image_pad", "video_pad", "vision_start", "vision_end")
-    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in names])
-    return dict(zip(keys, ids, strict=True))
+    own = {"vocab_size": len(tokenizer) + 3, "rope_parameters": rope, "tie_word_embeddings": tied}
+    return language_sizes(64, 2, 4096) | own
 
 
 def scaled_up(model: Any) -> Any:
@@ -107,15 +66,39 @@ def scaled_up(model: Any) -> Any:
 def save_policy_folder(folder: Path, seed: int = 0, tied: bool = False) -> str:
     """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
     tokenizer = make_tokenizer()
-    make_model(tokenizer, seed, tied).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    make_image_processor().save_pretrained(folder)
+    for part in (make_model(tokenizer, seed, tied), tokenizer, make_image_processor()):
+        part.save_pretrained(folder)
     return str(folder)
 
 
 def make_image_processor() -> Any:
     """4 to 16 image tokens a picture."""
     return Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
+
+
+def make_processor() -> Any:
+    """transformers' own, as diffusers' pipelines take it."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+    return Qwen2_5_VLProcessor(
+        image_processor=make_image_processor(),
+        tokenizer=make_tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(),
+    )
+
+
+class WithTokenTypes(torch.nn.Module):
+    """A text encoder with the token types that diffusers' pipelines do not pass."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        types = (input_ids == self.model.config.image_token_id).long()
+        return self.model(input_ids=input_ids, mm_token_type_ids=types, **inputs)
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:

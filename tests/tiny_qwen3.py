@@ -10,15 +10,13 @@ from typing import Any
 import tiny_qwen
 import torch
 from tiny_policy import TEMPERATURE
-from transformers import (
-    Qwen2VLImageProcessorPil,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from rl.api.policy import PolicySetup
 from rl.api.types import PromptTemplate
 from rl.policies import qwen3_vl
+from tiny_world.builder.image21_tokenizer import image_processor
+from tiny_world.builder.language import qwen_config
 
 SEVERAL = replace(
     tiny_qwen.TEMPLATE,
@@ -26,6 +24,14 @@ SEVERAL = replace(
     between_pictures=" ",
     max_pictures=3,
 )
+VISION = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
 
 
 def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
@@ -35,24 +41,7 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
     text = tiny_qwen.text_sizes(tokenizer, tied)
     text |= {"num_hidden_layers": 4, "num_attention_heads": 3, "head_dim": 32}
     text["rope_parameters"] |= {"rope_theta": 5e6, "mrope_interleaved": True}
-    config = Qwen3VLConfig(
-        text_config=text,
-        vision_config={
-            "depth": 4,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1, 2],
-        },
-        **tiny_qwen.vision_ids(tokenizer),
-        **tiny_qwen.ends(tokenizer),
-        tie_word_embeddings=tied,
-    )
+    config = qwen_config(tokenizer, text, VISION, Qwen3VLConfig)
     model = tiny_qwen.scaled_up(Qwen3VLForConditionalGeneration(config).eval())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,22 +53,10 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
 def save_policy_folder(folder: Path, seed: int = 0, tied: bool = False) -> str:
     """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
     tokenizer = tiny_qwen.make_tokenizer()
-    make_model(tokenizer, seed, tied).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    make_image_processor().save_pretrained(folder)
+    images = image_processor(64 * 64, 128 * 128)  # 4 to 16 image tokens a picture
+    for part in (make_model(tokenizer, seed, tied), tokenizer, images):
+        part.save_pretrained(folder)
     return str(folder)
-
-
-def make_image_processor() -> Any:
-    """4 to 16 image tokens a picture."""
-    return Qwen2VLImageProcessorPil(
-        patch_size=16,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 64 * 64, "longest_edge": 128 * 128},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-    )
 
 
 def make_qwen3(

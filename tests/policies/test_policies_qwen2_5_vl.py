@@ -54,30 +54,13 @@ def stock_embeds(policy):
     """Texts and pictures through `QwenImageEditPipeline`'s own encoder, given the token types that
     it forgets to pass on."""
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
-
-    class WithTokenTypes(torch.nn.Module):
-        dtype = torch.float32
-
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids, **inputs):
-            types = (input_ids == self.model.config.image_token_id).long()
-            return self.model(input_ids=input_ids, mm_token_type_ids=types, **inputs)
 
     def encode(texts, images):
-        tokenizer = tiny_qwen.make_tokenizer()
-        processor = Qwen2_5_VLProcessor(
-            image_processor=tiny_qwen.make_image_processor(),
-            tokenizer=tokenizer,
-            video_processor=Qwen2VLVideoProcessor(),
-        )
+        processor = tiny_qwen.make_processor()
         pipeline = QwenImageEditPipeline(
-            FlowMatchEulerDiscreteScheduler(), None, None, tokenizer, processor, None
+            FlowMatchEulerDiscreteScheduler(), None, None, processor.tokenizer, processor, None
         )
-        pipeline.text_encoder = WithTokenTypes(policy.module.base_model)
+        pipeline.text_encoder = tiny_qwen.WithTokenTypes(policy.module.base_model)
         with torch.no_grad():
             return pipeline._get_qwen_prompt_embeds(texts, images, "cpu", torch.float32)
 

@@ -138,45 +138,22 @@ def records(run_dir: Path, iteration: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
-class WithTokenTypes(torch.nn.Module):
-    """A text encoder that is told what the stock pipeline forgets to tell."""
-
-    dtype, device = torch.float32, torch.device("cpu")
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
-        types = (input_ids == self.model.config.image_token_id).long()
-        return self.model(input_ids=input_ids, mm_token_type_ids=types, **inputs)
-
-
 def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its own `__call__`, prompt and picture in, with and without token types, guided; beside a
     policy that has been trained."""
-    from transformers import (
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLVideoProcessor,
-    )
+    from transformers import Qwen2_5_VLForConditionalGeneration
 
     shrunk = stock_edit.calculate_dimensions
     monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda _, ratio: shrunk(AREA_PX, ratio))
     monkeypatch.setattr(tiny_editor, "STATE_DIM", tiny_loop.STATE_DIM)
     parts = tiny_editor.make_stock()
-    tokenizer = tiny_qwen.make_tokenizer()
-    processor = Qwen2_5_VLProcessor(
-        image_processor=tiny_qwen.make_image_processor(),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(),
-    )
+    processor = tiny_qwen.make_processor()
     encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["policy"]).float().eval()
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config)
     pipeline = QwenImageEditPipeline(
-        scheduler, parts.vae, None, tokenizer, processor, parts.transformer
+        scheduler, parts.vae, None, processor.tokenizer, processor, parts.transformer
     )
     pipeline.set_progress_bar_config(disable=True)
 
@@ -188,7 +165,10 @@ def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
     apart = []
     for sample in SAMPLES:
         pictures = []
-        for arm, text_encoder in (("stock", WithTokenTypes(encoder)), ("stock_upstream", encoder)):
+        for arm, text_encoder in (
+            ("stock", tiny_qwen.WithTokenTypes(encoder)),
+            ("stock_upstream", encoder),
+        ):
             pipeline.text_encoder = text_encoder
             [expected] = pipeline(
                 image=sample.source,

@@ -16,7 +16,8 @@ from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from tiny_world.builder.image21_tokenizer import MERGE, PATCH_PX
-from tiny_world.builder.models import HIDDEN, special_tokens, to_pictures, to_tensor
+from tiny_world.builder.language import language_sizes, qwen_config
+from tiny_world.builder.models import HIDDEN, to_pictures, to_tensor
 
 LATENT_CHANNELS = 32
 FOLD_PX = 4
@@ -58,49 +59,32 @@ def make_transformer(num_layers: int = 4) -> QwenImage21Transformer2DModel:
 
 def make_policy(tokenizer, num_layers: int = 4) -> Qwen3VLForConditionalGeneration:
     """A Qwen3-VL whose three deepstack levels go to its first three layers."""
-    own, ends = special_tokens(tokenizer)
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+    text = language_sizes(HIDDEN, num_layers) | {
         "head_dim": HIDDEN // 4,
-        "max_position_embeddings": 1024,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e4,
             "mrope_section": [6, 5, 5],
             "mrope_interleaved": True,
         },
-        "tie_word_embeddings": False,
     }
     vision = {
         "depth": 3,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 4,
-        "out_hidden_size": HIDDEN,
         "patch_size": PATCH_PX,
         "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0, 1, 2],
     }
-    config = Qwen3VLConfig(
-        text_config=text | ends,
-        vision_config=vision,
-        tie_word_embeddings=False,
-        **own,
-        **ends,
-    )
-    policy = Qwen3VLForConditionalGeneration(config)
+    policy = Qwen3VLForConditionalGeneration(qwen_config(tokenizer, text, vision, Qwen3VLConfig))
+    own = policy.config.text_config
     policy.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
-        eos_token_id=ends["eos_token_id"],
-        pad_token_id=ends["pad_token_id"],
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id,
     )
     return policy
 

@@ -38,13 +38,13 @@ def editing_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def image_processor() -> Qwen2VLImageProcessorPil:
+def image_processor(min_px: int = 32 * 32, max_px: int = 256 * 256) -> Qwen2VLImageProcessorPil:
     """Qwen3-VL's: a slot of the prompt is 32x32 pixels, colours lie in -1..1."""
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH_PX,
         merge_size=MERGE,
         temporal_patch_size=2,
-        size={"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
+        size={"shortest_edge": min_px, "longest_edge": max_px},
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     )

@@ -19,7 +19,9 @@ from diffusers import (
 )
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shift
-from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+
+from tiny_world.builder.language import language_sizes, qwen_config
 
 HIDDEN = 128  # width of the language model = what the editor is conditioned on
 LATENT_CHANNELS = 8
@@ -63,48 +65,10 @@ def make_transformer(num_layers: int = 4) -> QwenImageTransformer2DModel:
     )
 
 
-def special_tokens(tokenizer) -> tuple[dict[str, int], dict[str, int | None]]:
-    """(what a Qwen-VL's config calls its tokens for pictures, what those that end a text)."""
-    token_id = tokenizer.convert_tokens_to_ids
-    pictures = {
-        "image_token_id": token_id("<|image_pad|>"),
-        "video_token_id": token_id("<|video_pad|>"),
-        "vision_start_token_id": token_id("<|vision_start|>"),
-        "vision_end_token_id": token_id("<|vision_end|>"),
-    }
-    ends = {
-        "bos_token_id": None,
-        "eos_token_id": token_id("<|im_end|>"),
-        "pad_token_id": token_id("<|endoftext|>"),
-    }
-    return pictures, ends
-
-
-def qwen_config(tokenizer, text: dict, vision: dict) -> Qwen2_5_VLConfig:
-    """A Qwen2.5-VL of these sizes under that tokenizer; what its two halves must agree on is filled
-    in."""
-    pictures, ends = special_tokens(tokenizer)
-    own = {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
-    return Qwen2_5_VLConfig(
-        text_config={**own, **text, **ends},
-        vision_config={"out_hidden_size": text["hidden_size"], "window_size": 112, **vision},
-        tie_word_embeddings=False,
-        **pictures,
-        **ends,
-    )
-
-
 def make_policy(
     tokenizer, num_layers: int = 4, hidden: int = HIDDEN
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """`hidden` is a multiple of 64: heads are 32 wide, two share one key and value."""
-    text = {
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": hidden // 32,
-        "num_key_value_heads": hidden // 64,
-        "max_position_embeddings": 1024,
+    text = language_sizes(hidden, num_layers) | {
         "rope_theta": 1e4,
         "rope_parameters": {
             "rope_type": "default",
