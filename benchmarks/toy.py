@@ -43,13 +43,6 @@ VISION = {
     "num_heads": 4,
     "fullatt_block_indexes": [3],
 }
-TRANSFORMER = {
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "attention_head_dim": 32,
-    "joint_attention_dim": LANGUAGE["hidden_size"],
-    "axes_dims_rope": (8, 12, 12),
-}
 
 
 @dataclass(frozen=True)
@@ -122,15 +115,11 @@ def completion_ids(tokenizer: Any, text: str) -> list[int]:
 def save_models(folder: Path) -> None:
     """`policy/` and `editor/`, as `policy.model_path` and `renderer.model_path` want them."""
     mend_mismatched_wheels()
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImageTransformer2DModel,
-    )
+    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     from tiny_world.builder.language import qwen_config
-    from tiny_world.builder.models import SCHEDULER
+    from tiny_world.builder.models import SCHEDULER, make_transformer
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
@@ -139,7 +128,7 @@ def save_models(folder: Path) -> None:
         part.save_pretrained(folder / "policy")
     torch.manual_seed(1)
     editor = {
-        "transformer": QwenImageTransformer2DModel(**TRANSFORMER),
+        "transformer": make_transformer(2, channels=16, text_width=LANGUAGE["hidden_size"]),
         "vae": AutoencoderKLQwenImage(base_dim=16),
         "scheduler": FlowMatchEulerDiscreteScheduler(**SCHEDULER),
     }

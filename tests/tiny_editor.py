@@ -10,27 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
 from PIL import Image
 from tiny_pictures import as_floats, make_picture
 from tiny_rounding import PICTURE
 
 from rl.api.types import HiddenStates, RenderJob, Sample
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image.components import EditorParts
 from rl.renderers.qwen_image.loop import QwenImageLoop
 from rl.renderers.qwen_image.vae2d import FrameVae
-
-mend_mismatched_wheels()
-
-from diffusers import (  # noqa: E402
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImageEditPipeline,
-    QwenImageTransformer2DModel,
-)
-
-from tiny_world.builder.models import SCHEDULER  # noqa: E402
+from tiny_world.builder.models import SCHEDULER, make_transformer, make_vae
 
 STATE_DIM = 32
 SMALL_AREA_PX = 64 * 64
@@ -58,33 +48,21 @@ class StockParts:
         vae = FrameVae(copy.deepcopy(self.vae))
         return EditorParts(copy.deepcopy(self.transformer), vae, self.scheduler)
 
+    def save(self, folder: Path) -> None:
+        """As the released checkpoints lie on disk."""
+        for name, part in vars(self).items():
+            part.save_pretrained(folder / name)
 
-def make_parts(zero_cond_t: bool = False) -> EditorParts:
-    return make_stock(zero_cond_t).ours()
+
+def make_parts() -> EditorParts:
+    return make_stock().ours()
 
 
-def make_stock(zero_cond_t: bool = False) -> StockParts:
+def make_stock(zero_cond_t: bool = False, state_dim: int = STATE_DIM) -> StockParts:
     torch.manual_seed(0)
-    transformer = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=STATE_DIM,
-        axes_dims_rope=(4, 6, 6),
-        zero_cond_t=zero_cond_t,
-    ).eval()
-    vae = AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 2, 4, 4],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.1, -0.2, 0.3, 0.0],
-        latents_std=[1.3, 0.7, 1.1, 0.9],
-    ).eval()
+    sizes = {"channels": 4, "heads": 2, "head_dim": 16, "text_width": state_dim}
+    transformer = make_transformer(2, **sizes, zero_cond_t=zero_cond_t).eval()
+    vae = make_vae([0.1, -0.2, 0.3, 0.0], [1.3, 0.7, 1.1, 0.9]).eval()
     # The default init all but ignores text and time.
     for parameter in transformer.parameters():
         if parameter.ndim >= 2:
@@ -93,22 +71,17 @@ def make_stock(zero_cond_t: bool = False) -> StockParts:
     return StockParts(transformer, vae, scheduler)
 
 
-def save_editor(parts: StockParts, folder: Path) -> None:
-    """As the released checkpoints lie on disk."""
-    parts.transformer.save_pretrained(folder / "transformer")
-    parts.vae.save_pretrained(folder / "vae")
-    parts.scheduler.save_pretrained(folder / "scheduler")
-
-
-def stock_pipeline(parts: StockParts, pipeline_class: type = QwenImageEditPipeline) -> Any:
+def stock_pipeline(
+    parts: StockParts, pipeline_class: type = QwenImageEditPipeline, processor: Any = None
+) -> Any:
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config)
     pipeline = pipeline_class(
         scheduler=scheduler,
         vae=parts.vae,
         transformer=parts.transformer,
         text_encoder=None,
-        tokenizer=None,
-        processor=None,
+        tokenizer=processor and processor.tokenizer,
+        processor=processor,
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.faults.inject import end_at, end_at_phase
 from rl.config.jsonnet import evaluate
 from rl.files.atomic import read_rows
@@ -37,9 +35,7 @@ def save_models(folder: Path) -> dict[str, str]:
     import tiny_qwen
 
     tiny_qwen.save_policy_folder(folder / "policy")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_editor, "STATE_DIM", STATE_DIM)
-        tiny_editor.save_editor(tiny_editor.make_stock(), folder / "editor")
+    tiny_editor.make_stock(state_dim=STATE_DIM).save(folder / "editor")
     return {"policy": str(folder / "policy"), "editor": str(folder / "editor")}
 
 

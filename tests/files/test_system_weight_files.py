@@ -42,7 +42,7 @@ def emu3_policy(folder: Path) -> Modules:
 
 
 def qwen_editor(folder: Path) -> Modules:
-    tiny_editor.save_editor(tiny_editor.make_stock(), folder)
+    tiny_editor.make_stock().save(folder)
     config = qwen_image_edit.Config(**tiny_editor.TINY | {"model_path": str(displace(folder))})
     parts = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop.parts
     return [parts.transformer, parts.vae]

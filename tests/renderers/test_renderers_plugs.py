@@ -34,7 +34,7 @@ PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 @pytest.fixture(scope="module")
 def editor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("editor")
-    tiny_editor.save_editor(tiny_editor.make_stock(), folder)
+    tiny_editor.make_stock().save(folder)
     return folder
 
 
@@ -212,7 +212,7 @@ def test_half_precision_weights_run_in_float32(tmp_path: Path) -> None:
     stock = tiny_editor.make_stock()
     stock.transformer.half()
     stock.vae.half()
-    tiny_editor.save_editor(stock, tmp_path)
+    stock.save(tmp_path)
     job = make_job(make_picture(0), 9, noise_seed=0)
     loaded = qwen_image_edit.QwenImageEdit(make_config(tmp_path), Resources(None, "cpu"))
     stock.transformer.float()

@@ -147,7 +147,7 @@ def test_bfloat16_is_as_near_to_float32_as_stock(tmp_path: Path, stock: StockPar
         copy.deepcopy(stock.vae).bfloat16(),
         stock.scheduler,
     )
-    tiny_editor.save_editor(half, tmp_path)
+    half.save(tmp_path)
     config = qwen_image_edit.Config(**TINY | {"model_path": str(tmp_path), "dtype": "bfloat16"})
     renderer = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop
     dtypes = {tensor.dtype for tensor in renderer.parts.vae.state_dict().values()}

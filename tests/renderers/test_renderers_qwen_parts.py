@@ -102,7 +102,7 @@ def test_a_schedule_is_run_through_the_modulation_once(monkeypatch: pytest.Monke
 
 def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
     """A 'meta' device stands for the GPU."""
-    tiny_editor.save_editor(tiny_editor.make_stock(), tmp_path)
+    tiny_editor.make_stock().save(tmp_path)
     settings = tiny_editor.TINY | {"model_path": str(tmp_path), "device": "meta"}
     config = qwen_image_edit.Config(**settings)
     transformer = qwen_image_edit.QwenImageEdit(

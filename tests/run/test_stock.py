@@ -16,7 +16,6 @@ import tiny_loop
 import tiny_qwen
 import torch
 from brightness_reward import Brightness
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
 from PIL import Image
 from tiny_act import act_group
@@ -147,15 +146,10 @@ def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
 
     shrunk = stock_edit.calculate_dimensions
     monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda _, ratio: shrunk(AREA_PX, ratio))
-    monkeypatch.setattr(tiny_editor, "STATE_DIM", tiny_loop.STATE_DIM)
-    parts = tiny_editor.make_stock()
+    parts = tiny_editor.make_stock(state_dim=tiny_loop.STATE_DIM)
     processor = tiny_qwen.make_processor()
     encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["policy"]).float().eval()
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config)
-    pipeline = QwenImageEditPipeline(
-        scheduler, parts.vae, None, processor.tokenizer, processor, parts.transformer
-    )
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = tiny_editor.stock_pipeline(parts, processor=processor)
 
     with BackgroundLoop() as loop:
         context = make_context(models, loop, guidance=4.0)

@@ -39,10 +39,11 @@ SCHEDULER = {
 
 
 def make_vae(mean: list[float] | None = None, std: list[float] | None = None):
-    """8x down, 8 channels: a 64x64 picture becomes 8x8 latents."""
+    """8x down, 8 channels unless `mean` and `std` have others: a 64x64 picture becomes 8x8
+    latents."""
     return AutoencoderKLQwenImage(
         base_dim=8,
-        z_dim=LATENT_CHANNELS,
+        z_dim=len(mean or [0.0] * LATENT_CHANNELS),
         dim_mult=[1, 2, 4, 4],
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
@@ -51,17 +52,24 @@ def make_vae(mean: list[float] | None = None, std: list[float] | None = None):
     )
 
 
-def make_transformer(num_layers: int = 4) -> QwenImageTransformer2DModel:
+def make_transformer(
+    num_layers: int = 4,
+    channels: int = LATENT_CHANNELS,
+    heads: int = 4,
+    head_dim: int = 32,
+    text_width: int = HIDDEN,
+    **more: bool,
+) -> QwenImageTransformer2DModel:
     return QwenImageTransformer2DModel(
         patch_size=2,
-        in_channels=4 * LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
+        in_channels=4 * channels,
+        out_channels=channels,
         num_layers=num_layers,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=HIDDEN,
-        guidance_embeds=False,
-        axes_dims_rope=(8, 12, 12),
+        attention_head_dim=head_dim,
+        num_attention_heads=heads,
+        joint_attention_dim=text_width,
+        axes_dims_rope=(head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8),
+        **more,
     )
 
 
