@@ -63,10 +63,10 @@ def scaled_up(model: Any) -> Any:
     return model
 
 
-def save_policy_folder(folder: Path, seed: int = 0, tied: bool = False) -> str:
+def save_policy_folder(folder: Path, tied: bool = False) -> str:
     """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
     tokenizer = make_tokenizer()
-    for part in (make_model(tokenizer, seed, tied), tokenizer, make_image_processor()):
+    for part in (make_model(tokenizer, tied=tied), tokenizer, make_image_processor()):
         part.save_pretrained(folder)
     return str(folder)
 

@@ -351,7 +351,7 @@ def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path)
 
 
 def test_unused_ids_of_a_longer_model_are_never_sampled_freely(tmp_path):
-    folder = tiny_emu3.save_policy_folder(tmp_path, num_codes=64)
+    folder = tiny_emu3.save_policy_folder(tmp_path)
     tiny_emu3.make_tokenizer(num_codes=60).save_pretrained(tmp_path / "fewer")
     fewer = str(tmp_path / "fewer")
     assert make_emu3(folder, tokenizer_path=fewer, constrained=False).banned_token_ids == (

@@ -16,21 +16,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken
 from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFast
 
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample
 from rl.policies.emu3 import plug as emu3
+from tiny_world.builder.language import language_sizes, vocabulary
 from tiny_world.builder.policy import Answer, beginner_ops, right
-from tiny_world.builder.tokenizer import byte_pairs
+from tiny_world.builder.tokenizer import byte_pairs, emu3_tokenizer, vision_tokens
 from tiny_world.builder.training import export, fit
 from tiny_world.scenes import apply, make_instruction, make_scene
 from tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_scene
 
 HIDDEN = 128
 SPECIALS = ("<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>")
-BRACKETS = ("<|image token|>", "<|image start|>", "<|image end|>")
 MAX_COMPLETION_TOKENS = 32
 KINDS = {"noun": 0.3, "match": 0.5, "erase": 0.2}  # match is the hardest: more of it
 NUM_WRITTEN = GRID_SIDE**2 + 4
@@ -54,33 +53,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte pairs of the instructions, then specials, then codes, as in the published vocabulary."""
     rng = random.Random(0)
     corpus = [make_instruction(rng, make_scene(rng)).instruction for _ in range(3000)]
-    bpe = byte_pairs(corpus)
-    codes = [f"<|visual token {code:06d}|>" for code in range(NUM_CODES)]
-    added = [*SPECIALS, *BRACKETS, *codes]
-    bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in added])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token="<|extra_203|>",
-        eos_token="<|extra_204|>",
-        pad_token="<|endoftext|>",
-    )
+    return emu3_tokenizer(byte_pairs(corpus), [*SPECIALS, *vision_tokens(NUM_CODES)])
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 3) -> Emu3ForCausalLM:
     config = Emu3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
+        **vocabulary(tokenizer),
+        **language_sizes(HIDDEN, num_layers),
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         attention_dropout=0.0,
         initializer_range=0.05,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
     return Emu3ForCausalLM(config)
 

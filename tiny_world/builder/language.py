@@ -21,6 +21,12 @@ def language_sizes(
     }
 
 
+def vocabulary(tokenizer) -> dict[str, int]:
+    """What a config without pictures says of it."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
+
+
 def special_tokens(tokenizer) -> tuple[dict[str, int], dict[str, int | None]]:
     """(what a Qwen-VL's config calls its tokens for pictures, what those that end a text)."""
     token_id = tokenizer.convert_tokens_to_ids

@@ -22,6 +22,7 @@ from transformers import (
     CLIPTokenizer,
 )
 
+from tiny_world.builder.language import vocabulary
 from tiny_world.captions import Wish, all_wishes, caption, scene_of, user_prompts
 from tiny_world.scenes import BACKGROUNDS_RGB, IMAGE_SIDE_PX, JITTER_PX, draw_array
 
@@ -59,16 +60,13 @@ def make_clip_tokenizer() -> CLIPTokenizer:
 
 def _text_config(tokenizer: CLIPTokenizer, width: int, layers: int, projection: int):
     return {
-        "vocab_size": len(tokenizer),
+        **vocabulary(tokenizer),
         "hidden_size": width,
         "intermediate_size": 2 * width,
         "num_hidden_layers": layers,
         "num_attention_heads": width // 16,
         "projection_dim": projection,
         "max_position_embeddings": MAX_TEXT_TOKENS,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer, Qwen2VLImageProcessorPil
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from tiny_world.scenes import COLOURS, SHAPES, clause, make_instruction, make_scene
@@ -75,6 +75,23 @@ def byte_pairs(corpus: list[str]) -> Tokenizer:
     )
     bpe.train_from_iterator(corpus, trainer)
     return bpe
+
+
+def vision_tokens(num_codes: int) -> list[str]:
+    """Emu3's own special tokens: the lines of its `emu3_vision_tokens.txt`."""
+    codes = [f"<|visual token {code:06d}|>" for code in range(num_codes)]
+    return ["<|image token|>", "<|image start|>", "<|image end|>", *codes]
+
+
+def emu3_tokenizer(bpe: Tokenizer, added: list[str]) -> PreTrainedTokenizerFast:
+    """Byte pairs, then special tokens, as in the published vocabulary."""
+    bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<|extra_203|>",
+        eos_token="<|extra_204|>",
+        pad_token="<|endoftext|>",
+    )
 
 
 def train(corpus: list[str], num_tokens: int = 0) -> Qwen2Tokenizer:
