@@ -10,12 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-
-from rl.ranks.wheels import mend_mismatched_wheels
-
-mend_mismatched_wheels()
-
-from transformers import Emu3VQVAE, Emu3VQVAEConfig  # noqa: E402
+from transformers import Emu3VQVAE, Emu3VQVAEConfig
 
 NUM_CODES = 64
 

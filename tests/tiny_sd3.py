@@ -7,29 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from tokenizers import pre_tokenizers
+from transformers import CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from rl.api.types import RenderJob, Sample
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.sd3 import plug as sd3
 from rl.renderers.sd3.loop import SD3Loop, SD3Parts
 from rl.renderers.sd3.text import TextParts
-
-mend_mismatched_wheels()
-
-from diffusers import (  # noqa: E402
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
-from transformers import (  # noqa: E402
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-)
-
-from tiny_world.builder.prompt_models import make_text_encoder, make_vae  # noqa: E402
+from tiny_world.builder.prompt_models import make_text_encoder, make_transformer, make_vae
 
 STATES_DIM = 96
 TINY = {
@@ -69,19 +55,7 @@ def make_parts(scheduler_config: dict[str, Any] | None = None) -> SD3Parts:
         vocab_size=len(tokenizer_3), d_model=STATES_DIM, d_kv=16, d_ff=64, num_layers=2, num_heads=4
     )
     encoder_3 = T5EncoderModel(t5)
-    transformer = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=STATES_DIM,
-        caption_projection_dim=32,
-        pooled_projection_dim=64,
-        out_channels=4,
-        pos_embed_max_size=16,
-    )
+    transformer = make_transformer(2, heads=2, states_width=STATES_DIM, max_side=16)
     vae = make_vae()
     vae.register_to_config(shift_factor=0.0609, scaling_factor=1.5305)
     # The default init all but ignores text and time.

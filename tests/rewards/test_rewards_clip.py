@@ -17,12 +17,13 @@ from PIL import Image
 from tiny_rewards import make
 from tiny_rounding import NATS
 from tiny_sd3 import clip_tokenizer
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+from transformers import CLIPImageProcessorPil, CLIPModel
 
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.rewards.clip import plug as clip
 from rl.rewards.clip.model import ClipModel
 from rl.rewards.shared.batching import BatchWorker
+from tiny_world.builder.prompt_models import make_clip
 
 PROMPTS = ["a cat", "a purple rabbit eating carrots", "a square wheel", "glass"]
 LONG = "a " * 100
@@ -35,20 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clip")
     tokenizer = clip_tokenizer()
     torch.manual_seed(0)
-    tower = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "projection_dim": 16,
-    }
-    ends = {f"{end}_token_id": getattr(tokenizer, f"{end}_token_id") for end in ("bos", "eos")}
-    config = CLIPConfig(
-        text_config={**tower, **ends, "vocab_size": len(tokenizer)},
-        vision_config={**tower, "image_size": 32, "patch_size": 8},
-        projection_dim=16,
-    )
-    model = CLIPModel(config)
+    model = make_clip(tokenizer, width=32, projection=16, side_px=32)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.3)

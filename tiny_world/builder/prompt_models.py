@@ -76,7 +76,13 @@ def make_text_encoder(tokenizer: CLIPTokenizer, layers: int = 2) -> CLIPTextMode
     return CLIPTextModelWithProjection(CLIPTextConfig(**text))
 
 
-def make_transformer(layers: int = 3) -> SD3Transformer2DModel:
+def make_transformer(
+    layers: int = 3,
+    heads: int = TRANSFORMER_HEADS,
+    states_width: int = 2 * TEXT_WIDTH,
+    max_side: int = LATENT_SIDE // 2,
+) -> SD3Transformer2DModel:
+    """`max_side`: of a picture, in patches."""
     return SD3Transformer2DModel(
         sample_size=LATENT_SIDE,
         patch_size=2,
@@ -84,11 +90,11 @@ def make_transformer(layers: int = 3) -> SD3Transformer2DModel:
         out_channels=LATENT_CHANNELS,
         num_layers=layers,
         attention_head_dim=HEAD_WIDTH,
-        num_attention_heads=TRANSFORMER_HEADS,
-        caption_projection_dim=TRANSFORMER_HEADS * HEAD_WIDTH,
-        joint_attention_dim=2 * TEXT_WIDTH,
+        num_attention_heads=heads,
+        caption_projection_dim=heads * HEAD_WIDTH,
+        joint_attention_dim=states_width,
         pooled_projection_dim=2 * TEXT_WIDTH,
-        pos_embed_max_size=LATENT_SIDE // 2,
+        pos_embed_max_size=max_side,
     )
 
 
@@ -107,14 +113,16 @@ def make_vae() -> AutoencoderKL:
     )
 
 
-def make_clip(tokenizer: CLIPTokenizer, width: int = 64, projection: int = 32) -> CLIPModel:
+def make_clip(
+    tokenizer: CLIPTokenizer, width: int = 64, projection: int = 32, side_px: int = IMAGE_SIDE_PX
+) -> CLIPModel:
     vision = {
         "hidden_size": width,
         "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": IMAGE_SIDE_PX,
-        "patch_size": 16,
+        "num_attention_heads": width // 16,
+        "image_size": side_px,
+        "patch_size": side_px // 4,
         "projection_dim": projection,
     }
     text = _text_config(tokenizer, width, 2, projection)
