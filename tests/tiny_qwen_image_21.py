@@ -7,41 +7,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import tiny_editor
+import tiny_qwen
+import tiny_qwen3
 import torch
+from diffusers import (
+    AutoencoderKLQwenImage21,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImage21Pipeline,
+)
 from PIL import Image
 from tiny_pictures import as_floats, make_picture
-from tiny_qwen import make_tokenizer
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.files.images import over_white
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.qwen_image_21.components import Parts
 from rl.renderers.qwen_image_21.config import Config, condition_sizes
 from rl.renderers.qwen_image_21.loop import QwenImage21Loop
 from rl.renderers.qwen_image_21.vae import PictureVae
-
-mend_mismatched_wheels()
-
-from diffusers import (  # noqa: E402
-    AutoencoderKLQwenImage21,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImage21Pipeline,
-    QwenImage21Transformer2DModel,
-)
-from transformers import (  # noqa: E402
-    Qwen2VLImageProcessorPil,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-)
-from transformers.processing_utils import ProcessorMixin  # noqa: E402
-
-from tiny_world.builder.tokenizer import CHAT_TEMPLATE  # noqa: E402
+from tiny_world.builder.image21_models import make_transformer
+from tiny_world.builder.image21_tokenizer import image_processor
+from tiny_world.builder.language import qwen_config
+from tiny_world.builder.tokenizer import CHAT_TEMPLATE
 
 STATE_DIM = 64
 SIDE_PX = 64
@@ -74,37 +66,18 @@ class ImageTextProcessor(Qwen3VLProcessor):
         return [*own, "mm_token_type_ids"]
 
 
-@dataclass(frozen=True)
-class StockParts:
-    """diffusers' own modules, as the stock pipeline takes them."""
-
-    transformer: Any
-    vae: Any
-    scheduler: Any
+class StockParts(tiny_editor.StockParts):
+    """With the VAE of Qwen-Image-2.1."""
 
     def ours(self) -> Parts:
-        """The same weights, laid out for our loop; the stock modules stay as they are."""
         vae = PictureVae(copy.deepcopy(self.vae)).requires_grad_(False)
         return Parts(copy.deepcopy(self.transformer), vae, self.scheduler)
-
-    def save(self, folder: Path) -> None:
-        """As the released checkpoint lies on disk."""
-        self.transformer.save_pretrained(folder / "transformer")
-        self.vae.save_pretrained(folder / "vae")
-        self.scheduler.save_pretrained(folder / "scheduler")
 
 
 def make_stock() -> StockParts:
     torch.manual_seed(1)
-    transformer = QwenImage21Transformer2DModel(
-        in_channels=8,
-        out_channels=8,
-        num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        context_in_dim=STATE_DIM,
-        axes_dims_rope=(4, 6, 6),
-    ).eval()
+    sizes = {"channels": 8, "head_dim": 16, "text_width": STATE_DIM}
+    transformer = make_transformer(3, **sizes).eval()
     for parameter in transformer.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -135,58 +108,18 @@ def make_vae(patched: bool = False) -> Any:
 @cache
 def make_encoder() -> tuple[Any, Any]:
     """(a Qwen3-VL, its processor): 64 wide, 4 layers, deepstack after three of them."""
-    tokenizer = make_tokenizer()
+    tokenizer = tiny_qwen.make_tokenizer()
     torch.manual_seed(0)
-    id_of = tokenizer.convert_tokens_to_ids
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer) + 3,
-            "hidden_size": STATE_DIM,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "max_position_embeddings": 4096,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "mrope_section": [6, 5, 5],
-                "mrope_interleaved": True,
-            },
-        },
-        vision_config={
-            "depth": 4,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": STATE_DIM,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1, 2],
-        },
-        image_token_id=id_of("<|image_pad|>"),
-        video_token_id=id_of("<|video_pad|>"),
-        vision_start_token_id=id_of("<|vision_start|>"),
-        vision_end_token_id=id_of("<|vision_end|>"),
-    )
+    text = tiny_qwen.text_sizes(tokenizer, tied=False) | {"num_hidden_layers": 4, "head_dim": 32}
+    text["rope_parameters"] |= {"rope_theta": 5e6, "mrope_interleaved": True}
+    config = qwen_config(tokenizer, text, tiny_qwen3.VISION | {"hidden_size": 64}, Qwen3VLConfig)
     model = Qwen3VLForConditionalGeneration(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0, 0.1 if "visual" in name else 0.15)
         elif "norm" in name:
             parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-    images = Qwen2VLImageProcessorPil(
-        patch_size=16,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-    )
-    return model, ImageTextProcessor(images, tokenizer, CHAT_TEMPLATE)
+    return model, ImageTextProcessor(image_processor(), tokenizer, CHAT_TEMPLATE)
 
 
 def stock_pipeline(parts: StockParts) -> Any:

@@ -44,16 +44,20 @@ def make_vae() -> AutoencoderKLQwenImage21:
     )
 
 
-def make_transformer(num_layers: int = 4) -> QwenImage21Transformer2DModel:
+def make_transformer(
+    num_layers: int = 4,
+    channels: int = LATENT_CHANNELS,
+    head_dim: int = 32,
+    text_width: int = HIDDEN,
+) -> QwenImage21Transformer2DModel:
     return QwenImage21Transformer2DModel(
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
+        in_channels=channels,
+        out_channels=channels,
         num_layers=num_layers,
-        attention_head_dim=32,
+        attention_head_dim=head_dim,
         num_attention_heads=4,
-        context_in_dim=HIDDEN,
-        mlp_ratio=3,
-        axes_dims_rope=(8, 12, 12),
+        context_in_dim=text_width,
+        axes_dims_rope=(head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8),
     )
 
 
