@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_messages import names
 
 from rl import build
 from rl.config import earl_fields
@@ -207,85 +208,65 @@ def test_own_validation_data_is_evaluated_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("own", "field"),
     [
-        (
-            "optimizer.learning_rate=1e-5",
-            "optimizer.learning_rate: 1e-05 given beside learning_rate: 3e-06, which means "
-            "optimizer.learning_rate: 3e-06; keep one of them",
-        ),
-        (
-            "sampling.max_completion_tokens=512",
-            "sampling.max_completion_tokens: 512 given beside max_response_tokens: 2048, "
-            "model_context_size: 4096, which means sampling.max_completion_tokens: 2048;",
-        ),
-        (
-            "prompts_per_iteration=4",
-            "prompts_per_iteration: 4 given beside episodes_per_iteration: 128, "
-            "generations_per_sample: 8, which means prompts_per_iteration: 16;",
-        ),
-        ("generations_per_prompt=4", "given beside generations_per_sample: 8, which means"),
-        ("policy.constrained=false", "given beside emu3_use_logit_processor: True, "),
-        (
-            "data.validation=[{type: 'tiny_world.data.shapes'}]",
-            "data.validation: [{'type': 'tiny_world.data.shapes'}] given beside val_paths_file: "
-            "['/data/",
-        ),
-        (
-            "rewards.ground_score={type: 'ground_score'}",
-            "given beside reward_compute_ground_score: False, which leaves it out; keep one",
-        ),
+        ("optimizer.learning_rate=1e-5", "1e-05 ... optimizer.learning_rate: 3e-06"),
+        ("sampling.max_completion_tokens=512", "512 ... max_response_tokens: 2048 ... "
+         "model_context_size: 4096 ... sampling.max_completion_tokens: 2048"),
+        ("prompts_per_iteration=4", "4 ... episodes_per_iteration: 128 ... "
+         "generations_per_sample: 8 ... prompts_per_iteration: 16"),
+        ("generations_per_prompt=4", "generations_per_sample: 8"),
+        ("policy.constrained=false", "emu3_use_logit_processor: True"),
+        ("data.validation=[{type: 'tiny_world.data.shapes'}]", "val_paths_file: ['/data/"),
+        ("rewards.ground_score={type: 'ground_score'}", "reward_compute_ground_score: False"),
         ("final_reward.op=geometric_mean", ""),
-        ("final_reward.weights={viescore: 2}", "given beside reward_final_reward: 'viescore', "),
-        ("judge.model=mine", "given beside reward_function_api_model_name: 'Qwen/"),
+        ("final_reward.weights={viescore: 2}", "reward_final_reward: 'viescore'"),
+        ("judge.model=mine", "reward_function_api_model_name: 'Qwen/"),
     ],
-)
-def test_a_field_and_an_own_key_may_not_differ(tmp_path: Path, own: str, message: str) -> None:
+)  # fmt: skip
+def test_a_field_and_an_own_key_may_not_differ(tmp_path: Path, own: str, field: str) -> None:
     """The same value twice is no conflict, nor is a key of which no field speaks."""
-    if not message:
+    if not field:
         load(tmp_path, DOCUMENTED, own)
         return
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, DOCUMENTED, own)
     [problem] = caught.value.problems
-    assert message in problem and problem.startswith(own.partition("=")[0].partition(".")[0])
+    assert names(problem, field) and problem.startswith(own.partition("=")[0].partition(".")[0])
 
 
 def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(ROOT / "configs/quickstart.jsonnet", ["model_path=x", "kl_coeff=1"], ENV)
     second, first = sorted(caught.value.problems)
-    assert "model_path: unknown key; " in first
-    assert "kl_coeff: unknown key; did you mean 'algorithm.kl_coeff'?" in second
+    assert "model_path: " in first
+    assert names(second, "kl_coeff: ... 'algorithm.kl_coeff'")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "parts"),
     [
-        ({"learning_rat": 1.0}, "learning_rat: unknown field; did you mean 'learning_rate'?"),
-        ({"vlm_spm_memory_utilization": 1}, "did you mean 'vllm_gpu_memory_utilization'?"),
-        ({"emu3_use_logit_processor": False}, "one is true and one false"),
-        ({"episodes_per_iteration": 100}, "100 completions are not whole groups of 8"),
+        ({"learning_rat": 1.0}, "learning_rat: ... 'learning_rate'"),
+        ({"vlm_spm_memory_utilization": 1}, "'vllm_gpu_memory_utilization'"),
+        ({"emu3_use_logit_processor": False}, "emu3_use_logit_processor ... true ... false"),
+        ({"episodes_per_iteration": 100}, "100 ... groups of 8"),
         ({"reward_final_reward": "ground_score"}, "set reward_compute_ground_score: true"),
-        ({"reward_final_reward": "sqrt(viescore_pxground_score)"}, "must be one of viescore,"),
-        ({"coefficients": [1.0]}, "coefficients: 1 for 0 train_paths_file"),
-        ({"val_coefficients": [0.5]}, "val_coefficients: the validation set is read as it is"),
-        ({"model_context_size": 900, "max_response_tokens": 800}, "leaves no room"),
-        (
-            {"model_context_size": "4096"},
-            "model_context_size: '4096' given, must be a whole number",
-        ),
-        ({"per_device_batch_size": "8"}, "per_device_batch_size: '8' given, must be a whole"),
-        ({"coefficients": 0.5}, "coefficients: 0.5 given, must be a list"),
-        ({"train_paths_file": "a.json"}, "train_paths_file: 'a.json' given, must be a list"),
-        ({"reward_final_reward": ["viescore"]}, "must be one of viescore, ground_score, sqrt"),
-        ({"temperature": "hot"}, 'sampling.temperature: "hot" given, must be a number'),
+        ({"reward_final_reward": "sqrt(viescore_pxground_score)"}, "one of viescore,"),
+        ({"coefficients": [1.0]}, "coefficients: 1 ... 0 train_paths_file"),
+        ({"val_coefficients": [0.5]}, "val_coefficients: "),
+        ({"model_context_size": 900, "max_response_tokens": 800}, "no room"),
+        ({"model_context_size": "4096"}, "model_context_size: '4096' ... number"),
+        ({"per_device_batch_size": "8"}, "per_device_batch_size: '8' ... number"),
+        ({"coefficients": 0.5}, "coefficients: 0.5 ... list"),
+        ({"train_paths_file": "a.json"}, "train_paths_file: 'a.json' ... list"),
+        ({"reward_final_reward": ["viescore"]}, "one of viescore, ground_score, sqrt"),
+        ({"temperature": "hot"}, 'sampling.temperature: "hot" ... number'),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, flat(**changes))
-    assert message in str(caught.value)
+    assert names(caught.value, parts), caught.value
 
 
 def as_flat(name: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_messages import names
 
 from rl.commands import export, export_base
 from rl.commands import report as report_command
@@ -37,7 +38,7 @@ OVERRIDES = [
     "evaluation.every_n_iterations=2",
     "algorithm.zero_spread_groups=drop",
 ]
-NEWER = "a newer one wrote it; update vlm-edit-rl"
+NEWER = "update vlm-edit-rl"
 
 
 @pytest.fixture
@@ -60,10 +61,7 @@ def test_a_run_of_the_last_release_goes_on(run_dir: Path) -> None:
     config = config_of(run_dir)
     assert report.problems(config) == []
     said = report.report(config, 80)[0].splitlines()[0]
-    assert said == (
-        f"run tiny_prompts in {run_dir}: goes on after 2 iterations; {run_dir} is of an older "
-        "format: it is read under today's names, and goes on as format 3"
-    )
+    assert names(said, f"after 2 iterations ... {run_dir} is of an older ... format 3")
     RunRecord(run_dir, config, Dist()).write_config()
     assert report.report(config, 80)[0].splitlines()[0].endswith("goes on after 2 iterations")
 
@@ -72,15 +70,12 @@ def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
     changes = ("data.train.0.seed=5", "algorithm.loss=grpo")
     [problem] = report.problems(config_of(run_dir, *changes))
     breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
-    assert breaking == [
-        "data.train.0.seed: 1 -> 5",
-        "algorithm.loss: 'dapo' -> 'grpo'",
-    ]
+    assert breaking == ["data.train.0.seed: 1 -> 5", "algorithm.loss: 'dapo' -> 'grpo'"]
 
 
 def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_command.main([str(run_dir)]) == 0
-    assert "the user's own words, as they are: 0.001; gain over" in capsys.readouterr().out
+    assert "own words, as they are: 0.001" in capsys.readouterr().out
     [first, _] = read_evaluations(run_dir)
     [record, _] = first.records.values()
     assert (record["bare_file"], record["bare_reward"]) == ("1903207363_baseline.png", 0.0)
@@ -105,15 +100,11 @@ def test_an_old_config_is_told_every_new_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     old, data, weights, own = caught.value.problems
-    assert old == f"{path}: baseline_arm: is called bare_arm now; write that"
-    assert data == (
-        f"{path}: data.train.0.type: 'shapes' is called 'tiny_world.data.shapes' now; write that"
-    )
-    assert weights == (
-        f"{path}: policy.model_path: 'rl/tiny_world/weights/policy' is called "
-        "'pkg://tiny_world/weights/policy' now; write that"
-    )
-    assert own.startswith(f"{path}: kl: unknown key; ")
+    assert names(old, f"{path}: baseline_arm: ... bare_arm")
+    assert names(data, "data.train.0.type: 'shapes' ... 'tiny_world.data.shapes'")
+    moved = "'rl/tiny_world/weights/policy' ... 'pkg://tiny_world/weights/policy'"
+    assert names(weights, f"policy.model_path: {moved}")
+    assert own.startswith(f"{path}: kl: ")
 
 
 def test_a_path_that_is_there_has_not_moved(
@@ -136,7 +127,7 @@ def test_a_word_that_means_something_else_today_is_read_by_its_format(tmp_path: 
     with pytest.raises(ConfigError) as caught:
         load_config("configs/quickstart.jsonnet", ["format=2", "algorithm.loss=grpo"])
     [said] = caught.value.problems
-    assert said.endswith("algorithm.loss: 'grpo' is called 'dapo' now; write that")
+    assert names(said, "algorithm.loss: 'grpo' ... 'dapo'")
 
 
 @pytest.mark.parametrize("number", [1, formats.CONFIG])
@@ -147,16 +138,17 @@ def test_a_config_may_say_its_format(number: int) -> None:
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        ("4", f"has the format 4, and this version reads up to 3: {NEWER}"),
-        ("0", "has the format 0: mend it, formats are whole numbers from 1 on"),
-        ("'two'", "has the format 'two': mend it, formats are whole numbers from 1 on"),
+        ("4", f"format 4 ... up to 3 ... {NEWER}"),
+        ("0", "format 0 ... from 1 on"),
+        ("'two'", "format 'two' ... from 1 on"),
     ],
 )
 def test_a_config_of_another_format_is_refused_for_that_alone(number: str, why: str) -> None:
     name = "configs/quickstart.jsonnet"
     with pytest.raises(ConfigError) as caught:
         load_config(name, [f"format={number}", "baseline_arm=never", "no_key_yet=1"])
-    assert caught.value.problems == (f"{name} {why}",)
+    [problem] = caught.value.problems
+    assert names(problem, f"{name} ... {why}")
 
 
 @pytest.mark.parametrize(
@@ -169,45 +161,42 @@ def test_what_a_newer_version_wrote_is_refused_and_left_alone(
     """The checkpoint's manifest does not fit it any more, but it is not called damaged."""
     rewrite(run_dir / file, lambda written: written.update(format=known + 1))
     folder = (run_dir / file).parent
-    why = f"{folder} has the format {known + 1}, and this version reads up to {known}: {NEWER}"
-    assert report.problems(config_of(run_dir)) == [
-        f"run_name: {why}, or choose another run_name to start from the base weights, or move "
-        f"{run_dir} away to start so under this one"
-    ]
+    why = f"{folder} has the format {known + 1}, ... up to {known} ... {NEWER}"
+    [problem] = report.problems(config_of(run_dir))
+    assert names(problem, f"run_name: ... {why} ... another run_name ... move {run_dir} away")
     for use in (checkpoint.model_folder, lambda path: policy_section(None, path, None)):
-        with pytest.raises(ValueError, match="^" + why.replace(".", r"\.") + "$"):
+        with pytest.raises(ValueError) as refused:
             use(run_dir)
-    with pytest.raises(SystemExit, match="a newer one wrote it"):
+        assert names(refused.value, why)
+    with pytest.raises(SystemExit, match=NEWER):
         export.main([str(run_dir), str(run_dir / "exported")])
     if file == "config.json":
         assert report_command.main([str(run_dir)]) == 1
-        assert capsys.readouterr().err == f"{why}\n"
+        assert names(capsys.readouterr().err, why)
 
 
 @pytest.mark.parametrize(
     ("written", "why"),
     [
-        (
-            '{"auto_mapping": {"format": 3}}',
-            f"has the format 3, and this version reads up to 2: {NEWER}",
-        ),
-        ('{"auto_mapping": ', "is damaged: it holds no JSON object"),
+        ('{"auto_mapping": {"format": 3}}', f"the format 3 ... up to 2 ... {NEWER}"),
+        ('{"auto_mapping": ', "damaged ... JSON"),
     ],
 )
 def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, why: str) -> None:
     adapter = shutil.move(run_dir / "checkpoints" / "step_000002" / "model", run_dir.parent / "a")
     (adapter / "adapter_config.json").write_text(written)
-    sentence = f"{adapter}/adapter_config.json {why}"
+    why = f"{adapter}/adapter_config.json ... {why}"
     for use in (
         lambda: policy_section("some/model", adapter, None),
         lambda: export_base.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
     ):
         with pytest.raises(ValueError) as caught:
             use()
-        assert str(caught.value) == sentence
+        assert names(caught.value, why)
     places = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
     config = config_of(run_dir, *places, f"policy.adapter_path={adapter}")
-    assert report.problems(config) == [f"policy.adapter_path: {sentence}"]
+    [problem] = report.problems(config)
+    assert names(problem, f"policy.adapter_path: ... {why}")
 
 
 def test_a_run_says_its_format(run_dir: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_config
+from tiny_messages import names
 
 from rl import build
 from rl.config.bounds import hostile
@@ -98,24 +99,24 @@ def test_any_key_may_hold_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "parts"),
     [
-        ("optimizer.betas=[2, 3]", "optimizer.betas.0: 2 given, must be less than 1"),
-        ("optimizer.learning_rate=1e300", "optimizer.learning_rate: 1e+300 given, must be a fini"),
-        ("optimizer.learning_rate=1e6", "optimizer.learning_rate: 1000000 given, must be a number"),
-        ("policy.lora.r=1e24", "policy.lora.r: 1e+24 given, must be a finite number of at most"),
-        ("seed=1e22", "seed: 1e+22 given, must be a finite number"),
-        ("run_name='" + "x" * 300 + "'", "must match ^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
-        (r"base_exp_dir='a\u0000b'", "which holds a NUL, which no path, name or command takes"),
-        ("world_size=1e9", "world_size: 1000000000 given, must be a whole number >= 1 and <= 1000"),
-        ("sampling.temperature=1e-300", "sampling.temperature: 1e-300 given, must be a number >="),
+        ("optimizer.betas=[2, 3]", "optimizer.betas.0: 2 ... less than 1"),
+        ("optimizer.learning_rate=1e300", "optimizer.learning_rate: 1e+300 ... finite"),
+        ("optimizer.learning_rate=1e6", "optimizer.learning_rate: 1000000 ... number"),
+        ("policy.lora.r=1e24", "policy.lora.r: 1e+24 ... finite ... at most"),
+        ("seed=1e22", "seed: 1e+22 ... finite"),
+        ("run_name='" + "x" * 300 + "'", "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
+        (r"base_exp_dir='a\u0000b'", "base_exp_dir ... NUL"),
+        ("world_size=1e9", "world_size: 1000000000 ... >= 1 and <= 1000"),
+        ("sampling.temperature=1e-300", "sampling.temperature: 1e-300 ... >="),
     ],
 )
-def test_the_refusal_names_key_and_range(tmp_path: Path, override: str, message: str) -> None:
+def test_the_refusal_names_key_and_range(tmp_path: Path, override: str, parts: str) -> None:
     path = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     with pytest.raises(ConfigError) as caught:
         load_config(path, [override], {})
-    assert message in "\n".join(caught.value.problems), caught.value.problems
+    assert names("\n".join(caught.value.problems), parts), caught.value.problems
 
 
 @pytest.mark.parametrize("folder", ["/dev/zero", "/dev/null/runs", "x" * 300, "p/" * 3000])
