@@ -13,6 +13,7 @@ import pytest
 import tiny_qwen
 import tiny_qwen3
 import torch
+from tiny_messages import names
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -296,24 +297,17 @@ def test_models_on_other_devices_are_named_but_not_counted() -> None:
     clip = FrozenModel("rewards.clip", "cuda:2", 4, {"model": 0.15e9}, {})
     planned = plan(replace(SIZES, frozen=(replace(EDITOR, device="cuda:1"), clip)), gpu_gb=100)
     assert planned.total_gb("render") == pytest.approx(plan(SIZES, 100).total_gb("render") - 42)
-    assert "renderer lies on cuda:1: 40.00 GB of weights there, 2.00 while it works" in (
-        planned.assumptions
-    )
-    assert any(
-        text.startswith("rewards.clip lies on cuda:2: 0.60 GB") for text in planned.assumptions
-    )
+    for parts in ("renderer ... cuda:1: 40.00 GB ... 2.00", "rewards.clip ... cuda:2: 0.60 GB"):
+        assert any(names(text, parts) for text in planned.assumptions), parts
 
 
 def test_the_engine_cache() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
     # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
     planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
-    assert (
-        "a cache of 62487488 tokens; maximum concurrency for 100 tokens per request: 557924.00x"
-        in (engine_line(planned, 17))
-    )
+    assert names(engine_line(planned, 17), "62487488 tokens ... 100 tokens ... 557924.00x")
     small = plan(SIZES, gpu_gb=14)
-    assert engine_line(small, 14).endswith("maximum concurrency for 100 tokens per request: 0.00x")
+    assert engine_line(small, 14).endswith("0.00x")
     shared = plan(replace(SIZES, engine=None), gpu_gb=17)
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
 
@@ -420,9 +414,7 @@ def test_host_problems(tmp_path: Path) -> None:
     assert host_memory.host_problems(planned, 8, None) == []
     assert host_memory.host_problems(planned, 8, 30) == []
     [found] = host_memory.host_problems(planned, 8, 20)
-    assert found.startswith("host memory: 30.0 GB in phase 'run' of 8 ranks") and (
-        "PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:1" in found
-    )
+    assert names(found, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_config
+from tiny_messages import names
 
 from rl import build
 from rl.config.schema import RunConfig
@@ -21,10 +22,7 @@ from rl.preflight.leaving import leaving_lines
 from rl.preflight.this_machine import machine_lines, machine_problems
 from rl.ranks.placement import Machine
 
-NO_COMPILER = (
-    "this machine: there is no C compiler (gcc, clang), and Triton compiles a launcher for its "
-    "kernels: apt install build-essential, or export CC=<compiler>"
-)
+NO_COMPILER = "this machine: ... compiler (gcc, clang) ... build-essential ... export CC="
 Box = Callable[..., Path]
 
 
@@ -77,22 +75,17 @@ def test_a_machine_with_everything_lacks_nothing(box: Box) -> None:
     box(driver="595.10", programs=("clang",))
     assert lacking() == []
     [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart")))
-    assert line.startswith("NVIDIA driver 595.10; needed: an NVIDIA driver >= 580 (CUDA 13), a C c")
+    assert names(line, "driver 595.10 ... >= 580 ... CUDA 13")
 
 
 def test_what_is_missing_is_named(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = box(driver="570.86.15", programs=("cc",), has_headers=False)
     old, compiler, headers = lacking()
-    assert old == (
-        "this machine: NVIDIA driver 570.86.15 is too old for the pinned PyTorch, which is built "
-        "for CUDA 13; install driver 580 or newer"
-    )
-    assert compiler == NO_COMPILER
-    assert headers.startswith(f"this machine: there is no {folder}/include/Python.h, and Triton")
-    assert "apt install python3." in headers
-
+    assert names(old, "this machine: ... driver 570.86.15 ... CUDA 13 ... 580")
+    assert names(compiler, NO_COMPILER)
+    assert names(headers, f"this machine: ... {folder}/include/Python.h ... apt install python3.")
     monkeypatch.setenv("CC", "icx")
-    assert lacking()[1].startswith("this machine: CC is 'icx', which is no program here")
+    assert names(lacking()[1], "this machine: ... CC ... 'icx'")
     monkeypatch.setenv("CC", "cc")
     assert lacking() == [old, headers]
 
@@ -134,12 +127,8 @@ def test_where_no_gpu_is_used_nothing_is_wrong(
     places = [f"{key}.device=cpu" for key in ("policy", "renderer")] * (why == "on the CPU")
     assert lacking(*places) == []
     [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart", *places)))
-    assert line.startswith(
-        {
-            "CPU build": "PyTorch is installed for a CPU, and runs on it; on the GPU it needs an N",
-            "on the CPU": "the run uses no GPU",
-        }.get(why, "no GPU to be seen; the machine that trains needs an NVIDIA driver >= 580")
-    )
+    parts = {"CPU build": "PyTorch ... CPU", "on the CPU": "no GPU"}
+    assert names(line, parts.get(why, "no GPU ... >= 580"))
 
 
 def test_an_engine_without_kernels_needs_no_compiler(box: Box) -> None:
@@ -152,18 +141,17 @@ def test_check_and_launch_say_it(box: Box) -> None:
     box(programs=())
     config = tiny_config.shipped("quickstart")
     text, code = report.report(config, 141)
-    assert code == 1 and text.endswith(f"\n1 wrong\n  - {NO_COMPILER}")
-    assert report.problems_here(config, Machine((141.0,)), 1) == [NO_COMPILER]
+    [found] = report.problems_here(config, Machine((141.0,)), 1)
+    assert names(found, NO_COMPILER)
+    assert code == 1 and text.endswith(f"\n1 wrong\n  - {found}")
 
 
 def test_what_the_hub_may_not_be_asked_for_must_be_there(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box()
-    assert len(lacking("policy.model_path=some/one")) == 1, "conftest.py sets HF_HUB_OFFLINE"
-    assert lacking("policy.model_path=some/one")[0].startswith(
-        "policy.model_path: some/one is not in this machine's cache, and HF_HUB_OFFLINE forbids"
-    )
+    [found] = lacking("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
+    assert names(found, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert lacking("policy.model_path=some/one") == []
 
@@ -213,7 +201,7 @@ def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch: pytest.Monke
         usage = SimpleNamespace(free=free * 1e9)
         monkeypatch.setattr("rl.preflight.disk.shutil.disk_usage", lambda place, u=usage: u)
         assert len(lacking()) == wrong
-    assert lacking()[0].startswith("base_exp_dir: the run writes up to ")
+    assert lacking()[0].startswith("base_exp_dir: ")
 
 
 def test_what_was_written_is_not_counted_again(tmp_path: Path) -> None:
@@ -241,29 +229,20 @@ def test_what_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nowhere")
     judge, hub = leaving(tiny_config.shipped("qwen_image_edit"))
-    assert judge == (
-        "to the judge at judge:4877, unencrypted: instructions and source, rendered pictures (up "
-        "to 768 px)"
-    )
-    assert hub == (
-        "asked of huggingface.co, by name: Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen-Image-Edit, "
-        "UCSC-VLAA/Complex-Edit"
-    )
+    assert names(judge, "judge:4877 ... unencrypted ... instructions ... source ... 768 px")
+    models = "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen-Image-Edit, UCSC-VLAA/Complex-Edit"
+    assert names(hub, f"huggingface.co ... {models}")
     judge, hub, push, wandb = leaving(tiny_config.shipped("sft_s__rl_sc"))
     assert hub.endswith(": mair-lab/sft-simple, BAAI/Emu3-Stage1, BAAI/Emu3-VisionTokenizer")
-    assert push == "to huggingface.co/imged_rl__mine: the model, every 100 iterations"
-    assert wandb == (
-        "to api.wandb.ai (wandb): the config, metrics, every 5 iterations 16 episodes with their "
-        "words and pictures"
-    )
+    assert names(push, "huggingface.co/imged_rl__mine ... model ... 100 iterations")
+    assert names(wandb, "api.wandb.ai ... config ... metrics ... 5 iterations ... 16 ... pictures")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert leaving(tiny_config.shipped("sft_s__rl_sc")) == [judge, push]
     page = ["tracking.trackio_space=me/runs", "tracking.log_episodes_every_n_iterations=0"]
     assert leaving(tiny_config.shipped("quickstart", *page)) == ["nothing"]
-    assert leaving(tiny_config.shipped("quickstart", *page, "tracking.trackio=true")) == [
-        "to huggingface.co/spaces/me/runs (trackio): the config, metrics"
-    ]
+    [line] = leaving(tiny_config.shipped("quickstart", *page, "tracking.trackio=true"))
+    assert names(line, "huggingface.co/spaces/me/runs ... trackio ... config, metrics")
 
 
 def test_a_tracker_that_is_not_installed_is_said_and_no_problem(

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import tiny_config
+from tiny_messages import names
 
 from rl import build
 from rl.api.policy import ThoughtSection
 from rl.config.schema import ConfigError
 from rl.preflight import thought
 from rl.preflight.resume import check_resume
-
-OF_EMU3 = (
-    "policy.thought: policy emu3 reads none: what it writes before its picture is its thought "
-    "already; drop the key"
-)
 
 
 def problems(name: str, *overrides: str) -> list[str]:
@@ -23,19 +19,17 @@ def problems(name: str, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "override", "beginnings"),
+    ("name", "override", "parts"),
     [
         ("quickstart", "policy.thought={}", []),
-        ("quickstart", "policy.thought.max_tokens=4000", ["policy.thought.max_tokens: a thought"]),
-        ("quickstart", 'policy.thought.marker=" "', ["policy.thought.marker: white space alone"]),
-        ("tiny_earl", "policy.thought={}", [OF_EMU3]),
+        ("quickstart", "policy.thought.max_tokens=4000", ["policy.thought.max_tokens: "]),
+        ("quickstart", 'policy.thought.marker=" "', ["policy.thought.marker: ... white space"]),
+        ("tiny_earl", "policy.thought={}", ["policy.thought: ... emu3 ... drop"]),
     ],
 )
-def test_what_is_wrong_is_said_with_its_remedy(
-    name: str, override: str, beginnings: list[str]
-) -> None:
-    for problem, beginning in zip(problems(name, override), beginnings, strict=True):
-        assert problem.startswith(beginning)
+def test_what_is_wrong_is_said_with_its_remedy(name: str, override: str, parts: list[str]) -> None:
+    for problem, expected in zip(problems(name, override), parts, strict=True):
+        assert names(problem, expected)
 
 
 def test_a_thought_as_long_as_the_completion_leaves_no_words() -> None:
