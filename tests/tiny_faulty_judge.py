@@ -52,8 +52,8 @@ class FaultyJudge(JudgeServer):
     def __init__(self, faults: Sequence[Fault] = (), after: Fault | None = None) -> None:
         self.faults = list(faults)
         self.after = after or Fault()
-        self.models: Fault | None = None
-        """What `/v1/models` gets instead of the truth."""
+        self.models: Fault | list[Fault] | None = None
+        """What `/v1/models` gets instead of the truth; of a list, one each time."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times_s: list[float] = []
@@ -80,10 +80,13 @@ class _FaultyHandler(JudgeHandler):
     def do_GET(self) -> None:
         judge = self.server.judge
         assert isinstance(judge, FaultyJudge)
-        if judge.models is None:
+        fault = judge.models
+        if isinstance(fault, list):
+            fault = fault.pop(0) if fault else None
+        if fault is None:
             return super().do_GET()
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._play(judge.models)
+            self._play(fault)
         self.close_connection = True
 
     def complete(self, body: bytes) -> None:

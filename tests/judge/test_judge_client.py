@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tiny_faulty_judge import GOOD, Fault, FaultyJudge, pair_question, quick_config, read_pair
+from tiny_messages import names
 from tiny_ranks import held_port
 
 from rl.api.judge import Question
@@ -199,9 +200,7 @@ def test_the_journal_never_answers_another_question(change: str, tmp_path: Path)
         assert len(judge.requests) == 2
 
 
-def test_equal_questions_at_once_are_one_request_as_they_would_be_after_a_restart(
-    tmp_path: Path,
-) -> None:
+def test_equal_questions_at_once_are_one_request_as_they_would_be_after_a_restart(tmp_path) -> None:
     replies = [Fault(reply=f'{{"score": [{n}, {n}]}}', stall_s=0.05) for n in range(4)]
     with FaultyJudge(replies) as judge:
         client = JudgeClient(quick_config(), judge.api_base, tmp_path / "replies.jsonl")
@@ -247,9 +246,7 @@ def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None
     assert [len((tmp_path / f"{i}.jsonl").read_text().splitlines()) for i in (0, 1)] == [2, 1]
 
 
-def test_the_key_is_sent_and_shown_nowhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog, tmp_path) -> None:
     monkeypatch.setenv("MY_JUDGE", KEY)
     caplog.set_level(logging.DEBUG)
     echo = Fault(401, body=f"Incorrect API key provided: {KEY}.")
@@ -263,7 +260,7 @@ def test_the_key_is_sent_and_shown_nowhere(
             _run(_ask_all(client, [pair_question("more")]))
     assert judge.headers[0]["Authorization"] == f"Bearer {KEY}"
     message = str(refused.value)
-    assert "Incorrect API key provided: <MY_JUDGE>" in message and "names MY_JUDGE" in message
+    assert names(message, "provided: <MY_JUDGE> ... names MY_JUDGE")
     for shown in (message, repr(client), caplog.text, journal.read_text()):
         assert KEY not in shown
     with pytest.raises(TypeError, match="one per process"):
@@ -276,9 +273,7 @@ def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.Monk
         JudgeClient(quick_config(api_key_env="NO_SUCH_KEY"), "http://127.0.0.1:1/v1")
 
 
-def test_a_proxy_in_the_environment_does_not_hide_the_loopback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_proxy_in_the_environment_does_not_hide_the_loopback(monkeypatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
@@ -326,50 +321,33 @@ def test_health_says_that_nobody_is_there_and_within_the_bound() -> None:
         started = time.monotonic()
         message = _health_error(api_base, wait_s=0.5)
         assert 0.4 < time.monotonic() - started < 4
-    assert f"no judge at {api_base}" in message and "judge.api_base" in message
+    assert names(message, f"{api_base} ... judge.api_base")
 
 
 def test_health_says_that_the_path_is_wrong() -> None:
     with FaultyJudge() as judge:
         message = _health_error(judge.api_base.replace("/v1", "/v2"))
-    assert "/v2/models -> HTTP 404" in message and "the path in judge.api_base" in message
+    assert names(message, "/v2/models -> HTTP 404 ... path in judge.api_base")
 
 
 def test_health_lists_what_is_served() -> None:
     with FaultyJudge() as judge:
         message = _health_error(judge.api_base, model="other")
-    assert "does not serve judge.model='other'; it serves: tiny-judge" in message
-
-
-class _OddModels(FaultyJudge):
-    """Its `/v1/models` says what the test says."""
-
-    def __init__(self, *pages: tuple[int, str]) -> None:
-        self.pages = list(pages)
-        super().__init__()
-
-    class handler(FaultyJudge.handler):  # noqa: N801 (an attribute that happens to be a class)
-        def do_GET(self) -> None:
-            judge = self.server.judge
-            assert isinstance(judge, _OddModels)
-            status, body = judge.pages.pop(0) if len(judge.pages) > 1 else judge.pages[0]
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
+    assert names(message, "judge.model='other' ... tiny-judge")
 
 
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
-        (401, "who are you", "HTTP 401 who are you\nRemedy: judge.api_key_env must name"),
-        (200, "<html>hello</html>", "not as an OpenAI-compatible endpoint: <html>hello"),
+        (401, "who are you", "HTTP 401 who are you\nRemedy: judge.api_key_env"),
+        (200, "<html>hello</html>", "OpenAI-compatible.*<html>hello"),
         (200, '{"data": []}', "it serves: nothing"),
-        (503, "loading", "no judge at .* after 0 s .http_503: loading."),
+        (503, "loading", "after 0 s .http_503: loading."),
     ],
 )
 def test_health_says_what_is_wrong(status: int, body: str, reason: str) -> None:
-    with _OddModels((status, body)) as judge:
+    with FaultyJudge() as judge:
+        judge.models = Fault(status, body=body)
         message = _health_error(judge.api_base)
     assert re.search(reason, message)
 
@@ -380,6 +358,7 @@ def test_health_waits_for_a_server_that_is_still_starting() -> None:
         await client.check_health(wait_s=10)
         await client.aclose()
 
-    with _OddModels((503, ""), (429, ""), (200, '{"data": [{"id": "tiny-judge"}]}')) as judge:
+    with FaultyJudge() as judge:
+        judge.models = [Fault(503), Fault(429)]
         asyncio.run(run(judge))
-        assert len(judge.pages) == 1
+        assert judge.models == []

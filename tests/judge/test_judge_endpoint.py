@@ -65,7 +65,7 @@ def test_several_places(given: str | list[str], tmp_path: Path) -> None:
     words = [given] if isinstance(given, str) else given
     named = [word.replace("FILE", str(file)) for word in words]
     assert resolve_api_bases(named[0] if isinstance(given, str) else named) == (A, B)
-    with pytest.raises(ValueError, match=r"names 2 places.* drop start_command, or all but one"):
+    with pytest.raises(ValueError, match=r"2 places.* drop start_command"):
         resolve_api_base(named[0] if isinstance(given, str) else named)
 
 
@@ -145,9 +145,7 @@ def test_a_file_that_may_not_be_read_or_goes_on_for_ever(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u201cquoted\u201d"])
-def test_a_key_that_no_header_takes_is_named_and_not_shown(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_no_header_takes_is_named_and_not_shown(key: str, monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", key)
     with pytest.raises(
         ValueError, match=r"judge\.api_key_env names MY_JUDGE, whose value"
@@ -157,19 +155,15 @@ def test_a_key_that_no_header_takes_is_named_and_not_shown(
 
 
 @pytest.mark.parametrize("key", ["abc", "sk-1234", "hunter2"])
-def test_a_key_too_short_to_be_scrubbed_is_refused(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_too_short_to_be_scrubbed_is_refused(key: str, monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", key)
-    with pytest.raises(ValueError, match="fewer than 8 could not be kept out of the logs") as error:
+    with pytest.raises(ValueError, match="fewer than 8") as error:
         auth_header("MY_JUDGE")
     assert key not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["EMPTY", "none", "dummy", "-", "sk-no-key", "not-needed"])
-def test_what_servers_without_keys_are_given_is_no_key(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_servers_without_keys_are_given_is_no_key(key: str, monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", key)
     assert auth_header("MY_JUDGE") == {"Authorization": f"Bearer {key}"}
     assert scrub(f"said {key}") == f"said {key}"

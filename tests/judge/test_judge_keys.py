@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
+from tiny_messages import names
 
 from rl.api.judge import Answer
 from rl.judge.client import JudgeClient, JudgeError
@@ -49,12 +50,7 @@ def told(judge: FaultyJudge, journal: Path) -> str:
 
 
 @pytest.mark.parametrize("spelt", SPELLINGS.values(), ids=range(len(SPELLINGS)))
-def test_an_echoed_key_is_written_nowhere(
-    spelt: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_echoed_key_is_written_nowhere(spelt: str, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("ODDLY_NAMED", KEY)
     good = json.dumps({"reasoning": f"said {spelt}", "score": [1, 2]})
     faults = {
@@ -76,9 +72,7 @@ def test_an_echoed_key_is_written_nowhere(
     assert "<ODDLY_NAMED>" in kept and "score" in json.loads(kept)["reply"]
 
 
-def test_the_journal_is_scrubbed_and_this_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_journal_is_scrubbed_and_this_users_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", KEY)
     path = tmp_path / "replies.jsonl"
     path.write_text('{"key": "old", "reply": "kept"}\n')
@@ -93,9 +87,7 @@ def test_the_journal_is_scrubbed_and_this_users_alone(
     again.close()
 
 
-def test_a_short_key_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_key_is_refused_before_anything_starts(tmp_path, monkeypatch) -> None:
     import tiny_config
 
     from rl.build import resolve
@@ -105,4 +97,4 @@ def test_a_short_key_is_refused_before_anything_starts(
     values = tiny_config.real(tmp_path)
     values["judge"] = {**values.get("judge", {}), "api_key_env": "MY_JUDGE"}
     problems = compatibility_problems(resolve(load_config(tiny_config.write(tmp_path, values))))
-    assert any("MY_JUDGE, whose value has 3 characters" in problem for problem in problems)
+    assert any(names(problem, "MY_JUDGE ... 3 characters") for problem in problems)

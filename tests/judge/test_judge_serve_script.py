@@ -33,9 +33,7 @@ def _serve(tmp_path: Path, num_gpus: int, **env: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize(("num_gpus", "split"), [(1, 1), (2, 2), (4, 4), (6, 4), (8, 8), (16, 8)])
-def test_the_model_is_split_over_the_gpus_it_sees(
-    num_gpus: int, split: int, tmp_path: Path
-) -> None:
+def test_the_model_is_split_over_the_gpus_it_sees(num_gpus: int, split: int, tmp_path) -> None:
     done = _serve(tmp_path, num_gpus)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("serve Qwen/Qwen2.5-VL-72B-Instruct --host 127.0.0.1 --port 4877")

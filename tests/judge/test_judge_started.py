@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_loop
+from tiny_messages import names
 from tiny_waits import wait_for
 
 from rl.config.schema import JudgeConfig
@@ -88,9 +89,7 @@ HTTPServer((sys.argv[4], int(sys.argv[6])), Models).serve_forever()
 """What scripts/serve_judge.sh calls: serve <model> --host <host> --port <port> ..."""
 
 
-def test_the_shipped_script_is_started_as_the_readme_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch) -> None:
     (tmp_path / "vllm").write_text(VLLM)
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -111,25 +110,21 @@ def test_it_is_no_rank_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("KEPT", "yes")
     script = "import os; print(os.environ.get('WORLD_SIZE'), os.environ['KEPT'])"
-    assert "before it answered: None yes\n" in refusal_of(
-        config_of(*python(script)), tmp_path / "l"
-    )
+    assert ": None yes\n" in refusal_of(config_of(*python(script)), tmp_path / "l")
 
 
 def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     log = tmp_path / "judge_0.log"
     log.write_text("of another run\n")
     dies = python("import sys; print('no weights:\x1b[1m /m'); sys.exit(3)")
-    assert refusal_of(config_of(*dies), log) == (
-        "judge.start_command ended with exit code 3 before it answered: no weights:\\x1b[1m /m\n"
-        f"Its output: {log}"
-    )
+    dead = refusal_of(config_of(*dies), log)
+    assert names(dead, f"judge.start_command ... code 3 ... no weights:\\x1b[1m /m\n ... {log}")
+    assert "of another run" not in dead
     killed = refusal_of(config_of("bash", "-c", "kill -9 $$ {url_file}"), log)
-    assert "ended with exit code 137 before it answered\n" in killed
-    (tmp_path / "not_executable").write_text("")
-    assert "exit code 127 before it answered: " in refusal_of(
-        config_of(str(tmp_path / "not_executable"), "{url_file}"), log
-    )
+    assert "exit code 137" in killed
+    file = tmp_path / "not_executable"
+    file.write_text("")
+    assert "exit code 127" in refusal_of(config_of(str(file), "{url_file}"), log)
 
 
 @pytest.mark.parametrize("written", ["", "http://127.0.0.1:1"])
@@ -137,26 +132,23 @@ def test_one_that_never_says_where_it_is(written: str, tmp_path: Path) -> None:
     """A line without its end may be half a port."""
     script = f"import sys, time; open(sys.argv[1], 'w').write({written!r}); time.sleep(1000)"
     said = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
-    assert said.startswith(
-        "judge.start_command: it has written no line with its URL into '{url_file}' after 1 s "
-        "(judge.start_timeout_s)\n"
-    )
+    assert names(said, "judge.start_command ... '{url_file}' after 1 s (judge.start_timeout_s)\n")
 
 
 def test_one_that_is_not_where_it_says(tmp_path: Path) -> None:
     script = "import sys, time; open(sys.argv[1], 'w').write('{}\\n'); time.sleep(1000)"
     nowhere = python(script.format("http://127.0.0.1:1"))
     said = refusal_of(config_of(*nowhere, start_timeout_s=1.0), tmp_path / "log")
-    assert "there is no judge at http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)" in said
+    assert "http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)" in said
     said = refusal_of(config_of(*python(script.format("here!"))), tmp_path / "log")
-    assert said.startswith("judge.start_command wrote into '{url_file}': judge.api_base='here!' is")
+    assert names(said, "judge.start_command ... '{url_file}' ... judge.api_base='here!'")
 
 
 def test_one_that_serves_another_model(tmp_path: Path) -> None:
     command = [*tiny_loop.JUDGE[:-1], "another"]
     with (
         StartedJudge(config_of(*command), tmp_path / "log") as started,
-        pytest.raises(JudgeRefused, match="it serves: another"),
+        pytest.raises(JudgeRefused, match="another"),
     ):
         asyncio.run(started.answering())
 

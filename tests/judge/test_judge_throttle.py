@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
+from tiny_messages import names
 
 from rl.judge import throttle
 from rl.judge.client import Answer, JudgeClient
@@ -52,9 +53,7 @@ def test_too_many_requests_cost_no_try(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.text == "", "a moment is not worth a line"
 
 
-def test_without_end_it_is_said_and_ends_at_the_limit_for_all(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_end_it_is_said_and_ends_at_the_limit_for_all(caplog, monkeypatch) -> None:
     """Those behind wait no second time: the limit is the judge's, not each question's."""
     monkeypatch.setattr(throttle, "FIRST_LINE_S", 0.3)
     started_s = time.monotonic()
@@ -69,10 +68,9 @@ def test_without_end_it_is_said_and_ends_at_the_limit_for_all(
     assert [answer.attempts for answer in answers[4:]] == [1] * 8
     assert again[0].value, "a quota that came back is found"
     first, *_, last = said
-    assert "(http_429: quota of 3 a minute is spent): open questions: 12, refused: " in first
-    assert " s: 0; next try " in first and "given up in 1 s (judge.max_outage_s=1.2)" in first
-    assert "judge.max_concurrency=4" in first
-    assert "are given up, and go ungraded" in last
+    assert names(first, "http_429: quota of 3 a minute is spent ... open questions: 12 ...  s: 0;")
+    assert names(first, "in 1 s (judge.max_outage_s=1.2) ... judge.max_concurrency=4")
+    assert "go ungraded" in last
     assert sum("go ungraded" in line for line in said) == 1
 
 
@@ -89,9 +87,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_the_estimate_is_by_what_is_let_through(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_estimate_is_by_what_is_let_through(clock: Clock, caplog) -> None:
     limits = Throttle(quick_config(max_outage_s=600.0))
     turns = [limits.turn() for _ in range(30)]
     first, *others = [turn.__enter__() for turn in turns]
@@ -103,8 +99,7 @@ def test_the_estimate_is_by_what_is_let_through(
     assert caplog.text == "", "10 s have not passed"
     assert limits.refused(others[0], 4.0, "slow down") == 4.0
     [line] = [record.getMessage() for record in caplog.records]
-    assert "open questions: 20, refused: 2, answered in 10 s: 10; " in line
-    assert "next try in 4 s, all answered in about 20 s at this rate" in line
+    assert names(line, "questions: 20 ... refused: 2 ... in 10 s: 10 ... in 4 s ... about 20 s")
     assert limits.refused(others[1], 4.0, "slow down") == 4.0
     assert len(caplog.records) == 1, "the next line comes after twice as long"
     for turn in turns[:20]:
@@ -119,14 +114,12 @@ def test_a_long_retry_after_is_said_at_once_and_waited_no_longer_than_the_limit(
     with limits.turn() as turn:
         assert limits.refused(turn, 120.0, "slow down") == 100.0
         [line] = [record.getMessage() for record in caplog.records]
-        assert "next try in 100 s, given up in 100 s" in line
+        assert line.count("in 100 s") == 2
         clock.now_s += 100
         assert limits.refused(turn, 120.0, "slow down") is None
 
 
-def test_it_is_said_when_it_is_over_and_later_only_when_it_lasts(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_said_when_it_is_over_and_later_only_when_it_lasts(clock: Clock, caplog) -> None:
     limits = Throttle(quick_config(max_outage_s=600.0))
 
     def held_for(seconds: float) -> list[str]:
