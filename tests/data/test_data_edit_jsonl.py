@@ -6,6 +6,7 @@ import json
 
 import pytest
 from tiny_edits import PHOTO_SIZE, save_photos, write_jsonl
+from tiny_messages import names
 
 from rl.api.data import RowRules
 from rl.data import edit_jsonl
@@ -14,6 +15,7 @@ from rl.data.shared.rows import BadRowError
 GOOD = {"image": "china.jpg", "instruction": "make it dusk"}
 FLOWER = {"image": "flower.jpg", "instruction": "colour the petals blue"}
 MAX_SIDE_PX = 8192
+RULES = RowRules("error", MAX_SIDE_PX)
 
 
 @pytest.fixture
@@ -29,9 +31,9 @@ def config(path: str, **more) -> edit_jsonl.Config:
 def both(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
     """What `check` says, what `build` raises, and under 'skip' the ids left and the number gone."""
     settings = config(write_jsonl(folder / "edits.jsonl", rows), **more)
-    problems = edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX))
+    problems = edit_jsonl.EditJsonl.problems(settings, RULES)
     with pytest.raises(BadRowError) as error:
-        edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))
+        edit_jsonl.EditJsonl(settings, RULES)
     kept = edit_jsonl.EditJsonl(settings, RowRules("skip", MAX_SIDE_PX))
     ids = [kept[index].id for index in range(len(kept))]
     return problems, str(error.value), ids, kept.num_skipped
@@ -43,8 +45,8 @@ def test_photographs_and_words_become_samples(folder):
         {**FLOWER, "instruction": "  mache sie \u2028 blau, 把花变蓝  "},
     ]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
-    assert edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX)) == []
-    source = edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))
+    assert edit_jsonl.EditJsonl.problems(settings, RULES) == []
+    source = edit_jsonl.EditJsonl(settings, RULES)
     assert (len(source), source.num_skipped) == (2, 0)
     first, second = source[0], source[1]
     assert (first.id, first.instruction, first.category) == ("p-1", "make it dusk", "light")
@@ -57,9 +59,7 @@ def test_photographs_and_words_become_samples(folder):
 def test_byte_order_mark_crlf_and_blank_lines_are_fine(folder):
     lines = ["\ufeff" + json.dumps(GOOD), "", json.dumps(FLOWER), "   ", ""]
     (folder / "edits.jsonl").write_bytes("\r\n".join(lines).encode())
-    source = edit_jsonl.EditJsonl(
-        config(str(folder / "edits.jsonl")), RowRules("error", MAX_SIDE_PX)
-    )
+    source = edit_jsonl.EditJsonl(config(str(folder / "edits.jsonl")), RULES)
     assert [source[index].id for index in range(2)] == ["edits.jsonl:1", "edits.jsonl:3"]
     assert edit_jsonl.EditJsonl.count(config(str(folder / "edits.jsonl"))) == 2
 
@@ -79,7 +79,7 @@ def test_columns_can_be_named_otherwise(folder):
     }
     settings = config(write_jsonl(folder / "edits.jsonl", [row]), columns=columns)
     assert edit_jsonl.EditJsonl.provides(settings) == {"source", "reference", "hidden:solution"}
-    sample = edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))[0]
+    sample = edit_jsonl.EditJsonl(settings, RULES)[0]
     assert (sample.reference, sample.hidden) == ("the sky turns orange", {"solution": 4})
     assert sample.source.size == PHOTO_SIZE
 
@@ -87,27 +87,22 @@ def test_columns_can_be_named_otherwise(folder):
 def test_pictures_may_lie_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     path = write_jsonl(other / "edits.jsonl", [GOOD])
-    assert (
-        edit_jsonl.EditJsonl.problems(
-            config(path, image_folder=str(folder)), RowRules("error", MAX_SIDE_PX)
-        )
-        == []
-    )
+    assert edit_jsonl.EditJsonl.problems(config(path, image_folder=str(folder)), RULES) == []
     text = config(write_jsonl(other / "t.jsonl", [{"instruction": "2+2?"}]), columns={"source": ""})
     assert edit_jsonl.EditJsonl.provides(text) == frozenset()
-    assert edit_jsonl.EditJsonl(text, RowRules("error", MAX_SIDE_PX))[0].source is None
+    assert edit_jsonl.EditJsonl(text, RULES)[0].source is None
 
 
 BAD_ROWS = {
     "invalid JSON": ("{'image': 1}", "is not JSON"),
     "not an object": ('["china.jpg", "x"]', "is not an object"),
-    "no picture": ({"instruction": "x"}, "has no 'image'; it has instruction"),
-    "missing picture": ({**GOOD, "image": "gone.jpg"}, "gone.jpg does not exist; relative paths"),
-    "no instruction": ({"image": "china.jpg"}, "has no 'instruction'; it has image"),
-    "empty instruction": ({**GOOD, "instruction": " \t"}, "'instruction' is empty; write"),
-    "instruction no text": ({**GOOD, "instruction": 7}, "'instruction' is 7, not text"),
+    "no picture": ({"instruction": "x"}, "no 'image' ... instruction"),
+    "missing picture": ({**GOOD, "image": "gone.jpg"}, "gone.jpg ... exist ... relative paths"),
+    "no instruction": ({"image": "china.jpg"}, "no 'instruction' ... image"),
+    "empty instruction": ({**GOOD, "instruction": " \t"}, "'instruction' ... empty"),
+    "instruction no text": ({**GOOD, "instruction": 7}, "'instruction' ... 7 ... text"),
     "missing target": ({**GOOD, "target_image": "gone.jpg"}, "target picture ('target_image')"),
-    "duplicate id": ({**FLOWER, "id": "a"}, "id 'a' is already that of row 1"),
+    "duplicate id": ({**FLOWER, "id": "a"}, "id 'a' ... row 1"),
 }
 
 
@@ -117,7 +112,7 @@ def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
     problems, raised, ids, num_skipped = both(folder, [{**GOOD, "id": "a"}, row, FLOWER])
     place = f"{folder / 'edits.jsonl'}, row 2: "
     assert len(problems) == 1
-    assert problems[0].startswith(place) and message in problems[0]
+    assert problems[0].startswith(place) and names(problems[0], message)
     assert raised.startswith(problems[0]) and "data.on_bad_row: 'skip'" in raised
     assert (ids, num_skipped) == (["a", "edits.jsonl:3"], 1)
 
@@ -125,14 +120,14 @@ def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
 def test_a_named_column_is_required_of_every_row(folder):
     rows = [{**GOOD, "target_image": "flower.jpg"}, GOOD]
     problems, _, ids, num_skipped = both(folder, rows, columns={"target": "target_image"})
-    assert "row 2: has no 'target_image'; it has image, instruction" in problems[0]
+    assert names(problems[0], "row 2: ... 'target_image' ... image, instruction")
     assert (ids, num_skipped) == (["edits.jsonl:1"], 1)
 
 
 def test_a_hidden_column_that_holds_null_is_a_bad_row(folder):
     rows = [{**GOOD, "answer": None}, {**GOOD, "answer": 0}]
     problems, _, ids, num_skipped = both(folder, rows, columns={"hidden": {"gold": "answer"}})
-    assert "row 1: hidden.gold: 'answer' is null" in problems[0]
+    assert names(problems[0], "row 1: hidden.gold: ... 'answer' ... null")
     assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
 
 
@@ -140,12 +135,10 @@ def test_headers_are_read_at_start(folder):
     (folder / "fake.jpg").write_text("<html>404</html>")
     rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
-    assert edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX)) == []
-    with pytest.raises(BadRowError, match=r"row 1: source picture .*save it as PNG or JPEG"):
-        edit_jsonl.EditJsonl(settings, RowRules("error", MAX_SIDE_PX))
-    with pytest.raises(
-        BadRowError, match=r"row 2: .*640x427 px, longer than data.max_image_side_px"
-    ):
+    assert edit_jsonl.EditJsonl.problems(settings, RULES) == []
+    with pytest.raises(BadRowError, match=r"row 1: source picture .*PNG or JPEG"):
+        edit_jsonl.EditJsonl(settings, RULES)
+    with pytest.raises(BadRowError, match=r"row 2: .*640x427 px.*data.max_image_side_px"):
         edit_jsonl.EditJsonl(settings, RowRules("error", 500))
 
 
@@ -154,14 +147,12 @@ def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
     (folder / "half.jpg").write_bytes(whole[: len(whole) // 2])
     rows = [{**GOOD, "image": "half.jpg"}, GOOD]
     path = write_jsonl(folder / "edits.jsonl", rows)
-    late = edit_jsonl.EditJsonl(config(path), RowRules("error", MAX_SIDE_PX))
-    with pytest.raises(
-        BadRowError, match=r"row 1: source picture .*half.jpg is corrupt or truncated"
-    ):
+    late = edit_jsonl.EditJsonl(config(path), RULES)
+    with pytest.raises(BadRowError, match=r"row 1: source picture .*half.jpg .*truncated"):
         late[0]
     assert late[1].id == "edits.jsonl:2"
-    with pytest.raises(BadRowError, match=r"row 1: .*corrupt or truncated"):
-        edit_jsonl.EditJsonl(config(path, picture_check="pixels"), RowRules("error", MAX_SIDE_PX))
+    with pytest.raises(BadRowError, match=r"row 1: .*truncated"):
+        edit_jsonl.EditJsonl(config(path, picture_check="pixels"), RULES)
     early = edit_jsonl.EditJsonl(
         config(path, picture_check="pixels"), RowRules("skip", MAX_SIDE_PX)
     )
@@ -172,12 +163,12 @@ def test_a_file_that_cannot_be_used_at_all(folder):
     def problem(path, mode="error"):
         return edit_jsonl.EditJsonl.problems(config(str(path)), RowRules(mode, MAX_SIDE_PX))[0]
 
-    assert "gone.jsonl does not exist; give the file's path" in problem(folder / "gone.jsonl")
+    assert names(problem(folder / "gone.jsonl"), "gone.jsonl ... exist")
     assert edit_jsonl.EditJsonl.count(config(str(folder / "gone.jsonl"))) is None
     (folder / "empty.jsonl").write_text("\n")
-    assert "empty.jsonl is empty; write one row per line" in problem(folder / "empty.jsonl")
+    assert names(problem(folder / "empty.jsonl"), "empty.jsonl ... is empty")
     (folder / "utf16.jsonl").write_text(json.dumps(GOOD), encoding="utf-16")
-    assert "row 1: is not UTF-8; save the file as UTF-8" in problem(folder / "utf16.jsonl")
+    assert names(problem(folder / "utf16.jsonl"), "row 1: ... UTF-8")
     assert "no row is left" in problem(folder / "utf16.jsonl", "skip")
     with pytest.raises(BadRowError, match="no row is left"):
         edit_jsonl.EditJsonl(config(str(folder / "utf16.jsonl")), RowRules("skip", MAX_SIDE_PX))
@@ -185,6 +176,6 @@ def test_a_file_that_cannot_be_used_at_all(folder):
 
 def test_many_problems_are_cut_short(folder):
     settings = config(write_jsonl(folder / "edits.jsonl", ["{"] * 25))
-    problems = edit_jsonl.EditJsonl.problems(settings, RowRules("error", MAX_SIDE_PX))
+    problems = edit_jsonl.EditJsonl.problems(settings, RULES)
     assert len(problems) == 11
-    assert problems[-1] == "... and 15 more bad rows"
+    assert "15 more" in problems[-1]

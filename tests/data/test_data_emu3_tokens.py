@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_messages import names
 from tiny_tokens import fields, rename_globals, save_published, write_list
 
 from rl.api.data import RowRules
@@ -17,6 +18,8 @@ from rl.data.emu3_tokens import files as emu3_files
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.emu3_tokens.files import TokenisedEdit, UnreadableError
 from rl.data.shared.rows import BadRowError
+
+RULES = RowRules("error", 4096)
 
 
 def make_config(path: str | Path, **more: str) -> emu3_tokens.Config:
@@ -111,7 +114,7 @@ def test_fields_are_checked(tmp_path: Path, changes: dict[str, Any], complaint: 
 def test_other_contents_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "1.pth"
     torch.save({k: v for k, v in fields(1).items() if k != "edited_image"}, file)
-    with pytest.raises(UnreadableError, match="has no 'edited_image'; it has edit_id, original"):
+    with pytest.raises(UnreadableError, match=r"no 'edited_image'.*edit_id, original"):
         emu3_files.read(file)
     torch.save([1, 2], file)
     with pytest.raises(UnreadableError, match="holds a list"):
@@ -134,7 +137,7 @@ def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> No
     assert emu3_files.is_whole(file)
     file.write_bytes(file.read_bytes()[:-1])
     assert not emu3_files.is_whole(file)
-    with pytest.raises(UnreadableError, match="no safetensors file of ours"):
+    with pytest.raises(UnreadableError, match="safetensors"):
         emu3_files.read(file)
 
 
@@ -155,7 +158,7 @@ def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
     assert sample.source is sample.target is sample.reference is None and sample.hidden == {}
     provided = emu3_tokens.TokenisedEdits.provides(make_config(path))
     assert provided == {"source_codes", "target_codes", "source", "target"}
-    named = emu3_tokens.TokenisedEdits(make_config(path, category="mine"), RowRules("error", 4096))
+    named = emu3_tokens.TokenisedEdits(make_config(path, category="mine"), RULES)
     assert (named[1].category, named[1].id) == ("mine", sample.id)
 
 
@@ -179,7 +182,7 @@ def test_both_published_layouts_and_any_prefix(
     more = {} if prefix is None else {"prefix": prefix.format(tmp=tmp_path)}
     path = write_list(tmp_path / file_of_list / "tokenized_datalist.json", entries, **more)
     assert [sample.instruction for sample in load(path)] == ["make it 0", "make it 1"]
-    assert emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("error", 4096)) == []
+    assert emu3_tokens.TokenisedEdits.problems(make_config(path), RULES) == []
     assert emu3_tokens.TokenisedEdits.count(make_config(path)) == 2
 
 
@@ -206,11 +209,11 @@ def test_a_dangling_link_of_the_old_setup_is_seen_through(tmp_path: Path) -> Non
 def test_missing_entries(tmp_path: Path) -> None:
     entries = save_published(tmp_path / "set" / "feature", range(3))
     path = write_list(tmp_path / "set" / "list" / "l.json", [*entries[:2], "gone.pth", entries[2]])
-    problems = emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("error", 4096))
-    assert "entry 2" in problems[0] and problems[0].endswith("gone.pth does not exist")
-    assert problems[1].endswith("1 of the first 4 are missing")
+    problems = emu3_tokens.TokenisedEdits.problems(make_config(path), RULES)
+    assert names(problems[0], "entry 2 ... gone.pth ... exist")
+    assert "1 of the first 4" in problems[1]
     assert emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("skip", 4096)) == []
-    with pytest.raises(BadRowError, match=r"(?s)gone\.pth does not exist.*on_bad_row: 'skip'"):
+    with pytest.raises(BadRowError, match=r"(?s)gone\.pth .*on_bad_row: 'skip'"):
         load(path)
     rows = load(path, "skip")
     assert rows.num_skipped == 1
@@ -249,10 +252,8 @@ def test_a_file_found_bad_when_read_is_named(tmp_path: Path) -> None:
 def test_what_is_no_list_is_said(tmp_path: Path, content: str, complaint: str) -> None:
     file = tmp_path / "l.json"
     file.write_text(content)
-    (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(file), RowRules("error", 4096))
+    (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(file), RULES)
     assert complaint in problem and str(file) in problem
     assert emu3_tokens.TokenisedEdits.count(make_config(file)) is None
-    (absent,) = emu3_tokens.TokenisedEdits.problems(
-        make_config(tmp_path / "none.json"), RowRules("error", 4096)
-    )
+    (absent,) = emu3_tokens.TokenisedEdits.problems(make_config(tmp_path / "none.json"), RULES)
     assert "does not exist" in absent and "setup_datasets.sh" in absent

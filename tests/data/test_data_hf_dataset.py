@@ -9,6 +9,7 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict, Features, Image, Value
 from tiny_edits import PHOTO_SIZE, save_photos
+from tiny_messages import names
 
 from rl.api.data import RowRules
 from rl.data import hf_dataset
@@ -16,6 +17,7 @@ from rl.data.shared.rows import BadRowError
 
 COLUMNS = {"instruction": "edit", "source": "before"}
 MAX_SIDE_PX = 8192
+RULES = RowRules("error", MAX_SIDE_PX)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +65,7 @@ def build(path, on_bad_row="error", **more):
 
 @pytest.mark.parametrize("name", ["edits.parquet", "saved", "splits", "shards"])
 def test_every_local_form_is_read(folder, name):
-    assert (
-        hf_dataset.HfDataset.problems(config(folder / name), RowRules("error", MAX_SIDE_PX)) == []
-    )
+    assert hf_dataset.HfDataset.problems(config(folder / name), RULES) == []
     source = build(folder / name)
     assert (len(source), source.num_skipped) == (3, 0)
     assert [source[i].instruction for i in (0, 2)] == ["make it dusk", "add a bee"]
@@ -112,9 +112,9 @@ def test_rows_are_counted_where_that_is_cheap(folder):
 def test_splits_and_slices(folder):
     assert len(build(folder / "splits", split="test")) == 1
     assert build(folder / "edits.parquet", split="train[2:]")[0].instruction == "add a bee"
-    with pytest.raises(BadRowError, match=r"has no split 'val'; it has train, test"):
+    with pytest.raises(BadRowError, match=r"'val'.* train, test"):
         build(folder / "splits", split="val")
-    with pytest.raises(BadRowError, match=r"cannot be sliced by 'train\[:1\]'"):
+    with pytest.raises(BadRowError, match=r"sliced by 'train\[:1\]'"):
         build(folder / "saved", split="train[:1]")
     with pytest.raises(BadRowError, match="val"):
         build(folder / "shards", split="val")
@@ -122,40 +122,34 @@ def test_splits_and_slices(folder):
 
 def test_a_missing_column_is_named_with_the_ones_there_are(folder):
     settings = config(folder / "edits.parquet", columns={"instruction": "prompt"})
-    expected = (
-        "edits.parquet: has no column 'prompt', 'image'; it has before, after, edit, complexity, "
-        "meta. Map them in the source's `columns`."
-    )
-    assert hf_dataset.HfDataset.problems(settings, RowRules("error", MAX_SIDE_PX))[0].endswith(
-        expected
-    )
-    with pytest.raises(BadRowError, match="has no column 'prompt', 'image'"):
-        hf_dataset.HfDataset(settings, RowRules("error", MAX_SIDE_PX))
+    expected = "edits.parquet: ... 'prompt', 'image' ... before, after, edit, complexity, meta"
+    [problem] = hf_dataset.HfDataset.problems(settings, RULES)
+    assert names(problem, f"{expected} ... `columns`")
+    with pytest.raises(BadRowError, match="'prompt', 'image'"):
+        hf_dataset.HfDataset(settings, RULES)
 
 
 def test_a_filter_that_leaves_nothing_says_what_there_is(folder):
-    with pytest.raises(BadRowError, match=r"where 'complexity' = '8'; the column holds 8, 1$"):
+    with pytest.raises(BadRowError, match=r"'complexity' = '8'; .* 8, 1$"):
         build(folder / "edits.parquet", where={"complexity": "8"})
 
 
 def test_what_is_not_there(folder):
-    (gone,) = hf_dataset.HfDataset.problems(
-        config(folder / "gone.parquet"), RowRules("error", MAX_SIDE_PX)
-    )
-    assert "neither a file or folder here" in gone and "hub id" in gone
-    assert hf_dataset.HfDataset.problems(config("owner/name"), RowRules("error", MAX_SIDE_PX)) == []
-    with pytest.raises(BadRowError, match="owner/name: neither a file or folder here"):
+    def problems(path) -> list[str]:
+        return hf_dataset.HfDataset.problems(config(path), RULES)
+
+    for name in ("notes.txt", "fake.parquet"):
+        (folder / name).write_text("x")
+    for name, parts in (
+        ("gone.parquet", "file or folder ... hub id"),
+        ("notes.txt", ".parquet, .arrow, .csv, .json, .jsonl ... '.txt'"),
+        ("fake.parquet", str(folder / "fake.parquet")),
+    ):
+        [problem] = problems(folder / name)
+        assert names(problem, parts), problem
+    assert problems("owner/name") == []
+    with pytest.raises(BadRowError, match=r"owner/name: .* file or folder"):
         build("owner/name")
-    (folder / "notes.txt").write_text("x")
-    (wrong,) = hf_dataset.HfDataset.problems(
-        config(folder / "notes.txt"), RowRules("error", MAX_SIDE_PX)
-    )
-    assert "files of type .parquet, .arrow, .csv, .json, .jsonl are read, not '.txt'" in wrong
-    (folder / "fake.parquet").write_text("x")
-    (broken,) = hf_dataset.HfDataset.problems(
-        config(folder / "fake.parquet"), RowRules("error", MAX_SIDE_PX)
-    )
-    assert str(folder / "fake.parquet") in broken
 
 
 def test_bad_rows_are_named_or_skipped(folder, tmp_path):
@@ -173,14 +167,12 @@ def test_bad_rows_are_named_or_skipped(folder, tmp_path):
     with pytest.raises(BadRowError) as error:
         build(tmp_path / "bad.parquet")
     lines = str(error.value).splitlines()
-    assert (
-        "row 1: source picture ('before'): the embedded picture (6 B) is not a picture" in lines[0]
-    )
-    assert "row 2: 'edit' is empty" in lines[1]
-    assert "row 3: source picture ('before'): holds None, not a picture" in lines[2]
+    assert names(lines[0], "row 1: source picture ('before') ... 6 B ... not a picture")
+    assert names(lines[1], "row 2: ... 'edit' ... empty")
+    assert names(lines[2], "row 3: source picture ('before') ... None")
     kept = build(tmp_path / "bad.parquet", "skip")
     assert (len(kept), kept.num_skipped) == (2, 3)
-    with pytest.raises(BadRowError, match=r"row 4: .*corrupt or truncated"):
+    with pytest.raises(BadRowError, match=r"row 4: .*truncated"):
         kept[1]
     assert build(tmp_path / "bad.parquet", "skip", picture_check="pixels").num_skipped == 4
 

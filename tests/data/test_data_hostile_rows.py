@@ -109,7 +109,7 @@ def test_a_hostile_cell_of_a_table_costs_its_row(folder: Path) -> None:
     path = folder / "cells.parquet"
     parquet.write_table(pyarrow.table({"image": ["ok.png"] * 3, "instruction": cells}), path)
     config = hf_dataset.Config(type="hf_dataset", path=str(path))
-    with pytest.raises(BadRowError, match=r"row 1: cannot be read \(UnicodeDecodeError"):
+    with pytest.raises(BadRowError, match=r"row 1: .*UnicodeDecodeError"):
         hf_dataset.HfDataset(config, RowRules("error"))
     kept = hf_dataset.HfDataset(config, RowRules("skip"))
     assert [kept[index].instruction for index in range(len(kept))] == ["a", "b"]

@@ -75,7 +75,7 @@ def test_sixteen_bit_greys_keep_their_brightness():
 
 
 def test_floating_point_pixels_are_refused():
-    with pytest.raises(UnusableError, match="floating-point pixels of unknown range"):
+    with pytest.raises(UnusableError, match="floating-point"):
         decode(encoded(Image.fromarray(np.ones((16, 16), np.float32)), "TIFF"), 8192)
 
 
@@ -94,11 +94,11 @@ def test_of_an_animation_the_first_frame_is_taken(kind):
 
 
 def test_absurd_sizes_are_refused_without_decoding():
-    with pytest.raises(UnusableError, match=r"300x16 px, longer than data.max_image_side_px=256"):
+    with pytest.raises(UnusableError, match=r"300x16 px.*data.max_image_side_px=256"):
         check_header(encoded(Image.new("L", (300, 16))), 256)
-    with pytest.raises(UnusableError, match=r"7x9 px; both sides must be at least 8"):
+    with pytest.raises(UnusableError, match=r"7x9 px.* at least 8"):
         check_header(encoded(Image.new("L", (7, 9))), 256)
-    with pytest.raises(UnusableError, match=r"4000x16 px; one side is more than 200 times"):
+    with pytest.raises(UnusableError, match=r"4000x16 px.* 200 times"):
         check_header(encoded(Image.new("L", (4000, 16))), 8192)
     check_header(encoded(Image.new("L", (256, 8))), 256)
 
@@ -122,16 +122,14 @@ def test_damage_is_named(photo, tmp_path):
     truncated = tmp_path / "half.jpg"
     truncated.write_bytes(whole[: len(whole) // 2])
     check_header(truncated, 8192)
-    with pytest.raises(UnusableError, match=r"half.jpg is corrupt or truncated .*; replace"):
+    with pytest.raises(UnusableError, match=r"half.jpg .*truncated .*; replace"):
         decode(truncated, 8192)
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     png = bytearray(encoded(Image.fromarray(noise)))
     png[len(png) // 2] ^= 0xFF
     with pytest.raises(UnusableError, match="corrupt or truncated"):
         decode(bytes(png), 8192)
-    with pytest.raises(
-        UnusableError, match="not a picture Pillow can read; save it as PNG or JPEG"
-    ):
+    with pytest.raises(UnusableError, match=r"Pillow.* PNG or JPEG"):
         check_header(b"<html>not found</html>", 8192)
 
 
@@ -162,7 +160,7 @@ def test_heic_is_refused_with_the_way_out(tmp_path, brand):
     file = tmp_path / "phone.heic"
     file.write_bytes(b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0" + brand + bytes(64))
     for located in (file, file.read_bytes()):
-        with pytest.raises(UnusableError, match="is HEIC, which Pillow cannot read; save it as JP"):
+        with pytest.raises(UnusableError, match=r"HEIC.* save it as JP"):
             decode(located, 8192)
 
 

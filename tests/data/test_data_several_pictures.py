@@ -134,7 +134,7 @@ def test_a_column_may_be_named_and_several_may(folder: Path) -> None:
     assert "source" in edit_jsonl.EditJsonl.provides(two.config)
     with pytest.raises(BadRowError, match=r"row 1: has no 'object'"):
         lines(folder, {"scene": "a.png"}, columns=columns)
-    with pytest.raises(BadRowError, match=r"row 1: source picture \('scene'\): holds None"):
+    with pytest.raises(BadRowError, match=r"row 1: source picture \('scene'\).* None"):
         lines(folder, row | {"scene": None, "object": "b.png"}, columns={"source": ["scene"]})
     # A column that the user names is the one that is meant.
     chosen = lines(folder, {"image": "a.png", "images": ["b.png"]}, columns={"source": "image"})
@@ -149,7 +149,7 @@ def test_rows_without_pictures_where_they_are_optional(folder: Path) -> None:
     columns = {"source": ["scene", "object"], "source_optional": True}
     neither = lines(folder, {"scene": None, "object": None}, columns=columns)
     assert neither[0].sources == ()
-    with pytest.raises(BadRowError, match="'scene' holds no picture, but 'object' does"):
+    with pytest.raises(BadRowError, match=r"'scene'.* 'object'"):
         lines(folder, {"scene": None, "object": "b.png"}, columns=columns)
 
 
@@ -163,7 +163,7 @@ def test_columns_have_names(columns: list[str]) -> None:
 
 def test_what_the_policy_reads_is_not_hidden() -> None:
     columns = {"source": ["a", "b"], "hidden": {"answer": "b"}}
-    with pytest.raises(ValueError, match="also what the policy reads"):
+    with pytest.raises(ValueError, match="policy reads"):
         edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})
 
 
