@@ -87,22 +87,17 @@ def test_the_first_to_fail_is_named(
 @pytest.mark.parametrize(
     ("retries", "starts", "code", "said"),
     [
-        (0, [(KILLED, 3)], 137, "killed by SIGKILL"),
+        (0, [(KILLED, 3)], 137, "SIGKILL"),
         (2, [(DONE, 4)], 0, ""),
-        (
-            2,
-            [(KILLED, 1), (HUNG, 2), (DONE, 4)],
-            0,
-            "killed by SIGKILL; started again, 1 of 2: rank 1 was killed by SIGKILL; "
-            "started again, 2 of 2: rank 1 hung",
-        ),
-        (1, [(KILLED, 1), (HUNG, 2)], 124, "1 of 1.*rank 1 hung, and every restart of --retries"),
-        (3, [(KILLED, 1), (KILLED, 1)], 137, "no iteration was saved since .* start .before: 1."),
-        (3, [(KILLED, 0)], 137, "not started again.*no iteration was saved"),
-        (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed .*which would come again"),
+        (2, [(KILLED, 1), (HUNG, 2), (DONE, 4)], 0,
+         "SIGKILL; started again, 1 of 2: .*SIGKILL; started again, 2 of 2: rank 1 hung"),
+        (1, [(KILLED, 1), (HUNG, 2)], 124, "1 of 1.*rank 1 hung.*--retries"),
+        (3, [(KILLED, 1), (KILLED, 1)], 137, "no iteration .*1"),
+        (3, [(KILLED, 0)], 137, "not started again.*no iteration"),
+        (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed"),
         (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),
     ],
-)
+)  # fmt: skip
 def test_a_run_is_started_again_only_if_the_machine_ended_it_and_it_went_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -136,25 +131,19 @@ def test_a_run_is_started_again_only_if_the_machine_ended_it_and_it_went_on(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--retries", "-1", "any.jsonnet"], "--retries -1: a number of restarts"),
-        (
-            ["--retries", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1", "any.jsonnet"],
-            "--retries starts one node's ranks again",
-        ),
-        (["--retries", "1", __file__], "no config names a run"),
+        (["--retries", "-1", "any.jsonnet"], "--retries -1"),
+        (["--retries", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1", "any.jsonnet"],
+         "--retries starts one node's"),
+        (["--retries", "1", __file__], "no config"),
     ],
-)
-def test_where_a_restart_makes_no_sense(
-    capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
+)  # fmt: skip
+def test_where_a_restart_makes_no_sense(capsys, options: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as ended:
         simple_launch.main(options)
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_asked_to_stop_is_no_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_asked_to_stop_is_no_reason(tmp_path, monkeypatch, capsys) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def stopped(*_: object) -> Ending:
@@ -165,4 +154,4 @@ def test_asked_to_stop_is_no_reason(
     with pytest.raises(SystemExit) as ended:
         simple_launch.main(["--retries", "5", "rl.train", str(config)])
     assert ended.value.code == 143
-    assert "stopped by SIGTERM; the same command" in capsys.readouterr().err
+    assert "stopped by SIGTERM" in capsys.readouterr().err

@@ -166,9 +166,7 @@ def test_every_stack_is_in_the_logs_and_one_that_was_stopped_goes_on(ranks: Rank
     assert not ranks.watches["C that holds the interpreter"].is_answering(1)
 
 
-def test_a_launcher_that_was_stopped_itself_blames_nobody(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_was_stopped_itself_blames_nobody(ranks: Ranks, monkeypatch) -> None:
     """Ctrl-Z, and `fg` an hour later."""
     watch = ranks.watches["C that holds the interpreter"]
     watch.look()

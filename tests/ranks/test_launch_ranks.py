@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_config
+from tiny_messages import names
 from tiny_ranks import held_port
 from tiny_waits import wait_for
 
@@ -126,7 +127,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     lines = errors.splitlines()
-    assert lines[0].startswith("rank 1 failed: exit code 1; logs: ")
+    assert names(lines[0], "rank 1 ... exit code 1 ... logs")
     assert lines[1] == "Traceback (most recent call last):"
     assert "launch_worker.py" in lines[2], "the script's own frames only"
     assert "in fail_deep_inside" in errors
@@ -141,8 +142,7 @@ def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
     process = launch("mistake", *options)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "this run cannot go on:\n  judge.api_base='/no/such/file' is neither a URL" in errors
-    assert "Traceback" not in errors
+    assert "judge.api_base='/no/such/file'" in errors and "Traceback" not in errors
     log = tmp_path / "runs" / "tiny" / "logs" / f"rank_{1 if options else 0}.log"
     assert "Traceback" in log.read_text() and "in resolve_api_base" in log.read_text()
 
@@ -151,7 +151,7 @@ def test_an_exit_code_is_passed_on(launch: Launch) -> None:
     process = launch("exit")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 7
-    assert "rank 0 failed: exit code 7" in errors
+    assert names(errors, "rank 0 ... exit code 7")
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -170,7 +170,7 @@ def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_pa
     process = launch("killed", "--nproc", "2")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
-    assert "rank 1 failed: killed by SIGKILL" in errors
+    assert names(errors, "rank 1 ... SIGKILL")
     child = int((tmp_path / "child_1").read_text())
     wait_for(lambda: not is_alive(child))
 
@@ -191,7 +191,7 @@ def test_a_signal_reaches_every_rank_and_is_waited_for(
     process.send_signal(signum)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
-    assert f"stopped by {signum.name}; the same command resumes the run" in errors
+    assert names(errors, f"{signum.name} ... resumes")
     for rank in range(2):
         assert (tmp_path / f"saved_{rank}").read_text() == signum.name
 
@@ -223,8 +223,8 @@ def test_a_rank_that_hangs_is_named_within_a_minute_and_ended_at_the_limit(
     named_s, named = told["not moved on"]
     print(f"named {named_s - began_s:.1f} s, ended {ended_s - began_s:.1f} s after: {named}")
     assert hang_watch.SAID_AFTER_S <= named_s - began_s < 60
-    why = {"stopped": "its process is stopped", "deadlocked": "a deadlock, or one long call"}[mode]
-    assert "in phase generate for" in named and why in named
+    why = {"stopped": "process is stopped", "deadlocked": "deadlock"}[mode]
+    assert names(named, f"phase generate ... {why}")
     assert 100 <= told["hung for too long"][0] - began_s < 110
     assert (tmp_path / "left_0").exists()
     assert (tmp_path / "left_1").exists() == (mode == "stopped"), "it is woken"
@@ -273,7 +273,7 @@ def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, end
         assert node.returncode == 0, errors
     assert addresses and set(addresses) == {"127.0.0.1"}
     assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
-    assert "which only this machine reaches" in errors, "node 0 says what a loopback address means"
+    assert "only this machine" in errors, "node 0 says what a loopback address means"
 
 
 def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: str) -> None:
@@ -282,55 +282,49 @@ def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: st
     second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
-    assert "this node was told of 2 nodes of 2 ranks, another of 2 nodes of 1 ranks" in errors
+    assert names(errors, "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
     twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
     _, errors = twin.communicate(timeout=60)
-    assert twin.returncode == 1 and "node 0 cannot listen on 127.0.0.1" in errors
+    assert twin.returncode == 1 and names(errors, "node 0 ... listen on 127.0.0.1")
     first.terminate()
 
 
 @pytest.mark.parametrize(
-    ("endpoint_", "message"),
+    ("endpoint_", "parts"),
     [
-        ("host0", "--rdzv-endpoint 'host0' is not host:port"),
-        ("host0:0", "is not host:port"),
-        ("no-such-host.invalid:29777", "no-such-host.invalid is not known here"),
-        ("192.0.2.1:29777", "node 0 cannot listen on 192.0.2.1:29777 (Cannot assign requested"),
+        ("host0", "--rdzv-endpoint 'host0' ... host:port"),
+        ("host0:0", "host:port"),
+        ("no-such-host.invalid:29777", "no-such-host.invalid"),
+        ("192.0.2.1:29777", "node 0 ... 192.0.2.1:29777 ... Cannot assign requested"),
     ],
 )
-def test_an_endpoint_that_cannot_be(launch: Launch, endpoint_: str, message: str) -> None:
+def test_an_endpoint_that_cannot_be(launch: Launch, endpoint_: str, parts: str) -> None:
     node = launch("done", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint_)
     _, errors = node.communicate(timeout=60)
     assert node.returncode == 1
-    assert message in errors and "Traceback" not in errors
+    assert names(errors, parts) and "Traceback" not in errors
+
+
+def exit_code(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
+    return int(str(caught.value.code or 0))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "parts"),
     [
-        (["--nproc", "0"], "--nproc 0: at least one rank is needed"),
-        (["--nproc", "-2"], "--nproc -2: at least one rank is needed"),
-        (["--nnodes", "2"], "--nnodes > 1 needs --rdzv-endpoint"),
-        (["--node-rank", "1"], "--node-rank 1 is not within --nnodes 1"),
+        (["--nproc", "0", "any.jsonnet"], "--nproc 0 ... at least one"),
+        (["--nproc", "-2", "any.jsonnet"], "--nproc -2 ... at least one"),
+        (["--nnodes", "2", "any.jsonnet"], "--nnodes > 1 ... --rdzv-endpoint"),
+        (["--node-rank", "1", "any.jsonnet"], "--node-rank 1 ... --nnodes 1"),
+        (["rl/train.py"], "config ... missing"),
+        (["nowhere.py", "any.jsonnet"], "nowhere.py ... rl/train.py"),
     ],
 )
-def test_wrong_usage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([*options, str(tmp_path / "any.jsonnet")])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_script_alone_is_not_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["rl/train.py"])
-    assert caught.value.code == 2
-    assert "a config is missing" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["nowhere.py", "any.jsonnet"])
-    assert "no script nowhere.py; the training loop is rl/train.py" in capsys.readouterr().err
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], options: list[str], parts: str) -> None:
+    assert exit_code(*options) == 2
+    assert names(capsys.readouterr().err, parts)
 
 
 def test_a_script_without_a_config_gets_its_ranks(tmp_path: Path) -> None:
@@ -341,32 +335,23 @@ def test_a_script_without_a_config_gets_its_ranks(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'] + 'of' + os.environ['WORLD_SIZE'])"
         ".touch()\n"
     )
-    with pytest.raises(SystemExit) as ended:
-        main(["--nproc", "2", str(script)])
-    assert ended.value.code == 0
+    assert exit_code("--nproc", "2", str(script)) == 0
     assert {"0of2", "1of2"} <= {file.name for file in tmp_path.iterdir()}
 
 
-def test_an_earl_users_launch_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earl_users_launch_line(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "configs").mkdir()
     config = tiny_config.write(tmp_path / "configs", tiny_config.nothing(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}"])
-    assert ended.value.code == 0
+    words = ("--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}")
+    assert exit_code(*words) == 0
     assert "on each of 2 ranks" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("in the way")
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
-    with pytest.raises(SystemExit) as ended:
-        main([str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}"])
-    assert ended.value.code == 1
+    assert exit_code(str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}") == 1
     assert f"base_exp_dir: {tmp_path / 'file'}" in capsys.readouterr().err
 
 
@@ -380,9 +365,5 @@ def test_another_system_than_linux_is_a_sentence(
     script = tmp_path / "script.py"
     script.touch()
     monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(SystemExit) as ended:
-        main([str(script)])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == (
-        f"ranks run on Linux only, and this is {platform} (on Windows: inside WSL 2)\n"
-    )
+    assert exit_code(str(script)) == 1
+    assert names(capsys.readouterr().err, f"Linux ... {platform} ... WSL 2")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tiny_messages import names
 from tiny_waits import wait_for
 from torch.distributed import TCPStore
 
@@ -42,12 +43,10 @@ def watch(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 def test_a_node_that_falls_silent_is_said_and_then_lost(watch: Watch, said: list[str]) -> None:
     first = watch(0)
     wait_for(lambda: first.lost() or said)
-    assert said == [
-        "0: nothing is heard of node 1 (ranks 2 to 3) for 0 s: after 1 s this run saves and stops"
-    ]
+    assert len(said) == 1 and names(said[0], "0: ... node 1 (ranks 2 to 3) ... after 1 s")
     second = watch(1)
     wait_for(lambda: first.lost() or len(said) > 1)
-    assert said[1:] == ["0: node 1 (ranks 2 to 3) is back"]
+    assert len(said) == 2 and names(said[1], "0: node 1 (ranks 2 to 3) ... back")
     second.leave()
     time.sleep(2 * node_watch.LOST_S)
     assert first.lost() == "", "it has left, and was not lost"
@@ -56,7 +55,7 @@ def test_a_node_that_falls_silent_is_said_and_then_lost(watch: Watch, said: list
 def test_a_lost_node_is_not_waited_for(watch: Watch) -> None:
     first = watch(0)
     wait_for(first.lost)
-    assert first.lost().startswith("node 1 (ranks 2 to 3) is out of reach for 1 s")
+    assert names(first.lost(), "node 1 (ranks 2 to 3) ... 1 s")
     start = time.monotonic()
     first.leave()
     assert time.monotonic() - start < node_watch.LEAVE_S / 2
@@ -75,4 +74,4 @@ def test_why_a_node_failed_is_told_on_the_others(watch: Watch, said: list[str]) 
     second.ending = "rank 3 failed: killed by SIGKILL"
     second.leave()
     first.leave()
-    assert "0: of node 1 (ranks 2 to 3): rank 3 failed: killed by SIGKILL" in said
+    assert any(names(line, f"0: ... node 1 (ranks 2 to 3) ... {second.ending}") for line in said)

@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -45,9 +44,7 @@ def test_what_loads_quickly_is_silent(capsys) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_the_line_names_our_module_and_the_package_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_names_our_module_and_the_package_it_waits_for(tmp_path, monkeypatch) -> None:
     """`rl.try_me` imports `heavy`, which imports `inner`."""
     (tmp_path / "heavy.py").write_text("import inner")
     (tmp_path / "inner.py").write_text(

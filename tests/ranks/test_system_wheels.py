@@ -9,17 +9,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(script: str) -> None:
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, check=True)
+    script = "from rl.ranks.wheels import mend_mismatched_wheels as mend\n" + textwrap.dedent(
+        script
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 def test_transformers_vision_and_audio_import_after_mending():
     """Fails without the mending wherever the wheels do not match (`torchvision::nms`)."""
-    run("""
-        from rl.ranks.wheels import mend_mismatched_wheels
-        mend_mismatched_wheels()
-        mend_mismatched_wheels()
-        import transformers.image_utils, transformers.audio_utils
-    """)
+    run("mend(); mend(); import transformers.image_utils, transformers.audio_utils")
 
 
 def test_a_broken_torchaudio_looks_uninstalled_and_a_working_one_stays(tmp_path):
@@ -29,8 +27,7 @@ def test_a_broken_torchaudio_looks_uninstalled_and_a_working_one_stays(tmp_path)
     run(f"""
         import sys, importlib.util
         sys.path.insert(0, {str(tmp_path)!r})
-        from rl.ranks.wheels import mend_mismatched_wheels
-        mend_mismatched_wheels()
+        mend()
         assert importlib.util.find_spec("torchaudio") is None
         import torchcodec
         assert torchcodec.answer == 42
@@ -48,9 +45,8 @@ def test_a_failure_of_another_kind_is_not_hidden(tmp_path):
     run(f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
-        from rl.ranks.wheels import mend_mismatched_wheels
         try:
-            mend_mismatched_wheels()
+            mend()
         except RuntimeError as error:
             assert "disk on fire" in str(error)
         else:
