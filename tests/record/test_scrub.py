@@ -95,9 +95,7 @@ def test_what_stands_around_a_key_stays_except_within_its_own_base64() -> None:
     ],
     ids=lambda value: value[:4],  # pytest puts it into the environment
 )
-def test_what_counts_as_a_secret(
-    name: str, value: str, secret: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_counts_as_a_secret(name: str, value: str, secret: str, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
     assert (name, secret) in secrets()
     assert secret not in scrub(f"said {secret} once")

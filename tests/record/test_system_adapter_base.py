@@ -82,12 +82,8 @@ def test_the_keys_that_load_it_are_the_runs_own(tmp_path: Path) -> None:
 def test_the_older_spelling_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = {"base_model_name_or_path": "Qwen/Qwen-Image-Edit/text_encoder"}
     assert base_of(old) == Base("Qwen/Qwen-Image-Edit", subfolder="text_encoder")
-    with pytest.raises(
-        ValueError,
-        match="^the adapter belongs to 'text_encoder' of Qwen/Qwen-Image-Edit and does not say "
-        "whose tokenizer goes with it: write auto_mapping.base_model_tokenizer into its "
-        r"adapter_config.json \(the run's policy.model_path\)$",
-    ):
+    why = r"'text_encoder' of Qwen/Qwen-Image-Edit .*auto_mapping.base_model_tokenizer"
+    with pytest.raises(ValueError, match=why):
         base_of(old).policy_keys()
     said = old | {"auto_mapping": {"base_model_tokenizer": EDITOR["model_path"]}}
     assert base_of(said).policy_keys() == {**EDITOR, "text_encoder_subfolder": "text_encoder"}
@@ -106,7 +102,7 @@ def test_the_older_spelling_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}])
 def test_an_adapter_that_names_no_base(named: dict[str, Any]) -> None:
     """As PEFT writes it for a model that was made rather than loaded."""
-    with pytest.raises(ValueError, match=r"adapter_config.json names no base \(base_model_name_or"):
+    with pytest.raises(ValueError, match=r"adapter_config.json .*base_model_name_or"):
         base_of(named)
 
 

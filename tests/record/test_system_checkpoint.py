@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoints import checkpoints_in, names_in, save
+from tiny_messages import names
 from tiny_ranks import run_ranks, spawn
 
 from rl.config.schema import CheckpointConfig
@@ -64,16 +65,8 @@ def _lose_a_file(path: Path) -> None:
     (path / "model" / "adapter_model.bin").unlink()
 
 
-def _garble_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('{"state.json": {"size"')
-
-
-def _empty_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text("{}")
-
-
-def _deep_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text("[" * 100_000)
+def _manifest(text: str) -> Callable[[Path], object]:
+    return lambda path: (path / "manifest.json").write_text(text)
 
 
 def _manifest_of_long_names(path: Path) -> None:
@@ -89,14 +82,14 @@ def _lose_manifest(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_truncate, "state.safetensors has"),
-        (_flip_a_bit, "state.safetensors does not match its sha256"),
-        (_lose_a_file, "model/adapter_model.bin is missing"),
-        (_garble_manifest, "no readable manifest.json"),
-        (_empty_manifest, "manifest.json names no file"),
-        (_deep_manifest, "no readable manifest.json"),
-        (_manifest_of_long_names, "is missing"),
-        (_lose_manifest, "no readable manifest.json"),
+        (_truncate, "state.safetensors"),
+        (_flip_a_bit, "state.safetensors ... sha256"),
+        (_lose_a_file, "model/adapter_model.bin ... missing"),
+        (_manifest('{"state.json": {"size"'), "manifest.json"),
+        (_manifest("{}"), "manifest.json ... no file"),
+        (_manifest("[" * 100_000), "manifest.json"),
+        (_manifest_of_long_names, "missing"),
+        (_lose_manifest, "manifest.json"),
     ],
 )
 def test_a_damaged_newest_is_named_and_passed_over(tmp_path, capfd, damage, words):
@@ -106,7 +99,7 @@ def test_a_damaged_newest_is_named_and_passed_over(tmp_path, capfd, damage, word
     damage(newest)
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000010"
     warning = capfd.readouterr().err
-    assert "WARNING" in warning and "step_000020" in warning and words in warning
+    assert names(warning, f"WARNING ... step_000020 ... {words}")
     # The iteration is done again and replaces the damaged one.
     assert save(checkpoints, 20) == newest
     assert problem_of(newest) is None and checkpoints.latest() == newest
@@ -123,7 +116,7 @@ def test_a_model_is_found_in_a_run_a_checkpoint_and_by_itself(tmp_path):
     assert model_folder(first) == model_folder(first / "model") == first / "model"
     for path in (first, second):
         _lose_manifest(path)
-    with pytest.raises(ValueError, match="none of its 3 checkpoints is whole"):
+    with pytest.raises(ValueError, match="none of its 3 checkpoints"):
         model_folder(tmp_path)
 
 
@@ -132,15 +125,10 @@ def test_a_run_without_any_whole_checkpoint_does_not_start_over_silently(tmp_pat
     for path in [save(checkpoints, 10), save(checkpoints, 20)]:
         _lose_manifest(path)
     folder = tmp_path / "checkpoints"
-    way_out = (
-        "choose another run_name to start from the base weights, or move "
-        f"{tmp_path} away to start so under this one"
-    )
+    way_out = f"restore ... another run_name ... move {tmp_path} away"
     with pytest.raises(ValueError) as refused:
         checkpoints.latest()
-    assert str(refused.value) == (
-        f"none of the 2 checkpoints in {folder} is whole: restore one, {way_out}"
-    )
+    assert names(refused.value, f"none of the 2 checkpoints in {folder} ... {way_out}")
     emptied: list[Callable[[], object]] = [
         lambda: [path.rename(tmp_path / path.name) for path in folder.glob("step_*")],
         lambda: (folder / ".tmp-step_000030").mkdir(),  # a save that was killed
@@ -151,10 +139,7 @@ def test_a_run_without_any_whole_checkpoint_does_not_start_over_silently(tmp_pat
         empty()
         with pytest.raises(ValueError) as refused:
             checkpoints.latest()
-        assert str(refused.value) == (
-            f"{folder} holds no checkpoint, though step_000020 was written there: restore it, "
-            f"{way_out}"
-        )
+        assert names(refused.value, f"{folder} ... step_000020 ... {way_out}")
     assert checkpoints_in(tmp_path / "moved").latest() is None
 
 
@@ -166,8 +151,7 @@ def test_a_newest_that_is_gone_is_named(tmp_path, capfd):
     save(checkpoints, 30)
     shutil.rmtree(tmp_path / "checkpoints" / "step_000030")
     assert checkpoints.latest() == second
-    words = "checkpoint step_000030 was the last to be written and is gone: going on from an older"
-    assert words in capfd.readouterr().err
+    assert names(capfd.readouterr().err, "step_000030 ... gone")
     for written in ("", "no name", "step_000020"):
         (tmp_path / "last_checkpoint.txt").write_text(written)
         assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
@@ -182,9 +166,7 @@ def test_what_lies_beside_the_checkpoints_is_never_deleted(tmp_path):
         path.write_text(name)
     for iteration in range(1, 6):
         assert save(checkpoints, iteration)
-    assert {name: (tmp_path / "checkpoints" / name).read_text() for name in others} == {
-        name: name for name in others
-    }
+    assert all((tmp_path / "checkpoints" / name).read_text() == name for name in others)
     assert names_in(tmp_path)[-2:] == ["step_000005", "step_1"]
 
 

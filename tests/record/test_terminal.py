@@ -40,9 +40,7 @@ def log(text: str) -> None:
     logging.lastResort.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
 
 
-def test_whatever_python_prints_is_guarded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_python_prints_is_guarded(capsys, monkeypatch) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))  # put back afterwards
     terminal.guard()
@@ -99,9 +97,7 @@ def test_a_traceback_that_nobody_foresaw_is_guarded_too() -> None:
     assert_harmless(done.stderr)
 
 
-def test_a_report_on_a_run_with_hostile_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_on_a_run_with_hostile_words(tmp_path, capsys) -> None:
     """Names of categories come from the data, and stand in lines of their own."""
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\nno json\n')
     for iteration in (0, 1):

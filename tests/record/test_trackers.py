@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_messages import names
 from tiny_run import episode, run_config
 
 from rl.config.schema import TrackingConfig
@@ -130,15 +131,13 @@ def test_one_that_is_not_installed_is_a_sentence_and_a_line(
     install: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # an import raises
-    assert not_installed(TrackingConfig.model_validate({name: True})) == [
-        f"tracking.{name}: the package {name!r} is not installed here, and the run goes on without "
-        f"it: pip install {install}"
-    ]
+    [found] = not_installed(TrackingConfig.model_validate({name: True}))
+    assert names(found, f"tracking.{name}: ... pip install {install}")
     page = tracker(tmp_path, **{name: True})
     page.log(1, {"reward/mean": 0.25})
     page.close()
     [line] = capfd.readouterr().err.splitlines()
-    assert f"WARNING: {name} " in line and "failed, the run goes on" in line
+    assert f"WARNING: {name} " in line
 
 
 def test_a_page_that_fails_is_given_up_and_the_other_goes_on(
@@ -149,7 +148,7 @@ def test_a_page_that_fails_is_given_up_and_the_other_goes_on(
     for iteration in range(3):
         page.log(iteration, {"reward/mean": 0.5})
     page.close()
-    assert capfd.readouterr().err.count("trackio log failed, the run goes on: OSError") == 1
+    assert capfd.readouterr().err.count("trackio log failed") == 1
     assert len(read(tmp_path).Scalars("reward/mean")) == 3
 
 
@@ -205,7 +204,7 @@ def test_trackio_keeps_a_run_on_this_machine_whatever_the_environment_says(
     assert not arguments["auto_log_cpu"] and not arguments["auto_log_gpu"]
     assert not set(trackio_page.PLACES) & set(os.environ)
     assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")
-    assert capfd.readouterr().err.count("is not heeded; a place to send to is") == 4
+    assert capfd.readouterr().err.count("is not heeded") == 4
     page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])
     assert fake.rows == [], "a table goes along with the iteration's line"
     page.log(1, {"reward/mean": 0.25})
@@ -220,9 +219,7 @@ def test_trackio_keeps_a_run_on_this_machine_whatever_the_environment_says(
     assert fake.inits[1]["space_id"] == "me/mine" and fake.inits[1]["private"]
 
 
-def test_trackio_holds_an_iteration_once_though_it_was_done_twice(
-    tmp_path: Path, fake: _Trackio
-) -> None:
+def test_trackio_holds_an_iteration_once_though_it_was_done_twice(tmp_path, fake: _Trackio) -> None:
     for start in (0, 3):
         page = tracker(tmp_path, trackio=True)
         for iteration in range(start, 6 + start):
