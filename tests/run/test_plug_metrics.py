@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import tiny_config
+from tiny_messages import names
 from tiny_ranks import run_ranks
 
 from rl import build
@@ -145,32 +146,24 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     capsys.readouterr()
     metric_table.main([str(tmp_path / "run.jsonnet")])
     printed = capsys.readouterr().out
-    assert (
-        "| `renderer/strokes` | strokes | outsider.plugs.Brush: mean per picture \\| of the brush |"
-        in printed
-    )
-    assert (
-        "| `reward/metric/mine/hits` | 0..1 | outsider.plugs.Careful: share of pictures seen"
-        in printed
-    )
-    assert (
-        "| `data/metric/train.0/read_kb` | kB | outsider.plugs.Rows: read from disk, per" in printed
-    )
+    for name, unit, meaning in (
+        (NAMES[0], "strokes", "outsider.plugs.Brush: mean per picture \\| of the brush |"),
+        (NAMES[1], "0..1", "outsider.plugs.Careful: share of pictures seen before |"),
+        (NAMES[2], "kB", "outsider.plugs.Rows: read from disk, per row |"),
+    ):
+        assert f"| `{name}` | {unit} | {meaning}" in printed
 
 
 @pytest.mark.parametrize(
     ("report", "message"),
     [
-        (
-            {"hit": 1},
-            "rewards.mine: outsider.plugs.Careful reports 'hit': not among its metrics (hits)",
-        ),
-        ({"a/b": 1}, "reports 'a/b': no usable name of a metric; use letters, digits"),
-        ({3: 1}, "outsider.plugs.Careful reports 3: no usable name of a metric"),
-        ({"hits": "many"}, "metric 'hits' is 'many' (str); expected a number"),
-        ({"hits": None}, "metric 'hits' is None (NoneType); expected a number"),
-        ([("hits", 1)], "take_metrics returns [('hits', 1)] (list); expected a mapping of names"),
-        (ValueError("no\nsuch"), "take_metrics raises ValueError: no such ("),
+        ({"hit": 1}, "'hit' ... metrics (hits)"),
+        ({"a/b": 1}, "'a/b' ... letters, digits"),
+        ({3: 1}, "reports 3"),
+        ({"hits": "many"}, "'hits' ... 'many' (str) ... number"),
+        ({"hits": None}, "'hits' ... None (NoneType) ... number"),
+        ([("hits", 1)], "take_metrics ... [('hits', 1)] (list) ... mapping"),
+        (ValueError("no\nsuch"), "take_metrics ... ValueError: no such ("),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -181,26 +174,19 @@ def test_what_is_not_as_declared_is_refused_at_first_and_left_out_later(
     made[0][1].report = report
     with pytest.raises(ValueError) as error:
         PlugMetrics(resolved, made, Dist()).take({})
-    assert str(error.value).startswith("rewards.mine: outsider.plugs.Careful") and message in str(
-        error
-    )
-
+    assert names(error.value, f"rewards.mine: outsider.plugs.Careful ... {message}")
     made[0][1].report = {"hits": 1}
     plug_metrics = PlugMetrics(resolved, made, Dist())
     assert taken(plug_metrics) == {"reward/metric/mine/hits": 1}
     made[0][1].report = report
     assert taken(plug_metrics, strokes=2) == taken(plug_metrics, strokes=2) == {NAMES[0]: 2}
     [warning] = capsys.readouterr().err.splitlines()
-    assert warning.startswith("WARNING: rank 0: rewards.mine: outsider.plugs.Careful")
-    assert warning.endswith("; left out (said once)")
+    assert names(warning, "rank 0: rewards.mine: outsider.plugs.Careful ... left out")
 
 
 def test_a_renderer_is_held_to_the_same(resolved: build.Resolved) -> None:
     plug_metrics = PlugMetrics(resolved, made_of(resolved), Dist())
-    with pytest.raises(
-        ValueError,
-        match=r"renderer: outsider.plugs.Brush reports 'blobs': not among its metrics .strokes",
-    ):
+    with pytest.raises(ValueError, match=r"renderer: outsider.plugs.Brush .*'blobs'.*strokes"):
         plug_metrics.take({"blobs": 1.0})
 
 
@@ -215,7 +201,7 @@ def test_a_value_that_is_not_finite_is_left_out_and_said_once(
     plug_metrics = PlugMetrics(resolved, made, Dist())
     assert taken(plug_metrics) == taken(plug_metrics) == {}
     [warning] = capsys.readouterr().err.splitlines()
-    assert "rewards.mine: outsider.plugs.Careful: metric 'hits' is " in warning
+    assert names(warning, "rewards.mine: outsider.plugs.Careful ... 'hits'")
     made[0][1].report = {"hits": 0.25}
     assert taken(plug_metrics) == {NAMES[1]: 0.25}, "it is asked again"
 
@@ -231,9 +217,7 @@ def test_what_was_not_for_an_iteration_is_forgotten(resolved: build.Resolved) ->
     assert taken(plug_metrics) == {}
 
 
-def test_a_held_out_run_reports_nothing(
-    resolved: build.Resolved, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_out_run_reports_nothing(resolved: build.Resolved, monkeypatch) -> None:
     made = made_of(resolved)
     run = Run.__new__(Run)
     run.said, run.held_out = set(), []

@@ -47,9 +47,7 @@ def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path, is_held
     assert all(other.exists() for other in others), "not of our making"
 
 
-def test_an_iteration_is_let_go_before_the_next_is_rolled_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_iteration_is_let_go_before_the_next_is_rolled_out(monkeypatch) -> None:
     """Its pictures, and what is left on the device of its states and graphs."""
     pending_steps: list[weakref.ref[PendingStep]] = []
 
