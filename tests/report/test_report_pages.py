@@ -302,9 +302,7 @@ def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
     assert len(data(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)
 
 
-def test_an_interrupted_making_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_making_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=4)
     monkeypatch.setattr(pages, "CHUNK", 2)
     whole = pages.group_row
