@@ -66,9 +66,7 @@ def parts() -> loop.EditorParts:
 
 
 @pytest.fixture
-def counted_encodes(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[tuple[int, ...]]]:
+def counted_encodes(parts: loop.EditorParts, monkeypatch) -> Iterator[list[tuple[int, ...]]]:
     shapes: list[tuple[int, ...]] = []
     encode = parts.vae.encode
 
@@ -131,9 +129,7 @@ def test_pictures_come_as_their_batches_finish(parts: loop.EditorParts) -> None:
     assert denoised == [0]
 
 
-def test_one_bad_batch_fails_alone(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_bad_batch_fails_alone(parts: loop.EditorParts, monkeypatch) -> None:
     jobs = three_jobs()
     renderer = make_renderer(parts, batch_size=1, num_steps=2)
     render_tensor = renderer.render_tensor
@@ -203,9 +199,7 @@ def test_the_longest_text_that_is_let_in_fits(parts: loop.EditorParts) -> None:
     assert isinstance(picture, Image.Image)
 
 
-def test_large_pictures_are_decoded_in_slices(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_pictures_are_decoded_in_slices(parts: loop.EditorParts, monkeypatch) -> None:
     jobs = three_jobs()
     renderer = make_renderer(parts)
     together = render_floats(renderer, jobs)

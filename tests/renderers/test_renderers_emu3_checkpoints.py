@@ -125,5 +125,5 @@ def test_incomplete_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["decoder.conv_in.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"1 of .* not there, e\.g\. decoder\.conv_in\.weight"):
+    with pytest.raises(ValueError, match=r"1 of .*decoder\.conv_in\.weight"):
         load_codec(str(tmp_path), None, "float32", "cpu")

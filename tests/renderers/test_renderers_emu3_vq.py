@@ -145,9 +145,7 @@ def test_the_grid_is_that_of_the_published_sets(
 # --- the renderer ------------------------------------------------------------------------------
 
 
-def test_each_distinct_grid_is_decoded_once(
-    renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_distinct_grid_is_decoded_once(renderer: Emu3VqLoop, monkeypatch) -> None:
     a, b, wide = make_codes(1), make_codes(2), make_codes(3, 2, 8)
     alone = {k: next(renderer.render([job(c)]))[1] for k, c in (("a", a), ("wide", wide))}
     sizes = count_decodes(renderer, monkeypatch)
@@ -211,9 +209,7 @@ def test_nan_is_the_renderers_fault_and_its_own_pictures_alone(tmp_path: Path) -
     assert outcomes[1].blame == "renderer" and outcomes[1].reason.startswith("non_finite")
 
 
-def test_a_batch_that_does_not_fit_is_halved(
-    renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_does_not_fit_is_halved(renderer: Emu3VqLoop, monkeypatch) -> None:
     decode = renderer.codec.decode_tensor
 
     def cramped(codes: torch.Tensor) -> torch.Tensor:
@@ -227,9 +223,7 @@ def test_a_batch_that_does_not_fit_is_halved(
     assert outcomes[0] is outcomes[3], "found drawn in the other half"
 
 
-def test_large_pictures_share_a_batch_with_fewer(
-    codec: Emu3Codec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_pictures_share_a_batch_with_fewer(codec: Emu3Codec, monkeypatch) -> None:
     renderer = Emu3VqLoop(codec, batch_size=4)
     sizes = count_decodes(renderer, monkeypatch)
     monkeypatch.setattr("rl.renderers.emu3_vq.loop.BATCH_UNIT_PX", 32 * 32)
@@ -243,9 +237,7 @@ def illustrated(renderer: Emu3VqLoop, samples: Sequence[Sample]) -> list[Sample]
     return out
 
 
-def test_illustrate_draws_what_exists_as_codes_alone(
-    renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_illustrate_draws_what_exists_as_codes_alone(renderer: Emu3VqLoop, monkeypatch) -> None:
     sizes = count_decodes(renderer, monkeypatch)
     own = make_picture(0)
     a, b = make_codes(1), make_codes(2)

@@ -201,9 +201,7 @@ def test_guessed_steps_are_taylorseers(stock: StockParts, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++")
 @torch.no_grad()
-def test_compiled_blocks_serve_every_length(
-    stock: StockParts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_blocks_serve_every_length(stock: StockParts, monkeypatch) -> None:
     """Up to rounding what they were; other words in the rows compile nothing anew."""
     from torch._dynamo.utils import counters
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,23 +28,7 @@ def make_config(folder: Path, **changes: object) -> sd3.Config:
     return sd3.Config(**{**TINY, "model_path": str(folder), **changes})
 
 
-def test_the_plug_imports_without_torch() -> None:
-    script = """
-import sys
-for heavy in ("torch", "diffusers", "transformers", "numpy", "PIL"):
-    sys.modules[heavy] = None
-from rl.renderers.sd3.plug import SD3
-config = SD3.Config(type="sd3")
-assert SD3.problems(config, None) == []
-assert 7.6e9 < sum(SD3.parameter_counts(config).values()) < 7.8e9
-assert SD3.prompt_template(config) is None and SD3.negative_prompt(config) is None
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
-
-
-def test_a_saved_pipeline_is_what_was_saved(
-    sd3_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_pipeline_is_what_was_saved(sd3_folder: Path, capfd) -> None:
     capfd.readouterr()
     loaded = sd3.SD3(make_config(sd3_folder), Resources(None, "cpu")).loop
     assert "Loading weights" not in capfd.readouterr().err
@@ -65,7 +47,7 @@ def test_the_third_encoder_is_not_even_looked_for(sd3_folder: Path, tmp_path: Pa
     for part in ("text_encoder_3", "tokenizer_3"):
         shutil.rmtree(folder / part)
     (problem,) = model_problems(sd3.SD3.models(make_config(folder)))
-    assert "lacks text_encoder_3/config.json, text_encoder_3/model.safetensors or " in problem
+    assert "lacks text_encoder_3/config.json, text_encoder_3/model.safetensors" in problem
     config = make_config(folder, use_t5=False)
     assert list(model_problems(sd3.SD3.models(config))) == []
     assert list(model_problems(sd3.SD3.models(make_config(sd3_folder)))) == []
