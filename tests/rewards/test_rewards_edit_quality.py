@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
 from tiny_rewards import ask
 
 from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.judge.client import JudgeRefused
 from rl.rewards import edit_quality
 
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
@@ -41,7 +39,7 @@ def test_three_readings_by_hand() -> None:
 def test_without_a_temperature_of_its_own_the_judges_is_taken() -> None:
     with FaultyJudge(after=marks(1, 1)) as judge:
         grade(judge, n_evals=1, temperature=None)
-        with pytest.raises(ValueError, match="n_evals=3 at judge temperature 0"):
+        with pytest.raises(ValueError, match=r"n_evals=3 .*temperature 0"):
             grade(judge, temperature=None)
     [request] = judge.requests
     assert request["temperature"] == 0
@@ -78,29 +76,3 @@ def test_no_reading_is_no_value() -> None:
         result = grade(judge)
     assert result.value is None and result.replies == ("seven",) * 3
     assert (result.failure or "").startswith("unreadable: ")
-
-
-def test_a_wrong_set_up_passes_through() -> None:
-    with FaultyJudge(after=Fault(404)) as judge, pytest.raises(JudgeRefused):
-        grade(judge)
-
-
-def test_no_picture_is_no_question() -> None:
-    with FaultyJudge() as judge:
-        result = grade(judge, RewardInput(Sample("a", "paint"), "a rewrite", EDITED))
-    assert result.value is None and (result.failure or "").startswith("no_image: ")
-    assert judge.requests == []
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"prompt": "/no/such/file.txt"}, "prompt: the prompt file"),
-        ({"temperature": 0}, "n_evals=3 at judge temperature 0"),
-        ({"alignment_weight": 0, "quality_weight": 0}, "both 0"),
-        ({"weight": 1}, "weight"),
-    ],
-)
-def test_a_config_that_cannot_serve_is_refused(config: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValidationError, match=reason):
-        edit_quality.Config(**config)

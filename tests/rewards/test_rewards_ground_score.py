@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
 from tiny_rewards import ask
 
 from rl.algorithm.compose import compose
 from rl.api.types import RewardInput, Sample
 from rl.config.schema import FinalReward
-from rl.judge.client import JudgeRefused
 from rl.judge.question import picture_part
 from rl.rewards import ground_score, viescore
 
@@ -67,35 +65,6 @@ def test_another_reply_is_never_guessed_at(reply: str) -> None:
         result = ask(ground_score, judge, EVIDENCE)
     assert result.value is None and result.replies == (reply, reply)
     assert (result.failure or "").startswith("unreadable: ")
-
-
-def test_no_reference_is_no_question() -> None:
-    with FaultyJudge() as judge:
-        for reward_input in (
-            RewardInput(SAMPLE, "", None),
-            RewardInput(Sample("a", "x"), "", EDITED),
-        ):
-            result = ask(ground_score, judge, reward_input)
-            assert result.value is None and (result.failure or "").startswith("no_image: ")
-    assert judge.requests == []
-
-
-def test_a_wrong_set_up_passes_through() -> None:
-    with FaultyJudge(after=Fault(404)) as judge, pytest.raises(JudgeRefused):
-        ask(ground_score, judge, EVIDENCE)
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"prompt": "/no/such/file.txt"}, "prompt: the prompt file"),
-        ({"n_evals": 3, "temperature": 0}, "n_evals=3 at judge temperature 0"),
-        ({"n_evals": 0}, "n_evals"),
-    ],
-)
-def test_a_config_that_cannot_serve_is_refused(config: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValidationError, match=reason):
-        ground_score.Config(**config)
 
 
 def test_the_root_of_perceptual_quality_times_ground_score() -> None:

@@ -12,7 +12,7 @@ from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from tiny_rewards import ask, make
 
 from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.judge.client import JudgeClient, JudgeRefused
+from rl.judge.client import JudgeClient
 from rl.rewards import viescore
 
 SOURCE = Image.new("RGB", (16, 16), (10, 20, 30))
@@ -103,18 +103,6 @@ def test_half_a_grade_is_none(broken: str) -> None:
     assert len(result.replies) == 1, "what was said is kept"
 
 
-def test_a_wrong_set_up_passes_through() -> None:
-    with FaultyJudge(after=Fault(401)) as judge, pytest.raises(JudgeRefused):
-        grade(judge)
-
-
-def test_no_picture_is_no_question() -> None:
-    with FaultyJudge() as judge:
-        result = grade(judge, RewardInput(EVIDENCE.sample, "a rewrite", None))
-    assert result.value is None and (result.failure or "").startswith("no_image: ")
-    assert judge.requests == []
-
-
 def test_another_rubric_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text('Rate: {instruction}. Reply {"score": [a, b]}')
@@ -129,21 +117,6 @@ def test_another_rubric_from_a_file(tmp_path: Path) -> None:
     assert 'Rate: paint the {sky} red. Reply {"score": [a, b]}' in texts
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: the prompt file"),
-        ({"perception_prompt": "/no/such/file.txt"}, "perception_prompt: the prompt file"),
-        ({"n_eval": 3}, "n_eval"),
-        ({"n_evals": 0}, "n_evals"),
-        ({"n_evals": 3, "temperature": 0}, "n_evals=3 at judge temperature 0"),
-    ],
-)
-def test_a_config_that_cannot_serve_is_refused(config: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValidationError, match=reason):
-        viescore.Config(**config)
-
-
 def test_a_prompt_without_the_instruction_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("Rate the edit <instruction>.")
@@ -153,5 +126,5 @@ def test_a_prompt_without_the_instruction_is_refused(tmp_path: Path) -> None:
 
 def test_repeats_at_the_judges_own_temperature_0_are_refused() -> None:
     client = JudgeClient(quick_config(temperature=0), "http://127.0.0.1:1/v1")
-    with pytest.raises(ValueError, match="buys one answer 3 times"):
+    with pytest.raises(ValueError, match="n_evals=3"):
         make(viescore, viescore.Config(n_evals=3), client)
