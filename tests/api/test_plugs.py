@@ -212,9 +212,7 @@ def test_a_mistake_is_one_line_with_its_key_and_remedy(
     assert "\n" not in found and "Traceback" not in found
 
 
-def test_a_renderer_that_edits_needs_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renderer_that_edits_needs_pictures(tmp_path, monkeypatch) -> None:
     changes = {
         "data": {"train": [{"type": "tiny_plugs.nothing"}], "validation": []},
         "renderer": {"type": "stranger.R"},
@@ -248,9 +246,7 @@ def test_a_policys_or_engines_mistakes_are_lines(
     assert all(problem.startswith(room) and "\n" not in problem for problem in found)
 
 
-def test_states_of_another_kind_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
     code = DRAWS.replace("'text'", "'hidden_states' | state_kind = 'pre_norm'") + "..."
     [found] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
     assert names(found, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
@@ -259,23 +255,17 @@ def test_states_of_another_kind_are_refused(
 @pytest.mark.parametrize(
     "name", ["../../evil", "..", "a b", "a.b c", "rl/rewards/viescore", "shared", "os", "a..b", "."]
 )
-def test_a_name_that_is_none_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_name_that_is_none_is_not_imported(tmp_path, monkeypatch, name: str) -> None:
     [found] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
     assert names(found, f"rewards.mine.type: ... {name!r} ... rl/rewards")
 
 
-def test_a_rewards_own_name_is_a_metrics_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rewards_own_name_is_a_metrics_name(tmp_path, monkeypatch) -> None:
     [found] = problems_of(tmp_path, monkeypatch, "", rewards={"a/b": {"type": "viescore"}})
     assert names(found, "rewards.a/b: ... letters, digits")
 
 
-def test_repeats_at_temperature_0_are_refused_before_a_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeats_at_temperature_0_are_refused_before_a_start(tmp_path, monkeypatch) -> None:
     judge = {"api_base": "http://127.0.0.1:4877", "temperature": 0}
     section = {"type": "viescore", "n_evals": 3}
     [found] = problems_of(tmp_path, monkeypatch, "", rewards={"vie": section}, judge=judge)
@@ -371,9 +361,7 @@ def grpo_again(x: LossInputs) -> LossTerms:
 """
 
 
-def test_right_plugs_of_every_form_are_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_plugs_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
     kinds = ("plain", "later", "declared", "Scaled", "Longest")
     rewards = {name: {"type": f"stranger.{name}"} for name in kinds}
     found = problems_of(
