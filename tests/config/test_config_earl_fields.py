@@ -184,9 +184,7 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("sections", [list(OWN), *([name] for name in OWN)])
-def test_own_sections_of_any_name_stand_beside_the_fields(
-    tmp_path: Path, sections: list[str]
-) -> None:
+def test_own_sections_of_any_name_stand_beside_the_fields(tmp_path, sections: list[str]) -> None:
     """They win over what EARL's code had fixed, and over fields that are not given."""
     own = {name: OWN[name] for name in sections}
     config = plain(load(tmp_path, flat(**own)))

@@ -107,9 +107,7 @@ def test_an_old_config_is_told_every_new_name(tmp_path: Path) -> None:
     assert own.startswith(f"{path}: kl: ")
 
 
-def test_a_path_that_is_there_has_not_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_is_there_has_not_moved(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rl/tiny_world/mine").mkdir(parents=True)
     assert formats.moved("rl/tiny_world/mine") == "rl/tiny_world/mine"

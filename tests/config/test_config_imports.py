@@ -48,9 +48,7 @@ def told(config: Path, text: str, overrides: tuple[str, ...] = (), root: str = "
         *("../../.git/config", "../../.env", "../../pipe", "..", ""),
     ],
 )
-def test_what_lies_elsewhere_is_not_read(
-    project: Path, verb: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_elsewhere_is_not_read(project: Path, verb: str, place: str, monkeypatch) -> None:
     config = project / "runs" / "mine" / "run.jsonnet"
     importing = f"{verb} {json.dumps(place)}"
     in_a_file = told(config, f"{{ x: {importing} }}")
@@ -83,9 +81,7 @@ def test_without_a_clone_it_is_the_configs_folder(tmp_path: Path) -> None:
     assert "is no folder" in told(config, "{}", root=str(tmp_path / "nowhere"))
 
 
-def test_the_launcher_and_its_ranks_are_told_the_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_launcher_and_its_ranks_are_told_the_root(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv(ROOT_VARIABLE, "")  # the launcher sets it for its ranks
     real = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     config = tmp_path / "mine" / "run.jsonnet"

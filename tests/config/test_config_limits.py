@@ -31,9 +31,7 @@ def problem_of(path: Path, *overrides: str) -> str:
         'local g(n) = if n == 0 then "x" else g(n - 1) + g(n - 1); { a: g(60) }',
     ],
 )
-def test_a_program_without_end_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
+def test_a_program_without_end_is_ended(tmp_path, monkeypatch, program: str) -> None:
     monkeypatch.setattr(limits, "MAX_S", 0.5)
     path = tmp_path / "run.jsonnet"
     path.write_text(program)
@@ -44,9 +42,7 @@ def test_a_program_without_end_is_ended(
     assert set(psutil.Process().children()) <= set(before), "not waited for"
 
 
-def test_a_disk_that_does_not_answer_has_an_end_and_a_busy_machine_has_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disk_that_does_not_answer_has_an_end_and_a_busy_machine_has_time(monkeypatch) -> None:
     def wait() -> str:
         time.sleep(0.7)  # no CPU time
         return "{}"

@@ -66,9 +66,7 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
         ("", "only environment variables"),
     ],
 )
-def test_a_variable_of_any_name_may_be_missing(
-    tmp_path: Path, plain: Path, name: str, said: str
-) -> None:
+def test_a_variable_of_any_name_may_be_missing(tmp_path, plain: Path, name: str, said: str) -> None:
     path = tmp_path / "env.jsonnet"
     path.write_text(
         f"(import 'run.jsonnet') + {{ run_name: std.extVar({json.dumps(name)}), "

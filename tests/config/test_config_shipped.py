@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_messages import names
 
 from rl import build
 from rl.config.schema import ConfigError, load_config
@@ -23,9 +24,7 @@ TINY = [
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_shipped_config_runs_from_any_folder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_config_runs_from_any_folder(name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(f"configs/{name}.jsonnet")
     assert report.problems(config) == []
@@ -53,13 +52,10 @@ def test_a_name_that_nothing_has_is_told_the_nearest(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(name)
     [problem] = caught.value.problems
-    assert problem.startswith(f"{name}: no such config file here (")
-    assert problem.endswith("or shipped; did you mean 'configs/quickstart.jsonnet'?")
+    assert names(problem, f"{name}: ... 'configs/quickstart.jsonnet'")
 
 
-def test_only_a_path_into_configs_is_looked_for_among_the_shipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_path_into_configs_is_looked_for_among_the_shipped(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("README.md", "configs/../README.md", "pyproject.toml", "/configs/x.jsonnet"):
         with pytest.raises(ConfigError, match="no such config file"):
@@ -84,7 +80,7 @@ def test_pkg_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pkg_path_into_nothing_is_a_problem_of_its_key(path: str) -> None:
     config = load_config(ROOT / "configs" / "quickstart.jsonnet", [f"policy.model_path={path}"])
     [problem] = report.problems(config)
-    assert problem.startswith(f"policy.model_path: {path!r} given, but no package ")
+    assert names(problem, f"policy.model_path: ... {path!r} ... no package")
 
 
 @pytest.mark.slow
@@ -100,11 +96,8 @@ def test_a_wheel_holds_all_that_a_run_reads(tmp_path: Path) -> None:
         ["git", "ls-files", "rl", "configs"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert tracked
-    clone_only = {
-        "rl/requirements.txt",
-        "rl/test_distributed_env.py",
-        "rl/scripts/setup_datasets.sh",
-    }
+    clone_only = {f"rl/{x}" for x in ("requirements.txt", "test_distributed_env.py")}
+    clone_only.add("rl/scripts/setup_datasets.sh")
     packed = [
         name if name.startswith("rl/") else f"rl/{name}"
         for name in tracked
