@@ -84,9 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_told_with_its_remedy(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_told_with_its_remedy(name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", KEY)
     fault, parts = REFUSED[name]
     with FaultyJudge(after=fault) as judge:
@@ -123,9 +121,7 @@ def test_a_quota_that_is_spent_is_told_before_the_run_and_not_waited_out(tmp_pat
     )
 
 
-def test_of_several_places_each_is_asked_and_one_may_be_down(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_several_places_each_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:
     with held_port() as port, PickyJudge("seed") as one, FaultyJudge() as other:
         nowhere = f"http://127.0.0.1:{port}"
         text, code = told(tmp_path, one.api_base, nowhere, other.api_base)
@@ -149,9 +145,7 @@ def test_the_runs_own_words_and_pictures_are_asked_about(tmp_path: Path) -> None
     assert "erase the circle" in str(judge.requests)
 
 
-def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(tmp_path, capsys) -> None:
     with FaultyJudge() as judge:
         judge.models = Fault(500)
         assert report.report(config_of(tmp_path, judge.api_base), 141)[1] == 0

@@ -124,15 +124,11 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], par
         },
     ],
 )
-def test_the_neighbours_of_these_mistakes_are_allowed(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_the_neighbours_of_these_mistakes_are_allowed(tmp_path, changes: dict[str, Any]) -> None:
     assert problems_of(tmp_path, **changes) == []
 
 
-def test_a_renderer_that_does_not_take_what_the_policy_emits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renderer_that_does_not_take_what_the_policy_emits(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugs.nothing.Nil.accepts", "image_tokens")
     nothing = {"type": "tiny_plugs.nothing"}
     [found] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
@@ -141,9 +137,7 @@ def test_a_renderer_that_does_not_take_what_the_policy_emits(
     )
 
 
-def test_what_a_reward_needs_must_be_in_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugs.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
     found = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugs.nothing"}})
     for need, problem in zip(("answer", "target"), found, strict=True):
@@ -487,9 +481,7 @@ def sized(folder: Path) -> str:
     return str(path)
 
 
-def test_check_plans_for_the_configs_own_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_plans_for_the_configs_own_gpu(tmp_path, capsys) -> None:
     path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60)))
     assert launched("--check", path) == 1
     assert "memory per GPU, against 60 GB" in capsys.readouterr().out
@@ -500,9 +492,7 @@ def test_check_plans_for_the_configs_own_gpu(
         assert names(capsys.readouterr().err, f"--gpu-gb ... {size}")
 
 
-def test_the_config_follows_the_size_it_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_follows_the_size_it_is_asked_for(tmp_path, capsys, monkeypatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(
         "rl.simple_launch.launch", lambda args, *more: started.append(args.overrides) or 0
@@ -559,18 +549,14 @@ def test_a_reader_that_leaves_early_changes_no_exit_code(tmp_path: Path) -> None
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(tmp_path, capsys) -> None:
     path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=4)))
     nodes = ("--nnodes", "3", "--rdzv-endpoint", "host:1")
     assert launched("--check", *nodes, path) == 1
     assert names(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
 
 
-def test_a_start_is_refused_on_gpus_that_are_too_small(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_is_refused_on_gpus_that_are_too_small(tmp_path, capsys, monkeypatch) -> None:
     """Against the ranks' own GPUs as they are, or as --gpu-gb says they are."""
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     monkeypatch.setattr("rl.simple_launch.host_memory.here_gb", lambda: 1000.0)
@@ -597,9 +583,7 @@ def test_another_models_gpu_counts_as_it_is(tmp_path: Path) -> None:
     assert unfit(own, 80) == unfit(config_of(tmp_path), 80), "rank 0's own, spelled out"
 
 
-def test_a_wrong_config_is_reported_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_config_is_reported_and_starts_nothing(tmp_path, capsys) -> None:
     path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, num_iterations=None))
     for arguments in (["--check"], []):
         assert launched(*arguments, str(path)) == 1

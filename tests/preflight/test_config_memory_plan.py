@@ -440,9 +440,7 @@ def test_host_problems(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_memory_of_this_machine(
-    tmp_path: Path, files: dict[str, str], expected_gb: float
-) -> None:
+def test_the_memory_of_this_machine(tmp_path, files: dict[str, str], expected_gb: float) -> None:
     assert host_memory.here_gb(tmp_path) is None
     files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
     for name, text in files.items():

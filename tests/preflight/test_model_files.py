@@ -172,9 +172,7 @@ def quickstart(*overrides: str) -> list[str]:
     return report.problems(tiny_config.shipped("quickstart", *overrides))
 
 
-def test_a_folder_of_its_predecessor_is_refused_by_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_its_predecessor_is_refused_by_check(tmp_path, capsys) -> None:
     folder = linked("policy", tmp_path)
     written = json.loads((folder / "config.json").read_text())
     written |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
@@ -210,9 +208,7 @@ def test_an_editor_of_another_template_is_refused(tmp_path: Path) -> None:
     assert quickstart(change, "renderer.type=qwen_image_edit_plus") == []
 
 
-def test_a_hub_id_is_compared_as_far_as_the_cache_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     change = "policy.model_path=some/one"
     assert quickstart(change) == []
@@ -230,9 +226,7 @@ def test_a_hub_id_is_compared_as_far_as_the_cache_goes(
     assert quickstart(change) == [], "its weights are fetched when it is loaded"
 
 
-def test_a_strangers_plug_says_what_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strangers_plug_says_what_it_loads(tmp_path, monkeypatch) -> None:
     values = tiny_config.nothing(tmp_path, renderer={"type": "tiny_plugs.nothing"})
     config = load_config(tiny_config.write(tmp_path, values))
 

@@ -98,9 +98,7 @@ def test_check_tells_it_and_finds_nothing_wrong() -> None:
     assert "without effect" not in plain
 
 
-def test_a_launch_says_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     place = f"base_exp_dir={tmp_path}"
     with pytest.raises(SystemExit) as done:

@@ -75,9 +75,7 @@ def test_as_many_as_it_reads_are_planned_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "shown"), [(3, 3), (4, 3)])
-def test_the_judge_is_asked_with_as_many_as_a_row_has(
-    tmp_path: Path, most: int, shown: int
-) -> None:
+def test_the_judge_is_asked_with_as_many_as_a_row_has(tmp_path, most: int, shown: int) -> None:
     with FaultyJudge() as judge:
         config = config_of(
             tmp_path,

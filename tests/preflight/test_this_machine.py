@@ -90,9 +90,7 @@ def test_what_is_missing_is_named(box: Box, monkeypatch: pytest.MonkeyPatch) -> 
     assert lacking() == [old, headers]
 
 
-def test_a_newer_cuda_library_makes_up_for_an_old_driver(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_cuda_library_makes_up_for_an_old_driver(box: Box, monkeypatch) -> None:
     """NVIDIA's forward compatibility, as in its containers."""
     box(driver="570.86.15")
 
@@ -110,9 +108,7 @@ def test_a_newer_cuda_library_makes_up_for_an_old_driver(
 
 
 @pytest.mark.parametrize("why", ["no tool", "no device", "hidden", "CPU build", "on the CPU"])
-def test_where_no_gpu_is_used_nothing_is_wrong(
-    why: str, box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_gpu_is_used_nothing_is_wrong(why: str, box: Box, monkeypatch) -> None:
     box(
         driver="570.1",
         programs=(),
@@ -146,9 +142,7 @@ def test_check_and_launch_say_it(box: Box) -> None:
     assert code == 1 and text.endswith(f"\n1 wrong\n  - {found}")
 
 
-def test_what_the_hub_may_not_be_asked_for_must_be_there(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_may_not_be_asked_for_must_be_there(box: Box, monkeypatch) -> None:
     box()
     [found] = lacking("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
     assert names(found, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
@@ -245,9 +239,7 @@ def test_what_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(line, "huggingface.co/spaces/me/runs ... trackio ... config, metrics")
 
 
-def test_a_tracker_that_is_not_installed_is_said_and_no_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tracker_that_is_not_installed_is_said_and_no_problem(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     resolved = build.resolve(tiny_config.shipped("quickstart", "tracking.tensorboard=true"))
     assert "pip install 'vlm-edit-rl[tensorboard]'" in machine_lines(resolved)[-1]
