@@ -30,9 +30,8 @@ def test_one_wrong_value_is_found_anywhere(first):
         total[first] += 1
         return total
 
-    assert f"on rank 1: 1 of 1000003 values, the first at {first}" in check.wrong_sum(
-        sum_, TWO, "cpu"
-    )
+    wrong = check.wrong_sum(sum_, TWO, "cpu")
+    assert "rank 1: 1 of 1000003 values" in wrong and str(first) in wrong
 
 
 def test_a_sum_that_left_out_the_other_rank_is_wrong():
@@ -42,9 +41,8 @@ def test_a_sum_that_left_out_the_other_rank_is_wrong():
 def test_one_process_says_that_it_is_alone(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     check.main()
-    assert capsys.readouterr().out == (
-        "PyTorch GLOO skipped: one process has nobody to sum with (--nproc 2)\n"
-    )
+    out = capsys.readouterr().out
+    assert out.startswith("PyTorch GLOO skipped: ") and "--nproc 2" in out
 
 
 def test_what_is_tried_on_gpus(monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from filelock import FileLock
 from rich.cells import cell_len
+from tiny_messages import names
 from tiny_run import episode, run_config
 
 from rl.commands import runs
@@ -158,13 +159,13 @@ def test_what_is_damaged_newer_or_no_run_is_named_and_left_alone(tmp_path: Path,
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert main(["prune", str(tmp_path), "--keep-last", "0", "--pictures", "--yes"]) == 0
-    for sentence in (
-        "config: its config.json is damaged",
-        "has the format 99, and this version reads",
-        "photos: no run",
-        "begun: it has no config.json: it is being loaded, or never was",
+    for parts in (
+        "config: ... config.json ... damaged",
+        "format 99",
+        "photos: ... no run",
+        "begun: ... no config.json",
     ):
-        assert sentence in " ".join(out.split())
+        assert names(" ".join(out.split()), parts)
     assert "checkpoint 2 is damaged" in " ".join(out.split()) and "a file" not in out
     assert "\nlines                         4/3            0.500" in out
     lost = {name.split("/")[0] for name in gone(before, tmp_path)}
@@ -193,7 +194,7 @@ def test_one_run_may_be_named_and_a_folder_that_is_not_there_is_said(
     assert "1 run in " in capsys.readouterr().out
     monkeypatch.setenv("APP__BASE_EXP_DIR", str(tmp_path / "none"))
     assert main([]) == 1
-    assert "is no folder; name one, or set APP__BASE_EXP_DIR" in capsys.readouterr().err
+    assert "APP__BASE_EXP_DIR" in capsys.readouterr().err
 
 
 def test_nothing_goes_without_a_rule_or_a_yes(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -265,15 +266,14 @@ def test_the_newest_whole_checkpoint_stays_however_the_newer_ones_look(tmp_path:
     before = tree(run)
     planned = plan(look(run), ["checkpoints"])
     assert [going.path.name for going in planned.going] == ["step_000001"]
-    assert planned.left == [
-        "step_000002: the newest that is whole",
-        "step_000003: damaged, and newer than what is whole",
-    ]
+    assert [line[:12] for line in planned.left] == ["step_000002:", "step_000003:"]
+    assert "newest" in planned.left[0] and "damaged" in planned.left[1]
     assert remove(planned, ["checkpoints"], print) > 0
     assert {name.split("/")[1] for name in gone(before, run)} == {"step_000001"}
     for step in (2, 3):
         (run / f"checkpoints/step_{step:06d}/state.json").write_text("")
-    assert set(steps_that_stay(run).values()) == {"no checkpoint is whole"}
+    [why] = set(steps_that_stay(run).values())
+    assert "no checkpoint" in why
     assert plan(look(run), ["checkpoints"]).going == []
 
 
@@ -283,10 +283,8 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     before = tree(run)
     assert main(["prune", str(run), "--checkpoints-but-latest", "--yes"]) == 0
     assert {name.split("/")[1] for name in gone(before, run)} == {"step_000002"}
-    assert list(steps_that_stay(run).values()) == [
-        "the best on held-out samples",
-        "the newest that is whole",
-    ]
+    best, newest = steps_that_stay(run).values()
+    assert "best" in best and "newest" in newest
 
 
 def test_a_run_that_is_used_is_left_alone_also_when_it_begins_after_the_question(
@@ -300,9 +298,9 @@ def test_a_run_that_is_used_is_left_alone_also_when_it_begins_after_the_question
     with held:
         said: list[str] = []
         assert remove(planned, ["pictures", "checkpoints"], said.append) == 0
-        assert said == ["a: running: stop it first"]
+        assert len(said) == 1 and said[0].startswith("a: running")
         assert main(["prune", str(tmp_path), "--pictures", "--yes"]) == 0
-        assert "left alone: running: stop it first" in capsys.readouterr().out
+        assert "left alone: running" in capsys.readouterr().out
     assert not gone(before, run)
 
 
@@ -317,9 +315,7 @@ def test_what_a_run_wrote_since_the_question_stays(tmp_path: Path) -> None:
     assert not (run / "checkpoints/step_000001").exists()
 
 
-def test_what_bears_no_name_of_a_run_stays_and_links_are_not_followed(
-    tmp_path: Path, capsys
-) -> None:
+def test_what_bears_no_name_of_a_run_stays_and_links_are_not_followed(tmp_path, capsys) -> None:
     outside = tmp_path / "outside"
     (outside / "it_000009").mkdir(parents=True)
     treasures = [outside / "it_000009/rank0_g00_m0.png", outside / "state.json"]
@@ -357,18 +353,10 @@ def test_what_bears_no_name_of_a_run_stays_and_links_are_not_followed(
     assert all(path.read_text() == "mine" for path in mine)
     assert (run / "images/it_000002/rank0_g00_m9.png").is_symlink()
     out = " ".join(capsys.readouterr().out.split())
-    for sentence in (
-        "images/best is none of the run's",
-        "link: nothing goes left alone: it is a link to elsewhere",
-        "images is a link to elsewhere",
-        "and 3 more",
-    ):
-        assert sentence in out, sentence
+    assert names(out, "images/best ... link: ... left alone: ... images is a link ... and 3 more")
 
 
-def test_what_cannot_be_deleted_is_said_and_the_rest_goes(
-    tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_what_cannot_be_deleted_is_said_and_the_rest_goes(tmp_path, capsys, monkeypatch) -> None:
     run = make_run(tmp_path / "a")
     real = Path.unlink
 
@@ -379,7 +367,7 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_goes(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     assert main(["prune", str(tmp_path), "--pictures", "--yes"]) == 1
-    assert "rank0_g00_m0.png could not be deleted: Permission denied" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "rank0_g00_m0.png ... Permission denied")
     assert [path.name for path in run.glob("images/*/*")] == ["rank0_g00_m0.png"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import conftest
 import pytest
+from tiny_messages import names
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU, TEST = LOCKS = ("requirements-cpu.lock", "requirements.lock", "requirements-test.lock")
@@ -92,11 +93,8 @@ def test_an_old_python_is_refused_with_a_remedy(copy):
     fake(copy / "bin/old", "[[ $1 == -V ]] && echo Python 3.9.2; exit 1")
     done = run(copy, "scripts/_install.sh", PYTHON="old")
     assert done.returncode == 1
-    assert done.stderr == (
-        "No Python 3.11.4 to 3.13 with venv and ensurepip was found (old is: Python 3.9.2). "
-        "Install one (Debian, Ubuntu: apt install python3 python3-venv), or name it: "
-        "PYTHON=/path/to/python3.12 scripts/_install.sh\n"
-    )
+    parts = "3.11.4 to 3.13 ... venv ... ensurepip ... Python 3.9.2 ... apt install python3-venv"
+    assert names(done.stderr, parts.replace("install ", "install python3 ") + " ... PYTHON=")
     assert not (copy / ".venv").exists()
 
 
@@ -115,10 +113,7 @@ def test_a_venv_of_another_python_is_refused(copy):
     fake(copy / ".venv/bin/python", "[[ $1 == -V ]] && echo Python 3.10.1; exit 1")
     done = run(copy, "scripts/_install.sh")
     assert done.returncode == 1
-    assert done.stderr == (
-        ".venv was made by Python 3.10.1; this needs Python 3.11.4 to 3.13: delete .venv and "
-        "start again.\n"
-    )
+    assert names(done.stderr, "Python 3.10.1 ... 3.11.4 to 3.13 ... delete .venv")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +122,7 @@ def test_a_venv_of_another_python_is_refused(copy):
         ("Darwin", "arm64", "", "here is Darwin on arm64"),
         ("Linux", "aarch64", "glibc 2.36", "here is Linux on aarch64"),
         ("MINGW64_NT-10.0", "x86_64", "", "here is MINGW64_NT-10.0 on x86_64"),
-        ("Linux", "x86_64", "glibc 2.28", "glibc 2.31 or newer (Debian 11, Ubuntu 20.04, RHEL 9)"),
+        ("Linux", "x86_64", "glibc 2.28", "glibc 2.31 or newer"),
         ("Linux", "x86_64", "", "here is: none"),
         ("Linux", "x86_64", "glibc 2.31", ""),
         ("Linux", "x86_64", "glibc 2.100", ""),
@@ -189,8 +184,8 @@ def test_by_pip_where_there_is_no_uv(copy):
         "pip --no-deps -e .",
     ]
     said = [line.partition("] ")[2] for line in done.stdout.splitlines()]
-    assert said[0] == f"installing {CPU} into .venv, once; log: .venv/install.log"
-    assert "no uv here: pip installs, which takes some minutes" in said
+    assert names(said[0], f"{CPU} ... .venv/install.log")
+    assert any("no uv" in line for line in said)
     assert said[-1] == "installed"
     log = (copy / ".venv/install.log").read_text().splitlines()
     assert set(done.stdout.splitlines()) <= set(log)
@@ -238,7 +233,7 @@ def test_where_there_is_only_pytorchs_cuda_build(copy):
     calls = new_machine(copy, torch="[[ $* != *--index-url* ]] || exit 1")
     done = run(copy, "scripts/_install.sh")
     assert done.returncode == 0, done.stderr
-    assert "PyTorch's CUDA build, for want of the other" in done.stdout
+    assert "PyTorch's CUDA build" in done.stdout
     assert calls.read_text().splitlines()[2:5] == [
         f"pip --no-deps --no-compile {TORCH}",
         f"pip {TORCH}",
@@ -293,10 +288,9 @@ def test_a_failed_installation_is_shown_and_tried_again(copy):
     for _ in range(2):
         done = run(copy, "scripts/_install.sh", REQUIREMENTS=GPU)
         assert done.returncode == 1
-        assert "no matching distribution" in done.stderr
-        assert "the whole log is .venv/install.log" in done.stderr
+        assert names(done.stderr, "no matching distribution ... .venv/install.log")
     missing = run(copy, "scripts/_install.sh", REQUIREMENTS="requirements-tpu.lock")
-    assert missing.returncode == 1 and "There is no requirements-tpu.lock;" in missing.stderr
+    assert missing.returncode == 1 and "no requirements-tpu.lock" in missing.stderr
 
 
 def test_default_and_slow_tests(copy):
@@ -344,10 +338,7 @@ def test_a_machine_without_apt_is_told_what_to_install(copy):
     settings = {"REQUIREMENTS": CPU, "PATH": with_tools(copy, 0)}
     done = run(copy, "scripts/test.sh", "--with-chromium", **settings)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        "--with-chromium installs Debian's chromium by apt-get, which is not here: install a "
-        "chromium that is found as 'chromium', and start again.\n"
-    )
+    assert names(done.stderr, "--with-chromium ... apt-get ... 'chromium'")
 
 
 @pytest.mark.parametrize(
