@@ -180,17 +180,38 @@ def encode(words: str, sources: Sequence[Image.Image]) -> tuple[torch.Tensor, tu
     return states[0][dropped:], tuple(places)
 
 
-def make_job(
-    words: str,
+def make_group(
+    words_G: Sequence[str],
     sources: Sequence[Image.Image],
-    seed: int,
+    first_seed: int = 0,
     negative: str | None = None,
-) -> RenderJob:
-    """What a policy with the stock pipeline's encoder hands on."""
-    states, places = encode(words, sources)
-    negative_states = None if negative is None else encode(negative, sources)[0]
-    payload = HiddenStates(states, negative_states, places)
-    return RenderJob(Sample("s", words, sources=tuple(sources)), payload, seed)
+) -> list[RenderJob]:
+    """What a policy with the stock pipeline's encoder hands on. Seeds count up.
+
+    All members' states of the prompt are copies of the first one's, as of one packed forward: the
+    renderer goes through sources once only for rows whose starts are bit-equal, and another forward
+    may round otherwise.
+    """
+    first, places = encode(words_G[0], sources)
+    start = first[: places[-1].stop if places else 0]
+
+    def states_of(words: str) -> torch.Tensor:
+        return torch.cat([start, encode(words, sources)[0][len(start) :]])
+
+    negative_states = None if negative is None else states_of(negative)
+    return [
+        RenderJob(
+            Sample("s", words, sources=tuple(sources)),
+            HiddenStates(states_of(words), negative_states, places),
+            first_seed + g,
+        )
+        for g, words in enumerate(words_G)
+    ]
+
+
+def make_job(words: str, sources: Sequence[Image.Image], seed: int) -> RenderJob:
+    [job] = make_group([words], sources, seed)
+    return job
 
 
 def make_renderer(parts: Parts, **changes: object) -> QwenImage21Loop:

@@ -3,14 +3,15 @@
 In which order a sum is added up is the kernels' affair: it hangs on the CPU, the number of threads,
 how many rows share a product. So a bound here is an error estimate, and no machine's figure. The
 errors of n roundings are of either sign and add up like a walk: lambda sqrt(n) u of what was summed
-(Higham & Mary 2019, "A new approach to probabilistic rounding error analysis"). Bits are compared
-only where they are promised: a resume, ranks with one another, a sync, a file's round trip, one
-computation done twice.
+(Higham & Mary 2019, "A new approach to probabilistic rounding error analysis"). One
+forward done twice may differ as well, where its tensors lie otherwise in memory. Bits are compared
+only where they are promised: a resume, ranks with one another, a sync, a file's round trip.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 UNIT = 2.0**-24
 """Float32: largest relative error of one operation."""
@@ -21,6 +22,12 @@ MARGIN = 10
 def rounding(num_terms: float, largest: float = 1.0) -> float:
     """Bound on |one - other|: `num_terms` numbers up to `largest` added up, through all layers."""
     return MARGIN * math.sqrt(num_terms) * UNIT * largest
+
+
+def apart(one: Any, other: Any) -> float:
+    """The largest difference of two tensors of one shape."""
+    assert one.shape == other.shape
+    return float((one - other).abs().max())
 
 
 PRODUCT = rounding(256)

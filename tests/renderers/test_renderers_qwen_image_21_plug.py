@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from pydantic import ValidationError
 from tiny_messages import names
 from tiny_qwen_image_21 import make_job, references, render_floats
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE, apart
 from tiny_run import run_config
 
 from rl.api.plug import Resources
@@ -158,7 +158,7 @@ def test_a_checkpoint_loads_and_draws_as_its_parts(folder: Path) -> None:
     job = make_job(tiny.WORDS[0], references(2), 3)
     loaded = load(make_config(folder))
     direct = tiny.make_renderer(tiny.make_stock().ours())
-    assert torch.equal(render_floats(loaded, [job]), render_floats(direct, [job]))
+    assert apart(render_floats(loaded, [job]), render_floats(direct, [job])) <= PICTURE
     assert not any(p.requires_grad for p in loaded.parts.transformer.parameters())
     assert not any(p.requires_grad for p in loaded.parts.vae.parameters())
     plug = QwenImage21(make_config(folder), Resources(None, "cpu"))

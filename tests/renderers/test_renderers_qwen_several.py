@@ -14,7 +14,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_
 from PIL import Image
 from tiny_editor import SMALL_AREA_PX, TINY, StockParts, make_job, render_floats
 from tiny_pictures import make_picture
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE, apart
 
 from rl.api.types import RenderFailure, RenderJob
 from rl.meter import flop_meter
@@ -129,7 +129,7 @@ def test_what_is_transparent_is_white_to_the_editor(stock: StockParts) -> None:
     clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
     shown = [PICTURES[2], clear], [PICTURES[2], Image.new("RGB", (64, 64), "white")]
     left, right = (render_floats(plus(stock), [job_of(pictures)]) for pictures in shown)
-    assert torch.equal(left, right)
+    assert apart(left, right) <= PICTURE
 
 
 def test_more_pictures_than_it_reads_are_no_batch(stock: StockParts) -> None:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_messages import names
 from tiny_pictures import as_floats
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE, apart
 from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer
 
 from rl.api.types import RenderFailure, RenderJob
@@ -72,37 +72,44 @@ def render_floats(renderer: SD3Loop, jobs: list[RenderJob]) -> torch.Tensor:
         ({"height": 96, "num_inference_steps": 3}, {"height_px": 96, "num_steps": 3}),
     ],
 )
-def test_one_picture_is_the_stock_pipelines_to_the_bit(
+def test_one_picture_is_the_stock_pipelines(
     parts: SD3Parts, stock: dict[str, object], ours: dict[str, object]
 ) -> None:
     expected = render_stock(parts, PROMPTS[:1], [0], **stock)
-    assert torch.equal(render_floats(make_renderer(parts, **ours), make_jobs()[:1]), expected)
+    drawn = render_floats(make_renderer(parts, **ours), make_jobs()[:1])
+    assert apart(drawn, expected) <= PICTURE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_as_stock_from_the_same_noise(dtype: torch.dtype) -> None:
+def test_half_precision_is_stock_in_float32_up_to_its_rounding(dtype: torch.dtype) -> None:
+    """Of the same weights, noise and words: on average 1 eps off."""
     parts = tiny_sd3.make_parts()
-    encoder_3 = parts.text.encoder_3
-    for module in (parts.transformer, parts.vae, encoder_3, *parts.text.encoders):
+    modules = (parts.transformer, parts.vae, parts.text.encoder_3, *parts.text.encoders)
+    for module in modules:
         module.to(dtype)
+    ours = render_floats(make_renderer(parts), make_jobs()[:1])
+    for module in modules:
+        module.float()
     # The stock pipeline draws in half precision; ours draws in float32 and rounds.
-    latents = make_noise(0, 4, 8, 8).to(dtype)
-    expected = render_stock(parts, PROMPTS[:1], [0], latents=latents)
-    assert torch.equal(render_floats(make_renderer(parts), make_jobs()[:1]), expected)
+    latents = make_noise(0, 4, 8, 8).to(dtype).float()
+    expected, other = (render_stock(parts, (p,), [0], latents=latents) for p in PROMPTS[:2])
+    assert ours.dtype == dtype
+    far = 4 * torch.finfo(dtype).eps
+    assert (ours - expected).abs().mean() <= far < (ours - other).abs().mean() / 4
 
 
 def test_the_shift_by_picture_size_is_the_stock_pipelines() -> None:
     parts = tiny_sd3.make_parts({"use_dynamic_shifting": True, "max_shift": 2.0})
     expected = render_stock(parts, PROMPTS[:1], [0])
     ours = make_renderer(parts)
-    assert torch.equal(render_floats(ours, make_jobs()[:1]), expected)
+    assert apart(render_floats(ours, make_jobs()[:1]), expected) <= PICTURE
 
 
 def test_without_the_third_encoder_as_stock(parts: SD3Parts) -> None:
     text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
     bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
     expected = render_stock(bare, PROMPTS[:1], [0])
-    assert torch.equal(render_floats(make_renderer(bare), make_jobs()[:1]), expected)
+    assert apart(render_floats(make_renderer(bare), make_jobs()[:1]), expected) <= PICTURE
     assert (expected - render_stock(parts, PROMPTS[:1], [0])).abs().max() > 0.05
 
 
@@ -156,7 +163,7 @@ def test_the_negative_prompt_is_not_encoded_without_guidance(
     assert counted_encodes == [1]
 
 
-def test_forgotten_prompts_are_encoded_again_to_the_same_bits(
+def test_forgotten_prompts_are_encoded_again(
     parts: SD3Parts, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sd3_text, "NUM_KEPT_PROMPTS", 1)
@@ -164,7 +171,7 @@ def test_forgotten_prompts_are_encoded_again_to_the_same_bits(
     jobs = make_jobs()
     first = render_floats(renderer, jobs[:1])
     render_floats(renderer, jobs[1:])
-    assert torch.equal(render_floats(renderer, jobs[:1]), first)
+    assert apart(render_floats(renderer, jobs[:1]), first) <= PICTURE
     assert len(counted_encodes) == 4
 
 
@@ -286,7 +293,7 @@ def test_rendering_leaves_no_state_behind(parts: SD3Parts) -> None:
     jobs = make_jobs()
     first = render_floats(renderer, jobs)
     render_floats(make_renderer(parts, num_steps=2), jobs)
-    assert torch.equal(render_floats(renderer, jobs), first)
+    assert apart(render_floats(renderer, jobs), first) <= PICTURE
     assert torch.equal(parts.scheduler.sigmas, untouched)
 
 

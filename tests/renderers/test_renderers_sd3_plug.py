@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import tiny_sd3
-import torch
 from pydantic import ValidationError
+from tiny_pictures import as_floats
+from tiny_rounding import PICTURE, apart
 from tiny_sd3 import TINY, make_jobs
 
 from rl.api.plug import Resources
@@ -34,7 +35,8 @@ def test_a_saved_pipeline_is_what_was_saved(sd3_folder: Path, capfd) -> None:
     assert "Loading weights" not in capfd.readouterr().err
     direct = tiny_sd3.make_renderer(tiny_sd3.make_parts())
     jobs = make_jobs()[:1]
-    assert torch.equal(loaded.render_tensor(jobs), direct.render_tensor(jobs))
+    drawn, expected = (as_floats(loop.render_tensor(jobs)) for loop in (loaded, direct))
+    assert apart(drawn, expected) <= PICTURE
     modules = [loaded.parts.transformer, loaded.parts.vae, *loaded.parts.text.encoders]
     assert loaded.parts.text.encoder_3 is not None
     for module in [*modules, loaded.parts.text.encoder_3]:
