@@ -1,11 +1,14 @@
-"""What a sampler drew, held against the trainer's own forward."""
+"""What a sampler drew, held against the trainer's own forward and against another draw."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+import pytest
 import torch
+from tiny_rounding import NATS
 
 from rl.api.types import Completion, Prompt
 
@@ -31,3 +34,13 @@ def max_dlogp(
             group, trainer_logprobs(policy, prompt, group), strict=True
         )
     )
+
+
+def assert_same(
+    ones_PG: Sequence[Sequence[Completion]], others_PG: Sequence[Sequence[Completion]]
+) -> None:
+    """The same tokens; log-probs up to rounding, for a row's place in a batch is its place in a
+    kernel."""
+    for one, other in zip(chain(*ones_PG), chain(*others_PG), strict=True):
+        assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=NATS)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import tiny_qwen
 import torch
-from tiny_engines import max_dlogp
+from tiny_engines import assert_same, max_dlogp
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
@@ -52,19 +52,11 @@ def test_logprobs_are_the_trainers(engine, policy, prompts_P):
     assert max_dlogp(policy, prompts_P, completions_PG) < NATS
 
 
-def assert_same(one, other):
-    """Up to rounding: a row's place in a batch is its place in a kernel."""
-    assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
-    assert one.logprobs == pytest.approx(other.logprobs, abs=NATS)
-
-
 def test_members_differ_and_batch_order_does_not_matter(engine, prompts_P):
     seeds = [7, 70, 700]
     forward = engine.generate(prompts_P, PARAMS, seeds)
     backward = engine.generate(prompts_P[::-1], PARAMS, seeds[::-1])[::-1]
-    for one, other in zip(forward, backward, strict=True):
-        for completion, same in zip(one, other, strict=True):
-            assert_same(completion, same)
+    assert_same(forward, backward)
     assert len({completion.token_ids for group in forward for completion in group}) == 12
 
 
@@ -102,7 +94,7 @@ def test_a_completion_ends_with_its_stop_token_or_at_the_limit(engine, policy, p
 def test_temperature_zero_takes_the_likeliest(engine, policy, prompts_P):
     greedy = SamplingParams(0.0, 1.0, -1, max_tokens=6, num_completions=2)
     [[first, second]] = engine.generate(prompts_P[:1], greedy, [3])
-    assert_same(first, second)
+    assert_same([[first]], [[second]])
     batch = policy.collate([(prompts_P[0], first.token_ids)])
     with torch.no_grad():
         hidden = policy.module(batch).hidden[len(prompts_P[0].token_ids) - 1 : -1]

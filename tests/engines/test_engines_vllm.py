@@ -8,7 +8,7 @@ import pytest
 import tiny_qwen
 import torch
 import vllm
-from tiny_engines import max_dlogp
+from tiny_engines import assert_same, max_dlogp
 from tiny_rounding import NATS
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -213,13 +213,13 @@ def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy,
     assert export(policy).fingerprint == weights.fingerprint
     assert all(torch.equal(p, base[n]) for n, p in policy.module.named_parameters())
     synced.load_weights(zero)
-    assert synced.generate(prompts_P, params(), [5, 6, 7]) == probe_before, "bit for bit"
+    assert_same(synced.generate(prompts_P, params(), [5, 6, 7]), probe_before)
 
 
 def test_members_and_batch_order(synced, prompts_P):
     seeds = [7, 70, 700]
     forward = synced.generate(prompts_P, params(), seeds)
-    assert synced.generate(prompts_P[::-1], params(), seeds[::-1])[::-1] == forward
+    assert_same(synced.generate(prompts_P[::-1], params(), seeds[::-1])[::-1], forward)
     one_by_one = [
         synced.generate([p], params(), [s])[0] for p, s in zip(prompts_P, seeds, strict=True)
     ]
@@ -366,7 +366,7 @@ def test_a_saved_adapter_is_a_vllm_adapter(
     worker.model_runner.lora_manager.remove_all_adapters()
     saved = LoRARequest("saved", 2, str(tmp_path))
     monkeypatch.setattr("vllm.lora.request.LoRARequest", lambda *_: saved)
-    assert engine.generate(prompts_P[:1], params(num_completions=1), [11]) == expected
+    assert_same(engine.generate(prompts_P[:1], params(num_completions=1), [11]), expected)
     worker.remove_lora(2)
 
 

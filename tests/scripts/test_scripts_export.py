@@ -15,8 +15,7 @@ import tiny_qwen
 import tiny_qwen3
 import torch
 from safetensors.torch import load_file
-from tiny_messages import names
-from tiny_rounding import NATS
+from tiny_rounding import NATS, PRODUCT, apart
 
 from rl.api.data import RowRules
 from rl.api.engine import EngineSetup
@@ -161,7 +160,8 @@ def test_it_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
     a, b = (adapter[f"base_model.model.model.{name}.lora_{side}.weight"] for side in ("A", "B"))
     [key] = [key for key in merged if key.endswith("layers.1.self_attn.o_proj.weight")]
     whole = base[key].float() + 2.0 * (b @ a)  # alpha / r = 2
-    assert torch.equal(merged[key], whole.bfloat16())
+    half_a_unit = torch.finfo(torch.bfloat16).eps / 2 * whole.abs()
+    assert ((merged[key].float() - whole).abs() <= half_a_unit + PRODUCT).all()
     untouched = [key for key in merged if "visual" in key]
     assert untouched
     assert all(torch.equal(merged[key], base[key].float().bfloat16()) for key in untouched)
@@ -187,13 +187,13 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     export.main([str(bare), str(from_adapter), *bases, "--dtype", "float32"])
     merged, base = (load_file(f / "model.safetensors") for f in (from_run, encoder))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
-    assert any(not torch.equal(merged[key], base[key]) for key in merged if "q_proj" in key)
+    assert any(apart(merged[key], base[key]) > 1e-3 for key in merged if "q_proj" in key)
     # Bare, it says itself what it belongs to.
     export.main([str(bare), str(tmp_path / "alone"), "--dtype", "float32"])
     alone = load_file(tmp_path / "alone" / "model.safetensors")
-    assert all(torch.equal(merged[key], alone[key]) for key in merged)
+    assert all(apart(merged[key], alone[key]) <= PRODUCT for key in merged)
     again = load_file(from_adapter / "model.safetensors")
-    assert all(torch.equal(merged[key], again[key]) for key in merged)
+    assert all(apart(merged[key], again[key]) <= PRODUCT for key in merged)
 
 
 @pytest.mark.parametrize("is_bare", [False, True])
@@ -249,7 +249,9 @@ def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
-def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None:
+def test_a_merge_that_fails_midway_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = checkpoint(tmp_path, make_policy(), SECTION)
 
     def fail(config: Any) -> None:
@@ -274,31 +276,37 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         return str(refused.value)
 
     target = str(tmp_path / "target")
-    assert names(refusal(BASE, target, "--as", "adapter"), "adapter ... --as model")
+    assert "there is no adapter; export it --as model" in refusal(BASE, target, "--as", "adapter")
     assert "neither an adapter" in refusal(str(tmp_path), target)
     policy = make_policy()
     run = checkpoint(tmp_path, policy, SECTION)
-    assert "exists" in refusal(str(run), str(tmp_path))
-    assert "--dtype" in refusal(str(run), target, "--as", "adapter", "--dtype", "float16")
+    assert "exists; name a folder that does not" in refusal(str(run), str(tmp_path))
+    assert "--dtype is of a model" in refusal(
+        str(run), target, "--as", "adapter", "--dtype", "float16"
+    )
     for which, why in (
-        ("7", "7 iterations ... 2, 4"),
-        ("4", "step_000004 ... damaged"),
-        ("best", "measured"),
+        ("7", "there is no checkpoint of 7 iterations; checkpoints there, by iterations: 2, 4"),
+        ("4", "step_000004 is damaged ("),
+        ("best", "no checkpoint that is there was measured by a held-out run"),
     ):
-        assert names(refusal(str(run), target, "--checkpoint", which), why)
+        assert why in refusal(str(run), target, "--checkpoint", which)
     with monkeypatch.context() as patch:
         patch.setattr(export, "free_gb", lambda folder: 0.001)
-        assert "0.001 GB are free" in refusal(str(run), target)
+        assert "are to be written and 0.001 GB are free" in refusal(str(run), target)
     moved = {**SECTION, "model_path": str(tmp_path / "gone")}
     run = checkpoint(tmp_path / "moved", policy, moved)
-    assert "--base" in refusal(str(run), target)
+    assert "say where the base lies with --base" in refusal(str(run), target)
     bare = model_folder(tmp_path / "run")
     bare = shutil.copytree(bare, tmp_path / "bare")
     written = json.loads((bare / "adapter_config.json").read_text())
     written["base_model_name_or_path"] = "Qwen/Qwen-Image-Edit/text_encoder"
     (bare / "adapter_config.json").write_text(json.dumps(written))
-    parts = "'text_encoder' of Qwen/Qwen-Image-Edit ... auto_mapping.base_model_tokenizer"
-    assert names(refusal(str(bare), target), f"{parts} ... --base ... --text-encoder-from")
+    assert refusal(str(bare), target) == (
+        "the adapter belongs to 'text_encoder' of Qwen/Qwen-Image-Edit and does not say whose "
+        "tokenizer goes with it: write auto_mapping.base_model_tokenizer into its "
+        "adapter_config.json (the run's policy.model_path); or give --base (and "
+        "--text-encoder-from for an editor's text encoder)"
+    )
     assert not (tmp_path / "target").exists()
 
 
@@ -306,8 +314,11 @@ def test_an_adapter_leaves_as_it_is(tmp_path: Path) -> None:
     policy = make_policy()
     run = checkpoint(tmp_path, policy, SECTION)
     export.main([str(run), str(tmp_path / "adapter"), "--as", "adapter", "--checkpoint", "2"])
-    written = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    assert file_names(tmp_path / "adapter") == written
+    assert file_names(tmp_path / "adapter") == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         there = run / "checkpoints" / "step_000002" / "model" / name
         assert (tmp_path / "adapter" / name).read_bytes() == there.read_bytes()
@@ -358,12 +369,14 @@ def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = policy.module.base_model(ids).logits
         copied = load(tmp_path / "model")(ids).logits
-        assert torch.equal(copied, expected)
+        assert apart(copied, expected) <= NATS
         export.main([str(run), str(tmp_path / "encoder"), "--as", "text-encoder"])
-        assert torch.equal(load(tmp_path / "encoder")(ids).logits, expected)
+        assert apart(load(tmp_path / "encoder")(ids).logits, expected) <= NATS
 
 
-def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
+def test_an_editor_takes_the_text_encoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It stands in for the `text_encoder` folder of a stock pipeline, and its states are those of
     base + adapter."""
     from diffusers import QwenImageEditPipeline
@@ -380,9 +393,15 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
     encoder = tmp_path / "trained"
     export.main([str(run), str(encoder), "--as", "text-encoder"])
     said = capsys.readouterr().out
-    assert names(said, "writing 0.00 ... loading ... adapter ... weights in float32")
-    files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
-    assert file_names(encoder) == files
+    for stage in (
+        "writing 0.00",
+        "loading ",
+        "adding the adapter",
+        "writing the weights in float32",
+    ):
+        assert stage in said
+    names = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert file_names(encoder) == names
     stock = QwenImageEditPipeline.from_pretrained(
         editor, tokenizer=None, processor=None
     ).text_encoder
@@ -410,8 +429,12 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
 def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Path) -> None:
     policy = make_policy()
     for renderer, policy_keys, why in (
-        ({"type": "sd3"}, {}, "'sd3' reads text"),
-        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
+        (
+            {"type": "sd3"},
+            {},
+            "the run's renderer 'sd3' reads text, not the policy's hidden states",
+        ),
+        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "read the untrained states"),
     ):
         folder = tmp_path / renderer["type"]
         run = checkpoint(folder, policy, {**SECTION, **policy_keys}, renderer=renderer)
@@ -432,7 +455,7 @@ def test_a_state_that_names_no_policy_is_a_sentence(tmp_path: Path, state: Any) 
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
     (step / "state.json").write_text(json.dumps({"iteration": 2, **state}))
     for form in ("model", "adapter", "text-encoder"):
-        with pytest.raises(SystemExit, match="damaged"):
+        with pytest.raises(SystemExit, match="is damaged: it names no policy"):
             export.main([str(step), str(tmp_path / "out"), "--as", form])
 
 
@@ -448,7 +471,9 @@ def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path
     assert "| reward/mean | 1 |" in card and "eval/reward" not in card
 
 
-def test_a_push_that_fails_leaves_the_folder_and_says_how(tmp_path, monkeypatch, capsys) -> None:
+def test_a_push_that_fails_leaves_the_folder_and_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The suite runs with HF_HUB_OFFLINE=1."""
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
     run = checkpoint(tmp_path, make_policy(), SECTION)
@@ -456,7 +481,7 @@ def test_a_push_that_fails_leaves_the_folder_and_says_how(tmp_path, monkeypatch,
     export.main([str(run), str(target), "--as", "adapter", "--push-to", "me/mine"])
     said = capsys.readouterr()
     assert f"wrote {target}" in said.out and "hunter2" not in said.err
-    assert names(said.err, "upload ... 'me/mine'")
+    assert "the upload to 'me/mine' failed" in said.err
     assert f"hf upload me/mine {target}" in said.err
     assert (target / "README.md").is_file()
 

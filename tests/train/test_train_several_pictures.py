@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import tiny_loop
 from PIL import Image
+from tiny_editor import assert_same_picture
 from tiny_edits import write_jsonl
 from tiny_pictures import make_picture
 
 from rl.commands import edit
-from rl.edit.editor import OWN_WORDS, Editor, EditRequest, EditResult
+from rl.edit.editor import OWN_WORDS, Editor, EditRequest
 from rl.record.rewind import PICTURE_NAME
 from rl.report.figures import draw_grid
 from rl.report.mail import write_single_file
@@ -60,15 +61,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tiny"
 
 
-def same(picture: Image.Image | None, file: Path) -> bool:
-    assert picture is not None
-    return np.array_equal(np.asarray(picture), np.asarray(Image.open(file)))
-
-
-def same_pixels(one: EditResult, other: EditResult) -> bool:
-    return np.array_equal(np.asarray(one.image), np.asarray(other.image))
-
-
 def test_every_source_is_on_record_and_one_is_named_as_ever(run_dir: Path) -> None:
     episodes = tiny_loop.episodes_of(run_dir)
     assert {row["sample_id"] for row in episodes} == set(NAMES)
@@ -80,7 +72,8 @@ def test_every_source_is_on_record_and_one_is_named_as_ever(run_dir: Path) -> No
         stem = files[0].removesuffix("_source.png")
         assert files[1:] == [f"{stem}_source{k}.png" for k in range(2, number + 1)]
         for k, file in enumerate(files):
-            assert same(make_picture(k + 1, *SIZES[k]), run_dir / file)
+            shown = make_picture(k + 1, *SIZES[k])
+            assert np.array_equal(np.asarray(shown), np.asarray(Image.open(run_dir / file)))
         # What is drawn takes the last one's aspect: landscape, portrait, square.
         width, height = Image.open(run_dir / row["image_file"]).size
         assert np.sign(width - height) == (1, -1, 0)[number - 1]
@@ -97,13 +90,16 @@ def test_held_out_samples_come_out_again(run_dir: Path) -> None:
     with Editor.from_run(run_dir, device="cpu") as editor:
         results = editor.edit_batch(requests, seed=3, arms=True)
         for result, row in zip(results, rows, strict=True):
-            assert result.failure is None and same(result.image, folder / row["image_file"])
-            assert same(result.arms[OWN_WORDS].image, folder / row["bare_file"])
+            assert result.failure is None
+            assert_same_picture(result.image, Image.open(folder / row["image_file"]))
+            bare = result.arms[OWN_WORDS].image
+            assert_same_picture(bare, Image.open(folder / row["bare_file"]))
         with pytest.raises(ValueError, match=r"4 pictures, where this run reads 3; give fewer, or"):
             editor.edit([make_picture(0)] * 4, WORDS)
         first = make_picture(1, *SIZES[0])
         alone, listed = (editor.edit(given, WORDS) for given in (first, [first]))
-    assert same_pixels(alone, listed) and len(listed.sources) == 1
+    assert_same_picture(alone.image, listed.image)
+    assert len(listed.sources) == 1
 
 
 def test_the_page_the_figure_and_the_mail_have_them_all(run_dir: Path, tmp_path: Path) -> None:
