@@ -24,6 +24,8 @@ from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import weights as vllm_weights
 from rl.policies import qwen2_5_vl
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = replace(tiny_qwen.TEMPLATE, max_pictures=2)
 PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
 
@@ -154,14 +156,23 @@ def test_a_place_that_is_not_known_is_not_proven(engine, policy):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch, level):
-    """vLLM's own sleep needs a GPU. A deeper one would throw the weights away."""
+    """vLLM's own sleep needs a GPU. A deeper one would throw the weights away. What was lost is put
+    back for the tests after this one: a sync does not send the frozen tower."""
     engine.load_weights(policy.export_weights(trainable(policy), 0))
+    kept = {}
 
     def lose(worker):
         parameters = dict(worker.model_runner.get_model().named_parameters())
         for name in list(parameters)[:: 1 if level == 2 else 1000]:
+            kept[name] = parameters[name].data.clone()
             parameters[name].data.zero_()
 
+    def put_back(worker):
+        for name, parameter in worker.model_runner.get_model().named_parameters():
+            if name in kept:
+                parameter.data.copy_(kept[name])
+
+    monkeypatch.setattr(engine, "_failed", False)
     monkeypatch.setattr(engine, "_sleeps", True)
     monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: None)
     monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: None)
@@ -171,9 +182,11 @@ def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch, l
     engine._llm.collective_rpc(lose)
     with pytest.raises(RuntimeError, match=r"woke up with other weights in \d+ parameters: visual"):
         engine.wake()
+    engine._llm.collective_rpc(put_back)
+    with pytest.raises(RuntimeError, match="failed before"):
+        engine.generate([policy.build_prompt(tiny_qwen.sample(0))], PARAMS, [1])
 
 
-@pytest.mark.slow
 def test_a_bfloat16_engine_that_loses_one_tensor_is_seen_at_earls_learning_rate(tmp_path):
     policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path), dtype="bfloat16")
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
@@ -197,7 +210,6 @@ def test_a_bfloat16_engine_that_loses_one_tensor_is_seen_at_earls_learning_rate(
     engine.close()
 
 
-@pytest.mark.slow
 def test_a_merged_adapter_arrives_after_every_update(tmp_path):
     """q and v alone: vLLM fuses them with k, and a part of a fused matrix alone corrupts it."""
     folder = tiny_qwen.save_policy_folder(tmp_path)

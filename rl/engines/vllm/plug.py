@@ -357,6 +357,7 @@ class VllmEngine(Engine[Config]):
         [lost] = self._llm.collective_rpc(vllm_weights.parameter_difference, args=(self._asleep,))
         self._asleep = None
         if problem := lost or (self._fingerprint and self._difference()):
+            self._failed = True
             raise RuntimeError(
                 f"the inference engine woke up with {problem}. Set engine.residency: 'resident', "
                 "or use another version of vLLM"
