@@ -118,6 +118,8 @@ def _jsonnet_value(
     text: str, variables: Mapping[str, str], env: Mapping[str, str], importer: Importer
 ) -> str:
     """An override's right-hand side as a JSON literal."""
+    if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?|true|false|null", text, re.ASCII):
+        return text  # Jsonnet would take 0.05 s
     known = dict(variables)
     try:
         return str(
