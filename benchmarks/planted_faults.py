@@ -1,0 +1,119 @@
+"""Plants known faults in `rl/`, one at a time, and says which test catches each.
+
+    python -m benchmarks.planted_faults [ID ...] [--tests CHECKOUT] [--jobs 2]
+
+Each fault of `planted_faults.json` replaces one piece of text in a copy of this checkout. The test
+directories whose files import the changed module (themselves, or through a helper beside them) run
+until the first failure: fast tests first, then slow ones. `--tests` takes the tests of another
+checkout, such as an older commit's. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+LIMIT_S = 900
+"""Of one pytest; a fault that makes tests hang is caught by it."""
+
+
+class Outcome(NamedTuple):
+    fault: dict[str, Any]
+    caught_by: str
+    """A test's id, 'the time limit', or '' where nothing failed."""
+    seconds: float
+
+
+def planted(fault: dict[str, Any], tests: Path, folder: Path) -> None:
+    """This checkout with one fault in it, and the tests of `tests`."""
+    tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    for source in (ROOT, tests):
+        names = subprocess.run(tracked, cwd=source, capture_output=True, check=True).stdout
+        for name in names.decode().split("\0"):
+            if name.startswith("tests/") == (source is tests) and (source / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source / name, folder / name)
+    file = folder / fault["file"]
+    text = file.read_text(encoding="utf-8")
+    if text.count(fault["old"]) != 1:
+        raise SystemExit(f"{fault['id']}: its text is not once in {fault['file']}; write it anew")
+    file.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
+
+
+def chosen(fault: dict[str, Any], tests: Path) -> list[str]:
+    """Test files that import the module, then the rest of their directories and of its own."""
+    module = fault["file"].removesuffix(".py").replace("/", ".")
+    package, _, name = module.rpartition(".")
+    imports = re.compile(
+        rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
+    )
+    users = [file for file in sorted(tests.rglob("*.py")) if imports.search(file.read_text())]
+    helpers = [file.stem for file in users if file.parent == tests and file.stem[:5] != "test_"]
+    indirect = re.compile(
+        rf"^(?:import|from) (?:{'|'.join(helpers)})\b" if helpers else r"(?!)", re.M
+    )
+    direct = [file for file in users if file.name.startswith("test_")]
+    folders = {file.parent for file in direct} | {tests / fault["file"].split("/")[1]}
+    for file in sorted(tests.rglob("test_*.py")):
+        if indirect.search(file.read_text()):
+            folders.add(file.parent)
+    nearest = sorted(folders - {tests}, key=lambda folder: folder.name != fault["room"])
+    rest = [file for folder in nearest for file in sorted(folder.glob("test_*.py"))]
+    return [str(file.relative_to(tests.parent)) for file in dict.fromkeys([*direct, *rest])]
+
+
+def tried(fault: dict[str, Any], tests: Path) -> Outcome:
+    started = time.monotonic()
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        planted(fault, tests, folder)
+        files = chosen(fault, folder / "tests")
+        for tier in ("not slow", "slow"):
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", tier, *files]
+            try:
+                done = subprocess.run(
+                    [*command, "-p", "no:cacheprovider", "-p", "no:randomly"],
+                    cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
+                    env={**os.environ, "PYTHONPATH": f"{folder}:{folder}/tests"},
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return Outcome(fault, "the time limit", time.monotonic() - started)
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+            if done.returncode not in (0, 5):
+                caught = failed[1] if failed else f"exit status {done.returncode}"
+                return Outcome(fault, caught, time.monotonic() - started)
+    return Outcome(fault, "", time.monotonic() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Which test catches each planted fault.")
+    parser.add_argument("ids", nargs="*")
+    parser.add_argument("--tests", type=Path, default=ROOT, help="another checkout, for its tests")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    faults = [fault for fault in FAULTS if not given.ids or fault["id"] in given.ids]
+    print("| fault | in | caught by | s |\n|---|---|---|---|")
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for fault, caught, seconds in pool.map(lambda f: tried(f, given.tests.resolve()), faults):
+            where = fault["file"].removeprefix("rl/")
+            caught = f"`{caught.removeprefix('tests/')}`" if caught else "**nothing**"
+            print(
+                f"| {fault['id']}: {fault['what']} | {where} | {caught} | {seconds:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
