@@ -22,7 +22,9 @@ class Harness:
             ended = tiny_run.start(folder / "straight")
             assert ended.code == 0, ended.printed[-2000:]
             young = tiny_run.prepare(folder / "young", self.rows, judge)
-            tiny_run.start(young.parent, EndAt("rl.learner.train_step:TrainStep.step", 3))
+            # An error, not kill -9: the second iteration's save is waited for.
+            step = "rl.learner.train_step:TrainStep.step"
+            tiny_run.start(young.parent, EndAt(step, 3, "RuntimeError"))
         assert tiny_run.on_disk(young) == 2, "it was to end in its third iteration"
         self._young = young
 
