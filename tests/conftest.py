@@ -1,13 +1,23 @@
-"""One thread per process: tiny models are slower on two, and results repeat bit for bit.
+"""What every test gets: its own working directory, environment and global state.
 
-Wheels are mended before any test file imports `datasets`, `transformers` or `diffusers`. A campaign
-runs by `-m campaign` only; `-n auto` of pytest-xdist is one worker per core that is ours.
+One thread per process: tiny models are slower on two. `-n auto` of pytest-xdist is one worker per
+core that is ours. A campaign runs by `-m campaign` only.
 """
 
+import json
 import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+_CACHES = TemporaryDirectory(prefix="tests_caches_", ignore_cleanup_errors=True)
+os.environ["HF_HOME"] = _CACHES.name  # each process's own, and not the user's
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -17,18 +27,32 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-from rl.ranks.wheels import mend_mismatched_wheels
+from rl.ranks.wheels import mend_mismatched_wheels  # noqa: E402
 
-mend_mismatched_wheels()
+mend_mismatched_wheels()  # before a test file imports `datasets`, `transformers` or `diffusers`
 
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text(encoding="utf-8"))
+TIERS = {"not slow": "fast", "slow": "slow"}
+"""`-m` -> its name in the budget."""
+BUSY = 3
+"""A machine that does other work takes longer; beyond this factor it is the tests."""
 MAX_WORKERS = 8
 """Each holds torch, transformers and vLLM: 2 GB."""
+STARTED_S = pytest.StashKey[float]()
+TESTS = ["tests"]
+"""`testpaths`: nothing less was asked for."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """xdist's own count is of physical cores, ours or not."""
-    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """xdist's own count is of physical cores, ours or not. Slow tests get one worker more, because
+    some of them wait for a minute or two."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores + (config.option.markexpr == "slow"), MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,3 +63,76 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if campaign:
         items[:] = [item for item in items if item not in campaign]
         config.hook.pytest_deselected(items=campaign)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[STARTED_S] = time.monotonic()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A tier that takes far more minutes than its budget fails."""
+    config = session.config
+    tier = TIERS.get(config.option.markexpr)
+    if (
+        hasattr(config, "workerinput")
+        or tier is None
+        or config.option.keyword
+        or config.args != TESTS
+    ):
+        return
+    minutes = (time.monotonic() - config.stash[STARTED_S]) / 60
+    budget = BUDGET["minutes"][tier]
+    print(f"\n{tier} tests: {minutes:.1f} minutes of {budget} (tests/budget.json)", end="")
+    if minutes > BUSY * budget and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """What several tests share is made of the same random numbers whichever test comes first."""
+    if fixturedef.scope != "function":
+        _seed()
+
+
+def _seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _outside_of_the_repository(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fixtures that several tests share are made in an empty folder, too."""
+    os.chdir(tmp_path_factory.mktemp("working_directory"))
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path) -> Iterator[None]:
+    """Each test starts in its own empty folder with the same random numbers, and leaves the
+    process as it found it, in whatever order tests run."""
+    folder, environment, path = os.getcwd(), dict(os.environ), list(sys.path)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    threads, dtype, grad = (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+    )
+    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    os.chdir(tmp_path)
+    _seed()
+    yield
+    os.chdir(folder)
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    sys.path[:] = path
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler is not None:
+            signal.signal(number, handler)
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])
+    torch.set_rng_state(generators[2])

@@ -13,8 +13,18 @@ from typing import Any
 
 from PIL import Image
 
-from rl.config.schema import RunConfig, load_config
+from rl.config.messages import validate
+from rl.config.schema import ConfigError, RunConfig, load_config
 
+REPO = Path(__file__).resolve().parents[1]
+WEIGHTS = REPO / "tiny_world/weights"
+SHIPPED = [path.stem for path in sorted((REPO / "configs").glob("*.jsonnet"))]
+DISTINCT = [
+    name
+    for name in SHIPPED
+    if not name.endswith("_control") and (name == "sft_s__rl_sc" or not name.startswith("sft"))
+]
+"""Without controls, which differ by shuffled rewards, and with one of EARL's ten."""
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
     "APP__RUN_NAME": "mine",
@@ -43,6 +53,14 @@ def shipped(name: str, *changes: str) -> RunConfig:
         except ValueError:
             section[last] = word
     return RunConfig.model_validate_json(json.dumps(values))
+
+
+def validated(values: dict[str, Any]) -> RunConfig:
+    """As `load_config` of a file that holds them, without the fifth of a second of its Jsonnet."""
+    config, wrong = validate(RunConfig, json.loads(json.dumps(values, sort_keys=True)))
+    if config is None:
+        raise ConfigError(wrong)
+    return config
 
 
 def write(folder: Path, values: dict[str, Any], name: str = "run.jsonnet") -> Path:

@@ -44,9 +44,9 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
     )
     found = problems_of(path, env={"HOME": "/home/me"})
     for parts in (
-        f"set ... APP__RUN_NAME ... {path}:2",
-        f"set ... APP__JUDGE ... {path}:3",
-        f"std.extVar('HOME') ... {path}:5 ... only",
+        f"set ... APP__RUN_NAME ... {path.name}:2",
+        f"set ... APP__JUDGE ... {path.name}:3",
+        f"std.extVar('HOME') ... {path.name}:5 ... only",
         "seed: -1",  # the rest is checked as well
     ):
         assert any(names(problem, parts) for problem in found), parts
@@ -74,16 +74,17 @@ def test_a_variable_of_any_name_may_be_missing(tmp_path, plain: Path, name: str,
         encoding="utf-8",
     )
     found = problems_of(path)
-    assert any(names(problem, f"set ... APP__DIR ... {path}:1") for problem in found)
+    assert any(names(problem, f"set ... APP__DIR ... {path.name}:1") for problem in found)
     assert any(said in problem for problem in found), found
     if said.startswith("std.extVar"):
         assert load_config(path, env={name: "mine", "APP__DIR": "d"}).run_name == "mine"
 
 
+@pytest.mark.slow
 def test_looking_for_missing_variables_comes_to_an_end(tmp_path: Path) -> None:
     path = tmp_path / "endless.jsonnet"
     path.write_text("local f(n) = f(std.extVar(n) + '1') tailstrict; { a: f('APP__A') }")
-    wanted = f"set ... APP__A ... {path}:1"
+    wanted = f"set ... APP__A ... {path.name}:1"
     assert any(names(problem, wanted) for problem in problems_of(path))
     path.write_text("{ a: error 'undefined external variable: APP__A' }")
     [problem] = problems_of(path)
@@ -96,7 +97,7 @@ def test_bytes_that_are_not_utf_8_are_named(tmp_path: Path, plain: Path) -> None
     path = tmp_path / "env.jsonnet"
     path.write_text("(import 'run.jsonnet') + { run_name: std.extVar('APP__RUN_NAME') }")
     found = problems_of(path, env={"APP__RUN_NAME": broken})
-    assert names(found[0], f"APP__RUN_NAME ... {path}:1 ... UTF-8")
+    assert names(found[0], f"APP__RUN_NAME ... {path.name}:1 ... UTF-8")
     for override in (f"run_name={broken}", f"{broken}=1"):
         [problem] = problems_of(plain, override)
         assert names(problem, f"{override!r} ... UTF-8")

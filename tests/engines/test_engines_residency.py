@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiny_config
 
 from rl import build
 from rl.config.schema import load_config
@@ -55,7 +56,7 @@ def test_a_policy_of_unknown_size_leaves_no_room(monkeypatch, capsys):
     assert room(monkeypatch, 400.0, *unknown) == (False, None)
     assert "nobody/knows" in capsys.readouterr().out
     # Once it is loaded, its folder tells.
-    has_room, claim = room(monkeypatch, 400.0, *unknown, folder="tiny_world/weights/policy")
+    has_room, claim = room(monkeypatch, 400.0, *unknown, folder=str(tiny_config.WEIGHTS / "policy"))
     assert has_room and claim is not None
 
 

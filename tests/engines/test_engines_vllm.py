@@ -21,6 +21,8 @@ from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import weights as vllm_weights
 from rl.policies import qwen2_5_vl
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 12
 LORA = {"r": 4, "alpha": 6}
 """alpha / r = 1.5: the scaling the worker applies to B is not a no-op."""
@@ -191,7 +193,7 @@ def test_a_group_is_read_and_its_picture_encoded_once(engine, policy, worker, mo
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", counting)
-    fresh_P = [policy.build_prompt(tiny_qwen.sample(100 + i, width=64 * (i + 1))) for i in range(3)]
+    fresh_P = [policy.build_prompt(tiny_qwen.sample(900 + i, width=64 * (i + 1))) for i in range(3)]
     completions_PG = engine.generate(fresh_P, params(), [7, 70, 700])
     assert max_dlogp(policy, fresh_P, completions_PG) <= NATS
     assert encoded == [1, 1, 1], "three pictures, each alone, none of them again"

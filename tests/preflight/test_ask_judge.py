@@ -31,7 +31,7 @@ KEY = "sk-very-secret-0123456789"
 def config_of(folder: Path, *bases: str, **changes: Any) -> RunConfig:
     judge = {"api_base": list(bases), "model": MODEL, "backoff_s": 0.01, "image_side_px": 64}
     config = tiny_config.real(folder, judge=judge | changes.pop("judge", {}), **changes)
-    return load_config(tiny_config.write(folder, config))
+    return tiny_config.validated(config)
 
 
 def told(folder: Path, *bases: str, **changes: Any) -> tuple[str, int]:

@@ -149,6 +149,7 @@ def one_layer_less(policy: Any) -> Iterator[None]:
     decoder.layers, decoder.config.num_hidden_layers = layers, depth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapted", "dtype", "checkpointing"),
     [
@@ -175,6 +176,7 @@ def test_what_a_real_forward_keeps(
     assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapted", "dtype", "checkpointing"),
     [

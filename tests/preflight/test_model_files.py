@@ -15,11 +15,10 @@ from tiny_messages import names
 
 from rl import build
 from rl.api.plug import ModelFiles
-from rl.config.schema import ConfigError, load_config
+from rl.config.schema import ConfigError
 from rl.files.model_files import model_problems
 from rl.preflight import report
 
-WEIGHTS = Path("tiny_world/weights").absolute()
 SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": ("policies", {"type": "qwen2_5_vl"}),
     "emu3": ("policies", {"type": "emu3"}),
@@ -39,7 +38,9 @@ def models(room: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
 
 
 def linked(name: str, folder: Path) -> Path:
-    return Path(shutil.copytree(WEIGHTS / name, folder / name, copy_function=os.symlink))
+    return Path(
+        shutil.copytree(tiny_config.WEIGHTS / name, folder / name, copy_function=os.symlink)
+    )
 
 
 def rewrite(file: Path, content: bytes) -> None:
@@ -51,7 +52,7 @@ def rewrite(file: Path, content: bytes) -> None:
 PARTS = [
     (name, model.subfolder, model.config, bool(model.weights), bool(model.kinds))
     for name, (room, section) in SECTIONS.items()
-    for model in models(room, section | {"model_path": str(WEIGHTS / name)})
+    for model in models(room, section | {"model_path": str(tiny_config.WEIGHTS / name)})
     if model.config_required
 ]
 
@@ -80,14 +81,14 @@ def test_every_part_that_a_plug_loads_is_looked_at(
         return problem
 
     assert names(damaged(lambda part: (part / config).unlink()), f"lacks {place}; ... copy")
-    cut = (WEIGHTS / name / place).read_bytes()[:-9]
+    cut = (tiny_config.WEIGHTS / name / place).read_bytes()[:-9]
     assert names(damaged(lambda part: rewrite(part / config, cut)), f"{config} ... JSON")
     if has_kind:
         other = b'{"model_type": "qwen2_vl"}'
         kind = damaged(lambda part: rewrite(part / config, other))
         assert names(kind, f"{config} ... model_type 'qwen2_vl' ... only '")
     if has_weights:
-        [weights] = (WEIGHTS / name / subfolder).glob("*.safetensors")
+        [weights] = (tiny_config.WEIGHTS / name / subfolder).glob("*.safetensors")
         whole = weights.read_bytes()
         lacking = os.path.join(subfolder, weights.name)
         assert f"lacks {lacking} or {lacking}.index.json" in damaged(
@@ -228,7 +229,7 @@ def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) ->
 
 def test_a_strangers_plug_says_what_it_loads(tmp_path, monkeypatch) -> None:
     values = tiny_config.nothing(tmp_path, renderer={"type": "tiny_plugs.nothing"})
-    config = load_config(tiny_config.write(tmp_path, values))
+    config = tiny_config.validated(values)
 
     def problems(answer: Any) -> list[str]:
         told = classmethod(lambda cls, config: answer)
@@ -241,7 +242,10 @@ def test_a_strangers_plug_says_what_it_loads(tmp_path, monkeypatch) -> None:
 
     assert problems([]) == []
     kinds = frozenset({"my_model"})
-    clip = ModelFiles("weights", str(WEIGHTS / "clip"), kinds)
+    clip = ModelFiles("weights", str(tiny_config.WEIGHTS / "clip"), kinds)
     [problem] = problems([clip])
-    assert names(problem, f"renderer.weights: {WEIGHTS}/clip/config.json ... 'clip' ... 'my_model'")
+    assert names(
+        problem,
+        f"renderer.weights: {tiny_config.WEIGHTS}/clip/config.json ... 'clip' ... 'my_model'",
+    )
     assert names(problems("clip")[0], "'clip' (str) ... list of ModelFiles")

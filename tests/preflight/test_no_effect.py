@@ -14,20 +14,12 @@ from rl.preflight import report
 from rl.preflight.no_effect import no_effect
 from rl.simple_launch import main
 
-SHIPPED = [path.stem for path in sorted(Path("configs").glob("*.jsonnet"))]
-DISTINCT = [
-    name
-    for name in SHIPPED
-    if not name.endswith("_control") and (name == "sft_s__rl_sc" or not name.startswith("sft"))
-]
-"""Shuffled rewards, and EARL's ten among themselves, change nothing here."""
-
 
 def told(name: str, *overrides: str) -> list[str]:
     return no_effect(build.resolve(tiny_config.shipped(name, *overrides)))
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", tiny_config.DISTINCT)
 def test_a_shipped_config_sets_nothing_in_vain(name: str) -> None:
     assert told(name) == []
 
@@ -127,8 +119,9 @@ def test_a_system_prompt_beside_an_editor_is_refused() -> None:
         (["engine.adapter=merged", "optimizer.zero_stage=3"],
          "engine.adapter: ... 'merged' ... ZeRO-3"),
         (["renderer.lora_path=./no.safetensors"], "renderer.lora_path: ... './no.safetensors'"),
-        (["renderer.lora_path=configs", "renderer.lora_weight_name=no.safetensors"],
-         "renderer.lora_weight_name: ... configs ... 'no.safetensors'"),
+        ([f"renderer.lora_path={tiny_config.WEIGHTS}",
+          "renderer.lora_weight_name=no.safetensors"],
+         "renderer.lora_weight_name: ... weights ... 'no.safetensors'"),
     ],
 )  # fmt: skip
 def test_what_would_be_passed_over_in_silence_is_refused(overrides: list[str], parts: str) -> None:
@@ -138,7 +131,7 @@ def test_what_would_be_passed_over_in_silence_is_refused(overrides: list[str], p
 
 def test_states_of_another_width_are_refused() -> None:
     """By what the hub's models are known to have, and by what local ones say."""
-    local = str(Path("tiny_world/weights/rewriter").absolute())
+    local = str(tiny_config.WEIGHTS / "rewriter")
     for name, model, found, reads in (
         ("qwen_image_edit", "Qwen/Qwen2.5-VL-3B-Instruct", 2048, 3584),
         ("quickstart", local, 64, 128),

@@ -12,7 +12,7 @@ from tiny_edits import write_jsonl
 from tiny_faulty_judge import MODEL, FaultyJudge
 from tiny_messages import names
 
-from rl.config.schema import RunConfig, load_config
+from rl.config.schema import RunConfig
 from rl.preflight import report
 
 WORDS = {"instruction": "paint it"}
@@ -28,7 +28,7 @@ def config_of(folder: Path, plug: str, *rows: dict[str, Any], **changes: Any) ->
     data = {"train": [source], "validation": [source]} | changes.pop("data", {})
     renderer = {"type": plug, "model_path": f"Qwen/{plug}"} | changes.pop("renderer", {})
     config = tiny_config.real(folder, data=data, renderer=renderer, **changes)
-    return load_config(tiny_config.write(folder, config))
+    return tiny_config.validated(config)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import signal
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ import tiny_ranks
 
 from rl.ranks import endings, heartbeat
 from rl.ranks.hang_watch import HangWatch
+
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 8.0
 """A rank is named at half of it."""
@@ -51,7 +53,7 @@ LEARN = r"in phase learn for \d+ s \(\S+\)"
 END = r"at 8 s the run ends \(hang_limit_s\)"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """One launcher's ranks, by what they do."""
 
@@ -59,9 +61,6 @@ class Case:
     expected: str
     """A pattern of the one line, '' for none."""
     is_one_node: bool = True
-    lines: list[str] = field(default_factory=list)
-    ends: bool = False
-    """What `look` returned last."""
 
 
 CASES = {
@@ -108,52 +107,54 @@ class Ranks:
         while not all(self._has_begun(way) for way in WAYS):
             assert time.monotonic() < end_s
             time.sleep(0.05)
-        self.watches = {name: self._watch(case) for name, case in CASES.items()}
+        self.lines: dict[str, list[str]] = {name: [] for name in CASES}
+        self.watches = {name: self._watch(name) for name in CASES}
+        self.ended: set[str] = set()
+        """Cases whose run the watch would end."""
 
     def _has_begun(self, way: str) -> bool:
         beat = heartbeat.read(self.beats[way])
         return beat is not None and beat.phase.startswith("learn")
 
-    def _watch(self, case: Case) -> HangWatch:
-        beats = {rank: self.beats[way] for rank, way in enumerate(case.ways)}
-        pids = {rank: self.processes[way].pid for rank, way in enumerate(case.ways)}
-        return HangWatch(beats, pids, LIMIT_S, case.is_one_node, case.lines.append)
+    def pids(self, name: str) -> dict[int, int]:
+        return {rank: self.processes[way].pid for rank, way in enumerate(CASES[name].ways)}
+
+    def _watch(self, name: str) -> HangWatch:
+        beats = {rank: self.beats[way] for rank, way in enumerate(CASES[name].ways)}
+        note = self.lines[name].append
+        return HangWatch(beats, self.pids(name), LIMIT_S, CASES[name].is_one_node, note)
 
     def look(self, for_s: float) -> None:
         end_s = time.monotonic() + for_s
         while time.monotonic() < end_s:
-            for name, watch in self.watches.items():
-                CASES[name].ends = watch.look()
+            self.ended = {name for name, watch in self.watches.items() if watch.look()}
             time.sleep(0.25)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("beats"))
-    try:
-        started.look(LIMIT_S / 2 + 1.5)
-        yield started
-    finally:
-        for process in started.processes.values():
-            process.kill()
-            process.communicate()
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    started = Ranks(tmp_path)
+    yield started
+    for process in started.processes.values():
+        process.kill()
+        process.communicate()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_who_hangs_is_named_with_its_phase_and_not_who_waits(ranks: Ranks, name: str) -> None:
-    case = CASES[name]
-    assert len(case.lines) == bool(case.expected), case.lines
-    assert re.fullmatch(case.expected, "".join(case.lines)), case.lines
-    assert not case.ends
+def test_who_hangs_is_named_and_ended_and_not_who_waits(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One timeline: each step needs the seconds before it."""
+    ranks.look(LIMIT_S / 2 + 1.5)
+    for name, case in CASES.items():
+        lines = ranks.lines[name]
+        assert len(lines) == bool(case.expected), (name, lines)
+        assert re.fullmatch(case.expected, "".join(lines)), (name, lines)
+    assert not ranks.ended
 
-
-def test_beyond_the_limit_it_ends_but_for_ranks_elsewhere(ranks: Ranks) -> None:
     ranks.look(LIMIT_S / 2)
-    ended = {name for name, case in CASES.items() if case.ends}
-    assert ended == {name for name, case in CASES.items() if END in case.expected}
+    expected = {name for name, case in CASES.items() if END in case.expected}
+    assert ranks.ended == expected, "beyond the limit; ranks of another node are not ended here"
 
-
-def test_every_stack_is_in_the_logs_and_one_that_was_stopped_goes_on(ranks: Ranks) -> None:
     for process in ranks.processes.values():
         process.send_signal(heartbeat.ASKS_STACKS)
         process.send_signal(signal.SIGCONT)
@@ -162,27 +163,19 @@ def test_every_stack_is_in_the_logs_and_one_that_was_stopped_goes_on(ranks: Rank
         assert "most recent call first" in log.read_text(), way
     assert "in hang_in" in ranks.logs["interpreter"].read_text()
     assert "in all_gather" in ranks.logs["collective"].read_text()
-    assert ranks.watches["stopped"].is_answering(2)
-    assert not ranks.watches["C that holds the interpreter"].is_answering(1)
+    assert ranks.watches["stopped"].is_answering(2), "it was continued"
+    interpreter = ranks.watches["C that holds the interpreter"]
+    assert not interpreter.is_answering(1)
 
+    # A launcher that was stopped itself for an hour (Ctrl-Z, then `fg`) blames nobody.
+    assert list(interpreter.hung) == [1]
+    monkeypatch.setattr(interpreter, "_looked_s", time.monotonic() - 3600)
+    interpreter.look()
+    assert not interpreter.hung
 
-def test_a_launcher_that_was_stopped_itself_blames_nobody(ranks: Ranks, monkeypatch) -> None:
-    """Ctrl-Z, and `fg` an hour later."""
-    watch = ranks.watches["C that holds the interpreter"]
-    watch.look()
-    assert list(watch.hung) == [1]
-    an_hour_ago = time.monotonic() - 3600
-    monkeypatch.setattr(watch, "_looked_s", an_hour_ago)
-    watch.look()
-    assert not watch.hung
-
-
-def test_what_hangs_is_asked_for_its_stacks_and_to_leave(ranks: Ranks) -> None:
-    """These have no handler of SIGTERM, and end at once."""
+    # What hangs is asked to leave. These have no handler of SIGTERM, and end at once.
     watch, lines = ranks.watches["spins"], list[str]()
-    ranks.look(heartbeat.EVERY_S)
-    pids = {rank: ranks.processes[way].pid for rank, way in enumerate(CASES["spins"].ways)}
-    ending = endings.end_hung(watch, pids, lines.append)
+    ending = endings.end_hung(watch, ranks.pids("spins"), lines.append)
     assert (ending.code, ending.what, ending.by_machine) == (124, "rank 1 hung", True)
     assert len(lines) == 1 and "rank 1 hung for too long (hang_limit_s)" in lines[0]
     assert not watch.alive()

@@ -15,9 +15,12 @@ from rl.commands import report
 
 CHROMIUM = shutil.which("chromium")
 api = pytest.importorskip("playwright.sync_api", reason="scripts/test.sh installs playwright")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium here: scripts/test.sh --with-chromium brings it"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no chromium here: scripts/test.sh --with-chromium brings it"
+    ),
+]
 HOSTILE_NAME = "run <b>'&#\u202e %41"
 """Of a folder; a slash, and what has no UTF-8, is no file name."""
 SCHEMES = ("light", "dark")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_config
 from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files.atomic import json_line
@@ -83,13 +84,13 @@ def test_tokens_have_their_own_words_where_the_tokenizer_is_here(run_dir: Path) 
     refreshed(run_dir)
     from tokenizers import Tokenizer
 
-    file = "tiny_world/weights/policy/tokenizer.json"
+    file = str(tiny_config.WEIGHTS / "policy/tokenizer.json")
     known = Tokenizer.from_file(file)
     words = data(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
     assert "".join(words) == known.decode([302, 258, 312], skip_special_tokens=False)
     snowman = known.encode("☃", add_special_tokens=False).ids
     assert len(snowman) > 1, "of several tokens"
-    here = tokens.Pieces({"policy": {"model_path": "tiny_world/weights/policy"}})
+    here = tokens.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
     assert here.of([*snowman, *snowman[:1]])[: len(snowman)] == ["☃", *[""] * (len(snowman) - 1)]
     assert len(here.of([*snowman, *snowman[:1]])) == len(snowman) + 1
     assert tokens.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
@@ -212,6 +213,7 @@ def test_forgotten_pictures_are_not_named(run_dir: Path) -> None:
     assert data(run_dir, "it_000001")["rows"][0]["src"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_tokens", "num_groups"), [(700, 8), (3000, 8), (40, 200)])
 def test_no_page_is_too_large_and_no_group_is_lost(
     tmp_path: Path, num_tokens: int, num_groups: int

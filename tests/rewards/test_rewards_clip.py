@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_config
 import torch
 from PIL import Image
 from tiny_rewards import make
@@ -113,7 +114,7 @@ def test_company_in_a_batch_changes_nothing(reward: clip.Clip, pictures: list[Im
 def test_a_cosine_has_the_same_bits_in_a_batch_of_any_size(pictures: list[Image.Image]) -> None:
     """With the shipped tiny CLIP, whose kernels differ for one, two and more rows, and on some CPUs
     from row to row."""
-    model = ClipModel(clip.Config(model_path="tiny_world/weights/clip"), "cpu")
+    model = ClipModel(clip.Config(model_path=str(tiny_config.WEIGHTS / "clip")), "cpu")
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 255, (16, 64, 64, 3), dtype=np.uint8)
     pairs = [("purple triangle bottom left", Image.fromarray(pixels)) for pixels in noise]
