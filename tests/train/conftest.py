@@ -1,4 +1,4 @@
-"""What runs of the loop are made of: a module's own models, and the run that nothing disturbed."""
+"""What many runs share: tiny models, and the folder of a finished run. No test writes to them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import tiny_loop
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Random ones, by what they are for; see `tiny_loop.save_models`."""
     return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of `tiny_loop.config_of`."""
     folder = tmp_path_factory.mktemp("straight")

@@ -15,6 +15,8 @@ from tiny_ranks import run_ranks
 
 import rl.train
 
+pytestmark = pytest.mark.slow
+
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Of a metric."""
 NATS = 1e-3
@@ -43,7 +45,6 @@ def test_five_iterations_are_the_golden_ones(straight: Path) -> None:
     assert_golden(straight)
 
 
-@pytest.mark.slow
 def test_from_one_rank_to_two_and_back(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:

@@ -9,8 +9,6 @@ import pytest
 import tiny_loop
 from tiny_loop import assert_same_run, metrics_of
 
-pytestmark = pytest.mark.slow
-
 EVERY = {"checkpoint": {"save_every_n_iterations": 4}, "evaluation": {"every_n_iterations": 2}}
 """No checkpoint is due before the last iteration."""
 ENDS = [
@@ -29,6 +27,8 @@ ENDS = [
     ("rl.record.console:Console.iteration", "3", "SystemExit", 2),
 ]
 """Where, at which call, by what: iterations that are finished then."""
+IN_CI = (0, 5, 7, 11)
+"""Before a rollout, in it, in the step, after it; the others run in the campaign."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,13 @@ def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     return folder / "tiny"
 
 
-@pytest.mark.parametrize(("where", "count", "error", "finished"), ENDS)
+@pytest.mark.parametrize(
+    ("where", "count", "error", "finished"),
+    [
+        pytest.param(*end, marks=pytest.mark.slow if number in IN_CI else pytest.mark.campaign)
+        for number, end in enumerate(ENDS)
+    ],
+)
 def test_an_error_anywhere_costs_no_finished_iteration(
     models: dict[str, str],
     straight: Path,

@@ -56,7 +56,7 @@ def test_a_full_disk_costs_nothing(
         if is_told_to_stop:
             assert code == 1 and "make room on that disk" in said, said[-3000:]
             hog.unlink()
-            tiny_loop.run(path)
+            tiny_loop.run_forked(path)
         else:
             assert code == 0 and "there is room again after" in said, said[-3000:]
         assert_same_run(straight, run_dir)

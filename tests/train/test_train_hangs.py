@@ -15,8 +15,6 @@ import tiny_loop
 
 from rl.ranks import endings
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = tiny_loop.TESTS / "train_on_ranks.py"
 LIMIT_S = 90
 
@@ -71,6 +69,7 @@ class Ended:
         return log[log.index("(most recent call first)") :]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_woken_and_nothing_is_lost(
     models: dict[str, str], tmp_path: Path
 ) -> None:
@@ -87,6 +86,7 @@ def test_a_stopped_rank_is_named_woken_and_nothing_is_lost(
     assert "in strike" in ended.stacks(1) and "distributed_c10d.py" in ended.stacks(0)
 
 
+@pytest.mark.campaign
 def test_a_rank_in_a_deadlock_is_named_and_the_others_save(
     models: dict[str, str], tmp_path: Path
 ) -> None:
@@ -102,7 +102,13 @@ def test_a_rank_in_a_deadlock_is_named_and_the_others_save(
     assert "in strike" in ended.stacks(1) and "distributed_c10d.py" in ended.stacks(0)
 
 
-@pytest.mark.parametrize(("retries", "saved"), [(2, "step_000003"), (1, "step_000002")])
+@pytest.mark.parametrize(
+    ("retries", "saved"),
+    [
+        pytest.param(2, "step_000003", marks=pytest.mark.slow),
+        pytest.param(1, "step_000002", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_killed_rank_is_started_again_while_the_run_goes_on(
     models: dict[str, str], tmp_path: Path, retries: int, saved: str
 ) -> None:
@@ -118,6 +124,7 @@ def test_a_killed_rank_is_started_again_while_the_run_goes_on(
         assert ended.code == 128 + 9
 
 
+@pytest.mark.slow
 def test_an_error_of_the_program_is_not_tried_again(models: dict[str, str], tmp_path: Path) -> None:
     ended = Ended(models, tmp_path, "raised", "--retries", "3")
     ended.at_s("not started again: rank 1 failed with an error, which would come again")

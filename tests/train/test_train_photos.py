@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import tiny_loop
 from PIL import Image
 from sklearn.datasets import load_sample_images
+
+pytestmark = pytest.mark.slow
 
 
 def test_photographs_go_through_the_loop(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 import tiny_loop
 from tiny_loop import assert_same_run, metrics_of
 
+pytestmark = pytest.mark.slow
+
 
 def stale_config(models: dict[str, str], folder: Path, **changes: Any) -> Path:
     config = tiny_loop.config_of(
@@ -45,14 +47,13 @@ def test_nobody_waits_for_a_judge_that_is_slower_than_a_rollout(
     assert late["mismatch/max_abs_dlogp"] < 1e-4, "old log-probs are the sampler's weights'"
 
 
-@pytest.mark.slow
 def test_a_stale_run_resumes_exactly(models: dict[str, str], tmp_path: Path) -> None:
     """It starts level after every checkpoint, stopped or not."""
     tiny_loop.run(stale_config(models, tmp_path / "straight"))
     path = stale_config(models, tmp_path / "killed")
     killed = tiny_loop.run_forked(path, "rl.learner.train_step:TrainStep.step", "4", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
-    assert "2 iterations done" in tiny_loop.run(path).stdout
+    assert "2 iterations done" in tiny_loop.run_forked(path).stdout
     straight = tmp_path / "straight" / "tiny"
     assert_same_run(straight, tmp_path / "killed" / "tiny")
     ratios = [row["policy/ratio_max"] for row in metrics_of(straight)[1:]]

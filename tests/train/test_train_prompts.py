@@ -78,7 +78,7 @@ def test_kill_9_and_resume_equals_straight_through(
     assert killed.returncode == -9, killed.stderr[-2000:]
     for name in ("policy", "sd3"):
         displace(Path(models[name]))
-    assert "resumed from" in tiny_loop.run(path).stdout
+    assert "resumed from" in tiny_loop.run_forked(path).stdout
     assert_same_run(straight, tmp_path / "tiny")
 
 

@@ -15,8 +15,7 @@ import torch
 from tiny_loop import metrics_of
 from tiny_rounding import GRADIENT, STEPPED
 
-pytestmark = pytest.mark.slow
-
+SLOW, CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
 SCRIPT = tiny_loop.TESTS / "train_on_ranks.py"
 NUM_ITERATIONS = 2
 NEAR = (GRADIENT, GRADIENT, 2e-2)
@@ -77,7 +76,9 @@ def identity(episode: dict[str, Any]) -> list[Any]:
     return [episode[key] for key in ("group_id", "sample_id", "noise_seed", "token_ids")]
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(2, marks=CAMPAIGN), pytest.param(3, marks=SLOW)]
+)
 def test_two_ranks_under_zero_are_the_plain_run(
     models: dict[str, str], plain: Path, alone: Path, tmp_path: Path, zero_stage: int
 ) -> None:
@@ -116,14 +117,14 @@ def test_two_ranks_under_zero_are_the_plain_run(
 @pytest.mark.parametrize(
     ("trouble", "max_staleness", "optimizer"),
     [
-        ("refused", 0, {"backend": "deepspeed", "zero_stage": 2}),
-        ("refused", 1, {"backend": "torch"}),
-        ("raised", 0, {"backend": "torch"}),
-        ("raised", 0, {"backend": "deepspeed", "zero_stage": 2}),
-        ("killed", 0, {"backend": "torch"}),
-        ("killed", 0, {"backend": "deepspeed", "zero_stage": 3}),
-        ("stopped", 0, {"backend": "deepspeed", "zero_stage": 2}),
-        ("stopped", 1, {"backend": "deepspeed", "zero_stage": 1}),
+        pytest.param("refused", 0, {"backend": "deepspeed", "zero_stage": 2}, marks=CAMPAIGN),
+        pytest.param("refused", 1, {"backend": "torch"}, marks=SLOW),
+        pytest.param("raised", 0, {"backend": "torch"}, marks=CAMPAIGN),
+        pytest.param("raised", 0, {"backend": "deepspeed", "zero_stage": 2}, marks=SLOW),
+        pytest.param("killed", 0, {"backend": "torch"}, marks=CAMPAIGN),
+        pytest.param("killed", 0, {"backend": "deepspeed", "zero_stage": 3}, marks=SLOW),
+        pytest.param("stopped", 0, {"backend": "deepspeed", "zero_stage": 2}, marks=SLOW),
+        pytest.param("stopped", 1, {"backend": "deepspeed", "zero_stage": 1}, marks=CAMPAIGN),
     ],
 )
 def test_what_befalls_one_rank_is_heard_by_all(

@@ -12,6 +12,8 @@ from tiny_loop import assert_same_run, episodes_of, metrics_of
 
 from rl.record.checkpoint import _seal
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_leaves_its_record(straight: Path) -> None:
     rows = metrics_of(straight)
@@ -29,9 +31,12 @@ def test_a_run_leaves_its_record(straight: Path) -> None:
     assert (straight / "evaluation/it_000000/records.jsonl").read_text().count("\n") == 3
 
 
-def test_a_finished_run_says_so_and_loads_nothing(models: dict[str, str], straight: Path) -> None:
-    config = tiny_loop.config_of(models, straight.parent)
-    again = tiny_loop.run_forked(tiny_loop.write_config(straight.parent, config))
+def test_a_finished_run_says_so_and_loads_nothing(
+    models: dict[str, str], straight: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(straight, tmp_path / "tiny")
+    config = tiny_loop.config_of(models, tmp_path)
+    again = tiny_loop.run_forked(tiny_loop.write_config(tmp_path, config))
     assert "all 4 iterations are done" in again.stdout
     assert "loading" not in again.stdout
 
@@ -49,7 +54,6 @@ def test_the_numbers_are_those_of_the_golden_trace(straight: Path) -> None:
             assert seen[name] == pytest.approx(value, rel=2e-2, abs=1e-3), (name, seen["iteration"])
 
 
-@pytest.mark.slow
 def test_two_runs_are_equal_to_the_last_byte(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
@@ -84,7 +88,7 @@ def test_kill_9_and_resume_equals_straight_through(
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
     killed = tiny_loop.run_forked(path, where, count, check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
-    resumed = tiny_loop.run(path)
+    resumed = tiny_loop.run_forked(path)
     assert "resumed from" in resumed.stdout
     if where.startswith("rl.record"):  # the second iteration was recorded, and is done again
         assert "what was recorded after iteration 1 is done again, and set aside" in resumed.stdout
@@ -119,7 +123,7 @@ def test_a_run_of_the_last_release_goes_on_as_if_it_were_todays(
 ) -> None:
     as_the_last_release_left_it(shutil.copytree(straight, tmp_path / "tiny"))
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
-    resumed = tiny_loop.run(path)
+    resumed = tiny_loop.run_forked(path)
     assert "step_000003: 3 iterations done" in resumed.stdout
     assert "tiny is of an older format: it is read under today's names" in resumed.stderr
     assert_same_run(straight, tmp_path / "tiny")
@@ -130,9 +134,9 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
 ) -> None:
     changes = {"checkpoint": {"save_every_n_iterations": 4}}
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path, **changes))
-    tiny_loop.run(path, "rl.learner.train_step:TrainStep.step", "3", check=False)
+    tiny_loop.run_forked(path, "rl.learner.train_step:TrainStep.step", "3", check=False)
     before = (tmp_path / "tiny/metrics.jsonl").read_bytes()
-    again = tiny_loop.run(path)
+    again = tiny_loop.run_forked(path)
     (aside,) = (tmp_path / "tiny/set_aside").iterdir()
     words = f"begins again from the base weights; what was recorded before is set aside in {aside}"
     assert f"{words}: 3 lines of metrics.jsonl, 2 of episodes/, 2 of images/, 1 of" in again.stdout
@@ -141,14 +145,13 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
     # Once there was one, what is gone is not done again unasked.
     shutil.rmtree(tmp_path / "tiny/checkpoints")
     record = (tmp_path / "tiny/metrics.jsonl").read_bytes()
-    refused = tiny_loop.run(path, check=False)
+    refused = tiny_loop.run_forked(path, check=False)
     assert refused.returncode != 0 and "loading" not in refused.stdout
     assert "holds no checkpoint, though step_000004 was written there" in refused.stderr
     assert "choose another run_name" in refused.stderr
     assert (tmp_path / "tiny/metrics.jsonl").read_bytes() == record
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "done"),
     # The held-out run before training renders thrice: completions, references, the stock arm.
@@ -163,7 +166,7 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
     )
     assert f"stopped after {done} iterations" in stopped.stdout
     assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == list(range(done + 1))
-    assert "resumed from" in tiny_loop.run(path).stdout
+    assert "resumed from" in tiny_loop.run_forked(path).stdout
     assert_same_run(straight, tmp_path / "tiny")
 
 
@@ -197,10 +200,7 @@ PHASES = (
 
 @pytest.mark.parametrize(
     "phase",
-    [
-        pytest.param(phase, marks=pytest.mark.slow if phase == "sync" else pytest.mark.campaign)
-        for phase in PHASES
-    ],
+    [pytest.param(phase, marks=pytest.mark.campaign) for phase in PHASES],
 )
 def test_killed_at_a_phase_border_beside_vllm_it_resumes_exactly(
     models: dict[str, str], straight_with_vllm: Path, tmp_path: Path, phase: str
@@ -208,7 +208,7 @@ def test_killed_at_a_phase_border_beside_vllm_it_resumes_exactly(
     path = with_vllm(models, tmp_path)
     killed = tiny_loop.run_forked(path, "phase", phase, "2", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
-    assert "resumed from" in tiny_loop.run(path).stdout
+    assert "resumed from" in tiny_loop.run_forked(path).stdout
     assert_same_run(straight_with_vllm, tmp_path / "tiny")
 
 

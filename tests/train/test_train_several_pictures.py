@@ -25,6 +25,8 @@ from rl.report.page import write_page
 from rl.report.reading import read_evaluations
 from rl.report.script import value_of
 
+pytestmark = pytest.mark.slow
+
 SIZES = ((96, 64), (64, 96), (80, 80))
 WORDS = "give the square of picture 1 the colour of the circle in picture 2"
 NAMES = ["one", "two", "three"]

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_loop
 from tiny_rounding import NATS
 
-SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts")
-THIS_YEARS = ("tiny_qwen_image_21", "tiny_thinking")
+SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts", "tiny_qwen_image_21", "tiny_thinking")
+FILE = Path(__file__).with_suffix(".json")
+"""System -> a row of `HELD` for each iteration. `python tests/train/test_train_systems.py` (with
+`tests` on PYTHONPATH) records them anew; a commit that moves them says why."""
+HELD = ("reward/mean", "loss/total", "optimizer/grad_norm", "policy/entropy", "eval/reward")
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+"""Without AVX a metric moves by at most 1.3e-6 of itself (measured)."""
 
 
 def write(folder: Path, system: str, engine: str = "transformers") -> Path:
-    return tiny_loop.write_config(folder, tiny_loop.shortened(system, folder, engine))
+    config = tiny_loop.shortened(system, folder, engine)
+    # A large epsilon: else a first step goes by the sign of gradients that are rounding.
+    config["optimizer"]["adam_eps"] = 1e-3
+    return tiny_loop.write_config(folder, config)
 
 
+def held(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [{name: row[name] for name in HELD if name in row} for row in rows]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> None:
+def test_three_iterations_have_the_recorded_numbers(system: str, tmp_path: Path) -> None:
     tiny_loop.run_forked(write(tmp_path, system))
     run_dir = tmp_path / "tiny"
     rows = tiny_loop.metrics_of(run_dir)
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))[system]
+    for row, expected in zip(held(rows), recorded, strict=True):
+        assert row == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
-    assert {"eval/reward"} <= rows[0].keys() & rows[3].keys()
     assert all(row["status/ungraded"] == 0 for row in rows[1:])
     assert any(row["optimizer/grad_norm"] > 0 for row in rows[1:] if "optimizer/grad_norm" in row)
     assert max(row.get("mismatch/max_abs_dlogp", 0) for row in rows) < NATS
@@ -32,11 +50,11 @@ def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> No
     assert len(episodes) == 3 * 2 * 4
     draws = system != "tiny_reasoning"
     assert (episodes[0]["image_file"] is not None) == draws
-    assert ("reward_gain" in rows[1]) == (system == "tiny_prompts"), "who has words of his own"
-    # What no trained state conditions cannot drift, and is not said to have drifted by nothing.
-    assert not [name for row in rows for name in row if name.startswith("drift/")]
+    users_words = system in ("tiny_prompts", "tiny_qwen_image_21")
+    assert ("reward_gain" in rows[1]) == users_words, "the bare arm: the user's own words"
+    has_stock = system not in ("tiny_reasoning", "tiny_thinking")
     for row in (rows[0], rows[3]):
-        assert ("eval/gain_over_stock" in row) == ("eval/stock_reward" in row) == draws
+        assert ("eval/gain_over_stock" in row) == ("eval/stock_reward" in row) == has_stock
         assert row.get("eval/stock_reward") == rows[0].get("eval/stock_reward")
         if system == "tiny_prompts":
             words_as_they_are = pytest.approx(row["eval/bare_reward"], abs=1e-3)
@@ -45,15 +63,33 @@ def test_it_runs_learns_and_leaves_its_record(system: str, tmp_path: Path) -> No
         assert rows[0]["eval/gain_over_stock"] == 0, "its own start"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("system", "engine"),
-    [*product(SYSTEMS, ("transformers", "vllm")), *product(THIS_YEARS, ("vllm",))],
+    [
+        pytest.param("tiny_qwen_image_21", "vllm", marks=pytest.mark.slow),
+        *(
+            pytest.param(system, engine, marks=pytest.mark.campaign)
+            for system, engine in product(SYSTEMS, ("transformers", "vllm"))
+            if (system, engine) != ("tiny_qwen_image_21", "vllm")
+        ),
+    ],
 )
 def test_killed_and_resumed_is_straight_through(system: str, engine: str, tmp_path: Path) -> None:
     straight, broken = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
     tiny_loop.run(straight)
     killed = tiny_loop.run_forked(broken, "rl.learner.train_step:TrainStep.step", "2", check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
-    assert "resumed from" in tiny_loop.run(broken).stdout
+    assert "resumed from" in tiny_loop.run_forked(broken).stdout
     tiny_loop.assert_same_run(tmp_path / "straight/tiny", tmp_path / "broken/tiny", 3)
+
+
+def record(folder: Path) -> None:
+    recorded = {}
+    for system in SYSTEMS:
+        tiny_loop.run(write(folder / system, system))
+        recorded[system] = held(tiny_loop.metrics_of(folder / system / "tiny"))
+    FILE.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]))

@@ -9,6 +9,8 @@ import pytest
 import tiny_loop
 from tiny_loop import assert_same_run, episodes_of, metrics_of
 
+pytestmark = pytest.mark.slow
+
 
 def config_of(models: dict[str, str], folder: Path, states: str) -> dict[str, Any]:
     """Random weights write no tag: 'e' ends a thought, so that there are all kinds of ends."""
@@ -21,7 +23,7 @@ def config_of(models: dict[str, str], folder: Path, states: str) -> dict[str, An
     return config
 
 
-@pytest.mark.parametrize("states", ["words", pytest.param("attended", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("states", ["words", pytest.param("attended", marks=pytest.mark.campaign)])
 def test_killed_and_resumed_it_is_the_same_run(
     models: dict[str, str], tmp_path: Path, states: str
 ) -> None:

@@ -1,8 +1,4 @@
-"""Reasoning at tiny size, on the shipped configs and weights: it learns, its control does not, a
-killed run goes on exactly, and two ranks under ZeRO-3 tell the story that one tells.
-
-Bounds are loose: a test must not fail by a seed.
-"""
+"""Reasoning at tiny size, on the shipped config: two ranks under ZeRO-3 are the run of one."""
 
 from __future__ import annotations
 
@@ -15,29 +11,11 @@ import pytest
 import tiny_edits
 import tiny_loop
 import torch
-from tiny_loop import assert_same_run, metrics_of
-from tiny_shipped import climb, most_dead_groups, run
+from tiny_loop import metrics_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 CONFIG = "configs/tiny_reasoning.jsonnet"
-
-
-def test_right_answers_climb_on_held_out_questions(tmp_path: Path) -> None:
-    rows = run(CONFIG, tmp_path)
-    first, last = rows[0], rows[-1]
-    assert last["iteration"] == 100
-    assert climb(rows) > 0.2
-    assert first["eval/part/accuracy"] < 0.4 and last["eval/part/accuracy"] > 0.85
-    assert most_dead_groups(rows) < 0.25
-    assert last["eval/part/format"] > 0.95
-    assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
-
-
-def test_with_shuffled_rewards_nothing_is_learnt(tmp_path: Path) -> None:
-    rows = run("configs/tiny_reasoning_control.jsonnet", tmp_path)
-    assert abs(climb(rows)) < 0.08
-    assert rows[-1]["eval/part/accuracy"] < 0.5
 
 
 def write_config(folder: Path, changes: str) -> Path:
@@ -53,17 +31,6 @@ def write_config(folder: Path, changes: str) -> Path:
     }"""
     path.write_text(f"(import '{tiny_loop.REPO / CONFIG}') + {short % folder} + {changes}")
     return path
-
-
-def test_kill_9_and_resume_equals_straight_through(tmp_path: Path) -> None:
-    tiny_loop.run(write_config(tmp_path / "straight", "{}"))
-    path = write_config(tmp_path / "killed", "{}")
-    killed = tiny_loop.run_forked(path, "rl.learner.train_step:TrainStep.step", "3", check=False)
-    assert killed.returncode == -9, killed.stderr[-2000:]
-    tiny_loop.run(path)
-    straight, resumed = tmp_path / "straight" / "tiny", tmp_path / "killed" / "tiny"
-    assert_same_run(straight, resumed)
-    assert any(row["optimizer/grad_norm"] > 0 for row in metrics_of(straight)[1:])
 
 
 def launch(path: Path, num_ranks: int) -> Path:

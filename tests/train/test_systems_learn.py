@@ -1,0 +1,115 @@
+"""The shipped tiny configs learn, and their controls with shuffled rewards do not.
+
+Bounds are looser than the worst of the seeds in benchmarks/results/seeds.md: no seed fails a test.
+The quickstart and its control run in CI, the others by `pytest -m campaign`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_loop import REPO, rows_of
+from tiny_shipped import climb, most_dead_groups, run
+
+from tiny_world.riddles import NUM_CHAINS
+
+QUICKSTART = "QUICKSTART_RUN"
+"""Environment variable: the folder of a finished quickstart, which is then not run again."""
+
+
+@dataclass(frozen=True)
+class Learns:
+    """Bounds on what a run logs."""
+
+    climb: float
+    before: dict[str, float]
+    """Metric -> the most before training."""
+    after: dict[str, float]
+    """Metric -> the least at the end."""
+    dead_groups: float = 0.25
+    reference: float = 0.0
+    """The least that reference descriptions score before training and after it."""
+
+
+LEARNS = {
+    "quickstart": Learns(
+        0.4,
+        {"eval/reward": 0.4},
+        {"eval/reward": 0.9, "eval/reference_match": 0.75},
+        reference=0.95,
+    ),
+    "tiny_earl": Learns(0.35, {"eval/reward": 0.4}, {"eval/reward": 0.78}),
+    "tiny_reasoning": Learns(
+        0.2, {"eval/part/accuracy": 0.4}, {"eval/part/accuracy": 0.85, "eval/part/format": 0.95}
+    ),
+    "tiny_prompts": Learns(
+        0.2,
+        {"eval/reward": 0.65},
+        {"eval/reward": 0.85, "eval/reference_match": 0.7},
+        reference=0.85,
+    ),
+    "tiny_qwen_image_21": Learns(
+        0.25,
+        {"eval/reward": 0.5, "eval/reward/borrow": 0.5},
+        {"eval/reward": 0.7, "eval/reward/borrow": 0.7},
+        dead_groups=0.3,
+        reference=0.8,
+    ),
+    "tiny_thinking": Learns(
+        0.2, {"eval/reward": 0.5}, {"eval/reward": 0.65}, dead_groups=1.0, reference=0.9
+    ),
+}
+CONTROLS = {
+    "quickstart_control": (0.06, "eval/reward", 0.5, ("num_iterations=20",)),
+    "tiny_earl_control": (0.08, "eval/reward", 0.45, ()),
+    "tiny_reasoning_control": (0.08, "eval/part/accuracy", 0.5, ()),
+    "tiny_prompts_control": (0.08, "eval/reward", 0.65, ()),
+    "tiny_qwen_image_21_control": (0.08, "eval/reward", 0.5, ("num_iterations=20",)),
+    "tiny_thinking_control": (0.12, "eval/reward", 0.5, ()),
+    # The twin may not think. It may learn what one look-up is worth.
+    "tiny_thinking_twin": (1.0, "eval/reward", 1 / NUM_CHAINS + 0.15, ("num_iterations=20",)),
+}
+"""Config -> (most that the training reward moves, a metric, its most at the end, overrides)."""
+
+
+def tiers(names: Any) -> list[Any]:
+    slow = pytest.mark.slow
+    return [
+        pytest.param(name, marks=slow if "quickstart" in name else pytest.mark.campaign)
+        for name in names
+    ]
+
+
+def finished(name: str, folder: Path) -> list[dict[str, Any]]:
+    if name == "quickstart" and QUICKSTART in os.environ:
+        return rows_of(REPO / os.environ[QUICKSTART] / "metrics.jsonl")
+    return run(f"configs/{name}.jsonnet", folder)
+
+
+@pytest.mark.parametrize("name", tiers(LEARNS))
+def test_a_shipped_config_learns(name: str, tmp_path: Path) -> None:
+    rows, bounds = finished(name, tmp_path), LEARNS[name]
+    first, last = rows[0], rows[-1]
+    assert climb(rows) > bounds.climb
+    for metric, most in bounds.before.items():
+        assert first[metric] < most, metric
+    for metric, least in bounds.after.items():
+        assert last[metric] > least, metric
+    assert most_dead_groups(rows) < bounds.dead_groups
+    if bounds.reference:  # the frozen renderer understands reference descriptions as it did
+        assert min(row["eval_reference/reward"] for row in (first, last)) > bounds.reference
+    assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
+    if name == "tiny_earl":  # the grammar keeps every picture whole, whatever the weights
+        assert all(row["status/policy_failed"] == 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize("name", tiers(CONTROLS))
+def test_a_control_learns_nothing(name: str, tmp_path: Path) -> None:
+    most_climb, metric, most, overrides = CONTROLS[name]
+    rows = run(f"configs/{name}.jsonnet", tmp_path, *overrides)
+    assert abs(climb(rows)) < most_climb
+    assert rows[-1][metric] < most
