@@ -1,19 +1,25 @@
 #!/usr/bin/env bash
-# Install, lint, check types, look for unsafe calls and for keys, test on all cores. `--all` adds the
-# slow tests, `--with-chromium` a browser for those that look at a page in one (Debian's, by apt);
-# other arguments go to pytest, -n 0 (no worker processes) among them:
-#   ./scripts/test.sh -k sampler
-#   ./scripts/test.sh -k sampler -n 0 --pdb
+# Install, lint, check types, look for unsafe calls and for keys, test on all cores.
+#   ./scripts/test.sh                     the fast tests
+#   ./scripts/test.sh --all               the slow ones, too
+#   ./scripts/test.sh --slow              the slow ones alone, without lint and types
+#   ./scripts/test.sh --other-cpus        tests of arithmetic again, with the kernels of older CPUs
+#   ./scripts/test.sh --with-chromium ... a browser for tests of the run's page (Debian's, by apt)
+#   ./scripts/test.sh -k sampler -n 0     further arguments go to pytest; -n 0: no worker processes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-selection=(-m "not slow")
-with_chromium=false
-while [[ ${1:-} == --all || ${1:-} == --with-chromium ]]; do
-    if [[ $1 == --all ]]; then selection=(--durations 40); else with_chromium=true; fi
+tier=fast selection=(-m "not slow")
+while [[ ${1:-} =~ ^--(all|slow|other-cpus|with-chromium)$ ]]; do
+    case $1 in
+        --all) tier=all selection=() ;;
+        --slow) tier=slow selection=(-m slow) ;;
+        --other-cpus) tier=other-cpus ;;
+        --with-chromium) with_chromium=true ;;
+    esac
     shift
 done
-if $with_chromium && ! command -v chromium >/dev/null; then
+if [[ -n ${with_chromium:-} ]] && ! command -v chromium >/dev/null; then
     if ! command -v apt-get >/dev/null; then
         echo "--with-chromium installs Debian's chromium by apt-get, which is not here: install a" \
             "chromium that is found as 'chromium', and start again." >&2
@@ -30,19 +36,37 @@ source .venv/bin/activate
 # The tests start hundreds of processes: what they import is compiled once, not by each of them.
 unset PYTHONDONTWRITEBYTECODE
 
-ruff check .
-ruff format --check .
-mypy
-# An exception stands beside its line, with its reason: `# nosec B615 # a local folder`.
-bandit -q -ll -r rl tiny_world benchmarks scripts
-# Made-up keys of the tests hold one of these words; upper case names a variable. Model ids look
-# like Base64.
-if git rev-parse --is-inside-work-tree &>/dev/null; then
-    git ls-files -z -- . ':!*.lock' ':!*.png' ':!tiny_world/weights' ':!benchmarks/results' \
-        ':!tests/documents' ':!tests/config/format_1' ':!tests/algorithm/*.json' |
-        xargs -0 detect-secrets-hook --no-verify --disable-plugin Base64HighEntropyString \
-            --exclude-secrets 'hunter2|0123456789|zyxwvu|^[A-Z][A-Z0-9_]*$'
+if [[ $tier == fast || $tier == all ]]; then
+    ruff check .
+    ruff format --check .
+    mypy & # half a minute of one core
+    types=$!
+    # An exception stands beside its line, with its reason: `# nosec B615 # a local folder`.
+    bandit -q -ll -r rl tiny_world benchmarks scripts
+    # Made-up keys of the tests hold one of these words; upper case names a variable. Model ids look
+    # like Base64.
+    if git rev-parse --is-inside-work-tree &>/dev/null; then
+        git ls-files -z -- . ':!*.lock' ':!*.png' ':!tiny_world/weights' ':!benchmarks/results' \
+            ':!tests/documents' ':!tests/config/format_1' ':!tests/**/*.json' |
+            xargs -0 detect-secrets-hook --no-verify --disable-plugin Base64HighEntropyString \
+                --exclude-secrets 'hunter2|0123456789|zyxwvu|^[A-Z][A-Z0-9_]*$'
+    fi
+    wait "$types"
 fi
 # Worksteal: a worker takes half of all files in order, so that few fixtures of a file are made
 # twice, and who is done first takes tests off the other's end.
-python -m pytest -n auto --dist worksteal "${selection[@]}" "$@"
+pytest=(python -m pytest -n auto --dist worksteal --durations 20)
+arithmetic=(
+    tests/algorithm tests/learner/test_learner_update.py tests/engines/test_engines_transformers.py
+    tests/policies/test_policies_{packed,emu3,qwen3_vl}.py
+    tests/train/test_golden_run.py::test_five_iterations_are_the_golden_ones
+    tests/renderers/test_renderers_{qwen_image,qwen_image_21,sd3}.py
+)
+if [[ $tier == other-cpus ]]; then
+    for kernels in default:SSE41 avx2:AVX2; do # PyTorch's own, and oneDNN's
+        ATEN_CPU_CAPABILITY=${kernels%:*} ONEDNN_MAX_CPU_ISA=${kernels#*:} "${pytest[@]}" \
+            "${arithmetic[@]}" "$@"
+    done
+else
+    "${pytest[@]}" "${selection[@]}" "$@"
+fi

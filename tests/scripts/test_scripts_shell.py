@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import conftest
 import pytest
@@ -98,6 +99,7 @@ def test_an_old_python_is_refused_with_a_remedy(copy):
     assert not (copy / ".venv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "fits"), [("3, 11, 3", 0), ("3, 11, 4", 1), ("3, 14, 0", 0)])
 def test_which_pythons_will_do(copy, number, fits):
     """The check is run as it stands, on a Python that believes to be another one."""
@@ -174,6 +176,7 @@ WITH_UV = "cp bin/uv .venv/bin/uv"
 UV = 'words="$*"; echo "uv${words#pip install --python .venv/bin/python}" >>calls\n'
 
 
+@pytest.mark.slow
 def test_by_pip_where_there_is_no_uv(copy):
     calls = new_machine(copy)
     done = run(copy, "scripts/_install.sh")
@@ -194,6 +197,7 @@ def test_by_pip_where_there_is_no_uv(copy):
     assert (again.returncode, again.stdout, calls.exists()) == (0, "", False)
 
 
+@pytest.mark.slow
 def test_by_uv_where_it_can_be_had(copy):
     calls = new_machine(copy, uv=WITH_UV)
     site = "site=.venv/lib/python3.11/site-packages\n"
@@ -209,6 +213,7 @@ def test_by_uv_where_it_can_be_had(copy):
     ]
 
 
+@pytest.mark.slow
 def test_pip_goes_on_where_uv_fails(copy):
     calls = new_machine(copy, uv=WITH_UV)
     fake(copy / "bin/uv", f"{UV}exit 1")
@@ -216,6 +221,7 @@ def test_pip_goes_on_where_uv_fails(copy):
     assert f"pip --no-deps --require-hashes -r {CPU}" in calls.read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_where_pytorchs_own_index_cannot_be_reached(copy):
     """pip may know the CPU build from elsewhere (a folder of wheels, a mirror)."""
     calls = new_machine(
@@ -229,6 +235,7 @@ def test_where_pytorchs_own_index_cannot_be_reached(copy):
     ]
 
 
+@pytest.mark.slow
 def test_where_there_is_only_pytorchs_cuda_build(copy):
     calls = new_machine(copy, torch="[[ $* != *--index-url* ]] || exit 1")
     done = run(copy, "scripts/_install.sh")
@@ -241,6 +248,7 @@ def test_where_there_is_only_pytorchs_cuda_build(copy):
     ]
 
 
+@pytest.mark.slow
 def test_the_machine_decides_what_is_installed_once(copy):
     calls = new_machine(copy)
     fake(copy / "bin/nvidia-smi", "exit 0")
@@ -257,6 +265,7 @@ def test_the_machine_decides_what_is_installed_once(copy):
         assert f"-r {GPU}" in calls.read_text()
 
 
+@pytest.mark.slow
 def test_a_line_every_few_seconds_while_an_installer_is_at_work(copy):
     slow = "{ echo Downloading torch; sleep 9; " + HAS_CPU_BUILD + "; }"
     new_machine(copy, torch=slow)
@@ -266,6 +275,7 @@ def test_a_line_every_few_seconds_while_an_installer_is_at_work(copy):
     assert done.stdout.count("s]   Downloading torch\n") == 2
 
 
+@pytest.mark.slow
 def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
     new_machine(copy, torch="{ touch started; sleep 60; }")
     process = subprocess.Popen(
@@ -282,6 +292,7 @@ def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
     assert process.returncode != 0
 
 
+@pytest.mark.slow
 def test_a_failed_installation_is_shown_and_tried_again(copy):
     new_machine(copy)
     fake(copy / "bin/venv-python", "[[ $1 == -c ]] || { echo no matching distribution; exit 1; }")
@@ -293,22 +304,30 @@ def test_a_failed_installation_is_shown_and_tried_again(copy):
     assert missing.returncode == 1 and "no requirements-tpu.lock" in missing.stderr
 
 
-def test_default_and_slow_tests(copy):
+PYTEST = "python -m pytest -n auto --dist worksteal --durations 20"
+
+
+def test_which_tests_each_tier_runs(copy):
     installed(copy)
-    settings = {"REQUIREMENTS": CPU}
-    default = run(copy, "scripts/test.sh", "-k", "a or b", **settings).stdout.splitlines()
-    assert default == [
-        "ruff check .",
-        "ruff format --check .",
-        "mypy ",
-        "bandit -q -ll -r rl tiny_world benchmarks scripts",
-        "python -m pytest -n auto --dist worksteal -m not slow -k a or b",
-    ]
-    everything = run(copy, "scripts/test.sh", "--all", "-x", **settings).stdout.splitlines()
-    parallel = "python -m pytest -n auto --dist worksteal --durations 40"
-    assert everything[-1] == f"{parallel} -x"
+
+    def printed(*words):
+        return run(copy, *words, REQUIREMENTS=CPU).stdout.splitlines()
+
+    lint = ["ruff check .", "ruff format --check .", "mypy "]
+    lint += ["bandit -q -ll -r rl tiny_world benchmarks scripts"]
+    test = "scripts/test.sh"
+    for words, tests in ((["-k", "a or b"], " -m not slow -k a or b"), (["--all", "-x"], " -x")):
+        *linted, tested = printed(test, *words)
+        assert sorted(linted) == sorted(lint) and tested == PYTEST + tests
+    assert printed(test, "--slow", "-x") == [f"{PYTEST} -m slow -x"]
+    older = printed(test, "--other-cpus")
+    assert [line.partition(" tests/")[0] for line in older] == [PYTEST] * 2
     fake(copy / "bin/chromium", "")
-    assert run(copy, ".ci/run", **settings).stdout.splitlines()[-1] == parallel
+    lines = printed(".ci/run")
+    assert [line for line in lines if line.startswith("python -m rl")] == lines[:2]
+    tests = [line for line in lines if "pytest" in line]
+    assert tests == [f"{PYTEST} -m not slow", f"{PYTEST} -m slow", *older]
+    assert "all of it" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -326,9 +345,9 @@ def test_a_browser_is_installed_once_where_it_is_asked_for(copy, user, options):
     asked = ["apt-get update", "apt-get install -y --no-install-recommends chromium fonts-noto-cjk"]
     expected = [word for line in asked for word in (["sudo apt-get", line] if user else [line])]
     assert lines[: len(expected)] == expected
-    assert lines[-1] == "python -m pytest -n auto --dist worksteal --durations 40 -x"
+    assert lines[-1] == f"{PYTEST} -x"
     again = run(copy, "scripts/test.sh", *options, **settings).stdout
-    assert "apt-get" not in again and "--durations 40" in again
+    assert "apt-get" not in again and PYTEST in again
     (copy / "bin/chromium").unlink()
     assert "apt-get" not in run(copy, "scripts/test.sh", "--all", **settings).stdout
 
@@ -341,6 +360,7 @@ def test_a_machine_without_apt_is_told_what_to_install(copy):
     assert names(done.stderr, "--with-chromium ... apt-get ... 'chromium'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "selected"),
     [
@@ -367,13 +387,15 @@ def test_a_campaign_runs_by_its_mark_alone(tmp_path, options, selected):
     quiet = ["--collect-only", "--capture=no", "--import-mode=importlib", "-p", "no:cacheprovider"]
     ours = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--noconftest"]
     pytest.main([*quiet, *ours, *options, str(tmp_path)], plugins=[conftest, Notes()])
-    assert collected == selected
+    assert sorted(collected) == selected, "in whatever order a plugin puts them"
 
 
 def test_a_worker_per_core_that_is_ours(monkeypatch):
-    for ours, workers in (({0, 3}, 2), (set(range(64)), conftest.MAX_WORKERS)):
+    two, many = {0, 3}, set(range(64))
+    for ours, tier, workers in ((two, "", 2), (two, "slow", 3), (many, "slow", 8)):
+        config = SimpleNamespace(option=SimpleNamespace(markexpr=tier))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, ours=ours: ours)
-        assert conftest.pytest_xdist_auto_num_workers() == workers
+        assert conftest.pytest_xdist_auto_num_workers(config) == workers
 
 
 def test_a_lint_error_fails_the_test_script(copy):
