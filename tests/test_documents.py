@@ -284,7 +284,7 @@ def test_earls_training_script(clone: Path) -> None:
     assert page.name.endswith("-mine")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_earls_ranks_hear_each_other(clone: Path) -> None:
     """Before its PYTHONPATH is set: the script finds the package it lies in."""
     out = typed(clone, of("earl", "NUM_GPUS=", "torchrun"), GPUS="2")
@@ -349,7 +349,7 @@ def test_the_reasoners_arguments_are_the_shipped_configs() -> None:
     assert config.world_size == 2, "--accels 2"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_reasoners_session(clone: Path) -> None:
     typed(clone, of("reasoning", "accelerate launch"), PYTHONPATH=str(ROOT))
     assert (clone / "runs/tiny_reasoning/metrics.jsonl").is_file()

@@ -80,6 +80,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
 @few
 @given(json_like("score"), st.integers(1, 3))
 def test_a_judges_reply_is_numbers_in_range_or_unreadable(text: str, count: int) -> None:
@@ -144,6 +145,7 @@ def test_rows_become_samples_or_sentences(rows: list[str]) -> None:
 sections = ["judge.api_base", "lora.r", "optimizer.betas", "data.train", "policy", "", "run_name"]
 
 
+@pytest.mark.slow
 @settings(few, max_examples=6)
 @example("data.train", "[" * 300 + "]" * 300)
 @given(st.sampled_from(sections), json_like("type"))

@@ -47,6 +47,7 @@ def printed(heading: str) -> list[str]:
     return [textwrap.dedent(block).strip() + "\n" for block in blocks if block.strip()]
 
 
+@pytest.mark.slow
 def test_the_plugs_of_write_a_plug_work_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -378,6 +378,7 @@ def test_right_plugs_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_mypy_checks_a_strangers_plug(tmp_path: Path) -> None:
     file = tmp_path / "stranger.py"
     wrong = (

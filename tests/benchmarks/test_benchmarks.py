@@ -183,7 +183,7 @@ def test_the_peers_tunings_are_the_plain_path(folder: Path) -> None:
         trl_tunings.assert_equal(found + 1, expected, scale=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_without_any_saving_computes_the_same(folder: Path) -> None:
     """Until the stub judge draws lots from pictures whose last bits differ: the first iteration's
     log-probs, and everything done again and again instead of once."""

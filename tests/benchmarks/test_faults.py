@@ -23,6 +23,8 @@ from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, FileOperation, at_
 from benchmarks.faults.tiny_run import Ended, Judge
 from rl.files.atomic import append_line, fsync
 
+pytestmark = pytest.mark.slow
+
 
 def test_there_are_enough_pairs_each_once() -> None:
     names = Counter(case.name for case in CASES)

@@ -21,6 +21,8 @@ from rl.policies.qwen_vl.prompts import QwenPrompts
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
 
+pytestmark = pytest.mark.slow
+
 
 def run(out: Path, items: str) -> tuple[int, dict]:
     code = bench_gpu.main(["--tiny", "--items", items, "--out", str(out)])
@@ -49,7 +51,7 @@ def test_every_item_but_the_slow_two_runs_on_a_cpu(tmp_path, capsys):
     assert str(tmp_path) not in json.dumps(record)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_whole_iterations_and_the_sampler_run_on_a_cpu(tmp_path):
     code = bench_gpu.main(
         ["--tiny", "--items", "5,7", "--seconds-per-item", "12", "--out", str(tmp_path)]

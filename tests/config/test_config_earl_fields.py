@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +268,14 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], parts: str)
     assert names(caught.value, parts), caught.value
 
 
+@cache
+def shipped(name: str) -> RunConfig:
+    return load_config(ROOT / "configs" / f"{name}.jsonnet", (), ENV)
+
+
 def as_flat(name: str) -> str:
     """The flat file that EARL's user would have written for one of the ten."""
-    ours = load_config(ROOT / "configs" / f"{name}.jsonnet", (), ENV)
+    ours = shipped(name)
     policy, context = ours.policy, ours.engine["max_model_len"]
     changes = {
         "train_paths_file": [source["path"] for source in ours.data.train],
@@ -292,7 +298,7 @@ def as_flat(name: str) -> str:
 )
 def test_our_ten_configs_say_the_same(tmp_path: Path, name: str) -> None:
     """Two spellings of one run: what EARL's code had fixed stands in both."""
-    ours = plain(load_config(ROOT / "configs" / f"{name}.jsonnet", (), ENV))
+    ours = plain(shipped(name))
     theirs = plain(load(tmp_path, as_flat(name)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
     theirs["policy"].pop("constrained")  # true, the default

@@ -73,6 +73,7 @@ def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
     assert breaking == ["data.train.0.seed: 1 -> 5", "algorithm.loss: 'dapo' -> 'grpo'"]
 
 
+@pytest.mark.slow
 def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_command.main([str(run_dir)]) == 0
     assert "own words, as they are: 0.001" in capsys.readouterr().out

@@ -42,7 +42,7 @@ NUM_TRIED = 60
 
 def full(folder: Path) -> dict[str, Any]:
     """A config with every key of every section spelt out."""
-    config = load_config(tiny_config.write(folder, tiny_config.real(folder)))
+    config = tiny_config.validated(tiny_config.real(folder))
     resolved = build.resolve(config)
     values: dict[str, Any] = json.loads(config.model_dump_json())
     for room in ("policy", "engine", "renderer"):
@@ -122,5 +122,5 @@ def test_the_refusal_names_key_and_range(tmp_path: Path, override: str, parts: s
 @pytest.mark.parametrize("folder", ["/dev/zero", "/dev/null/runs", "x" * 300, "p/" * 3000])
 def test_a_run_folder_that_can_be_none(tmp_path: Path, folder: str) -> None:
     values = tiny_config.real(tmp_path, base_exp_dir=folder)
-    [problem] = report.problems(load_config(tiny_config.write(tmp_path, values)))
+    [problem] = report.problems(tiny_config.validated(values))
     assert problem.startswith("base_exp_dir: ") and len(problem) < 500

@@ -39,6 +39,7 @@ def told(config: Path, text: str, overrides: tuple[str, ...] = (), root: str = "
     return "; ".join(problems) if values is None or problems else json.dumps(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["importstr", "import", "importbin"])
 @pytest.mark.parametrize(
     "place",

@@ -13,6 +13,8 @@ from tiny_messages import names
 from rl.config import limits
 from rl.config.schema import ConfigError, load_config
 
+pytestmark = pytest.mark.slow
+
 TOO_LONG = "longer than 0.5 s ... recursion"
 
 

@@ -22,6 +22,9 @@ from rl.engines.vllm import plug as vllm_engine
 SEEDS = [7, 70, 700, 7000]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny.save_writer_folder(tmp_path_factory.mktemp("policy"))

@@ -27,6 +27,8 @@ from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import start
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(0.7, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
 SEEDS = [7, 70, 700]
 

@@ -127,6 +127,7 @@ def _any_fault(rng: random.Random) -> Fault:
     return said(data[:cut])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_any_answer_over_a_socket_leaves_the_next_question_its_grade(seed: int) -> None:
     """And when the judge is well again, so is the client."""

@@ -49,6 +49,7 @@ def told(judge: FaultyJudge, journal: Path) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelt", SPELLINGS.values(), ids=range(len(SPELLINGS)))
 def test_an_echoed_key_is_written_nowhere(spelt: str, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("ODDLY_NAMED", KEY)
@@ -91,10 +92,9 @@ def test_a_short_key_is_refused_before_anything_starts(tmp_path, monkeypatch) ->
     import tiny_config
 
     from rl.build import resolve
-    from rl.config.schema import load_config
 
     monkeypatch.setenv("MY_JUDGE", "abc")
     values = tiny_config.real(tmp_path)
     values["judge"] = {**values.get("judge", {}), "api_key_env": "MY_JUDGE"}
-    problems = compatibility_problems(resolve(load_config(tiny_config.write(tmp_path, values))))
+    problems = compatibility_problems(resolve(tiny_config.validated(values)))
     assert any(names(problem, "MY_JUDGE ... 3 characters") for problem in problems)

@@ -24,6 +24,8 @@ from rl.judge.endpoint import is_loopback
 from rl.judge.server import StartedJudge, start_problems
 from rl.ranks.rendezvous import open_to_others
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tiny-judge"
 
 
@@ -98,7 +100,9 @@ def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch)
     held.bind(("127.0.0.1", 0))
     monkeypatch.setenv("JUDGE_PORT", str(held.getsockname()[1]))
     monkeypatch.chdir(tiny_loop.REPO)
-    [line] = re.findall(r"`judge.start_command: (.*?)`", Path("README.md").read_text(), re.DOTALL)
+    [line] = re.findall(
+        r"`judge.start_command: (.*?)`", (tiny_loop.REPO / "README.md").read_text(), re.DOTALL
+    )
     config = config_of(*ast.literal_eval(line))
     assert list(start_problems(config)) == []
     with StartedJudge(config, tmp_path / "log") as started:

@@ -193,7 +193,7 @@ def test_the_gradient_of_a_full_fine_tune_is_scaled(stage: int | None) -> None:
             backend.backward(loss_of(backend, seed))
             reference.backward(loss_of(reference, seed) * 0.25)
         ours, theirs = backend.step(RATE, 0.25), reference.step(RATE, 1.0)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=PRODUCT)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-2)
     assert {tensor.dtype for tensor in backend.masters().values()} == {torch.float32}
     assert difference(weights(backend), weights(reference)) <= STEPPED
 
@@ -311,6 +311,7 @@ def step_on_two_ranks() -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_out_of_step_and_in_step() -> None:
     """The same numbers as one process, of weights that decay and others; where ranks need not be in
     step, one reduction a step."""

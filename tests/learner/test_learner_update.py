@@ -156,6 +156,7 @@ def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_gradient_of_one(
     folder: str, sequences: list[Graded], tmp_path: Path
 ) -> None:
@@ -440,7 +441,7 @@ def test_a_non_finite_gradient_is_skipped_loudly(
 # --- weights and state ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_steps", [25, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [25, pytest.param(500, marks=pytest.mark.campaign)])
 def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: int) -> None:
     policy = make_policy(folder)
     learner, module = Learner(policy, make_config(), Dist(), NUM_ITERATIONS), policy.module

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_config
 import tiny_emu3_vq
 import tiny_loop
 import tiny_sd3
@@ -36,6 +37,8 @@ from rl.rollout.stream import Rollout
 from rl.run.run import Run
 from rl.run.set_up import open_run
 from rl.train import learn_from, roll_out
+
+pytestmark = pytest.mark.slow
 
 
 def rows_of_calls(module: torch.nn.Module) -> list[int]:
@@ -144,7 +147,9 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
 
 def test_clip_reads_each_picture_and_each_prompt_once() -> None:
     """Six pictures of two prompts, of which four are looked at together; and once more."""
-    model = ClipModel(clip.Config(model_path="tiny_world/weights/clip", batch_size=4), "cpu")
+    model = ClipModel(
+        clip.Config(model_path=str(tiny_config.WEIGHTS / "clip"), batch_size=4), "cpu"
+    )
     seen = rows_of_calls(model._model.vision_model)
     read = rows_of_calls(model._model.text_model)
     prepared = pictures_prepared(model._processor)

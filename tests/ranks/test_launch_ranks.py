@@ -67,6 +67,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_do_not_collide(launch: Launch, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     processes = [launch("done", "--nproc", "2", folder=folder) for folder in folders]
@@ -98,6 +99,7 @@ def listening(pid: int) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_on_one_node_nothing_listens_outside_loopback(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +124,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.mark.slow
 def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: Path) -> None:
     process = launch("raise", "--nproc", "2")
     _, errors = process.communicate(timeout=120)
@@ -135,6 +138,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
     wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--nproc", "2")])
 def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
     launch: Launch, tmp_path: Path, options: tuple[str, ...]
@@ -147,6 +151,7 @@ def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
     assert "Traceback" in log.read_text() and "in resolve_api_base" in log.read_text()
 
 
+@pytest.mark.slow
 def test_an_exit_code_is_passed_on(launch: Launch) -> None:
     process = launch("exit")
     _, errors = process.communicate(timeout=120)
@@ -154,6 +159,7 @@ def test_an_exit_code_is_passed_on(launch: Launch) -> None:
     assert names(errors, "rank 0 ... exit code 7")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_library_that_aborts_at_the_very_end_does_not_change_the_exit_code(
     launch: Launch, tmp_path: Path, code: int
@@ -166,6 +172,7 @@ def test_a_library_that_aborts_at_the_very_end_does_not_change_the_exit_code(
     assert (tmp_path / "thread_0").exists() and (tmp_path / "handler_0").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_path: Path) -> None:
     process = launch("killed", "--nproc", "2")
     _, errors = process.communicate(timeout=120)
@@ -175,6 +182,7 @@ def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_pa
     wait_for(lambda: not is_alive(child))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signum",
     [
@@ -196,6 +204,7 @@ def test_a_signal_reaches_every_rank_and_is_waited_for(
         assert (tmp_path / f"saved_{rank}").read_text() == signum.name
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> None:
     process = launch("graceful", "--nproc", "2")
     wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
@@ -206,7 +215,7 @@ def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> 
     assert (tmp_path / "saved_0").read_text() == "SIGTERM", "they were asked, and saved"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("mode", ["stopped", "deadlocked"])
 def test_a_rank_that_hangs_is_named_within_a_minute_and_ended_at_the_limit(
     launch: Launch, tmp_path: Path, mode: str
@@ -235,7 +244,7 @@ def test_a_rank_that_hangs_is_named_within_a_minute_and_ended_at_the_limit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_whole_run_listens_on_loopback_only(tmp_path: Path, num_ranks: int) -> None:
     """vLLM, the judge and the process groups of the shipped quickstart, looked at all the time."""
     short = ["num_iterations=1", "optimizer.warmup_iterations=0", "evaluation.num_samples=4"]
@@ -262,6 +271,7 @@ def endpoint() -> Iterator[str]:
         yield f"127.0.0.1:{port}"
 
 
+@pytest.mark.slow
 def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, endpoint: str) -> None:
     options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
     nodes = [launch("listen", *options, str(rank)) for rank in (1, 0)]
@@ -276,6 +286,7 @@ def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, end
     assert "only this machine" in errors, "node 0 says what a loopback address means"
 
 
+@pytest.mark.slow
 def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: str) -> None:
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
     first = launch("done", "--nproc", "1", "--node-rank", "0", *options)
@@ -289,6 +300,7 @@ def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: st
     first.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoint_", "parts"),
     [
@@ -322,7 +334,13 @@ def exit_code(*words: str) -> int:
         (["nowhere.py", "any.jsonnet"], "nowhere.py ... rl/train.py"),
     ],
 )
-def test_wrong_usage(capsys: pytest.CaptureFixture[str], options: list[str], parts: str) -> None:
+def test_wrong_usage(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    parts: str,
+) -> None:
+    monkeypatch.chdir(TESTS.parent)
     assert exit_code(*options) == 2
     assert names(capsys.readouterr().err, parts)
 

@@ -13,6 +13,8 @@ from torch.distributed import TCPStore
 from rl.ranks import node_watch
 from rl.ranks.node_watch import NodeWatch
 
+pytestmark = pytest.mark.slow
+
 Watch = Callable[[int], NodeWatch]
 
 

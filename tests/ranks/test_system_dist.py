@@ -41,6 +41,7 @@ def collectives() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_two_ranks_see_the_same_results():
     ranks = run_ranks(collectives, 2)
     assert [rank.pop("main") for rank in ranks] == [True, False]

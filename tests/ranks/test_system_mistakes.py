@@ -73,6 +73,7 @@ def test_what_nobody_foresaw_keeps_its_traceback() -> None:
     assert sentence(ValueError("never raised")) is None
 
 
+@pytest.mark.slow
 def test_a_rank_started_by_hand_says_it_too(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "rl.train", str(tmp_path / "none.jsonnet")],

@@ -111,5 +111,6 @@ def stop_one_of_two() -> tuple[bool, bool]:
     return seen
 
 
+@pytest.mark.slow
 def test_one_rank_s_signal_stops_all():
     assert run_ranks(stop_one_of_two, 2) == [(False, True), (False, True)]

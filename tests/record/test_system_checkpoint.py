@@ -237,6 +237,7 @@ def save_on_a_small_disk(folder: Path, answers: Connection) -> None:
     answers.send((first, too_large, found, save(checkpoints, 3)))
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_bytes_midway_leaves_the_old_checkpoint(tmp_path):
     """A real refusal by the kernel: files may not grow beyond 20 kB."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -258,6 +259,7 @@ def save_forever(folder: Path, answers: Connection) -> None:
         answers.send(iteration)
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_never_leaves_an_unloadable_state(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     reached = 0
@@ -295,6 +297,7 @@ def die_in_a_save(folder: Path, stage: str) -> None:
     save(checkpoints, 2, write_model=die if stage == "model" else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["model", "manifest", "rename"])
 def test_kill_9_inside_a_save_leaves_the_one_before(tmp_path, stage):
     """The three gaps: half the files written, all written but unproven, proven but not in place."""
@@ -337,6 +340,7 @@ def save_and_load_together(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_and_keep_their_own_generators(tmp_path):
     ranks = run_ranks(save_and_load_together, 2, tmp_path)
     whole = {"path": "step_000001", "failed": None, "w": [1.0, 1.0, 1.0], "own_rng": True}

@@ -402,6 +402,7 @@ def test_the_thread_that_writes_sees_that_the_run_folder_vanished(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_one_run_folder_belongs_to_one_run(tmp_path):
     receiver, sender = multiprocessing.Pipe(duplex=False)
     owner = spawn(hold, tmp_path, sender)

@@ -54,6 +54,7 @@ def page_of(folder: Path) -> bytes:
     return page.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
@@ -85,6 +86,7 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
             assert KEY.encode() not in data and b"hunter2" not in data, path
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_its_page(tmp_path):
     page_ids = []
     for _ in range(2):
@@ -95,6 +97,7 @@ def test_a_resumed_run_continues_its_page(tmp_path):
     assert page_id(tmp_path / "other") != page_ids[0]
 
 
+@pytest.mark.slow
 def test_the_table_keeps_to_its_limit(tmp_path):
     page = tracker(tmp_path, "offline")
     page.log_episodes(1, [[episode()] * 5], [[0.0] * 5])

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 from tiny_ranks import run_ranks
@@ -169,6 +170,7 @@ def evaluate_samples(
     return dist.reduce(metrics)
 
 
+@pytest.mark.slow
 def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Path) -> None:
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
     # A group a pack. Two and one samples, one and no reference, two and one stock arms: five
@@ -210,6 +212,7 @@ def refused_run(folder: str) -> str:
     return "nothing was refused"
 
 
+@pytest.mark.slow
 def test_what_one_rank_s_judge_refuses_stops_all(tmp_path: Path) -> None:
     """Whichever rank it refuses: both here, or one before the other."""
     told = run_ranks(refused_run, 2, str(tmp_path))

@@ -253,6 +253,7 @@ def ranks_report(folder: str, first: Any, second: Any) -> Any:
     return seen
 
 
+@pytest.mark.slow
 def test_ranks_count_alike_and_refuse_together(tmp_path: Path) -> None:
     config_path(tmp_path)
     seen = run_ranks(ranks_report, 2, str(tmp_path), {"hits": 0.5}, {})

@@ -47,6 +47,7 @@ def wait_for_rank_1() -> list[dict[str, float]]:
     return gathered
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_is_not_slow() -> None:
     (of_0, of_1), same = run_ranks(wait_for_rank_1, 2)
     assert same == [of_0, of_1]

@@ -39,6 +39,8 @@ from rl.run.drift import Paired, add_falls, paired, state_distance
 from rl.run.evaluation import evaluate
 from rl.run.stock import Stock
 
+pytestmark = pytest.mark.slow
+
 AREA_PX = 64 * 64
 WRITTEN = "make the square green"
 SAMPLES = [

@@ -92,7 +92,12 @@ def test_every_rank_fails_when_one_sums_wrongly_and_rank_0_says_why():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [["rl", "check-distributed", "--nproc", "2"], LAUNCH], ids=["rl", "simple_launch"]
+    "command",
+    [
+        ["rl", "check-distributed", "--nproc", "2"],
+        pytest.param(LAUNCH, marks=pytest.mark.campaign),
+    ],
+    ids=["rl", "simple_launch"],
 )
 def test_two_ranks_under_the_launcher(command, tmp_path):
     done = subprocess.run(

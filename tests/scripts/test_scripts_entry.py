@@ -98,6 +98,7 @@ def test_an_unknown_command_is_told_the_nearest(rl_here: Callable[..., Said]) ->
     assert names(unlike, "'xyz' ... rl --help") and "did you mean" not in unlike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_helps_itself(name: str, rl_here: Callable[..., Said]) -> None:
     done = rl_here(name, "--help")

@@ -15,6 +15,7 @@ import tiny_qwen
 import tiny_qwen3
 import torch
 from safetensors.torch import load_file
+from tiny_messages import names
 from tiny_rounding import NATS, PRODUCT, apart
 
 from rl.api.data import RowRules
@@ -32,6 +33,8 @@ from rl.record.checkpoint import _seal, model_folder
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import MadeConfig
 from tiny_world.questions import SYSTEM_PROMPT
+
+pytestmark = pytest.mark.slow
 
 BASE = str(Path(__file__).parents[2] / "tiny_world" / "weights" / "reasoner")
 GREEDY = SamplingParams(0.0, top_p=1.0, top_k=-1, max_tokens=40, num_completions=1)
@@ -187,7 +190,7 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     export.main([str(bare), str(from_adapter), *bases, "--dtype", "float32"])
     merged, base = (load_file(f / "model.safetensors") for f in (from_run, encoder))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
-    assert any(apart(merged[key], base[key]) > 1e-3 for key in merged if "q_proj" in key)
+    assert all(apart(merged[k], base[k]) > 1e-3 for k in merged if "q_proj.weight" in k)
     # Bare, it says itself what it belongs to.
     export.main([str(bare), str(tmp_path / "alone"), "--dtype", "float32"])
     alone = load_file(tmp_path / "alone" / "model.safetensors")
@@ -249,9 +252,7 @@ def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
-def test_a_merge_that_fails_midway_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None:
     run = checkpoint(tmp_path, make_policy(), SECTION)
 
     def fail(config: Any) -> None:
@@ -276,37 +277,31 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         return str(refused.value)
 
     target = str(tmp_path / "target")
-    assert "there is no adapter; export it --as model" in refusal(BASE, target, "--as", "adapter")
+    assert names(refusal(BASE, target, "--as", "adapter"), "adapter ... --as model")
     assert "neither an adapter" in refusal(str(tmp_path), target)
     policy = make_policy()
     run = checkpoint(tmp_path, policy, SECTION)
-    assert "exists; name a folder that does not" in refusal(str(run), str(tmp_path))
-    assert "--dtype is of a model" in refusal(
-        str(run), target, "--as", "adapter", "--dtype", "float16"
-    )
+    assert "exists" in refusal(str(run), str(tmp_path))
+    assert "--dtype" in refusal(str(run), target, "--as", "adapter", "--dtype", "float16")
     for which, why in (
-        ("7", "there is no checkpoint of 7 iterations; checkpoints there, by iterations: 2, 4"),
-        ("4", "step_000004 is damaged ("),
-        ("best", "no checkpoint that is there was measured by a held-out run"),
+        ("7", "7 iterations ... 2, 4"),
+        ("4", "step_000004 ... damaged"),
+        ("best", "measured"),
     ):
-        assert why in refusal(str(run), target, "--checkpoint", which)
+        assert names(refusal(str(run), target, "--checkpoint", which), why)
     with monkeypatch.context() as patch:
         patch.setattr(export, "free_gb", lambda folder: 0.001)
-        assert "are to be written and 0.001 GB are free" in refusal(str(run), target)
+        assert "0.001 GB are free" in refusal(str(run), target)
     moved = {**SECTION, "model_path": str(tmp_path / "gone")}
     run = checkpoint(tmp_path / "moved", policy, moved)
-    assert "say where the base lies with --base" in refusal(str(run), target)
+    assert "--base" in refusal(str(run), target)
     bare = model_folder(tmp_path / "run")
     bare = shutil.copytree(bare, tmp_path / "bare")
     written = json.loads((bare / "adapter_config.json").read_text())
     written["base_model_name_or_path"] = "Qwen/Qwen-Image-Edit/text_encoder"
     (bare / "adapter_config.json").write_text(json.dumps(written))
-    assert refusal(str(bare), target) == (
-        "the adapter belongs to 'text_encoder' of Qwen/Qwen-Image-Edit and does not say whose "
-        "tokenizer goes with it: write auto_mapping.base_model_tokenizer into its "
-        "adapter_config.json (the run's policy.model_path); or give --base (and "
-        "--text-encoder-from for an editor's text encoder)"
-    )
+    parts = "'text_encoder' of Qwen/Qwen-Image-Edit ... auto_mapping.base_model_tokenizer"
+    assert names(refusal(str(bare), target), f"{parts} ... --base ... --text-encoder-from")
     assert not (tmp_path / "target").exists()
 
 
@@ -314,11 +309,8 @@ def test_an_adapter_leaves_as_it_is(tmp_path: Path) -> None:
     policy = make_policy()
     run = checkpoint(tmp_path, policy, SECTION)
     export.main([str(run), str(tmp_path / "adapter"), "--as", "adapter", "--checkpoint", "2"])
-    assert file_names(tmp_path / "adapter") == [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    written = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert file_names(tmp_path / "adapter") == written
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         there = run / "checkpoints" / "step_000002" / "model" / name
         assert (tmp_path / "adapter" / name).read_bytes() == there.read_bytes()
@@ -374,9 +366,7 @@ def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
         assert apart(load(tmp_path / "encoder")(ids).logits, expected) <= NATS
 
 
-def test_an_editor_takes_the_text_encoder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
     """It stands in for the `text_encoder` folder of a stock pipeline, and its states are those of
     base + adapter."""
     from diffusers import QwenImageEditPipeline
@@ -393,15 +383,9 @@ def test_an_editor_takes_the_text_encoder(
     encoder = tmp_path / "trained"
     export.main([str(run), str(encoder), "--as", "text-encoder"])
     said = capsys.readouterr().out
-    for stage in (
-        "writing 0.00",
-        "loading ",
-        "adding the adapter",
-        "writing the weights in float32",
-    ):
-        assert stage in said
-    names = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
-    assert file_names(encoder) == names
+    assert names(said, "writing 0.00 ... loading ... adapter ... weights in float32")
+    files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert file_names(encoder) == files
     stock = QwenImageEditPipeline.from_pretrained(
         editor, tokenizer=None, processor=None
     ).text_encoder
@@ -429,12 +413,8 @@ def test_an_editor_takes_the_text_encoder(
 def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Path) -> None:
     policy = make_policy()
     for renderer, policy_keys, why in (
-        (
-            {"type": "sd3"},
-            {},
-            "the run's renderer 'sd3' reads text, not the policy's hidden states",
-        ),
-        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "read the untrained states"),
+        ({"type": "sd3"}, {}, "'sd3' reads text"),
+        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
     ):
         folder = tmp_path / renderer["type"]
         run = checkpoint(folder, policy, {**SECTION, **policy_keys}, renderer=renderer)
@@ -455,7 +435,7 @@ def test_a_state_that_names_no_policy_is_a_sentence(tmp_path: Path, state: Any) 
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
     (step / "state.json").write_text(json.dumps({"iteration": 2, **state}))
     for form in ("model", "adapter", "text-encoder"):
-        with pytest.raises(SystemExit, match="is damaged: it names no policy"):
+        with pytest.raises(SystemExit, match="damaged"):
             export.main([str(step), str(tmp_path / "out"), "--as", form])
 
 
@@ -471,9 +451,7 @@ def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path
     assert "| reward/mean | 1 |" in card and "eval/reward" not in card
 
 
-def test_a_push_that_fails_leaves_the_folder_and_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_push_that_fails_leaves_the_folder_and_says_how(tmp_path, monkeypatch, capsys) -> None:
     """The suite runs with HF_HUB_OFFLINE=1."""
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
     run = checkpoint(tmp_path, make_policy(), SECTION)
@@ -481,12 +459,11 @@ def test_a_push_that_fails_leaves_the_folder_and_says_how(
     export.main([str(run), str(target), "--as", "adapter", "--push-to", "me/mine"])
     said = capsys.readouterr()
     assert f"wrote {target}" in said.out and "hunter2" not in said.err
-    assert "the upload to 'me/mine' failed" in said.err
+    assert names(said.err, "upload ... 'me/mine'")
     assert f"hf upload me/mine {target}" in said.err
     assert (target / "README.md").is_file()
 
 
-@pytest.mark.slow
 def test_vllm_answers_the_same(tmp_path: Path) -> None:
     from rl.engines.vllm import plug as vllm_engine
 

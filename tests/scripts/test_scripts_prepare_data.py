@@ -120,6 +120,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is made ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_tokenised_set_loads_as_data(vq_folder: Path, tmp_path, capsys) -> None:
     data, output = write_edits(tmp_path / "raw", 5), tmp_path / "mine" / "train"

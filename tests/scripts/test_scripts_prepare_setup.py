@@ -19,6 +19,8 @@ from rl.api.data import RowRules
 from rl.data.emu3_tokens import plug as emu3_tokens
 from rl.data.emu3_tokens.files import TokenisedEdit, write
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 LIST = "list/tokenized_datalist.json"
 SETS = {
@@ -121,7 +123,6 @@ def rows_of(file: Path) -> int:
     return len(emu3_tokens.TokenisedEdits(config, RowRules("error", 0)))
 
 
-@pytest.mark.slow
 def test_everything_is_fetched_and_loads(copy: Path, hub: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     done = run(copy, hub, APP__DATA_DIR=str(data))

@@ -17,6 +17,8 @@ from rl.commands import report
 from rl.files.atomic import read_rows
 from rl.report.reading import read_named
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
 

@@ -129,6 +129,7 @@ def third_party(*rooms: str) -> set[str]:
     return {plain(distributions.get(name, name)) for name in names}
 
 
+@pytest.mark.slow
 def test_every_third_party_import_is_pinned() -> None:
     """A package that the code imports must not come only by the grace of another's dependencies."""
     # The engines bring torchaudio; we import it only to mend what is broken.

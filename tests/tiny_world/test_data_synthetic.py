@@ -63,10 +63,10 @@ def test_held_out_samples_share_nothing_with_training_ones_whatever_the_seeds(
 ) -> None:
     """By what they show: a centred scene of two shapes is one of a few thousand."""
     sets = [
-        made(source, 600, seed=seed, held_out=held_out)
+        made(source, 200, seed=seed, held_out=held_out)
         for seed, held_out in ((1, False), (1, True), (2, True))
     ]
-    training, *held_out = ([found[i] for i in range(600)] for found in sets)
+    training, *held_out = ([found[i] for i in range(200)] for found in sets)
     for other in held_out:
         assert HeldOutContents(other).shared(training) == {}
         assert not {sample.id for sample in training} & {sample.id for sample in other}

@@ -123,6 +123,7 @@ def test_the_policy_can_give_the_right_answer_but_seldom_does(shipped):
     assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind
 
 
+@pytest.mark.slow
 def test_the_editor_does_what_a_description_says_with_one_picture_and_with_two(shipped):
     _, exam, transformer = shipped
     marks = exam.marks(transformer)

@@ -44,6 +44,7 @@ def pictures(config: Any) -> dict[str, list[Any]]:
     return made
 
 
+@pytest.mark.slow
 def test_the_renderer_obeys_plain_captions_alone(pictures: dict[str, list[Any]]) -> None:
     marks = {
         name: fmean(grade_wish(p, prompt.text) for p, prompt in zip(made, PROMPTS, strict=True))

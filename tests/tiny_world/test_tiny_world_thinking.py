@@ -50,6 +50,7 @@ def test_thinking_it_can_say_it_right_but_seldom_does(writer: Any) -> None:
     assert 0.05 < writer.p_right(thinking=True) < 0.5
 
 
+@pytest.mark.slow
 def test_at_once_it_knows_no_more_than_chance(writer: Any) -> None:
     assert writer.p_right(thinking=False) < 1 / riddles.NUM_CHAINS
     assert writer.share_right(False, 96) < 0.45

@@ -54,6 +54,7 @@ def codec():
     return load_codec(str(WEIGHTS / "emu3_vq"), None, "float32", "cpu")
 
 
+@pytest.mark.slow
 def test_the_decoder_draws_edits_that_the_judge_takes_for_perfect(codec) -> None:
     torch = pytest.importorskip("torch")
     marks = []
