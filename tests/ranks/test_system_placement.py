@@ -17,8 +17,9 @@ THREE = [Claim("policy", "auto"), Claim("renderer", "cuda:1"), Claim("rewards.cl
 
 
 def test_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert problems([Claim("renderer", "cuda:1", 40.0)], ["cuda:0"], None) == []
+    with monkeypatch.context() as patch:  # undone here: plugins of pytest seed torch afterwards
+        patch.setitem(sys.modules, "torch", None)
+        assert problems([Claim("renderer", "cuda:1", 40.0)], ["cuda:0"], None) == []
 
 
 @pytest.mark.parametrize(
