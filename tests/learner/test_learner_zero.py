@@ -181,9 +181,12 @@ def test_adapters_stay_float32_on_a_bfloat16_base(
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     plain = make_learner(folder, None, dtype="bfloat16")
     (expected,) = train(plain, sequences, 0, 1)
-    # Two forwards in bfloat16 agree to a digit or two, and Adam's first step is nearly the
-    # gradient's sign: weights say nothing.
-    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=0.1)
+    # Stage 3's hooks make autograd add up bfloat16 activation gradients in another order, and
+    # Adam's first step is nearly the gradient's sign: there, weights say nothing.
+    # Of a norm, bfloat16's 8 bits leave two or three digits.
+    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-2)
+    if stage < 3:
+        assert relative_difference(snapshot(learner), snapshot(plain)) <= 1e-4
 
 
 @pytest.mark.parametrize("stage", (2, 3))
