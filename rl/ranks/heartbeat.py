@@ -13,18 +13,19 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import dropwhile
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
+from rl.ranks import main_thread
 from rl.ranks.loading import under_way
+from rl.ranks.main_thread import Call
 
 ASKS_STACKS = signal.SIGUSR1
 """faulthandler answers it in C: even a main thread that never returns to Python."""
@@ -81,13 +82,14 @@ class _Heart:
         if self.descriptor is None:
             return
         named = self.phases[1:] or self.phases
+        calls = main_thread.calls()
         beat = Beat(
             at_s=time.monotonic(),
             phase=" / ".join(name for name, _ in named)[:_MAX_WORDS],
             phase_since_s=named[-1][1],
             moved_s=self.moved_s,
-            where=under_way(_callers_frame())[:_MAX_WORDS],
-            waits_for_ranks=_waits_for_ranks(_main_frame()),
+            where=under_way(_outside_of_tellers(calls))[:_MAX_WORDS],
+            waits_for_ranks=any(call.module == _PEERS for call in calls),
             has_saved=self.has_saved,
         )
         try:
@@ -159,7 +161,7 @@ def _watch_main_thread() -> None:
     places: OrderedDict[int, None] = OrderedDict()
     looked_s = told_s = 0.0
     while True:
-        now_s, place = time.monotonic(), _place(_main_frame())
+        now_s, place = time.monotonic(), hash(tuple(main_thread.calls()))
         if place not in places or now_s - looked_s > LONG_GAP_S:
             _heart.moved_s = now_s
         places[place] = None
@@ -174,31 +176,5 @@ def _watch_main_thread() -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def _main_frame() -> FrameType | None:
-    """Held by nobody: it would keep alive what its function has let go of."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _callers_frame() -> FrameType | None:
-    """The main thread's, outside of what tells of a phase."""
-    frame = _main_frame()
-    while frame is not None and frame.f_globals.get("__name__") in _TELLERS:
-        frame = frame.f_back
-    return frame
-
-
-def _place(frame: FrameType | None) -> int:
-    """One number for every function on a stack and the instruction that each is at."""
-    calls = []
-    while frame is not None:
-        calls.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return hash(tuple(calls))
-
-
-def _waits_for_ranks(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _PEERS:
-            return True
-        frame = frame.f_back
-    return False
+def _outside_of_tellers(calls: list[Call]) -> list[Call]:
+    return list(dropwhile(lambda call: call.module in _TELLERS, calls))

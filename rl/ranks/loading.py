@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from itertools import takewhile
-from types import FrameType
+
+from rl.ranks import main_thread
+from rl.ranks.main_thread import Call
 
 EVERY_S = 4.0
 _stopped = threading.Event()
@@ -46,20 +49,16 @@ def note(far: str) -> None:
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
     began, wait_s = time.monotonic(), first_s
     while not stopped.wait(wait_s):
-        what = under_way(sys._current_frames().get(threading.main_thread().ident or 0))
+        what = under_way(main_thread.calls())
         far = f": {_far}" if _far else ""
         print(f"[{time.monotonic() - began:3.0f} s] loading: {what}{far}", flush=True)
         wait_s = EVERY_S
 
 
-def under_way(frame: FrameType | None) -> str:
-    """'rl.engines.vllm.plug, in torch': the innermost module of ours on a stack, and the package
-    that it called."""
-    modules = []
-    while frame is not None:
-        spec = frame.f_globals.get("__spec__")  # says of `__main__` which module it is
-        modules.append(str(spec.name if spec else frame.f_globals.get("__name__")))
-        frame = frame.f_back
+def under_way(calls: Sequence[Call]) -> str:
+    """'rl.engines.vllm.plug, in torch': the innermost module of ours among `calls`, innermost
+    first, and the package that it called."""
+    modules = [call.module for call in calls]
     is_ours = [name.split(".")[0] == "rl" for name in modules]
     ours = modules[is_ours.index(True)] if True in is_ours else "Python"
     called = list(takewhile(lambda name: name.split(".")[0] != "rl", modules))

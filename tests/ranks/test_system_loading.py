@@ -48,7 +48,7 @@ def test_the_line_names_our_module_and_the_package_it_waits_for(tmp_path, monkey
     """`rl.try_me` imports `heavy`, which imports `inner`."""
     (tmp_path / "heavy.py").write_text("import inner")
     (tmp_path / "inner.py").write_text(
-        "import sys\nfrom rl.ranks.loading import under_way\nseen = under_way(sys._getframe())"
+        "from rl.ranks import loading, main_thread\nseen = loading.under_way(main_thread.calls())"
     )
     ours = tmp_path / "rl" / "try_me.py"
     ours.parent.mkdir()
@@ -62,11 +62,13 @@ def test_the_line_names_our_module_and_the_package_it_waits_for(tmp_path, monkey
 
 
 def test_no_stack_is_no_mishap() -> None:
-    assert loading.under_way(None) == "Python"
+    assert loading.under_way([]) == "Python"
 
 
 def test_a_module_that_was_started_has_its_own_name() -> None:
-    code = "import sys; from rl.ranks.loading import under_way; print(under_way(sys._getframe()))"
+    code = (
+        "from rl.ranks import loading, main_thread; print(loading.under_way(main_thread.calls()))"
+    )
     scope = {"__name__": "__main__", "__spec__": importlib.util.find_spec("rl.simple_launch")}
     lines: list[str] = []
     exec(code, scope | {"print": lines.append})
