@@ -392,6 +392,8 @@ def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
     ]  # fmt: skip
     assert [p.num_tokens for p in cut] == [7, 7, 10, 7]
     assert [p.num_tokens for p in pack_groups([c], ids_PG[2:], 1)] == [7, 7, 7]
+    d_ids = [[(5,) * 3] * 5]  # the prompt is counted again in each part
+    assert [p.num_tokens for p in pack_groups([c], d_ids, 10)] == [10, 10, 7]
     assert cut[2].rows_of([(5, 1)]) == [(c, (6, 6, 6))]
     assert pack_groups([], [], 10) == []
 
@@ -454,6 +456,18 @@ def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: in
     assert len(fingerprints) == num_steps  # every step was exported, none twice
     for name, parameter in module.named_parameters():
         assert parameter.requires_grad or torch.equal(parameter, frozen[name]), name
+
+
+def test_a_state_that_is_loaded_goes_on_as_if_never_saved(
+    folder: str, sequences: list[Graded]
+) -> None:
+    straight, resumed = make_learner(folder), make_learner(folder)
+    train(straight, sequences, 0, 2)
+    resumed.load_state(*straight.state())
+    for learner in (straight, resumed):  # Adam's bias correction knows the number of steps
+        train(learner, sequences, 2, 3)
+    assert relative_difference(snapshot(resumed), snapshot(straight)) == 0
+    assert resumed.version == straight.version == 3
 
 
 def test_state_of_another_policy_is_refused(folder: str) -> None:

@@ -47,7 +47,7 @@ def test_every_pass_takes_every_row_once_in_another_order():
     passes = [run(sampler, range(3 * epoch, 3 * epoch + 3)) for epoch in range(4)]
     for one in passes:
         assert sorted(one) == sorted(f"a:{index}" for index in range(24))
-    assert len({tuple(one) for one in passes}) == 4
+    assert len({frozenset(one[:8]) for one in passes}) == 4, "of rows, not of slots alone"
 
 
 def test_a_pass_may_end_within_an_iteration():
