@@ -27,8 +27,9 @@ from rl.ranks import main_thread
 from rl.ranks.loading import under_way
 from rl.ranks.main_thread import Call
 
-ASKS_STACKS = signal.SIGUSR1
-"""faulthandler answers it in C: even a main thread that never returns to Python."""
+ASKS_STACKS = signal.SIGRTMAX
+"""Not SIGUSR1, by which people and batch systems ask a run to stop. faulthandler answers it in C:
+even a main thread that never returns to Python."""
 EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
 """Seldom enough to cost nothing, often enough that work which is in one call for 95 % of the time
@@ -64,7 +65,7 @@ class Beat:
     waits_for_ranks: bool
     """It is in a collective."""
     has_saved: bool
-    """What it does at once when it is asked to stop is done."""
+    """It was asked to stop, and all that it has finished is on disk."""
 
 
 class _Heart:
@@ -129,7 +130,7 @@ def note_wait() -> None:
 
 
 def note_saved() -> None:
-    """What a rank does at once when it is asked to stop is done: nobody need wait for that."""
+    """This rank was asked to stop, and all that it has finished is on disk."""
     _heart.has_saved = True
     _heart.beat()
 

@@ -33,6 +33,7 @@ def main() -> None:
     """Run the script as `__main__`, with `sys.argv` as if it had been started directly."""
     ending = _Ending()
     die_with_parent()
+    terminal.open_closed_streams()
     log_dir, note_dir, target, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])
     log = Path(log_dir) / f"rank_{rank}.log"

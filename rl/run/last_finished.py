@@ -112,14 +112,15 @@ class LastFinished:
         )
 
 
-def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> None:
-    """On a signal, beside the main thread, which may be where it never returns from. Local."""
+def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
+    """On a signal, beside the main thread, which may be where it never returns from. Returns
+    whether all that is finished is on disk. Local."""
     try:
         held = last.held() if last.done else None
-        if held is not None:
-            checkpoints.save_alone(held)
+        return not last.done or (held is not None and checkpoints.save_alone(held) is not None)
     except Exception as error:
         warn(f"the finished iterations could not be saved at once: {error!r}")
+        return False
 
 
 def save_before_leaving(
