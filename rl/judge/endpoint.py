@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rl.config.schema import JudgeConfig
-from rl.record.secrets import MIN_CHARS, is_placeholder, remember
+from rl.record.scrub import MIN_CHARS, is_placeholder, remember
 from rl.record.untrusted import shown
 
 DEFAULT_PORT = 4877

@@ -33,7 +33,7 @@ from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
 from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
-from rl.record.scrub import scrubbed
+from rl.record.scrub import remember, scrubbed
 from rl.record.writer import MAX_WAITING
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class RunRecord:
         self.run_dir = run_dir
         self._dist = dist
         self._tracking = config.tracking
-        self._secret_names = (config.judge.api_key_env,)
-        self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"), self._secret_names)
+        remember(config.judge.api_key_env)
+        self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"))
         """The resolved config as it may be written anywhere."""
         # Of the process: the thread that writes asks whether it is held.
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
@@ -199,7 +199,7 @@ class RunRecord:
                 row = provenance(episode, advantage)
                 row |= {"rank": self._dist.rank, "member": g}
                 row |= files | {"image_file": image} | (beside if g == 0 else {})
-                lines.append(json_line(scrubbed(row, self._secret_names)))
+                lines.append(json_line(scrubbed(row)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         write_atomically(path, "".join(lines), private)
 

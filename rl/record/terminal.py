@@ -1,14 +1,8 @@
-"""What is printed, made fit for a terminal in the one place that all of it passes.
-
-What: `guard`, which every program of ours calls first: from then on whatever Python prints in the
-process, by us, by a library's log or by a traceback, reaches the terminal and the logs without keys
-and with the escape of whatever a terminal acts upon; `keep_going`, under which no line that is
-printed ends the process. What not: colours and live lines, which only `console.py` draws, on the
-stream beneath; what C libraries and child processes write.
-"""
+"""The one place that all of Python's output passes: without keys and without terminal commands."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,21 +13,32 @@ from rl.record.scrub import scrub
 
 
 def guard() -> None:
-    """Guard this process's standard output and error, for good; a second call changes nothing."""
+    """Guard this process's standard output and error, for good; every program of ours calls it
+    first. A second call changes nothing."""
+    open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Guarded):
+        if not isinstance(stream, Guarded):
             setattr(sys, name, Guarded(stream))
 
 
+def open_closed_streams() -> None:
+    """Standard streams that are closed (`>&-`, some daemons) become /dev/null, here and in child
+    processes; otherwise files that are opened later would get their descriptors, and with them what
+    C libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - until the end
+
+
 def keep_going() -> None:
-    """From now on no line is worth the run: see `Lossy`. For a program whose output is no
-    product, after `guard`."""
+    """From now on a line that cannot be printed ends nothing (`Lossy`). After `guard`."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(beneath(stream), Lossy):
-            setattr(sys, name, Lossy(beneath(stream)))
-    guard()
+        stream = beneath(getattr(sys, name))
+        if not isinstance(stream, Lossy):
+            setattr(sys, name, Guarded(Lossy(stream)))
 
 
 def plain(text: str) -> str:
@@ -53,8 +58,8 @@ def for_data() -> TextIO:
 
 
 class Guarded:
-    """A text stream that passes on `plain` text. It says that it is no terminal, so that libraries
-    send it no commands either."""
+    """A text stream that passes on `plain` text. It is no terminal to libraries, which then send no
+    terminal commands."""
 
     def __init__(self, stream: TextIO) -> None:
         self.beneath = stream
@@ -77,11 +82,8 @@ class Guarded:
 
 
 class Lossy:
-    """A text stream whose text also goes to files (what C libraries write does not).
-
-    No line is worth a run: text that a full disk, a closed pipe or an encoding refuses is lost, and
-    nobody hears of it but the other places.
-    """
+    """A text stream whose text also goes to files (what C libraries write does not). What a full
+    disk, a closed pipe or an encoding refuses is dropped there without an error."""
 
     def __init__(self, stream: TextIO, *files: TextIO) -> None:
         self._stream, self._files = stream, files

@@ -48,12 +48,12 @@ def is_picture(cell: Cell) -> TypeGuard[Image]:
     return isinstance(cell, Image)
 
 
-def tried(name: str, what: str, call: Callable[[], object], secrets: tuple[str, ...] = ()) -> bool:
+def tried(name: str, what: str, call: Callable[[], object]) -> bool:
     """Run `call`; a failure is one line. True when it went well."""
     try:
         call()
     except Exception as error:  # a tracker may fail in any way
-        warn(scrub(f"{name} {what} failed, the run goes on: {error!r}", secrets))
+        warn(scrub(f"{name} {what} failed, the run goes on: {error!r}"))
         return False
     return True
 

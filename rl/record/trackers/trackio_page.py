@@ -85,8 +85,8 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> T
     def begin() -> None:
         pages.append(_begin(config, written))
 
-    attempt = partial(tried, "trackio", secrets=(config.judge.api_key_env,))
-    return pages[0] if attempt("start", partial(_within, begin, START_TIMEOUT_S)) else None
+    is_open = tried("trackio", "start", partial(_within, begin, START_TIMEOUT_S))
+    return pages[0] if is_open else None
 
 
 def _begin(config: RunConfig, written: Mapping[str, Any]) -> TrackioPage:

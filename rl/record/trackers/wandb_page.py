@@ -78,7 +78,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> W
         return None
     # Where wandb keeps a table's pictures until they are uploaded; its default is in $HOME.
     os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
-    attempt = partial(tried, "wandb", secrets=(config.judge.api_key_env,))
+    attempt = partial(tried, "wandb")
     if not attempt("import", lambda: importlib.import_module("wandb")):
         return None
     wandb = importlib.import_module("wandb")
