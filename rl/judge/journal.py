@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rl.files.atomic import append, lines_of, row_of
+from rl.files.held import place
 from rl.files.private import private
 from rl.record.scrub import scrub
 
@@ -21,6 +22,7 @@ class ReplyJournal:
     """Key -> raw reply. The first reply under a key stays."""
 
     def __init__(self, path: Path) -> None:
+        path = place(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
         self._path = path

@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from rl.api.types import Action, Episode, Sample
 from rl.config.schema import RunConfig
+from rl.files import held
 from rl.files.atomic import append_line, json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
 from rl.files.private import private
@@ -55,8 +56,6 @@ class RunRecord:
         """The resolved config as it may be written anywhere."""
         # Of the process: the thread that writes asks whether it is held.
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
-        self._held: tuple[int, int] | None = None
-        """Device and inode of the lock's file."""
 
     def claim(self, wait_s: float = 30.0) -> None:
         """Hold the run folder for this run; collective, rank 0 holds it for all.
@@ -68,6 +67,7 @@ class RunRecord:
         problem = self._dist.broadcast(problem)
         if problem:
             raise ValueError(problem)
+        held.hold(self.run_dir)
 
     def _try_claim(self, wait_s: float) -> str:
         """Why the folder could not be had, or ''."""
@@ -86,38 +86,23 @@ class RunRecord:
         except OSError:  # a file system without locks: better no guard than no run
             return ""
         owner.write_text(str(os.getpid()))
-        found = os.stat(owner)
-        self._held = found.st_dev, found.st_ino
         return ""
 
     def release(self) -> None:
         """Let go of the run folder; the end of the process does it too."""
+        held.release(self.run_dir)
         self._lock.release()
 
     @contextmanager
-    def _while_there(self) -> Iterator[None]:
-        """Raise ValueError when the run folder was moved or deleted since it was claimed, or is
-        meanwhile: what is written would lie in a new one, and nobody would find it beside the rest
-        (rank 0)."""
-        self._require_folder()
+    def _in_place(self) -> Iterator[None]:
+        """Raise GoneError once the block is done, or fails, in a run folder that is not where it
+        was: what is written lies in the one that was moved."""
         try:
             yield
         except OSError:
-            self._require_folder()
+            held.require_in_place(self.run_dir)
             raise
-
-    def _require_folder(self) -> None:
-        if not self._lock.is_locked or not self._held:
-            return
-        try:
-            there = os.stat(self.run_dir / ".lock")
-        except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != self._held:
-            raise ValueError(
-                f"{self.run_dir} is gone: it was moved or deleted while the run was using it. Move "
-                "it back, and the same command goes on from its last checkpoint"
-            )
+        held.require_in_place(self.run_dir)
 
     def write_config(self) -> None:
         """`config.json` (rank 0)."""
@@ -140,7 +125,7 @@ class RunRecord:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if not self._dist.is_main:
             return
-        with self._while_there():
+        with self._in_place():
             line = json_line({"iteration": iteration, **metrics})
             append_line(self.run_dir / "metrics.jsonl", line)
 
@@ -161,7 +146,7 @@ class RunRecord:
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
-        with self._while_there():
+        with self._in_place():
             bare_P = bare_P or [None] * len(episodes_PG)
             self._write_pictures_and_lines(iteration, episodes_PG, advantages_PG, bare_P)
             if num_kept := self._tracking.keep_images_of_last_n_iterations:

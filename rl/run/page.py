@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.files.held import place
 from rl.files.private import private
 from rl.record.console import warn
 
@@ -33,7 +34,7 @@ class Page:
 
     @property
     def _log(self) -> Path:
-        return self._run_dir / "logs" / "report.log"
+        return place(self._run_dir) / "logs" / "report.log"
 
     def refresh(self) -> None:
         """Have the page made of what is on disk; nothing while an earlier one is still made."""
@@ -42,8 +43,8 @@ class Page:
 
     def _start(self, before: Sequence[str] = ()) -> None:
         program = [sys.executable, "-m", "rl.commands.report"]
-        command = [*before, *program, str(self._run_dir), "--refresh"]
         try:
+            command = [*before, *program, str(place(self._run_dir)), "--refresh"]
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb", opener=private) as log:
                 # A session of its own: Ctrl-C is the run's, whose end waits for this.
