@@ -83,7 +83,7 @@ elif MODE in ("stopped", "frozen", "deadlocked"):
         note("began", str(time.monotonic()))
         if LAST and MODE == "frozen":  # as under a debugger: SIGCONT does not help
             signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
-        if RANK > 0 and MODE in ("stopped", "frozen"):
+        if MODE == "frozen" or (LAST and MODE == "stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif LAST:
             threading.Event().wait()

@@ -1,8 +1,4 @@
-"""An asyncio loop in a daemon thread, so that judging goes on while this thread renders.
-
-One for the life of a process: an httpx pool belongs to one loop, and a fresh `asyncio.run` per call
-is how it dies.
-"""
+"""Runs asyncio coroutines in a daemon thread, so that judging goes on while this thread renders."""
 
 from __future__ import annotations
 

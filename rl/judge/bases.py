@@ -1,8 +1,4 @@
-"""The places at which one judge answers: which of them a question goes to.
-
-What: `Base`, one place with its connections, circuit breaker and dialect, and `Bases`: least in
-flight first, those that are down left out. What not: asking and trying again (`client.py`).
-"""
+"""The places at which one judge answers: a question goes to the least busy one that is up."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Asks a vision-language judge over HTTP, and tells a judge's failure from a bad grade.
-
-Trouble that passes becomes an `Answer` without a value; trouble that needs a person
-(`JudgeRefused`) stops the run.
-"""
+"""Asks a vision-language judge over HTTP, and tells a judge's failure from a bad grade."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from rl.judge.endpoint import remedy_for
 from rl.judge.http import (
     MAX_ERROR_PAGE_BYTES,
     SHOWN_HEADER_CHARS,
-    TRUST_IT,
     HttpAnswer,
     RequestTrouble,
 )
@@ -40,8 +35,8 @@ from rl.judge.reply import (
     chat_content,
     served_models,
 )
-from rl.judge.retry import OutageError, Patience, backoff_s, retry_after_s
-from rl.judge.throttle import TOO_MANY_REQUESTS, Throttle, Turn
+from rl.judge.retry import OutageError, backoff_s, retry_after_s
+from rl.judge.throttle import Throttle, Turn
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
 
@@ -108,7 +103,7 @@ class JudgeStats:
     """Most requests open at one time."""
     breaker_openings: int = 0
     throttled: int = 0
-    """Requests that were one too many (HTTP 429)."""
+    """Requests that the judge wants later (HTTP 429, Retry-After)."""
     other_model: int = 0
     """Replies that name another model than `judge.model`."""
 
@@ -142,6 +137,8 @@ class JudgeClient:
         self._parts = PartEncoder(config.image_side_px)
         self._bases = Bases(config, [api_base] if isinstance(api_base, str) else api_base)
         self._throttle = Throttle(config)
+        self._checked_s = self._check_until_s = 0.0
+        """When `check_health` began, and until when it waits."""
 
     def __repr__(self) -> str:
         urls = ", ".join(repr(base.url) for base in self._bases)
@@ -194,8 +191,9 @@ class JudgeClient:
         bases one is enough: the others have `LATE_BASE_S` after it, then they are held to be down,
         which is said. Raises `JudgeUnreachableError` or `JudgeRefused`.
         """
-        patience = Patience(wait_s)
-        found = await asyncio.gather(*(self._check_base(base, patience) for base in self._bases))
+        self._checked_s = time.monotonic()
+        self._check_until_s = self._checked_s + wait_s
+        found = await asyncio.gather(*map(self._check_base, self._bases))
         if all(why for _, why in found):
             raise JudgeUnreachableError("\n".join(why for _, why in found))
         for base, why in found:
@@ -203,7 +201,7 @@ class JudgeClient:
                 base.breaker.open(f"is not there ({why})")
         return [base.url for base, why in found if not why]
 
-    async def _check_base(self, base: Base, patience: Patience) -> tuple[Base, str]:
+    async def _check_base(self, base: Base) -> tuple[Base, str]:
         """'' or why it cannot be reached."""
         while True:
             try:
@@ -212,14 +210,16 @@ class JudgeClient:
                     raise self._passing(response)
                 break
             except RequestTrouble as trouble:
-                if TRUST_IT in str(trouble):  # no waiting mends that
+                if trouble.is_tls:
                     return base, f"{base.url} is not the judge for certain ({trouble})"
-                if patience.left_s <= 0:
+                now_s = time.monotonic()
+                if now_s >= self._check_until_s:
+                    waited_s = now_s - self._checked_s
                     return base, (
-                        f"no judge at {base.url} after {patience.waited_s:.0f} s ({trouble}): "
+                        f"no judge at {base.url} after {waited_s:.0f} s ({trouble}): "
                         "start it (scripts/serve_judge.sh), or set judge.api_base to where it runs"
                     )
-            await asyncio.sleep(min(1.0, max(0.0, patience.left_s)))
+            await asyncio.sleep(min(1.0, self._check_until_s - now_s))
         if response.status != 200:
             self._refuse(response)
         served = None if response.unusable else self._served_models(response.body)
@@ -233,7 +233,7 @@ class JudgeClient:
                 f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
                 f"{model_name.names(served)}. Set judge.model to one of these."
             )
-        patience.shorten(LATE_BASE_S)
+        self._check_until_s = min(self._check_until_s, time.monotonic() + LATE_BASE_S)
         return base, ""
 
     async def ask(
@@ -279,7 +279,7 @@ class JudgeClient:
                 pause_s = trouble.retry_after_s or 0.0
                 num_failures = 1 + max(num_tries, asking.turn.num_refused)
                 pause_s += backoff_s(self.config.backoff_s, num_failures, self._jitter)
-                if cause == TOO_MANY_REQUESTS:
+                if trouble.asks_to_wait:
                     self._stats.throttled += 1
                     is_asked_elsewhere = self._bases.has_other(asking.tried)
                     pause_s = 0.0 if is_asked_elsewhere else pause_s
@@ -371,8 +371,9 @@ class JudgeClient:
             try:
                 response = await self._post(base, asking, request)
                 self._expect_like_others(base, response, asking.shape)
-            except RequestTrouble:
-                base.breaker.failed(is_probe)
+            except RequestTrouble as trouble:
+                if is_probe or not trouble.asks_to_wait:
+                    base.breaker.failed(is_probe)
                 raise
             self._bases.succeeded(base)
             reply = self._read(base, response, asking.shape)

@@ -1,8 +1,5 @@
 """Which optional parameters an endpoint takes, learnt from what it refuses.
 
-What: `Request`, one question as it may be sent; `refused_parameters`, what an error page says is
-not taken; `Dialect`, what is remembered of it and of who answered. What not: asking (`client.py`).
-
 Servers say it in many ways, and not all name a code: "Unsupported parameter: 'max_tokens' ..."
 (OpenAI), "Unrecognized request argument supplied: seed" (Azure), "does not support parameters:
 ['seed']" (LiteLLM), `extra_forbidden` at ('body', 'seed') (pydantic: vLLM, Mistral), 'Unknown name

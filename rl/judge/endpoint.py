@@ -208,6 +208,10 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
             "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
             f"({held})."
         )
+    if status == 407:
+        return (
+            "Remedy: the proxy wants HTTP_PROXY (ALL_PROXY) to be http://user:password@host:port."
+        )
     if status == 429:
         return (
             f"Remedy: fewer at once (judge.max_concurrency={config.max_concurrency}, on each "

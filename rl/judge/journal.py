@@ -1,7 +1,4 @@
-"""Replies already paid for, on disk: a resumed iteration asks only for what it does not have, and
-is exact even under a judge that samples. Scrubbed of keys, and readable to this user alone. What
-the disk does not take counts all the same, and is asked again after a restart. No lock: one process
-per file."""
+"""Journal of the judge's replies: a resumed iteration asks only for what it does not have."""
 
 from __future__ import annotations
 

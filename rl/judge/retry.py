@@ -117,25 +117,3 @@ class Breaker:
         log.warning(
             "%s %s: one probe every %.0f s until it answers", self._name, why, self._pause_s
         )
-
-
-class Patience:
-    """How long bases that do not answer yet are waited for, together."""
-
-    def __init__(self, wait_s: float) -> None:
-        self._since = time.monotonic()
-        self._until = self._since + wait_s
-
-    @property
-    def left_s(self) -> float:
-        """0 or less: they had their time."""
-        return self._until - time.monotonic()
-
-    @property
-    def waited_s(self) -> float:
-        """Since the first request."""
-        return time.monotonic() - self._since
-
-    def shorten(self, wait_s: float) -> None:
-        """No longer than `wait_s` from now."""
-        self._until = min(self._until, time.monotonic() + wait_s)

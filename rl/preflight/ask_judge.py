@@ -23,7 +23,7 @@ from rl.build import Plug, Resolved, row_rules
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
-from rl.judge.throttle import TOO_MANY_REQUESTS
+from rl.judge.http import TOO_MANY_REQUESTS
 from rl.preflight.dry_run import READABLE, graded, made_up
 from rl.record.console import duration
 from rl.record.untrusted import shown

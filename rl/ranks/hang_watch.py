@@ -1,9 +1,4 @@
-"""Which of a launcher's ranks hang: said aloud, and for how long.
-
-What: `HangWatch` reads what each rank tells (`heartbeat.py`) and what the kernel says of its
-process. A rank that is stopped is told from those that wait for it, and a rank that waits for the
-judge is left to the judge's client. What not: ending anything (`simple_launch.py`).
-"""
+"""Finds the ranks that hang, from their heartbeats and what the kernel says of their processes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""What a rank tells its launcher while it lives: that it runs, and where its main thread is.
-
-What: `start`, in a rank: a thread that looks where the main thread is and writes a `Beat` every
-second, and the stacks of all threads in the rank's log whenever the launcher asks (`ASKS_STACKS`);
-`phase`, told by `PhaseTimer`; `read`, for the launcher. A process that is stopped, or that is in a
-call which holds Python's interpreter, writes none. What not: what a launcher makes of it
-(`hang_watch.py`).
-"""
+"""Writes where each rank's main thread is every second, and its stacks on request."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""One rank's first and last moments: what every process does around the training script.
+"""Runs the training script in one rank: `python -m rl.ranks.worker <logs> <notes> <script> [args]`.
 
-`python -m rl.ranks.worker <log folder> <note folder> <module | script.py> [arguments ...]` ties its
-life to the launcher's, sends its output where the launcher said, runs the script, and notes how it
-ended where the launcher reads it: a sentence for an error that was foreseen (its traceback goes to
-the rank's log), else the traceback. The exit code is the script's, whatever the libraries that it
-loaded do once Python is gone.
+The rank ends with its launcher, writes where the launcher said, and notes how it ended: a sentence
+for an expected error (its traceback goes to the log), else the traceback.
 """
 
 from __future__ import annotations
