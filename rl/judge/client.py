@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
 from rl.judge import model_name
-from rl.judge.bases import Base, Bases
+from rl.judge.bases import Base, Bases, OutageError
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
 from rl.judge.endpoint import remedy_for
 from rl.judge.http import (
@@ -35,7 +35,7 @@ from rl.judge.reply import (
     chat_content,
     served_models,
 )
-from rl.judge.retry import OutageError, backoff_s, retry_after_s
+from rl.judge.retry import backoff_s, retry_after_s
 from rl.judge.throttle import Throttle, Turn
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
@@ -165,8 +165,8 @@ class JudgeClient:
         """What happened since the last call; a request under way counts when it ends."""
         taken, self._stats = self._stats, JudgeStats()
         for base in self._bases:
-            taken.breaker_openings += base.breaker.num_openings
-            base.breaker.num_openings = 0
+            taken.breaker_openings += base.num_openings
+            base.num_openings = 0
         return taken
 
     def dialects(self) -> dict[str, Dialect]:
@@ -198,7 +198,7 @@ class JudgeClient:
             raise JudgeUnreachableError("\n".join(why for _, why in found))
         for base, why in found:
             if why:
-                base.breaker.open(f"is not there ({why})")
+                base.open(f"is not there ({why})")
         return [base.url for base, why in found if not why]
 
     async def _check_base(self, base: Base) -> tuple[Base, str]:
@@ -315,14 +315,12 @@ class JudgeClient:
         the breakers too: with few questions in flight the row would else end them one by one.
         """
         is_last_try = num_tries >= self.config.max_attempts
-        breakers = [each.breaker for each in self._bases]
-        rows = [breaker.num_failures_in_row for breaker in breakers]
+        rows = [each.num_failures_in_row for each in self._bases]
         nobody_got_through = all(rows) and sum(rows) >= num_tries
         if cause in ("timeout", "transport") and is_last_try and nobody_got_through:
-            for breaker in breakers:
-                if not breaker.is_open:
-                    breaker.open(f"failed {breaker.num_failures_in_row} times in a row")
-        return base is not None and base.breaker.is_open
+            for each in self._bases:
+                each.open(f"failed {each.num_failures_in_row} times in a row")
+        return base is not None and base.is_open
 
     def _request(self, asking: _Asking) -> Request:
         """Another seed, and a higher temperature, after each unreadable reply."""
@@ -373,7 +371,7 @@ class JudgeClient:
                 self._expect_like_others(base, response, asking.shape)
             except RequestTrouble as trouble:
                 if is_probe or not trouble.asks_to_wait:
-                    base.breaker.failed(is_probe)
+                    base.failed(is_probe)
                 raise
             self._bases.succeeded(base)
             reply = self._read(base, response, asking.shape)
@@ -385,7 +383,7 @@ class JudgeClient:
                 base.rests_until = time.monotonic() + trouble.retry_after_s
             raise
         finally:
-            self._bases.release(base, is_probe)
+            base.end(is_probe)
 
     async def _post(self, base: Base, asking: _Asking, request: Request) -> HttpAnswer:
         """The answer to `request`, asked as the base takes it.
@@ -458,8 +456,7 @@ class JudgeClient:
         if not refuses or (shape in base.answered and status in REFUSED_QUESTION):
             return
         if any(shape in other.answered for other in others):
-            if not base.breaker.is_open:
-                base.breaker.open(f"refuses (HTTP {status} {said})")
+            base.open(f"refuses (HTTP {status} {said})")
             raise RequestTrouble(f"http_{status}", said)
 
     def _read(self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]) -> str:

@@ -1,9 +1,4 @@
-"""Trackers, as views of the record: never needed, never fatal, never waited for.
-
-What: `Tracker`, which hands one run's metrics, tables and pictures to every page that the config
-names (`trackers/`), free of keys; `not_installed`. Whatever a page fails with turns it off, with
-one line. What not: the record itself (`run_record.py`), which is always written.
-"""
+"""Hands a run's metrics, tables and pictures to its trackers; one that fails is given up."""
 
 from __future__ import annotations
 

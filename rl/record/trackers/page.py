@@ -1,7 +1,4 @@
-"""What a tracker's page of a run can be asked, and how it fails: `Page`, `tried`, `call_within`.
-
-What not: which pages a run has (`rl/record/tracking.py`), any tracker's own ways.
-"""
+"""The interface of a tracker's page, and how its failures are caught."""
 
 from __future__ import annotations
 
