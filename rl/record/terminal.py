@@ -12,14 +12,16 @@ from rl.config.printing import printable
 from rl.record.scrub import scrub
 
 
-def guard() -> None:
-    """Guard this process's standard output and error, for good; every program of ours calls it
-    first. A second call changes nothing."""
+def guard(keeps_going: bool = False) -> None:
+    """Guard this process's standard output and error, for good; every program calls it first.
+
+    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`).
+    """
     open_closed_streams()
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not isinstance(stream, Guarded):
-            setattr(sys, name, Guarded(stream))
+        stream = beneath(getattr(sys, name))
+        is_lossy = keeps_going and not isinstance(stream, Lossy)
+        setattr(sys, name, Guarded(Lossy(stream) if is_lossy else stream))
 
 
 def open_closed_streams() -> None:
@@ -31,14 +33,6 @@ def open_closed_streams() -> None:
             descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one
             os.set_inheritable(descriptor, True)
             setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - until the end
-
-
-def keep_going() -> None:
-    """From now on a line that cannot be printed ends nothing (`Lossy`). After `guard`."""
-    for name in ("stdout", "stderr"):
-        stream = beneath(getattr(sys, name))
-        if not isinstance(stream, Lossy):
-            setattr(sys, name, Guarded(Lossy(stream)))
 
 
 def plain(text: str) -> str:
@@ -57,12 +51,25 @@ def for_data() -> TextIO:
     return sys.stdout if stream.isatty() else stream
 
 
-class Guarded:
-    """A text stream that passes on `plain` text. It is no terminal to libraries, which then send no
-    terminal commands."""
+class _Stream:
+    """A text stream over another one, `beneath`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.beneath = stream
+
+    def write(self, text: str) -> int:
+        raise NotImplementedError
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.beneath, name)
+
+
+class Guarded(_Stream):
+    """Passes on `plain` text. It is no terminal to libraries, which then send no terminal commands."""
 
     def write(self, text: str) -> int:
         """A line that begins anew at the left, as progress bars do, may."""
@@ -70,38 +77,25 @@ class Guarded:
         self.beneath.write(redrawn + plain(text[len(redrawn) :]))
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
     def isatty(self) -> bool:
         return False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.beneath, name)
 
-
-class Lossy:
-    """A text stream whose text also goes to files (what C libraries write does not). What a full
-    disk, a closed pipe or an encoding refuses is dropped there without an error."""
+class Lossy(_Stream):
+    """Writes to `files` too (what C libraries write does not go there). What a full disk, a closed
+    pipe or an encoding refuses is dropped there without an error."""
 
     def __init__(self, stream: TextIO, *files: TextIO) -> None:
-        self._stream, self._files = stream, files
+        super().__init__(stream)
+        self._places = (*files, stream)
 
     def write(self, text: str) -> int:
-        for place in (*self._files, self._stream):
+        for place in self._places:
             with suppress(OSError, ValueError):  # closed, or a character that it cannot spell
                 place.write(text)
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
     def flush(self) -> None:
-        for place in (*self._files, self._stream):
+        for place in self._places:
             with suppress(OSError, ValueError):
                 place.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
