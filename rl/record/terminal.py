@@ -69,7 +69,7 @@ class _Stream:
 
 
 class Guarded(_Stream):
-    """Passes on `plain` text. It is no terminal to libraries, which then send no terminal commands."""
+    """Passes on `plain` text. To libraries it is no terminal: they send it no terminal commands."""
 
     def write(self, text: str) -> int:
         """A line that begins anew at the left, as progress bars do, may."""
