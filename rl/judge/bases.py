@@ -20,9 +20,8 @@ class OutageError(Exception):
 
 
 class Base:
-    """One place, with a circuit breaker: `breaker_failures` failures in a row open it. Then one
-    probe is sent per `breaker_pause_s`, and one that succeeds closes it. Belongs to one event loop.
-    """
+    """One place. Its circuit breaker opens after `breaker_failures` failures in a row; then one
+    probe is sent per `breaker_pause_s`, and one that succeeds closes it."""
 
     def __init__(self, config: JudgeConfig, url: str, name: str) -> None:
         """`name`: in log lines."""

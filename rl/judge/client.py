@@ -80,7 +80,6 @@ class _Asking:
     keys: list[str] = field(default_factory=list)
     """Of these, in the journal."""
     num_sent: int = 0
-    """Requests."""
     base: Base | None = None
     """Where it was sent last."""
     tried: set[Base] = field(default_factory=set)
@@ -92,7 +91,6 @@ class JudgeStats:
     """What the client did since the last `take_stats()`."""
 
     requests: int = 0
-    """Requests sent."""
     reused: int = 0
     """Replies taken from the journal instead."""
     retries: Counter[str] = field(default_factory=Counter)
@@ -100,7 +98,6 @@ class JudgeStats:
     latencies_s: list[float] = field(default_factory=list)
     """Send to reply, of each request that got one, s."""
     max_in_flight: int = 0
-    """Most requests open at one time."""
     breaker_openings: int = 0
     throttled: int = 0
     """Requests that the judge wants later (HTTP 429, Retry-After)."""
@@ -222,7 +219,7 @@ class JudgeClient:
             await asyncio.sleep(min(1.0, self._check_until_s - now_s))
         if response.status != 200:
             self._refuse(response)
-        served = None if response.unusable else self._served_models(response.body)
+        served = None if response.unusable else served_models(response.body)
         if served is None:
             raise JudgeRefused(
                 f"{base.url}/models answers, but not as an OpenAI-compatible endpoint: "
@@ -492,7 +489,7 @@ class JudgeClient:
         with suppress(RequestTrouble):
             response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
             is_list = response.status == 200 and not response.unusable
-            served = self._served_models(response.body) if is_list else None
+            served = served_models(response.body) if is_list else None
         if served is not None and asked not in served:
             raise JudgeRefused(model_name.refusal(told, served))
         model_name.warn_of(told)
@@ -515,8 +512,3 @@ class JudgeClient:
             return f"(a body {response.unusable})"
         body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
         return shown(body, SHOWN_BODY_CHARS) or "(empty body)"
-
-    @staticmethod
-    def _served_models(body: bytes) -> list[str] | None:
-        served = served_models(body)
-        return None if served is None else [scrub(name) for name in served]

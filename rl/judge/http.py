@@ -27,11 +27,11 @@ SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
-OTHER_NAME_CODES = (62, 64)
-"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 _HASHED = re.compile(r"[0-9a-f]{8}\.\d+")
-DATE_CODES = (9, 10)
-"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+_OTHER_NAME = "set judge.api_base to a host name that its certificate holds"
+_OTHER_DATE = "have its certificate renewed, if this machine's clock is right"
+_CERTIFICATE_REMEDIES = {62: _OTHER_NAME, 64: _OTHER_NAME, 9: _OTHER_DATE, 10: _OTHER_DATE}
+"""By OpenSSL's X509_V_ERR_... code."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "identity",
@@ -86,7 +86,8 @@ class JudgeHttp:
         # A proxy from the environment cannot reach this machine's own loopback.
         name, proxy = ("", None) if is_loopback(api_base) else _proxy_for(api_base)
         self._through = f", through the proxy that {name} names" if proxy else ""
-        trusted = _trusted() if api_base.startswith("https:") else _nobody()
+        is_tls = api_base.startswith("https:")
+        trusted = _trusted() if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
         try:
             # The bare transport: httpx's client would inflate bodies, keep cookies, parse Location.
             self._transport = httpx.AsyncHTTPTransport(
@@ -96,7 +97,7 @@ class JudgeHttp:
             raise ValueError(
                 f"{name} names a proxy that cannot be used for judge.api_base={api_base} "
                 f"({shown(str(error), SHOWN_ERROR_CHARS)}): set {name}=http://host:port, or name "
-                f"the judge's host in NO_PROXY"
+                "the judge's host in NO_PROXY"
             ) from None
 
     async def request(
@@ -152,14 +153,9 @@ def _tls_remedy(error: BaseException | None) -> str:
     """What to do where TLS failed for good, under whatever httpx and httpcore wrap it in; or ''."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
-            if error.verify_code in OTHER_NAME_CODES:
-                return "set judge.api_base to a host name that its certificate holds"
-            if error.verify_code in DATE_CODES:
-                return "have its certificate renewed, if this machine's clock is right"
-            return (
-                "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>), or "
-                "set an http:// URL in judge.api_base"
-            )
+            trust = "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>)"
+            otherwise = f"{trust}, or set an http:// URL in judge.api_base"
+            return _CERTIFICATE_REMEDIES.get(error.verify_code, otherwise)
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
             return "it does not speak TLS there: set an http:// URL in judge.api_base"
         error = error.__cause__ or error.__context__
@@ -171,9 +167,7 @@ def _trusted() -> ssl.SSLContext:
     name = next((name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)), "")
     try:
         context = httpx.create_ssl_context()
-        if name == "SSL_CERT_DIR" and not any(
-            _HASHED.fullmatch(entry) for entry in os.listdir(os.environ[name])
-        ):
+        if name.endswith("DIR") and not any(map(_HASHED.fullmatch, os.listdir(os.environ[name]))):
             raise OSError("no certificate in it is named by its hash, as `openssl rehash` does")
     except OSError as error:
         raise ValueError(
@@ -181,11 +175,6 @@ def _trusted() -> ssl.SSLContext:
             f"({error.strerror or error}): set it to those of who signed the judge's, or unset it"
         ) from None
     return context
-
-
-def _nobody() -> ssl.SSLContext:
-    """Trusts no certificate, and reads none."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from rl.record.scrub import scrub
 from rl.record.untrusted import without_lone_surrogates
 
 MAX_REPLY_CHARS = 100_000
@@ -52,7 +53,7 @@ def served_models(body: bytes) -> list[str] | None:
         names = [model["id"] for model in _parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):
         return None
-    return names if all(isinstance(name, str) for name in names) else None
+    return [scrub(name) for name in names] if all(isinstance(n, str) for n in names) else None
 
 
 def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:

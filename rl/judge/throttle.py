@@ -24,12 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Turn:
-    """A question's place among those that are asked."""
+    """How often the judge wanted a question later, and since when (`time.monotonic`)."""
 
     num_refused: int = 0
-    """Times that the judge wanted it later."""
     refused_since_s: float = 0.0
-    """`time.monotonic`."""
 
 
 class Throttle:
@@ -39,16 +37,12 @@ class Throttle:
         self._config = config
         self._num_open = 0
         self._num_waiting = 0
-        self._began_s = 0.0
-        """When the first of those that wait was refused, `time.monotonic`."""
-        self._num_answered = 0
-        """Since then."""
+        self._began_s, self._num_answered = 0.0, 0
+        """When the first of those that wait was refused, and answers since then."""
         self._nothing_since_s: float | None = None
         """The first refusal since the last answer."""
         self._next_line_s = FIRST_LINE_S
-        self._said = False
-        """That they wait."""
-        self._said_given_up = False
+        self._said = self._said_given_up = False
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:

@@ -26,7 +26,6 @@ ALONE_GRACE_S = 45
 LEAVE_S = 5
 """The same where one hangs and the others have saved."""
 KILL_S = 30
-"""For the kernel to end what was killed."""
 HUNG_CODE = 124
 """The launcher's exit code after a hang, as of `timeout`."""
 PEERS_TERM_S = 30

@@ -75,9 +75,8 @@ def main() -> None:
 
 
 class _Ending:
-    """Ends the process with `code`, if the script came to one, instead of Python's own last step:
-    there the destructors of C++ libraries (Gloo's threads beside vLLM's) have been seen to abort a
-    run that was done, and vLLM's to list on stderr what they still hold."""
+    """Ends the process with `code`, if the script came to one, before the destructors of C++
+    libraries (Gloo's, vLLM's), which have aborted runs that were done."""
 
     code: int | None = None
 

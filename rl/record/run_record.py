@@ -1,7 +1,5 @@
 """The run's own record on disk: every number and every episode, traceable, without any service.
 
-What: `RunRecord` and the layout
-
     <run>/config.json                        resolved config, environment secrets scrubbed
     <run>/metrics.jsonl                      one line per iteration, all ranks reduced
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
@@ -10,7 +8,6 @@ What: `RunRecord` and the layout
                                              and reference edit
     <run>/set_aside/                         what is done again since (`rewind.py`)
 
-What not: wandb (`tracking.py`, a view of this), checkpoints, in which thread (`writer.py`).
 Iterations count from 1; iteration 0 is what was measured before training. Not collective: each rank
 writes its own files. Every file is whole or not there.
 """

@@ -16,8 +16,7 @@ from urllib.parse import unquote
 
 MIN_CHARS = 8
 """Shorter values are not treated as keys: replacing every 'test' would garble the record."""
-_MIN_TOKEN_CHARS = 16
-"""In a URL, a user without a password is a token from this length on."""
+_MIN_TOKEN_CHARS = 16  # of a URL's user that has no password
 _SECRET_NAME = re.compile(
     r".*(?:TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|API_?KEY|CREDENTIAL|PRIVATE_?KEY|ACCESS_?KEY|COOKIE|"
     r"WEBHOOK).*"
@@ -49,7 +48,6 @@ _ESCAPE = re.compile(
 )
 """One character as JSON and Python (however often quoted), URLs and HTML write it; or invisible
 ones between two (zeros: UTF-16 read as bytes)."""
-_CONTROL = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _BASE64_RUN = re.compile(r"[A-Za-z0-9+/]{10,}={0,2}")
 """Ten characters stand for what is certain of a secret of eight bytes."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
@@ -247,4 +245,4 @@ def _character(found: re.Match[str]) -> str:
             return unicodedata.lookup(body[2:-1])
         if body.isdecimal():
             return chr(int(body, 8))
-    return _CONTROL.get(body, body)
+    return body

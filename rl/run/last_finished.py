@@ -1,9 +1,7 @@
-"""The last finished iteration, kept so that it is on disk however the run ends.
+"""Keeps the last finished iteration, so that it is on disk however the run ends.
 
-Finished is an iteration whose update is applied and synced. What: `LastFinished`, what a checkpoint
-of it holds: kept in host memory while the learner's state is small (an adapter's), so that one rank
-can write it when the others are gone and while the weights move on; read from the device when that
-is asked for where it is large. What not: the files (`record/checkpoint.py`).
+Finished: its update is applied and synced. Small states (an adapter's) are kept in host memory, so
+that one rank can write them alone; large ones are read from the device by all ranks together.
 """
 
 from __future__ import annotations
