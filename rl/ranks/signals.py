@@ -19,8 +19,8 @@ _KEPT = "KILL STOP CONT TSTP TTIN TTOU CHLD URG WINCH PIPE XFSZ ILL TRAP ABRT BU
 that report a crash of native code."""
 _OTHERS = {heartbeat.ASKS_STACKS, *(getattr(signal, f"SIG{name}") for name in _KEPT.split())}
 STOP_SIGNALS = tuple(sorted(signal.valid_signals() - _OTHERS))
-"""By default each of these would end the process and lose what is not saved: TERM, INT, HUP, Ctrl-\\
-(QUIT), a batch system's notice (USR1, USR2, XCPU), timers, real-time signals."""
+"""By default each of these would end the process and lose what is not saved: TERM, INT, HUP, QUIT
+(Ctrl-\\), a batch system's notice (USR1, USR2, XCPU), timers, real-time signals."""
 INSISTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """One of these sent twice ends a process at once. (The kernel repeats XCPU by itself.)"""
 ECHO_S = 3.0

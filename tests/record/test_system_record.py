@@ -386,6 +386,7 @@ def test_a_run_folder_that_vanishes_stops_the_run(tmp_path):
 
 def test_a_run_folder_that_is_deleted_is_not_made_again(tmp_path):
     record, run_dir = record_in(tmp_path / "run"), tmp_path / "run"
+    checkpoints = checkpoints_in(run_dir)
     record.claim()
     shutil.rmtree(run_dir)
     for write in (
@@ -395,7 +396,7 @@ def test_a_run_folder_that_is_deleted_is_not_made_again(tmp_path):
     ):
         with pytest.raises(GoneError, match="is gone: it was deleted"):
             write()
-    assert save(checkpoints_in(run_dir), 1) is None
+    assert save(checkpoints, 1) is None
     Page(run_dir, True).refresh()
     assert not run_dir.exists()
 
