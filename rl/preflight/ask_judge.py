@@ -62,7 +62,7 @@ async def ask_judge(
             continue
         heard.problems += found.problems
         heard.lines += found.lines
-        heard.dialects[base] = found.dialects[base]
+        heard.dialects |= found.dialects
     if heard.dialects:
         heard.lines += down
     else:
@@ -76,7 +76,10 @@ async def _ask_base(
     # What it waits out in a run, e.g. that a quota is spent, is told before one.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
-    client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
+    try:
+        client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
+    except ValueError as error:  # a key, a proxy or certificates of the environment
+        return Heard([f"judge: {error}"])
     heard = Heard(dialects=client.dialects())
     try:
         await client.check_health(wait_s)

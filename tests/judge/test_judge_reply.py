@@ -42,7 +42,6 @@ UNREADABLE = {
     "in a list": ('[{"score": [8, 7]}]', "list"),
     "last in a list": ('[1, {"score": [8, 7]}\n]', "list"),
     "a brace too many": ('{"score": [8, 7]}}', "braces"),
-    "a brace before": ('} {"score": [8, 7]}', "braces"),
     "in a comment": ('// {"score": [8, 7]}', "comment"),
     "in another comment": ('Grades:\n  # so far {"score": [8, 7]}\n', "comment"),
     "in a block comment": ('/* or\n{"score": [8, 7]} */', "comment"),

@@ -38,7 +38,6 @@ def spellings(key: str) -> Iterator[str]:
     yield "".join(f"\\U{ord(char):08x}" for char in key)
     yield "".join(f"\\{ord(char):03o}" for char in key)
     yield "".join(f"\\N{{{unicodedata.name(char)}}}" for char in key)
-    yield "".join(f"\\u{{{ord(char):x}}}" for char in key)
     yield "".join(f"&#{ord(char):09};" for char in key)
     yield "".join(f"&#{ord(char)}" for char in key)
     yield key.replace("_", "&lowbar;").replace("/", "&sol;")

@@ -153,17 +153,13 @@ import os, sys
 from rl.record import terminal
 terminal.guard(keeps_going=True)
 files = [open(f"{sys.argv[1]}/{number}", "w") for number in range(3)]
-print("Python's", flush=True)
 print("Python's", file=sys.stderr, flush=True)
-for descriptor in (1, 2):
-    os.write(descriptor, b"a C library's")
-for file in files:
-    file.write("kept")
+os.write(1, b"a C library's")
+[file.write("kept") for file in files]
 assert sys.stdin.read() == "" and all(map(os.get_inheritable, (0, 1, 2)))
 """
     for closed in ("0<&-", "1>&-", "0<&- 1>&- 2>&-"):
-        shell = f'exec "$@" {closed}'
-        words = ["bash", "-c", shell, "bash", sys.executable, "-c", script, str(tmp_path)]
+        words = ["bash", "-c", f'exec "$@" {closed}', "", sys.executable, "-c", script, tmp_path]
         ended = subprocess.run(words, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL)
         assert ended.returncode == 0, ended.stderr
         assert {file.read_text() for file in tmp_path.iterdir()} == {"kept"}
