@@ -14,7 +14,7 @@ JOIN_TIMEOUT_S = 10.0
 
 
 class BackgroundLoop:
-    """Runs coroutines until `close()`. A daemon: it never keeps a dying process alive."""
+    """Runs coroutines until `close()`. An httpx pool belongs to one loop: one per process."""
 
     def __init__(self, name: str = "background-loop") -> None:
         self._loop = asyncio.new_event_loop()

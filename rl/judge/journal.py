@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplyJournal:
-    """Key -> raw reply. The first reply under a key stays."""
+    """Key -> raw reply, the first under a key."""
 
     def __init__(self, path: Path) -> None:
         path = place(path)
@@ -32,8 +32,7 @@ class ReplyJournal:
         return self._replies.get(key)
 
     def put(self, key: str, reply: str) -> str:
-        """On disk (past this process, not past a power cut) when this returns; returns the reply as
-        it is kept, which is how a resumed run will read it."""
+        """On disk when this returns; returns the reply as it is kept and as a resume reads it."""
         kept = self._replies.setdefault(key, scrub(reply))
         self._write(key, kept)
         return kept

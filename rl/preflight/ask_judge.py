@@ -56,7 +56,7 @@ async def ask_judge(
     lacks is made up, and the picture to be graded is its source, as if nothing had been edited."""
     asked = (_ask_base(resolved, base, wait_s, sample) for base in api_bases)
     heard, down = Heard(), []
-    for base, found in zip(api_bases, await asyncio.gather(*asked), strict=True):
+    for found in await asyncio.gather(*asked):
         if isinstance(found, JudgeUnreachableError):
             down.append(str(found))
             continue

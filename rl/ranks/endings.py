@@ -31,8 +31,7 @@ HUNG_CODE = 124
 PEERS_TERM_S = 30
 """After a failure the others have so long to end by SIGTERM, then they are killed."""
 
-Processes = Mapping[int, "subprocess.Popen[bytes]"]
-"""By rank; each leads a session, hence a process group, of its own."""
+Processes = Mapping[int, "subprocess.Popen[bytes]"]  # by rank; each leads a process group
 
 
 @dataclass(frozen=True)

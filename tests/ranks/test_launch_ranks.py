@@ -207,11 +207,9 @@ def test_asked_to_stop_it_wakes_a_stopped_rank_and_kills_one_that_cannot_be_woke
 ) -> None:
     process = launch("frozen", "--nproc", "2")
     wait_for(lambda: (tmp_path / "began_0").exists() and (tmp_path / "began_1").exists())
-    began_s = time.monotonic()
     process.terminate()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=endings.LEAVE_S + 10)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - began_s < endings.LEAVE_S + 5
     assert names(errors, "killed ... rank 1 (stopped) ... SIGTERM ... resumes")
     assert (tmp_path / "left_0").exists() and not (tmp_path / "left_1").exists()
 
