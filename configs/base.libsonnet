@@ -191,7 +191,8 @@
     max_concurrency: 32,
     // Per request, s.
     timeout_s: 120.0,
-    // Tries per question, transport errors and unreadable replies together; HTTP 429 is none.
+    // Tries per question, transport errors and unreadable replies together, but not an answer that
+    // asks to wait (HTTP 429, or any Retry-After).
     max_attempts: 6,
     // First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured.
     backoff_s: 1.0,
@@ -209,8 +210,8 @@
     // When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     // reply; for endpoints that take it (vLLM and OpenAI do).
     guided_json: 'never',
-    // How long an open breaker, or a judge that has too many requests (HTTP 429), may hold questions
-    // back before they are given up as UNGRADED, s.
+    // How long an open breaker, or a judge that asks to wait (HTTP 429, or any Retry-After), may
+    // hold questions back before they are given up as UNGRADED, s.
     max_outage_s: 600.0,
     // The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     // UNGRADED.

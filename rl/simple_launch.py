@@ -12,17 +12,19 @@ node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from rl import build
 from rl.config.imports import ROOT_VARIABLE
@@ -30,13 +32,10 @@ from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
 from rl.preflight import host_memory, report, run_folder
-from rl.ranks import endings, heartbeat, loading, placement, rendezvous
+from rl.ranks import endings, heartbeat, loading, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
 from rl.record import terminal
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext
 
 SAME_SIZE = (0.97, 1.1)
 """A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
@@ -210,24 +209,18 @@ def launch(
     if args.script == "rl.train":
         loading.start()
     _set_environment(num_ranks)
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    try:
-        for left in reversed(range(args.retries + 1)):
-            before = _iterations_on_disk(config) if args.retries else 0
-            ending = _one_start(args, num_ranks, log_dir, config)
-            for line in ending.lines:
-                _say(line)
-            if args.retries == 0 or ending.code == 0:
-                break
-            why_not = _why_no_restart(ending, left, before, _iterations_on_disk(config))
-            if why_not:
-                _say(f"not started again: {why_not}")
-                break
-            _say(f"started again, {args.retries - left + 1} of {args.retries}: {ending.what}")
-    except SignalException as error:
-        _say(f"stopped by {error.sigval.name}; the same command resumes the run")
-        return 128 + int(error.sigval)
+    for left in reversed(range(args.retries + 1)):
+        before = _iterations_on_disk(config) if args.retries else 0
+        ending = _one_start(args, num_ranks, log_dir, config)
+        for line in ending.lines:
+            _say(line)
+        if args.retries == 0 or ending.code == 0 or ending.asked:
+            break
+        why_not = _why_no_restart(ending, left, before, _iterations_on_disk(config))
+        if why_not:
+            _say(f"not started again: {why_not}")
+            break
+        _say(f"started again, {args.retries - left + 1} of {args.retries}: {ending.what}")
     return ending.code
 
 
@@ -279,74 +272,53 @@ def _run_ranks(
     nodes: NodeWatch | None = None,
 ) -> endings.Ending:
     """The ranks' processes, started together, watched, and ended together; `nodes` hears why they
-    failed. Raises torch's `SignalException` when they have ended because this process was asked to
-    stop."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    first = args.node_rank * num_ranks
-    ranks = _start_ranks(args, num_ranks, log_dir, notes, meeting)
-    pids = {first + local_rank: pid for local_rank, pid in ranks.pids().items()}
-    beats = {rank: notes / heartbeat.file_name(rank) for rank in pids}
-    limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
-    watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
-    try:
-        while (ended := ranks.wait(timeout=1, period=0.1)) is None:
-            ending = None
-            if watch.look():
-                ending = endings.end_hung(watch, pids, _say)
-                ranks.close(signal.SIGKILL)
+    failed. A signal that asks this process to stop is passed on to them, and waited for."""
+    with signals.noted() as asks:
+        processes = _start_ranks(args, num_ranks, log_dir, notes, meeting)
+        beats = {rank: notes / heartbeat.file_name(rank) for rank in processes}
+        pids = {rank: process.pid for rank, process in processes.items()}
+        limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
+        watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
+        ending = None
+        while ending is None:
+            if asks:
+                ending = endings.leave_as_asked(watch, processes, asks, _say)
+            elif failures := endings.failures_of(processes):
+                endings.leave(watch, processes, [signal.SIGTERM], _say, endings.PEERS_TERM_S)
+                failures = endings.failures_of(processes) | failures
+                ending = endings.of_failure(failures, notes, log_dir)
+            elif all(process.poll() == 0 for process in processes.values()):
+                ending = endings.Ending(0, "", by_machine=False)
+            elif watch.look():
+                ending = endings.end_hung(watch, processes, _say)
             elif nodes is not None and (lost := nodes.lost()):
-                ending = endings.of_lost_node(lost, _say)
-                ranks.close(signal.SIGTERM, timeout=endings.ALONE_GRACE_S)
-            if ending is not None:
-                return _told(ending, nodes)
-    except SignalException as error:
-        ranks.close(error.sigval, timeout=endings.GRACE_S)
-        raise
-    failures = {
-        first + i: endings.Failure(failure.exitcode, failure.timestamp)
-        for i, failure in ended.failures.items()
-    }
-    if failures:
-        return _told(endings.of_failure(failures, notes, log_dir), nodes)
-    return endings.Ending(0, "it is done", by_machine=False)
+                ending = endings.end_alone(lost, watch, processes, _say)
+            else:
+                time.sleep(0.2)
+        if nodes is not None:
+            nodes.ending = ending.what
+        return replace(ending, asked=bool(asks))
 
 
 def _start_ranks(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
-) -> PContext:
-    """This node's processes, each with its place among all in its environment."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api, start_processes
-
-    # It logs every signal that is sent to a rank; what matters of it is said once, by us.
-    api.logger.setLevel(logging.CRITICAL)
+) -> endings.Processes:
+    """This node's processes by rank, each with its place among all in its environment."""
     words = [] if args.config is None else [args.config, *args.overrides]
-    worker = ("-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script, *words)
-    first = args.node_rank * num_ranks
-    environ = {
-        local_rank: {
-            **meeting,
-            "RANK": str(first + local_rank),
+    worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
+    loading.stop()  # rank 0 goes on with such lines
+    processes = {}
+    for local_rank in range(num_ranks):
+        rank = args.node_rank * num_ranks + local_rank
+        place = {
+            "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(args.nnodes * num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
-        for local_rank in range(num_ranks)
-    }
-    loading.stop()  # rank 0 goes on with such lines
-    return start_processes(
-        "rank",
-        sys.executable,
-        args=dict.fromkeys(range(num_ranks), worker),
-        envs=environ,
-        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),
-    )
-
-
-def _told(ending: endings.Ending, nodes: NodeWatch | None) -> endings.Ending:
-    if nodes is not None:
-        nodes.ending = ending.what
-    return ending
+        environ = {**os.environ, **meeting, **place}
+        processes[rank] = subprocess.Popen([*worker, *words], env=environ, start_new_session=True)
+    return processes
 
 
 def _say(line: str) -> None:

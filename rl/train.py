@@ -32,8 +32,7 @@ from rl.run.set_up import NothingToDoError, open_run
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, or go on training, the run that the config names."""
-    terminal.guard()
-    terminal.keep_going()
+    terminal.guard(keeps_going=True)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         sys.exit("usage: python -m rl.train config.jsonnet [key=value ...]")

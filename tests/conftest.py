@@ -27,6 +27,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+from rl.ranks.signals import STOP_SIGNALS  # noqa: E402
 from rl.ranks.wheels import mend_mismatched_wheels  # noqa: E402
 
 mend_mismatched_wheels()  # before a test file imports `datasets`, `transformers` or `diffusers`
@@ -44,7 +45,6 @@ MAX_WORKERS = 8
 STARTED_S = pytest.StashKey[float]()
 TESTS = ["tests"]
 """`testpaths`: nothing less was asked for."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -112,7 +112,7 @@ def _own_state(tmp_path: Path) -> Iterator[None]:
     """Each test starts in its own empty folder with the same random numbers, and leaves the
     process as it found it, in whatever order tests run."""
     folder, environment, path = os.getcwd(), dict(os.environ), list(sys.path)
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     threads, dtype, grad = (
         torch.get_num_threads(),
         torch.get_default_dtype(),

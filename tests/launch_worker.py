@@ -26,10 +26,11 @@ def fail_deep_inside() -> None:
     raise ValueError(f"boom on rank {RANK}")
 
 
-def note(name: str, text: str) -> None:
+def note(name: str, text: str) -> bool:
     whole = FOLDER / f"{name}_{RANK}.part"
     whole.write_text(text)
     whole.rename(FOLDER / f"{name}_{RANK}")
+    return True
 
 
 print(f"rank {RANK} says hello", flush=True)
@@ -67,20 +68,22 @@ elif MODE == "killed" and LAST:
     os.kill(os.getpid(), signal.SIGKILL)
 elif MODE == "graceful":
     heard: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for signum in signals.STOP_SIGNALS:
         signal.signal(signum, lambda number, _: heard.append(number))
     note("ready", str(os.getpid()))
     while not heard:
         time.sleep(0.02)
     time.sleep(0.5)  # the checkpoint
-    note("saved", signal.Signals(heard[0]).name)
+    note("saved", signals.name_of(heard[0]))
     sys.exit(0)
-elif MODE in ("stopped", "deadlocked"):
+elif MODE in ("stopped", "frozen", "deadlocked"):
     signals.install()
     signals.at_once(lambda: note("saved", "at once"))
     with heartbeat.phase("generate"):
         note("began", str(time.monotonic()))
-        if LAST and MODE == "stopped":
+        if LAST and MODE == "frozen":  # as under a debugger: SIGCONT does not help
+            signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        if MODE == "frozen" or (LAST and MODE == "stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif LAST:
             threading.Event().wait()

@@ -44,6 +44,8 @@ class Fault:
     """Promise the whole body, send half."""
     raw: Callable[[], Iterable[bytes]] | None = None
     """Everything that is sent instead, status line and all, block by block; then the end."""
+    keeps_open: bool = False
+    """After `raw` the connection waits for another request."""
 
 
 class FaultyJudge(JudgeServer):
@@ -103,7 +105,7 @@ class _FaultyHandler(JudgeHandler):
     def _play(self, fault: Fault) -> None:
         time.sleep(fault.stall_s)
         if fault.raw is not None:
-            self.close_connection = True
+            self.close_connection = not fault.keeps_open
             for block in fault.raw():
                 self.wfile.write(block)
             return

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.files.held import hold
 from rl.record import terminal
 from rl.report.figures import draw
 from rl.report.folder import BusyError, remember_other, remembered_other
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = find_run(args.run, args.overrides)
         other = None if args.against is None else find_run(args.against)
         if args.refresh:
+            hold(run_dir)
             other = other or _other_of(run_dir)
         else:
             remember_other(run_dir / "report", other)

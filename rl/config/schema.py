@@ -210,7 +210,8 @@ class JudgeConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 120.0
     """Per request, s."""
     max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
-    """Tries per question, transport errors and unreadable replies together; HTTP 429 is none."""
+    """Tries per question, transport errors and unreadable replies together, but not an answer that
+    asks to wait (HTTP 429, or any Retry-After)."""
     backoff_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1.0
     """First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured."""
     breaker_failures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
@@ -227,8 +228,8 @@ class JudgeConfig(Section):
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that take it (vLLM and OpenAI do)."""
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
-    """How long an open breaker, or a judge that has too many requests (HTTP 429), may hold
-    questions back before they are given up as UNGRADED, s."""
+    """How long an open breaker, or a judge that asks to wait (HTTP 429, or any Retry-After), may
+    hold questions back before they are given up as UNGRADED, s."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     UNGRADED."""

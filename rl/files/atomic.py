@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from rl.files.held import place
 from rl.files.private import itself
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -49,7 +50,9 @@ def write_atomically(
     path: Path, content: str | bytes, opener: Callable[[str, int], int] = itself
 ) -> None:
     """Replace `path`'s contents, whole or not at all; makes the folders above it. `opener` as in
-    `open`. Raises NoRoomError where the disk is full, and OSError for what else it may say."""
+    `open`. Raises NoRoomError where the disk is full, GoneError below a folder that is gone
+    (`held.py`), and OSError for what else the system may say."""
+    path = place(path)
     data = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.tmp")
     with _named(path, len(data)):
@@ -113,6 +116,7 @@ def json_line(value: Mapping[str, Any]) -> str:
 def append_line(path: Path, line: str) -> None:
     """Add a line to a file that may end in half of one, which is left as a line of its own. A line
     that cannot be written leaves nothing. Raises as `write_atomically`."""
+    path = place(path)
     with _named(path, len(line)):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = itself(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)

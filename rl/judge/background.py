@@ -1,8 +1,4 @@
-"""An asyncio loop in a daemon thread, so that judging goes on while this thread renders.
-
-One for the life of a process: an httpx pool belongs to one loop, and a fresh `asyncio.run` per call
-is how it dies.
-"""
+"""Runs asyncio coroutines in a daemon thread, so that judging goes on while this thread renders."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ JOIN_TIMEOUT_S = 10.0
 
 
 class BackgroundLoop:
-    """Runs coroutines until `close()`. A daemon: it never keeps a dying process alive."""
+    """Runs coroutines until `close()`. An httpx pool belongs to one loop: one per process."""
 
     def __init__(self, name: str = "background-loop") -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,8 +1,4 @@
-"""Asks a vision-language judge over HTTP, and tells a judge's failure from a bad grade.
-
-Trouble that passes becomes an `Answer` without a value; trouble that needs a person
-(`JudgeRefused`) stops the run.
-"""
+"""Asks a vision-language judge over HTTP, and tells a judge's failure from a bad grade."""
 
 from __future__ import annotations
 
@@ -22,13 +18,12 @@ from weakref import WeakValueDictionary
 from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
 from rl.judge import model_name
-from rl.judge.bases import Base, Bases
+from rl.judge.bases import Base, Bases, OutageError
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
 from rl.judge.endpoint import remedy_for
 from rl.judge.http import (
     MAX_ERROR_PAGE_BYTES,
     SHOWN_HEADER_CHARS,
-    TRUST_IT,
     HttpAnswer,
     RequestTrouble,
 )
@@ -40,8 +35,8 @@ from rl.judge.reply import (
     chat_content,
     served_models,
 )
-from rl.judge.retry import OutageError, Patience, backoff_s, retry_after_s
-from rl.judge.throttle import TOO_MANY_REQUESTS, Throttle, Turn
+from rl.judge.retry import backoff_s, retry_after_s
+from rl.judge.throttle import Throttle, Turn
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
 
@@ -85,7 +80,6 @@ class _Asking:
     keys: list[str] = field(default_factory=list)
     """Of these, in the journal."""
     num_sent: int = 0
-    """Requests."""
     base: Base | None = None
     """Where it was sent last."""
     tried: set[Base] = field(default_factory=set)
@@ -97,7 +91,6 @@ class JudgeStats:
     """What the client did since the last `take_stats()`."""
 
     requests: int = 0
-    """Requests sent."""
     reused: int = 0
     """Replies taken from the journal instead."""
     retries: Counter[str] = field(default_factory=Counter)
@@ -105,10 +98,9 @@ class JudgeStats:
     latencies_s: list[float] = field(default_factory=list)
     """Send to reply, of each request that got one, s."""
     max_in_flight: int = 0
-    """Most requests open at one time."""
     breaker_openings: int = 0
     throttled: int = 0
-    """Requests that were one too many (HTTP 429)."""
+    """Requests that the judge wants later (HTTP 429, Retry-After)."""
     other_model: int = 0
     """Replies that name another model than `judge.model`."""
 
@@ -142,6 +134,8 @@ class JudgeClient:
         self._parts = PartEncoder(config.image_side_px)
         self._bases = Bases(config, [api_base] if isinstance(api_base, str) else api_base)
         self._throttle = Throttle(config)
+        self._checked_s = self._check_until_s = 0.0
+        """When `check_health` began, and until when it waits."""
 
     def __repr__(self) -> str:
         urls = ", ".join(repr(base.url) for base in self._bases)
@@ -168,8 +162,8 @@ class JudgeClient:
         """What happened since the last call; a request under way counts when it ends."""
         taken, self._stats = self._stats, JudgeStats()
         for base in self._bases:
-            taken.breaker_openings += base.breaker.num_openings
-            base.breaker.num_openings = 0
+            taken.breaker_openings += base.num_openings
+            base.num_openings = 0
         return taken
 
     def dialects(self) -> dict[str, Dialect]:
@@ -194,16 +188,17 @@ class JudgeClient:
         bases one is enough: the others have `LATE_BASE_S` after it, then they are held to be down,
         which is said. Raises `JudgeUnreachableError` or `JudgeRefused`.
         """
-        patience = Patience(wait_s)
-        found = await asyncio.gather(*(self._check_base(base, patience) for base in self._bases))
+        self._checked_s = time.monotonic()
+        self._check_until_s = self._checked_s + wait_s
+        found = await asyncio.gather(*map(self._check_base, self._bases))
         if all(why for _, why in found):
             raise JudgeUnreachableError("\n".join(why for _, why in found))
         for base, why in found:
             if why:
-                base.breaker.open(f"is not there ({why})")
+                base.open(f"is not there ({why})")
         return [base.url for base, why in found if not why]
 
-    async def _check_base(self, base: Base, patience: Patience) -> tuple[Base, str]:
+    async def _check_base(self, base: Base) -> tuple[Base, str]:
         """'' or why it cannot be reached."""
         while True:
             try:
@@ -212,17 +207,19 @@ class JudgeClient:
                     raise self._passing(response)
                 break
             except RequestTrouble as trouble:
-                if TRUST_IT in str(trouble):  # no waiting mends that
+                if trouble.is_tls:
                     return base, f"{base.url} is not the judge for certain ({trouble})"
-                if patience.left_s <= 0:
+                now_s = time.monotonic()
+                if now_s >= self._check_until_s:
+                    waited_s = now_s - self._checked_s
                     return base, (
-                        f"no judge at {base.url} after {patience.waited_s:.0f} s ({trouble}): "
+                        f"no judge at {base.url} after {waited_s:.0f} s ({trouble}): "
                         "start it (scripts/serve_judge.sh), or set judge.api_base to where it runs"
                     )
-            await asyncio.sleep(min(1.0, max(0.0, patience.left_s)))
+            await asyncio.sleep(min(1.0, self._check_until_s - now_s))
         if response.status != 200:
             self._refuse(response)
-        served = None if response.unusable else self._served_models(response.body)
+        served = None if response.unusable else served_models(response.body)
         if served is None:
             raise JudgeRefused(
                 f"{base.url}/models answers, but not as an OpenAI-compatible endpoint: "
@@ -233,7 +230,7 @@ class JudgeClient:
                 f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
                 f"{model_name.names(served)}. Set judge.model to one of these."
             )
-        patience.shorten(LATE_BASE_S)
+        self._check_until_s = min(self._check_until_s, time.monotonic() + LATE_BASE_S)
         return base, ""
 
     async def ask(
@@ -279,7 +276,7 @@ class JudgeClient:
                 pause_s = trouble.retry_after_s or 0.0
                 num_failures = 1 + max(num_tries, asking.turn.num_refused)
                 pause_s += backoff_s(self.config.backoff_s, num_failures, self._jitter)
-                if cause == TOO_MANY_REQUESTS:
+                if trouble.asks_to_wait:
                     self._stats.throttled += 1
                     is_asked_elsewhere = self._bases.has_other(asking.tried)
                     pause_s = 0.0 if is_asked_elsewhere else pause_s
@@ -315,14 +312,12 @@ class JudgeClient:
         the breakers too: with few questions in flight the row would else end them one by one.
         """
         is_last_try = num_tries >= self.config.max_attempts
-        breakers = [each.breaker for each in self._bases]
-        rows = [breaker.num_failures_in_row for breaker in breakers]
+        rows = [each.num_failures_in_row for each in self._bases]
         nobody_got_through = all(rows) and sum(rows) >= num_tries
         if cause in ("timeout", "transport") and is_last_try and nobody_got_through:
-            for breaker in breakers:
-                if not breaker.is_open:
-                    breaker.open(f"failed {breaker.num_failures_in_row} times in a row")
-        return base is not None and base.breaker.is_open
+            for each in self._bases:
+                each.open(f"failed {each.num_failures_in_row} times in a row")
+        return base is not None and base.is_open
 
     def _request(self, asking: _Asking) -> Request:
         """Another seed, and a higher temperature, after each unreadable reply."""
@@ -371,8 +366,9 @@ class JudgeClient:
             try:
                 response = await self._post(base, asking, request)
                 self._expect_like_others(base, response, asking.shape)
-            except RequestTrouble:
-                base.breaker.failed(is_probe)
+            except RequestTrouble as trouble:
+                if is_probe or not trouble.asks_to_wait:
+                    base.failed(is_probe)
                 raise
             self._bases.succeeded(base)
             reply = self._read(base, response, asking.shape)
@@ -384,7 +380,7 @@ class JudgeClient:
                 base.rests_until = time.monotonic() + trouble.retry_after_s
             raise
         finally:
-            self._bases.release(base, is_probe)
+            base.end(is_probe)
 
     async def _post(self, base: Base, asking: _Asking, request: Request) -> HttpAnswer:
         """The answer to `request`, asked as the base takes it.
@@ -457,8 +453,7 @@ class JudgeClient:
         if not refuses or (shape in base.answered and status in REFUSED_QUESTION):
             return
         if any(shape in other.answered for other in others):
-            if not base.breaker.is_open:
-                base.breaker.open(f"refuses (HTTP {status} {said})")
+            base.open(f"refuses (HTTP {status} {said})")
             raise RequestTrouble(f"http_{status}", said)
 
     def _read(self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]) -> str:
@@ -494,7 +489,7 @@ class JudgeClient:
         with suppress(RequestTrouble):
             response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
             is_list = response.status == 200 and not response.unusable
-            served = self._served_models(response.body) if is_list else None
+            served = served_models(response.body) if is_list else None
         if served is not None and asked not in served:
             raise JudgeRefused(model_name.refusal(told, served))
         model_name.warn_of(told)
@@ -517,8 +512,3 @@ class JudgeClient:
             return f"(a body {response.unusable})"
         body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
         return shown(body, SHOWN_BODY_CHARS) or "(empty body)"
-
-    @staticmethod
-    def _served_models(body: bytes) -> list[str] | None:
-        served = served_models(body)
-        return None if served is None else [scrub(name) for name in served]

@@ -1,14 +1,10 @@
 """Which optional parameters an endpoint takes, learnt from what it refuses.
 
-What: `Request`, one question as it may be sent; `refused_parameters`, what an error page says is
-not taken; `Dialect`, what is remembered of it and of who answered. What not: asking (`client.py`).
-
 Servers say it in many ways, and not all name a code: "Unsupported parameter: 'max_tokens' ..."
 (OpenAI), "Unrecognized request argument supplied: seed" (Azure), "does not support parameters:
 ['seed']" (LiteLLM), `extra_forbidden` at ('body', 'seed') (pydantic: vLLM, Mistral), 'Unknown name
 "seed": Cannot find field' (Gemini), "property 'seed' is unsupported" (Groq), "unknown field `seed`"
-(serde: TGI), "`temperature` and `top_p` cannot both be specified" (Anthropic). Hence a sentence of
-the page that names a parameter which was sent, and refuses.
+(serde: TGI), "`temperature` and `top_p` cannot both be specified" (Anthropic).
 """
 
 from __future__ import annotations

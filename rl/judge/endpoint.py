@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rl.config.schema import JudgeConfig
-from rl.record.secrets import MIN_CHARS, is_placeholder, remember
+from rl.record.scrub import MIN_CHARS, is_placeholder, remember
 from rl.record.untrusted import shown
 
 DEFAULT_PORT = 4877
@@ -207,6 +207,10 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
         return (
             "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
             f"({held})."
+        )
+    if status == 407:
+        return (
+            "Remedy: the proxy wants HTTP_PROXY (ALL_PROXY) to be http://user:password@host:port."
         )
     if status == 429:
         return (

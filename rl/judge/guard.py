@@ -1,10 +1,8 @@
 """Ends a started judge when its run ends, however that ends.
 
 `python -m rl.judge.guard <process id of the run> <folder> <command> [words ...]` runs the command
-in that folder until it ends by itself, this process is asked to end, or the run is no more: one
-that is killed (SIGKILL, out of memory) can end nothing itself. What else the command has started is
-ended with it. Both are in sessions of their own, so that Ctrl-C, which reaches all processes of a
-terminal, leaves a run that saves its last iteration its judge.
+until it ends, this process is asked to end, or the run is gone (a killed run ends nothing itself).
+Both have sessions of their own: Ctrl-C leaves a run that saves its last iteration its judge.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The one door through which a judge's bytes come in, bounded in size and in time.
-
-One HTTP request -> a status, two headers, and the body as it came over the wire: never inflated,
-never decoded by what its headers claim, never redirected.
-"""
+"""One HTTP request to a judge: bounded in size and time, never inflated, never redirected."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,14 +25,18 @@ MAX_ERROR_PAGE_BYTES = 64 * 2**10
 """Of any answer but HTTP 200 a sentence is shown; what is beyond this is not waited for."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
-TRUST_IT = (
-    "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>), or set an "
-    "http:// URL in judge.api_base"
-)
-"""What to do about a certificate that is self-signed, expired, or of another host."""
+TOO_MANY_REQUESTS = "http_429"
+"""The cause of a `RequestTrouble`."""
+_HASHED = re.compile(r"[0-9a-f]{8}\.\d+")
+_OTHER_NAME = "set judge.api_base to a host name that its certificate holds"
+_OTHER_DATE = "have its certificate renewed, if this machine's clock is right"
+_CERTIFICATE_REMEDIES = {62: _OTHER_NAME, 64: _OTHER_NAME, 9: _OTHER_DATE, 10: _OTHER_DATE}
+"""By OpenSSL's X509_V_ERR_... code."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "identity",
+    # A second reply on a connection that is kept would be read as the answer to the next question.
+    "Connection": "close",
     "Content-Type": "application/json",
     "User-Agent": f"python-httpx/{httpx.__version__}",
 }
@@ -43,10 +45,19 @@ HEADERS = {
 class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never the run's)
     """One request that brought no answer that could be used."""
 
-    def __init__(self, cause: str, detail: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, cause: str, detail: str, retry_after_s: float | None = None, is_tls: bool = False
+    ) -> None:
+        """`is_tls`: the two sides do not trust or understand each other, which no waiting fixes."""
         super().__init__(f"{cause}: {scrub(detail)}")
         self.cause = cause
         self.retry_after_s = retry_after_s
+        self.is_tls = is_tls
+
+    @property
+    def asks_to_wait(self) -> bool:
+        """The judge answers, and wants the question later: HTTP 429, or any Retry-After."""
+        return self.cause == TOO_MANY_REQUESTS or self.retry_after_s is not None
 
 
 @dataclass(frozen=True)
@@ -65,21 +76,29 @@ class HttpAnswer:
 
 
 class JudgeHttp:
-    """One connection pool. Belongs to one event loop."""
+    """The way to one judge; a connection per request. Belongs to one event loop."""
 
     def __init__(self, api_base: str, headers: Mapping[str, str], max_connections: int) -> None:
+        """Raises ValueError for a proxy or certificates that the environment names and that cannot
+        be used."""
         self._api_base = api_base
         self._headers = {**HEADERS, **headers}
-        is_local = is_loopback(api_base)
-        # The bare transport: httpx's client would inflate bodies, keep cookies, parse Location.
-        self._transport = httpx.AsyncHTTPTransport(
-            # uvicorn (vLLM) drops idle connections after 5 s; to reuse one at that very moment is
-            # a transport error.
-            limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=3.0),
-            # A proxy from the environment cannot reach this machine's own loopback.
-            proxy=None if is_local else _proxy_for(api_base),
-            trust_env=not is_local or api_base.startswith("https:"),  # SSL_CERT_FILE alone is read
-        )
+        # A proxy from the environment cannot reach this machine's own loopback.
+        name, proxy = ("", None) if is_loopback(api_base) else _proxy_for(api_base)
+        self._through = f", through the proxy that {name} names" if proxy else ""
+        is_tls = api_base.startswith("https:")
+        trusted = _trusted() if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
+        try:
+            # The bare transport: httpx's client would inflate bodies, keep cookies, parse Location.
+            self._transport = httpx.AsyncHTTPTransport(
+                trusted, limits=httpx.Limits(max_connections=max_connections), proxy=proxy
+            )
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise ValueError(
+                f"{name} names a proxy that cannot be used for judge.api_base={api_base} "
+                f"({shown(str(error), SHOWN_ERROR_CHARS)}): set {name}=http://host:port, or name "
+                "the judge's host in NO_PROXY"
+            ) from None
 
     async def request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -107,15 +126,16 @@ class JudgeHttp:
                 unusable = await _receive(response, received)
         except (TimeoutError, httpx.TimeoutException):
             if response is None or response.status_code == 200:
-                raise RequestTrouble("timeout", f"no reply within {timeout_s:g} s") from None
+                detail = f"no reply within {timeout_s:g} s{self._through}"
+                raise RequestTrouble("timeout", detail) from None
         except Exception as error:
             # What bytes from outside make the HTTP stack raise has no class in common: httpx's own
             # errors, ssl.SSLError, UnicodeError for a host name.
             if response is None or response.status_code == 200:
+                remedy = _tls_remedy(error)
                 detail = shown(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
-                if _is_distrusted(error):
-                    detail += f"; {TRUST_IT}"
-                raise RequestTrouble("transport", detail) from None
+                detail += self._through + (remedy and f"; {remedy}")
+                raise RequestTrouble("transport", detail, is_tls=bool(remedy)) from None
         return HttpAnswer(
             request=f"{method} {request.url}",
             status=response.status_code,
@@ -129,13 +149,32 @@ class JudgeHttp:
         await self._transport.aclose()
 
 
-def _is_distrusted(error: BaseException | None) -> bool:
-    """A certificate that nobody here vouches for, under whatever httpx and httpcore wrap it in."""
+def _tls_remedy(error: BaseException | None) -> str:
+    """What to do where TLS failed for good, under whatever httpx and httpcore wrap it in; or ''."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
-            return True
+            trust = "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>)"
+            otherwise = f"{trust}, or set an http:// URL in judge.api_base"
+            return _CERTIFICATE_REMEDIES.get(error.verify_code, otherwise)
+        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+            return "it does not speak TLS there: set an http:// URL in judge.api_base"
         error = error.__cause__ or error.__context__
-    return False
+    return ""
+
+
+def _trusted() -> ssl.SSLContext:
+    """The certificates that SSL_CERT_FILE, else SSL_CERT_DIR, else certifi holds."""
+    name = next((name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)), "")
+    try:
+        context = httpx.create_ssl_context()
+        if name.endswith("DIR") and not any(map(_HASHED.fullmatch, os.listdir(os.environ[name]))):
+            raise OSError("no certificate in it is named by its hash, as `openssl rehash` does")
+    except OSError as error:
+        raise ValueError(
+            f"{name}={os.environ.get(name)}: no certificates can be read there "
+            f"({error.strerror or error}): set it to those of who signed the judge's, or unset it"
+        ) from None
+    return context
 
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:
@@ -158,11 +197,15 @@ async def _receive(response: httpx.Response, received: bytearray) -> str | None:
     return None
 
 
-def _proxy_for(url: str) -> str | None:
-    """The proxy that the environment (HTTPS_PROXY, ALL_PROXY, NO_PROXY) names for `url`."""
+def _proxy_for(url: str) -> tuple[str, str | None]:
+    """The variable of the environment (HTTPS_PROXY, ALL_PROXY) that names a proxy for `url`, and
+    the proxy; None where there is none, or NO_PROXY exempts `url`."""
     parts = urlsplit(url)
     proxies = getproxies()
-    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    kind = parts.scheme if proxies.get(parts.scheme) else "all"
+    proxy = proxies.get(kind)
     if not proxy or proxy_bypass(parts.netloc):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
+        return "", None
+    name = f"{kind}_proxy"
+    name = name if os.environ.get(name) else name.upper()
+    return name, proxy if "://" in proxy else f"http://{proxy}"

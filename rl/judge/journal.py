@@ -1,7 +1,4 @@
-"""Replies already paid for, on disk: a resumed iteration asks only for what it does not have, and
-is exact even under a judge that samples. Scrubbed of keys, and readable to this user alone. What
-the disk does not take counts all the same, and is asked again after a restart. No lock: one process
-per file."""
+"""Journal of the judge's replies: a resumed iteration asks only for what it does not have."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rl.files.atomic import append, lines_of, row_of
+from rl.files.held import place
 from rl.files.private import private
 from rl.record.scrub import scrub
 
@@ -18,9 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class ReplyJournal:
-    """Key -> raw reply. The first reply under a key stays."""
+    """Key -> raw reply, the first under a key."""
 
     def __init__(self, path: Path) -> None:
+        path = place(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
         self._path = path
@@ -33,8 +32,7 @@ class ReplyJournal:
         return self._replies.get(key)
 
     def put(self, key: str, reply: str) -> str:
-        """On disk (past this process, not past a power cut) when this returns; returns the reply as
-        it is kept, which is how a resumed run will read it."""
+        """On disk when this returns; returns the reply as it is kept and as a resume reads it."""
         kept = self._replies.setdefault(key, scrub(reply))
         self._write(key, kept)
         return kept

@@ -1,9 +1,4 @@
-"""Who answers, by the `model` that a reply names: the one that was asked, or another?
-
-An alias's full name (a date behind it, an owner before it) is the same judge, a gateway's fallback
-is not, and no rule tells one from the other: a new name is said once. It is refused when the model
-that was asked for is not even listed any more, for then somebody else answers in its place.
-"""
+"""Checks which model a reply names: a new name is logged once, and refused if it took over."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -44,7 +45,10 @@ def read_prompt(path: str, own: Path, key: str) -> str:
 
 
 def fill_prompt(text: str, instruction: str) -> str:
-    """`text` with the user's words in place. Other braces (JSON examples) stay as they are."""
+    """`text` with the user's words in place, in which its tags (`</instruction>`) lose their '<':
+    they cannot end before the file says so. Other braces (JSON examples) stay as they are."""
+    for tag in set(re.findall(r"</?(\w+)>", text)):
+        instruction = re.sub(rf"(?i)<(?=\s*/?\s*{tag}\b)", "&lt;", instruction)
     return text.replace(INSTRUCTION, instruction)
 
 

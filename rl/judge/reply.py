@@ -1,15 +1,20 @@
-"""Reading a judge's reply. It is untrusted text: exactly what was asked for, or unreadable, never
-guessed, never clipped."""
+"""Reads a judge's reply, which is untrusted: exactly the numbers asked for, or unreadable."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from rl.record.scrub import scrub
 from rl.record.untrusted import without_lone_surrogates
 
 MAX_REPLY_CHARS = 100_000
+
+
+_LIST_OR_COMMENT = re.compile(r"(?:\[\s*|(?:^|\n)[ \t]*(?://|#|--)[^\n]*|(?:/\*|<!--)(?s:.*))\Z")
+"""What is open where the object begins."""
 
 
 class UnreadableReplyError(ValueError):
@@ -22,8 +27,11 @@ def chat_content(body: bytes) -> str:
     What is longer than any readable reply is cut where `read_scores` still calls it too long.
     Raises `UnreadableReplyError`.
     """
+    reply = _parsed(body)
+    if isinstance(reply, dict) and reply.get("error"):
+        raise UnreadableReplyError("an error beside the reply")
     try:
-        content = _parsed(body)["choices"][0]["message"]["content"]
+        content = reply["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
         raise UnreadableReplyError("no choices[0].message.content") from None
     if not isinstance(content, str | None):
@@ -45,7 +53,7 @@ def served_models(body: bytes) -> list[str] | None:
         names = [model["id"] for model in _parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):
         return None
-    return names if all(isinstance(name, str) for name in names) else None
+    return [scrub(name) for name in names] if all(isinstance(n, str) for n in names) else None
 
 
 def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:
@@ -100,16 +108,20 @@ def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parsed(body: bytes) -> Any:
     """JSON as it travels: UTF-8 (RFC 8259), whatever charset the headers claim."""
     try:
-        return json.loads(body.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        raise UnreadableReplyError("no JSON") from None
+        return json.loads(body.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error, "no JSON") from None
+
+
+def _unreadable(error: Exception, otherwise: str) -> UnreadableReplyError:
+    return error if isinstance(error, UnreadableReplyError) else UnreadableReplyError(otherwise)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The one JSON object of a reply, bare, fenced or after prose.
+    """The one JSON object of a reply, bare, fenced or beside prose.
 
-    A brace that opens anything else makes the reply unreadable: to look inside a broken object for
-    a whole one would be a guess. Raises `UnreadableReplyError`.
+    Another brace makes the reply unreadable, because to look inside a broken object for a whole one
+    would be a guess; so does a list or a comment around the object. Raises `UnreadableReplyError`.
     """
     if len(text) > MAX_REPLY_CHARS:
         raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")
@@ -123,10 +135,12 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         found, end = decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        reason = error if isinstance(error, UnreadableReplyError) else "broken JSON"
-        raise UnreadableReplyError(str(reason)) from None
+        raise _unreadable(error, "broken JSON") from None
     if "{" in text[end:]:
         raise UnreadableReplyError("more than one JSON object")
+    closes = "}" in text[:start] + text[end:] or text[end:].lstrip().startswith("]")
+    if closes or _LIST_OR_COMMENT.search(text[:start]):
+        raise UnreadableReplyError("a list, a comment or braces around the JSON object")
     return dict(found)
 
 

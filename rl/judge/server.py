@@ -1,5 +1,4 @@
-"""A judge that the run starts by itself: `judge.start_command`, any program that serves the
-OpenAI-compatible API. One process a node; `guard.py` ends it when the run is killed."""
+"""A judge that the run starts by itself, `judge.start_command`: one process a node."""
 
 from __future__ import annotations
 

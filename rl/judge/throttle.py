@@ -1,11 +1,7 @@
-"""A judge that answers "too many requests" (HTTP 429): who waits, for how long, and until when.
+"""Waits for a judge that answers and wants questions later (HTTP 429, Retry-After).
 
-What: `Throttle`, the count of one client's questions that wait so, what is said of it, and the
-limit. What not: sending and pausing (`client.py`); a judge that does not answer (`retry.py`).
-
-Such an answer says nothing about the question, and uses up none of its tries. A question waits
-`judge.max_outage_s` at most, and no longer at all once the judge has had no other answer for that
-long: a quota that is spent ends an iteration instead of holding it for ever.
+Such an answer uses up none of a question's tries. A question waits `judge.max_outage_s` at most,
+and no longer once the judge has had no other answer for that long.
 """
 
 from __future__ import annotations
@@ -18,8 +14,6 @@ from dataclasses import dataclass
 
 from rl.config.schema import JudgeConfig
 
-TOO_MANY_REQUESTS = "http_429"
-"""The cause word."""
 FIRST_LINE_S = 10.0
 """Of waiting, past or ahead; the next line comes after twice as long."""
 LATER_LINE_S = 60.0
@@ -30,12 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Turn:
-    """A question's place among those that are asked."""
+    """How often the judge wanted a question later, and since when (`time.monotonic`)."""
 
     num_refused: int = 0
-    """Times that it was one too many."""
     refused_since_s: float = 0.0
-    """`time.monotonic`."""
 
 
 class Throttle:
@@ -45,16 +37,12 @@ class Throttle:
         self._config = config
         self._num_open = 0
         self._num_waiting = 0
-        self._began_s = 0.0
-        """When the first of those that wait was refused, `time.monotonic`."""
-        self._num_answered = 0
-        """Since then."""
+        self._began_s, self._num_answered = 0.0, 0
+        """When the first of those that wait was refused, and answers since then."""
         self._nothing_since_s: float | None = None
         """The first refusal since the last answer."""
         self._next_line_s = FIRST_LINE_S
-        self._said = False
-        """That they wait."""
-        self._said_given_up = False
+        self._said = self._said_given_up = False
 
     @contextmanager
     def turn(self) -> Iterator[Turn]:
@@ -110,7 +98,7 @@ class Throttle:
 
     def _say(self, detail: str, what_next: str) -> None:
         log.warning(
-            "the judge has too many requests (%s): open questions: %d, refused: %d, answered in "
+            "the judge asks to wait (%s): open questions: %d, refused: %d, answered in "
             "%.0f s: %d; %s (judge.max_outage_s=%g). Remedy: fewer at once "
             "(judge.max_concurrency=%d, on each rank), or a higher quota",
             *(detail, self._num_open, self._num_waiting),
@@ -122,6 +110,6 @@ class Throttle:
         """Nobody waits any more."""
         if self._said and self._nothing_since_s is None:
             waited_s = time.monotonic() - self._began_s
-            log.warning("the judge takes questions again, after %.0f s of HTTP 429", waited_s)
+            log.warning("the judge takes questions again, after %.0f s", waited_s)
         self._next_line_s = LATER_LINE_S if self._said else self._next_line_s
         self._said = False

@@ -23,7 +23,7 @@ from rl.build import Plug, Resolved, row_rules
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
-from rl.judge.throttle import TOO_MANY_REQUESTS
+from rl.judge.http import TOO_MANY_REQUESTS
 from rl.preflight.dry_run import READABLE, graded, made_up
 from rl.record.console import duration
 from rl.record.untrusted import shown
@@ -56,13 +56,13 @@ async def ask_judge(
     lacks is made up, and the picture to be graded is its source, as if nothing had been edited."""
     asked = (_ask_base(resolved, base, wait_s, sample) for base in api_bases)
     heard, down = Heard(), []
-    for base, found in zip(api_bases, await asyncio.gather(*asked), strict=True):
+    for found in await asyncio.gather(*asked):
         if isinstance(found, JudgeUnreachableError):
             down.append(str(found))
             continue
         heard.problems += found.problems
         heard.lines += found.lines
-        heard.dialects[base] = found.dialects[base]
+        heard.dialects |= found.dialects
     if heard.dialects:
         heard.lines += down
     else:
@@ -76,7 +76,10 @@ async def _ask_base(
     # What it waits out in a run, e.g. that a quota is spent, is told before one.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
-    client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
+    try:
+        client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
+    except ValueError as error:  # a key, a proxy or certificates of the environment
+        return Heard([f"judge: {error}"])
     heard = Heard(dialects=client.dialects())
     try:
         await client.check_health(wait_s)

@@ -31,7 +31,7 @@ from rl.preflight.run_folder import folder_problems
 from rl.preflight.this_machine import machine_lines, machine_problems
 from rl.ranks import placement
 from rl.record.checkpoint import find, read_state
-from rl.record.scrub import scrubbed
+from rl.record.scrub import remember, scrubbed
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -326,7 +326,8 @@ def _resume(config: RunConfig) -> tuple[str, list[str]]:
     if found.path is None:
         recorded = (config.run_dir / "metrics.jsonl").is_file()
         return "starts afresh" + (", and sets aside what is recorded there" * recorded), []
-    today = scrubbed(config.model_dump(mode="json"), (config.judge.api_key_env,))
+    remember(config.judge.api_key_env)
+    today = scrubbed(config.model_dump(mode="json"))
     words = "cannot go on"
     try:
         state = read_state(found.path)

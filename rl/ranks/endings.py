@@ -1,15 +1,11 @@
-"""How a node's ranks end: which of them failed first and why, what a rank that hangs is ended with,
-and that nothing of them is left.
-
-What: functions of the launcher, over what `worker.py` and `heartbeat.py` have noted. What not:
-whether the run is started again (`simple_launch.py`).
-"""
+"""How a node's ranks end: asked to, because one failed first, or because one hangs."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,20 +15,23 @@ from typing import Any
 
 from rl.ranks import heartbeat
 from rl.ranks.hang_watch import HangWatch
-from rl.ranks.signals import STOP_SIGNALS
+from rl.ranks.signals import STOP_SIGNALS, name_of
 
 GRACE_S = 300
-"""How long ranks may take to save after a signal before they are killed."""
+"""How long ranks may take to save and leave before they are killed."""
 HUNG_GRACE_S = 120
-"""The same where one hangs for good: the others save alone, what they hold in memory."""
+"""The same where one hangs or cannot be continued: the others save alone what they hold."""
 ALONE_GRACE_S = 45
 """The same where a node is lost: a rank that waits for it saves meanwhile, and never ends."""
 LEAVE_S = 5
-"""For ranks that have saved alone and may yet leave by themselves."""
+"""The same where one hangs and the others have saved."""
+KILL_S = 30
 HUNG_CODE = 124
 """The launcher's exit code after a hang, as of `timeout`."""
 PEERS_TERM_S = 30
-"""After a failure the others have so long to end by SIGTERM (torch's), then they are killed."""
+"""After a failure the others have so long to end by SIGTERM, then they are killed."""
+
+Processes = Mapping[int, "subprocess.Popen[bytes]"]  # by rank; each leads a process group
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,13 @@ class Ending:
     code: int
     """The exit code to pass on."""
     what: str
-    """'rank 1 was killed by SIGKILL'."""
+    """'rank 1 was killed by SIGKILL'; '' where nothing failed."""
     by_machine: bool
     """It died of the machine: a signal, a device, a connection, a hang."""
     lines: tuple[str, ...] = ()
     """What to tell the user."""
+    asked: bool = False
+    """The launcher was asked to stop: no restart."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Failure:
     exit_code: int
     """Negative: the signal that killed it."""
     at_s: float
-    """When that was seen, seconds since 1970."""
+    """When that was seen, `time.monotonic`."""
 
 
 def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> Ending:
@@ -73,7 +74,7 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
 
     rank = min(failures, key=order)
     code, note = failures[rank].exit_code, _note(notes, rank)
-    name = signal.Signals(-code).name if code < 0 else ""
+    name = name_of(-code) if code < 0 else ""
     how = f"killed by {name}" if name else f"exit code {code}"
     lines = [f"rank {rank} failed: {how}; logs: {log_dir}"]
     reason = note.get("reason", "")
@@ -87,39 +88,85 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     )
 
 
-def end_hung(watch: HangWatch, pids: Mapping[int, int], say: Callable[[str], None]) -> Ending:
-    """All ranks write their stacks, save, and leave or are left to be killed.
+def failures_of(processes: Processes) -> dict[int, Failure]:
+    """The ranks that have ended with an error so far, as seen now."""
+    now_s = time.monotonic()
+    return {r: Failure(code, now_s) for r, each in processes.items() if (code := each.poll())}
 
-    A rank that is stopped is woken for it: then all leave together, and nothing is lost.
-    """
+
+def end_hung(watch: HangWatch, processes: Processes, say: Callable[[str], None]) -> Ending:
+    """All ranks write their stacks, save, and leave or are killed."""
     hung = ", ".join(f"rank {rank}" for rank in watch.hung)
-    can_wake = all(one.kind == "stopped" for one in watch.hung.values())
     say(
         f"{hung} hung for too long (hang_limit_s): the stacks of all ranks go to their logs, what "
         "is finished is saved, and the run ends"
     )
-    for signum in (heartbeat.ASKS_STACKS, signal.SIGTERM, signal.SIGCONT):
-        for pid in pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
-    asked_s = time.monotonic()
-    while watch.alive() and (waited_s := time.monotonic() - asked_s) < GRACE_S:
-        time.sleep(0.2)
-        if can_wake and all(watch.is_answering(rank) for rank in watch.hung):
-            continue
-        living = [rank for rank in watch.alive() if watch.is_answering(rank)]
-        have_saved = all(watch.has_saved(rank) for rank in living)
-        if waited_s > (LEAVE_S if have_saved else HUNG_GRACE_S):
-            break
+    for process in processes.values():
+        process.send_signal(heartbeat.ASKS_STACKS)
+    can_wake = all(map(watch.is_stopped, watch.hung))
+    grace_s = GRACE_S if can_wake else HUNG_GRACE_S
+    leave(watch, processes, [signal.SIGTERM], say, grace_s)
     return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
 
 
-def of_lost_node(lost: str, say: Callable[[str], None]) -> Ending:
-    """`lost`: which is out of reach. The ranks here are to be ended next."""
+def leave_as_asked(
+    watch: HangWatch, processes: Processes, asks: list[int], say: Callable[[str], None]
+) -> Ending:
+    """The launcher was asked to stop by these signals, which may become more: so are the ranks."""
+    leave(watch, processes, asks, say)
+    line = (
+        f"stopped by {name_of(asks[0])}; the same command resumes the run from its last checkpoint"
+    )
+    return Ending(128 + asks[0], "", by_machine=False, lines=(line,))
+
+
+def leave(
+    watch: HangWatch,
+    processes: Processes,
+    asks: list[int],
+    say: Callable[[str], None],
+    grace_s: float = GRACE_S,
+) -> None:
+    """Send the ranks the signals `asks`, which may grow, and wait until all have saved and left;
+    kill those that have not after `grace_s`, or sooner where one hangs. A rank that is stopped is
+    continued for it: then all leave together."""
+    began_s, num_sent = time.monotonic(), 0
+    while living := {rank: each for rank, each in processes.items() if each.poll() is None}:
+        if num_sent < len(asks):
+            _send(living, *asks[num_sent:], signal.SIGCONT)
+            num_sent = len(asks)
+        watch.look()
+        stopped = {rank for rank in living if watch.is_stopped(rank)}
+        limit_s = min(grace_s, HUNG_GRACE_S) if stopped else grace_s
+        if (stopped or watch.hung) and all(map(watch.has_saved, living.keys() - stopped)):
+            limit_s = LEAVE_S
+        if time.monotonic() - began_s > limit_s:
+            names = ", ".join(f"rank {r}{' (stopped)' if r in stopped else ''}" for r in living)
+            say(f"killed, as they have not left within {limit_s:g} s of being asked to: {names}")
+            _send(living, signal.SIGKILL)
+            for process in living.values():
+                with suppress(subprocess.TimeoutExpired):  # it waits for a dead disk
+                    process.wait(KILL_S)
+            return
+        time.sleep(0.2)
+
+
+def _send(living: Processes, *signums: int) -> None:
+    for process in living.values():
+        for signum in signums:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+
+
+def end_alone(
+    lost: str, watch: HangWatch, processes: Processes, say: Callable[[str], None]
+) -> Ending:
+    """`lost`: which node is out of reach. All ranks here save and leave or are killed."""
     say(
         f"{lost} (machine, launcher or network): the ranks here save and end; the same command on "
         "every node resumes the run"
     )
+    leave(watch, processes, [signal.SIGTERM], say, ALONE_GRACE_S)
     return Ending(1, lost, by_machine=True)
 
 

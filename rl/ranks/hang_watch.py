@@ -1,9 +1,4 @@
-"""Which of a launcher's ranks hang: said aloud, and for how long.
-
-What: `HangWatch` reads what each rank tells (`heartbeat.py`) and what the kernel says of its
-process. A rank that is stopped is told from those that wait for it, and a rank that waits for the
-judge is left to the judge's client. What not: ending anything (`simple_launch.py`).
-"""
+"""Finds the ranks that hang, from their heartbeats and what the kernel says of their processes."""
 
 from __future__ import annotations
 
@@ -80,18 +75,12 @@ class HangWatch:
                 self._say(f"rank {rank} goes on, {seen[rank].at(now_s)}")
         return any(one.idle_s >= self._limit_s and self._may_end(one) for one in self.hung.values())
 
-    def alive(self) -> list[int]:
-        """The ranks that beat once and are not gone."""
-        now_s = time.monotonic()
-        return [rank for rank in self._beats if self._see(rank, now_s) is not None]
-
-    def is_answering(self, rank: int) -> bool:
-        """Whether the rank moves, or writes that it does not."""
-        one = self._see(rank, time.monotonic())
-        return one is not None and one.kind not in ("silent", "stopped")
+    def is_stopped(self, rank: int) -> bool:
+        """By SIGSTOP or a debugger, as the kernel says now."""
+        return _process_state(self._pids[rank]) in ("T", "t")
 
     def has_saved(self, rank: int) -> bool:
-        """What the rank does at once when it is asked to stop is done, or it is gone."""
+        """All that the rank has finished is on disk; or it is gone, or has not begun to beat."""
         one = self._see(rank, time.monotonic())
         return one is None or one.beat.has_saved
 

@@ -1,11 +1,4 @@
-"""What a rank tells its launcher while it lives: that it runs, and where its main thread is.
-
-What: `start`, in a rank: a thread that looks where the main thread is and writes a `Beat` every
-second, and the stacks of all threads in the rank's log whenever the launcher asks (`ASKS_STACKS`);
-`phase`, told by `PhaseTimer`; `read`, for the launcher. A process that is stopped, or that is in a
-call which holds Python's interpreter, writes none. What not: what a launcher makes of it
-(`hang_watch.py`).
-"""
+"""Writes where each rank's main thread is every second, and its stacks on request."""
 
 from __future__ import annotations
 
@@ -27,12 +20,12 @@ from rl.ranks import main_thread
 from rl.ranks.loading import under_way
 from rl.ranks.main_thread import Call
 
-ASKS_STACKS = signal.SIGUSR1
-"""faulthandler answers it in C: even a main thread that never returns to Python."""
+ASKS_STACKS = signal.SIGRTMAX
+"""Not SIGUSR1, by which people and batch systems ask a run to stop. faulthandler answers it in C:
+even a main thread that never returns to Python."""
 EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
-"""Seldom enough to cost nothing, often enough that work which is in one call for 95 % of the time
-is still seen outside of it."""
+"""10 Hz: cheap, and still sees a thread that spends 95 % of its time in one call outside of it."""
 FEW_PLACES = 4
 """A main thread that for long was only at so few places waits, or goes in a circle."""
 LONG_GAP_S = 10.0
@@ -64,7 +57,7 @@ class Beat:
     waits_for_ranks: bool
     """It is in a collective."""
     has_saved: bool
-    """What it does at once when it is asked to stop is done."""
+    """It was asked to stop, and all that it has finished is on disk."""
 
 
 class _Heart:
@@ -129,7 +122,7 @@ def note_wait() -> None:
 
 
 def note_saved() -> None:
-    """What a rank does at once when it is asked to stop is done: nobody need wait for that."""
+    """This rank was asked to stop, and all that it has finished is on disk."""
     _heart.has_saved = True
     _heart.beat()
 

@@ -1,9 +1,4 @@
-"""A line every few seconds while a run loads: which of our modules is at it, and in whose package.
-
-`start`, and `stop` once the loop has lines of its own to print. What is under way is read off the
-main thread's stack: nothing else of a run has to call anything. What counts (`record/progress.py`)
-may `note` how far it is.
-"""
+"""Prints every few seconds while a run loads which module is at work, and in whose package."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Whether the other nodes of a run are still there, and why they ended.
 
-A cable that is cut says nothing: the ranks on both sides wait in their next collective for as long
-as its timeout, hours. So the launchers beat in the rendezvous' store while their ranks run: each
-counts up, node 0 looks whether all others do, and to them an answer of the store is node 0's beat.
-What not: ending the ranks here (`simple_launch.py`), a rank that hangs on a node which is well.
+A cut cable says nothing: ranks on both sides wait in their next collective for hours. So the
+launchers count up in the rendezvous' store: node 0 looks at all others, and they at node 0.
 """
 
 from __future__ import annotations

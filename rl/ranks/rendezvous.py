@@ -1,9 +1,7 @@
 """Where the ranks of a run meet, and which network interfaces they may listen on.
 
-On one node a file that only this user can read, and loopback for everything that listens; on
-several nodes one store bound to the address that `--rdzv-endpoint` names, kept by node 0's launcher
-until all nodes have left. torch's own agent is not used for it: its stores listen on every
-interface, and it unpickles what it reads from one.
+One node: a private file, and loopback. Several: one store at the address of `--rdzv-endpoint`, kept
+by node 0's launcher. torch's own agent would listen on every interface and unpickle what it reads.
 """
 
 from __future__ import annotations

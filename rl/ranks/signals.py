@@ -1,6 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGINT and SIGHUP set a flag; the loop looks at it between phases,
-saves and leaves. What must not wait for that runs `at_once`. SIGHUP is one of them because the
-launcher forwards a lost terminal as such."""
+"""Requests to stop: a signal sets a flag; the loop looks at it between phases, saves and leaves."""
 
 from __future__ import annotations
 
@@ -9,37 +7,72 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_KEPT = "KILL STOP CONT TSTP TTIN TTOU CHLD URG WINCH PIPE XFSZ ILL TRAP ABRT BUS FPE SEGV SYS"
+"""Signals that cannot be caught, that end no process by default (Python ignores PIPE and XFSZ), or
+that report a crash of native code."""
+_OTHERS = {heartbeat.ASKS_STACKS, *(getattr(signal, f"SIG{name}") for name in _KEPT.split())}
+STOP_SIGNALS = tuple(sorted(signal.valid_signals() - _OTHERS))
+"""By default each of these would end the process and lose what is not saved: TERM, INT, HUP, QUIT
+(Ctrl-\\), a batch system's notice (USR1, USR2, XCPU), timers, real-time signals."""
+INSISTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""One of these sent twice ends a process at once. (The kernel repeats XCPU by itself.)"""
 ECHO_S = 3.0
-"""Ctrl-C reaches a rank twice within milliseconds (from the terminal and from the launcher), and a
-dying launcher sends one more; only a signal later than this after the first means impatience."""
+"""Ctrl-C reaches a rank twice within milliseconds (from the terminal and from the launcher); only
+the same signal later than this after the first means impatience."""
 _PR_SET_PDEATHSIG = 1
 
 
-_first_s: float | None = None
-"""When this process heard the first."""
+_heard: dict[int, float] = {}
+"""Stop signal that this process has heard -> when first, `time.monotonic`."""
+
+
+def name_of(signum: int) -> str:
+    """'SIGTERM'; 'signal 35' for a real-time signal, most of which have no name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
 
 
 def install() -> None:
     """Take over the stop signals, and ask for one when the launcher dies. Main thread, once, early.
 
-    The first signal sets the flag. One more, at least `ECHO_S` later, ends the process at once.
+    The first signal sets the flag. One of `INSISTS` again, at least `ECHO_S` later, ends the
+    process at once.
     """
-    for signum in STOP_SIGNALS:
+    for signum in _ours():
         signal.signal(signum, _handle)
     die_with_parent()
 
 
-def at_once(act: Callable[[], None]) -> None:
-    """Have `act` called in a thread of its own once this process is asked to stop, even while the
-    main thread is in a call that does not return (a collective whose peer is gone). Main thread,
-    after `install`, once; `act` must not raise."""
+@contextmanager
+def noted() -> Iterator[list[int]]:
+    """The stop signals that this process hears inside, in a list that grows. Main thread."""
+    heard: list[int] = []
+    before = {signum: signal.getsignal(signum) for signum in _ours()}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:  # under nohup it stays ignored
+        del before[signal.SIGHUP]
+    for signum in before:
+        signal.signal(signum, lambda number, _: heard.append(number))
+    try:
+        yield heard
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def at_once(save: Callable[[], bool]) -> None:
+    """Have `save` called in a thread of its own once this process is asked to stop, even while the
+    main thread is in a call that does not return (a collective whose peer is gone). It returns
+    whether all that is finished is on disk, and must not raise. Main thread, after `install`, once.
+    """
     heard, told = os.pipe()
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)  # Python writes each signal's number
@@ -47,8 +80,8 @@ def at_once(act: Callable[[], None]) -> None:
     def listen() -> None:
         while os.read(heard, 1)[0] not in STOP_SIGNALS:
             pass
-        act()
-        heartbeat.note_saved()
+        if save():
+            heartbeat.note_saved()
 
     threading.Thread(target=listen, daemon=True).start()
 
@@ -65,7 +98,7 @@ def stop_requested(dist: Dist) -> bool:
 def stop_heard() -> bool:
     """Whether THIS rank was asked to stop, for leaving a long stretch without collectives early;
     `stop_requested` must follow, to tell the others."""
-    return _first_s is not None
+    return bool(_heard)
 
 
 def die_with_parent() -> None:
@@ -76,13 +109,19 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _ours() -> list[int]:
+    """The stop signals, without those that a C library handles."""
+    return [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not None]
+
+
 def _handle(signum: int, _: FrameType | None) -> None:
-    global _first_s
-    name = signal.Signals(signum).name
-    if _first_s is None:
-        _first_s = time.monotonic()
+    is_first, now_s = not _heard, time.monotonic()
+    since_s = now_s - _heard.setdefault(signum, now_s)
+    if is_first:
         # os.write: print is not re-entrant, and the signal may have interrupted one.
-        os.write(2, f"\n{name}: will save and leave; once more to leave at once\n".encode())
-    elif time.monotonic() - _first_s > ECHO_S:
+        again = "; once more to leave at once" if signum in INSISTS else ""
+        with suppress(OSError):
+            os.write(2, f"\n{name_of(signum)}: will save and leave{again}\n".encode())
+    elif signum in INSISTS and since_s > ECHO_S:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

@@ -1,10 +1,7 @@
-"""One rank's first and last moments: what every process does around the training script.
+"""Runs the training script in one rank: `python -m rl.ranks.worker <logs> <notes> <script> [args]`.
 
-`python -m rl.ranks.worker <log folder> <note folder> <module | script.py> [arguments ...]` ties its
-life to the launcher's, sends its output where the launcher said, runs the script, and notes how it
-ended where the launcher reads it: a sentence for an error that was foreseen (its traceback goes to
-the rank's log), else the traceback. The exit code is the script's, whatever the libraries that it
-loaded do once Python is gone.
+The rank ends with its launcher, writes where the launcher said, and notes how it ended: a sentence
+for an expected error (its traceback goes to the log), else the traceback.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ def main() -> None:
     """Run the script as `__main__`, with `sys.argv` as if it had been started directly."""
     ending = _Ending()
     die_with_parent()
+    terminal.open_closed_streams()
     log_dir, note_dir, target, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])
     log = Path(log_dir) / f"rank_{rank}.log"
@@ -77,9 +75,8 @@ def main() -> None:
 
 
 class _Ending:
-    """Ends the process with `code`, if the script came to one, instead of Python's own last step:
-    there the destructors of C++ libraries (Gloo's threads beside vLLM's) have been seen to abort a
-    run that was done, and vLLM's to list on stderr what they still hold."""
+    """Ends the process with `code`, if the script came to one, before the destructors of C++
+    libraries (Gloo's, vLLM's), which have aborted runs that were done."""
 
     code: int | None = None
 

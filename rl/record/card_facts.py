@@ -1,8 +1,4 @@
-"""What a stored config says that a model card tells: base, data, judge, licences.
-
-What: reading them from a config of which any part may be missing or of another type, and from cards
-beside the models' files. What not: the card (`model_card.py`).
-"""
+"""Reads what a model card states from a stored config: base model, data, judge, licences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The lines of a model card that say how its model is used.
-
-What: `use`, by the form of the model and by what its run was. What not: the rest (`model_card.py`).
-"""
+"""The lines of a model card that say how its model is used."""
 
 from __future__ import annotations
 

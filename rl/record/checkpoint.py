@@ -38,6 +38,7 @@ from rl.config import formats
 from rl.config.paths import not_a_file
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import fsync, row_of, write_atomically
+from rl.files.held import GoneError, place
 from rl.ranks.dist import Dist
 from rl.record import hub
 from rl.record.best import note_if_best, read_best
@@ -107,10 +108,15 @@ class Checkpoints:
     """The checkpoints of one run. Every method is collective unless it says otherwise."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, dist: Dist) -> None:
-        self.folder = run_dir / "checkpoints"
+        self._run_dir = run_dir
         self._config = config
         self._dist = dist
         self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where they are, although the run folder was moved. Raises GoneError when it is gone."""
+        return place(self._run_dir / "checkpoints")
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
@@ -205,8 +211,12 @@ class Checkpoints:
 
     def _try_write(self, point: ResumePoint) -> tuple[Path | None, str]:
         """(the checkpoint, '') or (None, why it could not be written)."""
-        with self._one_writer():
-            return self._try_write_locked(point)
+        try:
+            with self._one_writer():
+                return self._try_write_locked(point)
+        except GoneError as error:
+            warn(f"the checkpoint of iteration {point.iteration} is not written: {error}")
+            return None, str(error)
 
     @contextmanager
     def _one_writer(self) -> Iterator[None]:
@@ -240,6 +250,7 @@ class Checkpoints:
             fsync(self.folder)
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
+            place(self._run_dir)  # raises GoneError if that is why
             problem = f"checkpoint {name} could not be written: {error!r}"
             if is_full(error):
                 problem += "; make room on that disk, and the same command goes on"

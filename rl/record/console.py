@@ -1,9 +1,4 @@
-"""What one sees while a run goes: a line per phase, a summary line per iteration, where time went.
-
-What: `Console` (rank 0 prints, the others are mute), `PhaseTimer` (seconds and FLOPs per phase,
-every rank) and `warn`. What not: records and wandb, who counts the FLOPs (`meter/flop_meter.py`).
-With a terminal the phase under way is shown live; in a log file every line is plain text.
-"""
+"""What a run prints: a line per phase, a summary line per iteration, where the time went."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""One group of an iteration as a person reads it: what was asked, written and said of it.
-
-What: `GroupPanel`: every n-th iteration the first of this process's groups, whatever came of it: of
-its completions the best, the worst and one between, and one that was lost, each with its reward,
-parts, cause and the judge's own words. What not: how that is laid out (`Console.framed`), all of
-the rest, which is in `episodes/` (`run_record.py`).
-
-All words are foreign: one line each, escaped, shortened, without keys.
-"""
+"""Prints one group every n-th iteration: its best, worst, a middle and a lost completion."""
 
 from __future__ import annotations
 

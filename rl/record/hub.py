@@ -1,9 +1,4 @@
-"""Publishing a checkpoint's model folder.
-
-What: `upload`, and `Pusher` (uploads beside training, never fatal). What not: when
-(`checkpoint.py`), the card that says what it is (`model_card.py`). The token is huggingface_hub's
-own business.
-"""
+"""Uploads a checkpoint's model folder to the hub, beside training; a failure ends nothing."""
 
 from __future__ import annotations
 

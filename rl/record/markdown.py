@@ -1,10 +1,4 @@
-"""Text from outside the process in Markdown, where it reads as it is spelt.
-
-What: `text` for a line or a table's cell, `code` for a block of JSON, `table`. What not: which
-words are shown. Keys are scrubbed and invisible characters escaped first (`untrusted.py`); then
-nothing is left of a text that starts a tag, a link, a heading, a cell, a formula, a mention or a
-block of code, in Markdown as the hub, GitHub and TensorBoard read it.
-"""
+"""Text from outside the process as literal Markdown: without keys, tags, links or code blocks."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""How far a long thing is, and how long it will take: '37 of 128 pictures, 2.1/s, 43 s left'.
-
-What: `counted`, around whatever does one thing after another; `shown_on`, by which a run says where
-that goes. On a terminal it is a line that is drawn anew, in a log a line after 10 s, 20 s, 40 s and
-so on, while a run loads a part of its loading lines; what takes a few seconds says nothing. What an
-iteration does again begins to be told later each time: a log of thousands has lines where something
-takes longer than it did. What not: seconds per phase (`console.py`).
-
-A step is a comparison with the clock: there is no thread, and nothing is drawn between steps.
-"""
+"""Progress of long work: '37 of 128 pictures, 2.1/s, 43 s left', live or as rare log lines."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """A run that goes on from a checkpoint does again what came after it: that record is set aside.
 
-What: `rewind`, and the layout
-
     <run>/set_aside/20261121-100203/metrics.jsonl   the lines, byte for byte, damaged ones too
     <run>/set_aside/20261121-100203/config.json     what they were made under
     <run>/set_aside/20261121-100203/episodes/...    and images/, evaluation/, as they were
 
-What not: judge replies, which are used again (`judge/journal.py`). Nothing is deleted, and nothing
-is moved that does not bear exactly a name that a run gives.
+Judge replies are used again. Nothing is deleted, and only what bears a run's own names is moved.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A full disk makes a run wait, and ends nothing.
-
-What: `when_there_is_room`, which writes again until it is on the disk, and says each minute what is
-missing where. What not: what is written, and how it is whole or not there at all
-(`files/atomic.py`).
-"""
+"""Retries a write until the disk has space, and logs each minute what is missing where."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Whether somebody uses a run's folder, asked and kept off without being a run.
-
-What: `use_of`, and `to_oneself`, by the locks that a run holds: its own (`run_record.py`) and that
-of a rank which saves alone (`checkpoint.py`). Both are the kernel's, and end with the process. What
-not: how a run takes them.
-"""
+"""Tells whether a process uses a run's folder, by the kernel's locks, and keeps others off it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The run's own record on disk: every number and every episode, traceable, without any service.
 
-What: `RunRecord` and the layout
-
     <run>/config.json                        resolved config, environment secrets scrubbed
     <run>/metrics.jsonl                      one line per iteration, all ranks reduced
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
@@ -10,7 +8,6 @@ What: `RunRecord` and the layout
                                              and reference edit
     <run>/set_aside/                         what is done again since (`rewind.py`)
 
-What not: wandb (`tracking.py`, a view of this), checkpoints, in which thread (`writer.py`).
 Iterations count from 1; iteration 0 is what was measured before training. Not collective: each rank
 writes its own files. Every file is whole or not there.
 """
@@ -28,12 +25,13 @@ from filelock import FileLock, Timeout
 
 from rl.api.types import Action, Episode, Sample
 from rl.config.schema import RunConfig
+from rl.files import held
 from rl.files.atomic import append_line, json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
 from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
-from rl.record.scrub import scrubbed
+from rl.record.scrub import remember, scrubbed
 from rl.record.writer import MAX_WAITING
 
 if TYPE_CHECKING:
@@ -50,13 +48,11 @@ class RunRecord:
         self.run_dir = run_dir
         self._dist = dist
         self._tracking = config.tracking
-        self._secret_names = (config.judge.api_key_env,)
-        self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"), self._secret_names)
+        remember(config.judge.api_key_env)
+        self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"))
         """The resolved config as it may be written anywhere."""
         # Of the process: the thread that writes asks whether it is held.
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
-        self._held: tuple[int, int] | None = None
-        """Device and inode of the lock's file."""
 
     def claim(self, wait_s: float = 30.0) -> None:
         """Hold the run folder for this run; collective, rank 0 holds it for all.
@@ -68,6 +64,7 @@ class RunRecord:
         problem = self._dist.broadcast(problem)
         if problem:
             raise ValueError(problem)
+        held.hold(self.run_dir)
 
     def _try_claim(self, wait_s: float) -> str:
         """Why the folder could not be had, or ''."""
@@ -86,38 +83,23 @@ class RunRecord:
         except OSError:  # a file system without locks: better no guard than no run
             return ""
         owner.write_text(str(os.getpid()))
-        found = os.stat(owner)
-        self._held = found.st_dev, found.st_ino
         return ""
 
     def release(self) -> None:
         """Let go of the run folder; the end of the process does it too."""
+        held.release(self.run_dir)
         self._lock.release()
 
     @contextmanager
-    def _while_there(self) -> Iterator[None]:
-        """Raise ValueError when the run folder was moved or deleted since it was claimed, or is
-        meanwhile: what is written would lie in a new one, and nobody would find it beside the rest
-        (rank 0)."""
-        self._require_folder()
+    def _in_place(self) -> Iterator[None]:
+        """Raise GoneError once the block is done, or fails, in a run folder that is not where it
+        was: what is written lies in the one that was moved."""
         try:
             yield
         except OSError:
-            self._require_folder()
+            held.require_in_place(self.run_dir)
             raise
-
-    def _require_folder(self) -> None:
-        if not self._lock.is_locked or not self._held:
-            return
-        try:
-            there = os.stat(self.run_dir / ".lock")
-        except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != self._held:
-            raise ValueError(
-                f"{self.run_dir} is gone: it was moved or deleted while the run was using it. Move "
-                "it back, and the same command goes on from its last checkpoint"
-            )
+        held.require_in_place(self.run_dir)
 
     def write_config(self) -> None:
         """`config.json` (rank 0)."""
@@ -140,7 +122,7 @@ class RunRecord:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if not self._dist.is_main:
             return
-        with self._while_there():
+        with self._in_place():
             line = json_line({"iteration": iteration, **metrics})
             append_line(self.run_dir / "metrics.jsonl", line)
 
@@ -161,7 +143,7 @@ class RunRecord:
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
-        with self._while_there():
+        with self._in_place():
             bare_P = bare_P or [None] * len(episodes_PG)
             self._write_pictures_and_lines(iteration, episodes_PG, advantages_PG, bare_P)
             if num_kept := self._tracking.keep_images_of_last_n_iterations:
@@ -199,7 +181,7 @@ class RunRecord:
                 row = provenance(episode, advantage)
                 row |= {"rank": self._dist.rank, "member": g}
                 row |= files | {"image_file": image} | (beside if g == 0 else {})
-                lines.append(json_line(scrubbed(row, self._secret_names)))
+                lines.append(json_line(scrubbed(row)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         write_atomically(path, "".join(lines), private)
 

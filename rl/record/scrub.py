@@ -1,54 +1,158 @@
-"""Keys and tokens live in the environment only; this keeps them out of everything we write.
-
-What: `scrub`, applied to every text that goes into the run folder, to the terminal, to wandb or to
-the hub. A key gets there by accident: an endpoint echoes it in its 401 body or spells it anew in a
-`Location`, a config writes it out with `std.extVar`. What not: which values are keys
-(`secrets.py`); a licence to put keys into configs.
-"""
+"""Replaces the keys and passwords of the environment in texts that are written, logged or sent."""
 
 from __future__ import annotations
 
 import base64
+import os
 import re
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from html import unescape
+from itertools import pairwise
 from typing import Any
+from urllib.parse import unquote
 
-from rl.record.secrets import MIN_CHARS, secrets
-
-MAX_NESTED = 4
-"""Spellings within spellings that are looked through: JSON in JSON in a URL."""
-
-_ESCAPE = re.compile(
-    r"""\\+(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([\\/"'bfnrt]))|%([0-9a-fA-F]{2})|"""
-    r"(&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|amp|lt|gt|quot|apos);)|"
-    ""
-    r"[\0\u00ad\u200b-\u200f\u2060\ufeff]+"
+MIN_CHARS = 8
+"""Shorter values are not treated as keys: replacing every 'test' would garble the record."""
+_MIN_TOKEN_CHARS = 16  # of a URL's user that has no password
+_SECRET_NAME = re.compile(
+    r".*(?:TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|API_?KEY|CREDENTIAL|PRIVATE_?KEY|ACCESS_?KEY|COOKIE|"
+    r"WEBHOOK).*"
 )
-"""One character as JSON and Python (however often quoted), as a URL, as HTML spells it; and what is
-not seen between two (UTF-16 read as bytes, soft hyphens)."""
-_CONTROL = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_SECRET_WORD = re.compile(
+    r"(?:\w*KEYS?|\w*PASS|PW|PWD|PSWD|CREDS?|PATS?|AUTH|AUTHORIZATION|BEARER|JWT|DSN|SAS|OTP|PIN|"
+    r"CONN(?:ECTION)?_?STR(?:ING)?)\d*"
+)
+"""One word of a name (between underscores), or two neighbours."""
+_NO_SECRET_NAME = re.compile(
+    r"(?:OLD)?PWD|(?!.*WEBHOOK).*_(?:FILE|PATH|DIR|FOLDER|HOME|SOCK|SOCKET|NAME|USER|USERNAME|HOST|PORT|"
+    r"URL|URI|ENDPOINT|DOMAIN|LENGTH|SIZE|LIMIT|COUNT|TIMEOUT|TTL|ENABLED|DISABLED|REQUIRED|MODE|TYPE|"
+    r"METHOD|PROVIDER|BACKEND|POLICY|SCOPE|VERSION|ALGORITHM|ENV|ID)"
+)
+_PLACEHOLDER = re.compile(
+    r"(?:sk)?(?:|empty|none|null|nil|na|unset|unused|ignored|any|anything|whatever|local|localhost|x+|"
+    r"(?:my|your|dummy|fake|test|empty|no|any)?(?:api)?(?:key|token)|nokeyrequired|dummy|fake|test|"
+    r"testing|placeholder|example|changeme|no|off|false|noauth|not(?:needed|required|used)|vllm|"
+    r"sglang|ollama|lmstudio|llamacpp|disabled|required|optional|anonymous|unlimited)"
+)
+_ASSIGNMENT = re.compile(r"""([A-Za-z_][\w-]*)["']?\s*[=:]\s*(?:"([^"]+)"|'([^']+)'|([^\s;&,]+))""")
+_SCHEME_WORD = re.compile(r"(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
+MAX_NESTED = 4
+"""Escapes of escapes: JSON in JSON in a URL."""
+_ESCAPE = re.compile(
+    r"""\\+(?:u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|"""
+    r"""N\{[\w -]{1,80}\}|[0-3]?[0-7]{1,2}|[bfnrt]|[^\sA-Za-z0-9])|%[0-9a-fA-F]{2}|&#?\w{1,32};?|"""
+    "[\0\u00ad\u034f\u200b-\u200f\u2060\ufeff]+"
+)
+"""One character as JSON and Python (however often quoted), URLs and HTML write it; or invisible
+ones between two (zeros: UTF-16 read as bytes)."""
 _BASE64_RUN = re.compile(r"[A-Za-z0-9+/]{10,}={0,2}")
-"""Ten signs stand for what is certain of a secret of eight bytes."""
+"""Ten characters stand for what is certain of a secret of eight bytes."""
+_STANDARD_BASE64 = str.maketrans("-_", "+/")
+_Needles = tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
+"""(lower-case form, name) of each secret, and (what base64 makes of it, name)."""
+
+_named: set[str] = set()
 
 
-def scrub(text: str, also_names: tuple[str, ...] = ()) -> str:
-    """`text` with every secret of the environment (`secrets.py`) replaced by `<NAME>`.
+def remember(name: str) -> None:
+    """The environment variable `name` holds a key, whatever it is called."""
+    _named.add(name)
 
-    However it is spelt: in any case, percent-encoded, escaped as in JSON, Python or HTML, all of it
-    or some characters, as hexadecimal digits, as base64 of itself or of something around it
-    (`Bearer ...`, `user:...`), and each of these within another. What is JSON stays JSON.
+
+def scrub(text: str) -> str:
+    """`text` with every secret of the environment replaced by `<NAME>`; JSON stays JSON.
+
+    A secret is found in any case; with some or all characters percent-encoded or escaped as in
+    JSON, Python or HTML, several times over; with invisible characters in between; in hexadecimal;
+    and in base64 of itself or of something around it.
     """
-    return _scrub(text, _needles(secrets(also_names)))
+    return _scrub(text, _needles(secrets()))
 
 
-def scrubbed(value: Any, also_names: tuple[str, ...] = ()) -> Any:
+def scrubbed(value: Any) -> Any:
     """`scrub` applied to every string, keys included, in nested dicts, lists and tuples."""
-    return _scrubbed(value, _needles(secrets(also_names)))
+    return _scrubbed(value, _needles(secrets()))
 
 
-def _scrubbed(value: Any, needles: tuple[_Needle, ...]) -> Any:
+def secrets() -> tuple[tuple[str, str], ...]:
+    """(name, secret) of all that the environment holds now, the longest first.
+
+    Secret is the value of a variable that is named like one (`..._KEY`, `DB_PASS`, `GITHUB_PAT`,
+    `COOKIE`) or that was given to `remember`; and in every other variable the password of a URL and
+    what is assigned to a name like these (`...?token=`, JSON).
+    """
+    return _secrets(tuple(os.environ.items()), frozenset(_named))
+
+
+def is_placeholder(value: str) -> bool:
+    """Whether `value` is what one sets where no key is needed: EMPTY, none, sk-no-key."""
+    return _PLACEHOLDER.fullmatch(re.sub(r"[\W_]", "", value.lower())) is not None
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable, or a field inside a value, is named like a secret."""
+    upper = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper().replace("-", "_").strip("_")
+    words = upper.split("_")
+    words += [f"{a}_{b}" for a, b in pairwise(words)]
+    is_secret = _SECRET_NAME.fullmatch(upper) or any(map(_SECRET_WORD.fullmatch, words))
+    return bool(is_secret) and not _NO_SECRET_NAME.fullmatch(upper)
+
+
+@lru_cache(maxsize=8)
+def _secrets(
+    environment: tuple[tuple[str, str], ...], named: frozenset[str]
+) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for name, value in environment:
+        for part in _parts(value, name in named or is_secret_name(name)):
+            text = part.strip().strip("'\"")
+            if len(text) >= MIN_CHARS and not is_placeholder(text):
+                found.setdefault(text, name)
+    return tuple(sorted(((name, text) for text, name in found.items()), key=lambda s: -len(s[1])))
+
+
+def _parts(value: str, is_secret: bool) -> Iterator[str]:
+    """What of a variable's value is secret."""
+    if is_secret and not (value.startswith(("/", "~")) and os.path.exists(value)):
+        yield value
+        if found := _SCHEME_WORD.fullmatch(value.strip()):
+            yield found[1]
+        if ":" in value and "://" not in value:  # user:password
+            yield value.rpartition(":")[2]
+        lines = re.split(r"\n|\\n", value)  # a PEM file
+        yield from (line for line in lines if not line.startswith("-----"))
+    for user, password in re.findall(r"://([^:\s/?#@]*):?(\S*)@", value):
+        is_token = len(user) >= _MIN_TOKEN_CHARS and password in ("", "x", "x-oauth-basic")
+        text = user if is_token else password
+        yield from (text, unquote(text))
+    for name, *texts in _ASSIGNMENT.findall(value):
+        if is_secret or is_secret_name(name):
+            for line in re.split(r"\n|\\n", "".join(texts)):
+                yield from (line, unquote(line))
+
+
+@lru_cache(maxsize=8)
+def _needles(found: tuple[tuple[str, str], ...]) -> _Needles:
+    plain, coded = [], []
+    for name, secret in found:
+        data = secret.encode("utf-8", "surrogateescape")
+        forms = {secret, secret.replace(" ", "+"), data.decode("latin-1"), data.hex()}
+        forms |= {_decoded(form) for form in forms}
+        plain += [(_lower(form), name) for form in sorted(forms) if len(form) >= MIN_CHARS]
+        coded += [(_base64_core(data, offset), name) for offset in range(3)]
+    return tuple(plain), tuple(coded)
+
+
+def _base64_core(data: bytes, offset: int) -> str:
+    """The characters that stand for `data` alone, when `offset` bytes come before it."""
+    coded = base64.b64encode(bytes(offset) + data + bytes(3)).decode("ascii")
+    return coded[-(-8 * offset // 6) : (8 * (offset + len(data))) // 6]
+
+
+def _scrubbed(value: Any, needles: _Needles) -> Any:
     if isinstance(value, (int, float)):  # most of an episode
         return value
     if isinstance(value, str):
@@ -60,48 +164,41 @@ def _scrubbed(value: Any, needles: tuple[_Needle, ...]) -> Any:
     return value
 
 
-def _scrub(text: str, needles: tuple[_Needle, ...]) -> str:
-    if not needles or len(text) < MIN_CHARS:
+def _scrub(text: str, needles: _Needles) -> str:
+    if not needles[0] or len(text) < MIN_CHARS:
         return text
-    layers = [text]
-    while len(layers) <= MAX_NESTED:
-        decoded = _ESCAPE.sub(_character, layers[-1])
-        if decoded == layers[-1]:
-            break
-        layers.append(decoded)
-    if not any(_has(layer, needles) for layer in layers):
+    # As it is first: decoding may take the first characters of a key for the end of an escape.
+    text = _without(text, _spans(text, needles))
+    spans = _spans(decoded := _decoded(text), needles) if _ESCAPE.search(text) else []
+    if not spans:
         return text
-    return _replaced(text, len(layers), needles)
+    starts = _starts(text, decoded)
+    return _without(text, [(starts[start], starts[end], name) for start, end, name in spans])
 
 
-@dataclass(frozen=True)
-class _Needle:
-    """What is looked for of one secret."""
-
-    name: str
-    plain: tuple[str, ...]
-    """Lower case."""
-    base64: tuple[str, ...]
-    """What base64 makes of it at each of the three places in a group of bytes, without the signs at
-    the ends that depend on its neighbours."""
-
-
-@lru_cache(maxsize=8)
-def _needles(found: tuple[tuple[str, str], ...]) -> tuple[_Needle, ...]:
-    needles = []
-    for name, secret in found:
-        data = secret.encode("utf-8", "surrogateescape")
-        plain = {secret, _ESCAPE.sub(_character, secret), secret.replace(" ", "+")}
-        plain |= {data.decode("latin-1"), data.hex()}
-        lowered = tuple(sorted({_lower(form) for form in plain if len(form) >= MIN_CHARS}))
-        needles.append(_Needle(name, lowered, tuple(_base64_core(data, i) for i in range(3))))
-    return tuple(needles)
+def _spans(text: str, needles: _Needles) -> list[tuple[int, int, str]]:
+    """(start, end, name) of each secret in `text`."""
+    lower, standard = _lower(text), text.translate(_STANDARD_BASE64)
+    spans = []
+    for form, name in needles[0]:
+        end = 0
+        while (start := lower.find(form, end)) >= 0:
+            end = start + len(form)
+            spans.append((start, end, name))
+    found = [(form, name) for form, name in needles[1] if form in standard]
+    for run in _BASE64_RUN.finditer(standard) if found else ():  # all of it belongs to the key
+        spans += [(*run.span(), name) for form, name in found if form in run[0]]
+    return spans
 
 
-def _base64_core(data: bytes, offset: int) -> str:
-    """The signs that stand for bits of `data` alone, when `offset` bytes come before it."""
-    signs = base64.b64encode(bytes(offset) + data + bytes(3)).decode("ascii")
-    return signs[-(-8 * offset // 6) : (8 * (offset + len(data))) // 6]
+def _without(text: str, spans: list[tuple[int, int, str]]) -> str:
+    pieces, done = [], 0
+    for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if start >= done:
+            # Backslashes before it go too: one alone would escape what comes next.
+            pieces += [text[done:start].rstrip("\\"), f"<{name}>"]
+        done = max(done, end)
+    return "".join([*pieces, text[done:]])
 
 
 def _lower(text: str) -> str:
@@ -110,77 +207,42 @@ def _lower(text: str) -> str:
     return lower if len(lower) == len(text) else text.replace("\u0130", "i").lower()
 
 
-def _as_standard(text: str) -> str:
-    """Base64 of URLs as the usual one."""
-    return text.replace("-", "+").replace("_", "/")
+def _decoded(text: str) -> str:
+    """`text` without escapes, also of escapes."""
+    for _ in range(MAX_NESTED):
+        before, text = text, _ESCAPE.sub(_character, text)
+        if text == before:
+            break
+    return text
 
 
-def _has(layer: str, needles: tuple[_Needle, ...]) -> bool:
-    lower, standard = _lower(layer), _as_standard(layer)
-    return any(
-        any(form in lower for form in needle.plain)
-        or any(form in standard for form in needle.base64)
-        for needle in needles
-    )
+def _starts(text: str, decoded: str) -> list[int]:
+    """Where in `text` each character of `decoded` begins, and where the last ends."""
+    starts = list(range(len(text) + 1))
+    while text != decoded:
+        pieces, places, done = [], [], 0
+        for found in _ESCAPE.finditer(text):
+            character = _character(found)
+            pieces += [text[done : found.start()], character]
+            places += starts[done : found.start()] + [starts[found.start()]] * len(character)
+            done = found.end()
+        text, starts = "".join([*pieces, text[done:]]), places + starts[done:]
+    return starts
 
 
 def _character(found: re.Match[str]) -> str:
     """What an escape stands for."""
-    unicode, byte, short, percent, entity = found.groups()
-    if short is not None:
-        return _CONTROL.get(short, short)
-    if entity is not None:
-        return unescape(entity)
-    code = unicode or byte or percent
-    return chr(int(code, 16)) if code else ""
-
-
-def _replaced(text: str, num_layers: int, needles: tuple[_Needle, ...]) -> str:
-    """`text` with each place replaced that any layer shows to be a secret. Slow: few texts hold
-    one."""
-    layer, starts = text, list(range(len(text) + 1))  # where in `text` each character begins
-    spans: list[tuple[int, int, str]] = []
-    for _ in range(num_layers):
-        spans += [(starts[a], starts[b], name) for a, b, name in _spans(layer, needles)]
-        layer, starts = _decoded(layer, starts)
-    pieces, end = [], 0
-    for start, stop, name in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if start >= end:
-            pieces += [text[end:start], f"<{name}>"]
-        end = max(end, stop)
-    return "".join([*pieces, text[end:]])
-
-
-def _spans(layer: str, needles: tuple[_Needle, ...]) -> list[tuple[int, int, str]]:
-    lower, standard = _lower(layer), _as_standard(layer)
-    spans = []
-    for needle in needles:
-        for form in needle.plain:
-            for found in re.finditer(re.escape(form), lower):
-                spans.append((found.start(), found.end(), needle.name))
-    for found in _BASE64_RUN.finditer(standard):  # all of it: what stands around a key is its own
-        for needle in needles:
-            if any(form in found[0] for form in needle.base64):
-                spans.append((*found.span(), needle.name))
-                break
-    # An escape is replaced as a whole or not at all, or what is left would be no JSON.
-    whole = {i: found.span() for found in _ESCAPE.finditer(layer) for i in _within(found)}
-    return [
-        (whole.get(start, (start,))[0], whole.get(stop, (stop,))[-1], name)
-        for start, stop, name in spans
-    ]
-
-
-def _within(found: re.Match[str]) -> range:
-    return range(found.start() + 1, found.end())
-
-
-def _decoded(layer: str, starts: list[int]) -> tuple[str, list[int]]:
-    """The next layer, and where in the text each of its characters begins."""
-    pieces, places, end = [], [], 0
-    for found in _ESCAPE.finditer(layer):
-        character = _character(found)
-        pieces += [layer[end : found.start()], character]
-        places += starts[end : found.start()] + [starts[found.start()]] * len(character)
-        end = found.end()
-    return "".join([*pieces, layer[end:]]), places + starts[end:]
+    escape = found[0]
+    if escape[0] == "&":
+        return unescape(escape)
+    if escape[0] not in "\\%":
+        return ""
+    body = escape.lstrip("\\%") or escape[-1]
+    with suppress(ValueError, KeyError, OverflowError):
+        if escape[0] == "%" or (body[0] in "uUx" and len(body) > 1):
+            return chr(int(body.lstrip("uUx").strip("{}"), 16))
+        if body[0] == "N" and len(body) > 1:
+            return unicodedata.lookup(body[2:-1])
+        if body.isdecimal():
+            return chr(int(body, 8))
+    return body

@@ -1,14 +1,8 @@
-"""What is printed, made fit for a terminal in the one place that all of it passes.
-
-What: `guard`, which every program of ours calls first: from then on whatever Python prints in the
-process, by us, by a library's log or by a traceback, reaches the terminal and the logs without keys
-and with the escape of whatever a terminal acts upon; `keep_going`, under which no line that is
-printed ends the process. What not: colours and live lines, which only `console.py` draws, on the
-stream beneath; what C libraries and child processes write.
-"""
+"""The one place that all of Python's output passes: without keys and without terminal commands."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,22 +12,27 @@ from rl.config.printing import printable
 from rl.record.scrub import scrub
 
 
-def guard() -> None:
-    """Guard this process's standard output and error, for good; a second call changes nothing."""
+def guard(keeps_going: bool = False) -> None:
+    """Guard this process's standard output and error, for good; every program calls it first.
+
+    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`).
+    """
+    open_closed_streams()
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Guarded):
-            setattr(sys, name, Guarded(stream))
+        stream = beneath(getattr(sys, name))
+        is_lossy = keeps_going and not isinstance(stream, Lossy)
+        setattr(sys, name, Guarded(Lossy(stream) if is_lossy else stream))
 
 
-def keep_going() -> None:
-    """From now on no line is worth the run: see `Lossy`. For a program whose output is no
-    product, after `guard`."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(beneath(stream), Lossy):
-            setattr(sys, name, Lossy(beneath(stream)))
-    guard()
+def open_closed_streams() -> None:
+    """Standard streams that are closed (`>&-`, some daemons) become /dev/null, here and in child
+    processes; otherwise files that are opened later would get their descriptors, and with them what
+    C libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - until the end
 
 
 def plain(text: str) -> str:
@@ -52,12 +51,25 @@ def for_data() -> TextIO:
     return sys.stdout if stream.isatty() else stream
 
 
-class Guarded:
-    """A text stream that passes on `plain` text. It says that it is no terminal, so that libraries
-    send it no commands either."""
+class _Stream:
+    """A text stream over another one, `beneath`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.beneath = stream
+
+    def write(self, text: str) -> int:
+        raise NotImplementedError
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.beneath, name)
+
+
+class Guarded(_Stream):
+    """Passes on `plain` text. To libraries it is no terminal: they send it no terminal commands."""
 
     def write(self, text: str) -> int:
         """A line that begins anew at the left, as progress bars do, may."""
@@ -65,41 +77,25 @@ class Guarded:
         self.beneath.write(redrawn + plain(text[len(redrawn) :]))
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
     def isatty(self) -> bool:
         return False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.beneath, name)
 
-
-class Lossy:
-    """A text stream whose text also goes to files (what C libraries write does not).
-
-    No line is worth a run: text that a full disk, a closed pipe or an encoding refuses is lost, and
-    nobody hears of it but the other places.
-    """
+class Lossy(_Stream):
+    """Writes to `files` too (what C libraries write does not go there). What a full disk, a closed
+    pipe or an encoding refuses is dropped there without an error."""
 
     def __init__(self, stream: TextIO, *files: TextIO) -> None:
-        self._stream, self._files = stream, files
+        super().__init__(stream)
+        self._places = (*files, stream)
 
     def write(self, text: str) -> int:
-        for place in (*self._files, self._stream):
+        for place in self._places:
             with suppress(OSError, ValueError):  # closed, or a character that it cannot spell
                 place.write(text)
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
     def flush(self) -> None:
-        for place in (*self._files, self._stream):
+        for place in self._places:
             with suppress(OSError, ValueError):
                 place.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

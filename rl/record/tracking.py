@@ -1,9 +1,4 @@
-"""Trackers, as views of the record: never needed, never fatal, never waited for.
-
-What: `Tracker`, which hands one run's metrics, tables and pictures to every page that the config
-names (`trackers/`), free of keys; `not_installed`. Whatever a page fails with turns it off, with
-one line. What not: the record itself (`run_record.py`), which is always written.
-"""
+"""Hands a run's metrics, tables and pictures to its trackers; one that fails is given up."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from rl.config.schema import RunConfig, TrackingConfig
 from rl.files.images import downscale
 from rl.ranks.dist import Dist
 from rl.record.console import ClosingRow, PhaseTimer
-from rl.record.scrub import scrub
+from rl.record.scrub import remember, scrub
 from rl.record.trackers import tensorboard_page, trackio_page, wandb_page
 from rl.record.trackers.page import Cell, Page, tried
 from rl.record.trackers.wandb_page import WandbPage
@@ -37,7 +32,7 @@ class Tracker:
     ) -> None:
         """`config_as_written`: `RunRecord.config`, which is scrubbed."""
         self._tracking = config.tracking
-        self._secret_names = (config.judge.api_key_env,)
+        remember(config.judge.api_key_env)
         self._pages: list[Page] = []
         if not dist.is_main:
             return
@@ -107,10 +102,10 @@ class Tracker:
                 *(picture(s) for s in (*episode.prompt.sample.sources, *[None] * most)[:most]),
                 picture(episode.prompt.sample.target),
                 picture(episode.image),
-                scrub(episode.prompt.sample.instruction, self._secret_names),
-                scrub(episode.action.text, self._secret_names),
+                scrub(episode.prompt.sample.instruction),
+                scrub(episode.action.text),
                 episode.status.value,
-                scrub(episode.failure or "", self._secret_names),
+                scrub(episode.failure or ""),
                 episode.reward,
                 *(episode.parts.get(name) for name in parts),
                 advantage,
@@ -121,11 +116,7 @@ class Tracker:
 
     def _on_each(self, what: str, call: Callable[[Page], object]) -> None:
         """A page that fails is given up."""
-        self._pages = [
-            page
-            for page in self._pages
-            if tried(page.name, what, partial(call, page), self._secret_names)
-        ]
+        self._pages = [page for page in self._pages if tried(page.name, what, partial(call, page))]
 
 
 def not_installed(tracking: TrackingConfig) -> list[str]:

@@ -1,9 +1,4 @@
-"""Text from outside the process, made fit to be shown and to be written.
-
-What: one escaped, shortened line of it for messages, logs and the screen, keys scrubbed; text
-without the halves of surrogate pairs, which no UTF-8 file takes. What not: its meaning
-(`judge/reply.py`). What escapes all that is printed is `terminal.py`; here a message is cut.
-"""
+"""Text from outside the process, made fit to be shown on one line or to be written as UTF-8."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a run writes beside training: one thread per process, in order, complete in the end.
-
-What: `BackgroundWriter`. What not: what is written (`run_record.py`, `checkpoint.py`,
-`tracking.py`), a full disk (`room.py`).
-"""
+"""Writes a run's files beside training: one thread per process, in order, all of them."""
 
 from __future__ import annotations
 

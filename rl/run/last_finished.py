@@ -1,9 +1,7 @@
-"""The last finished iteration, kept so that it is on disk however the run ends.
+"""Keeps the last finished iteration, so that it is on disk however the run ends.
 
-Finished is an iteration whose update is applied and synced. What: `LastFinished`, what a checkpoint
-of it holds: kept in host memory while the learner's state is small (an adapter's), so that one rank
-can write it when the others are gone and while the weights move on; read from the device when that
-is asked for where it is large. What not: the files (`record/checkpoint.py`).
+Finished: its update is applied and synced. Small states (an adapter's) are kept in host memory, so
+that one rank can write them alone; large ones are read from the device by all ranks together.
 """
 
 from __future__ import annotations
@@ -112,14 +110,15 @@ class LastFinished:
         )
 
 
-def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> None:
-    """On a signal, beside the main thread, which may be where it never returns from. Local."""
+def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
+    """On a signal, beside the main thread, which may be where it never returns from. Returns
+    whether all that is finished is on disk. Local."""
     try:
         held = last.held() if last.done else None
-        if held is not None:
-            checkpoints.save_alone(held)
+        return not last.done or (held is not None and checkpoints.save_alone(held) is not None)
     except Exception as error:
         warn(f"the finished iterations could not be saved at once: {error!r}")
+        return False
 
 
 def save_before_leaving(

@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
     ),
     "judge/breaker_openings": Metric("1", "times the circuit breaker opened"),
     "judge/throttled_requests": Metric(
-        "requests", "answered with HTTP 429, too many requests; each question waits and asks again"
+        "requests", "answered with HTTP 429 or a Retry-After; each question waits and asks again"
     ),
     "judge/other_model_replies": Metric(
         "replies", "that name another model than judge.model: an alias's full name, or another's"

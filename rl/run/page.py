@@ -1,8 +1,4 @@
-"""The run's own page, refreshed while it trains by a process that yields to it.
-
-What: `Page`: `rl report <run> --refresh`, started and not waited for. What not: the page
-(`rl/report/`). Nothing that goes wrong there is more to a run than one warning.
-"""
+"""Refreshes the run's page while it trains, in a process of its own; a failure is one warning."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.files.held import place
 from rl.files.private import private
 from rl.record.console import warn
 
@@ -33,7 +30,7 @@ class Page:
 
     @property
     def _log(self) -> Path:
-        return self._run_dir / "logs" / "report.log"
+        return place(self._run_dir) / "logs" / "report.log"
 
     def refresh(self) -> None:
         """Have the page made of what is on disk; nothing while an earlier one is still made."""
@@ -42,8 +39,8 @@ class Page:
 
     def _start(self, before: Sequence[str] = ()) -> None:
         program = [sys.executable, "-m", "rl.commands.report"]
-        command = [*before, *program, str(self._run_dir), "--refresh"]
         try:
+            command = [*before, *program, str(place(self._run_dir)), "--refresh"]
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb", opener=private) as log:
                 # A session of its own: Ctrl-C is the run's, whose end waits for this.

@@ -28,6 +28,7 @@ from tiny_faulty_judge import (
     read_pair,
     said,
 )
+from tiny_messages import names
 
 from rl.judge import http as judge_http
 from rl.judge.client import Answer, JudgeClient, JudgeError, JudgeRefused, JudgeStats
@@ -118,6 +119,9 @@ COSTS_ONE_TRY = {
         "choices empty": page(b'{"choices": []}'),
         "message null": page(b'{"choices": [{"message": null}]}'),
         "a list": page(b"[[]]"),
+        "an error beside a reply": page(envelope()[:-1] + b', "error": {"message": "x"}}'),
+        "two messages": page(envelope().replace(b'"message"', b'"message": {}, "message"')),
+        "two lists of choices": page(b'{"choices": [], ' + envelope()[1:]),
         "a number": page(b"1e999"),
         "content of parts": page(envelope([{"type": "text", "text": GOOD}])),
         "content a number": page(envelope(10**300)),
@@ -280,6 +284,47 @@ def test_a_proxy_in_the_environment_is_used_for_other_machines(
         else:
             with pytest.raises(judge_http.RequestTrouble):
                 asyncio.run(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "api_base", "parts"),
+    [
+        ("HTTP_PROXY", "socks5://proxy:1080", "http://judge.test/v1", "socksio ... NO_PROXY"),
+        ("ALL_PROXY", "ftp://proxy:21", "http://judge.test/v1", "ftp ... NO_PROXY"),
+        ("HTTPS_PROXY", "http://[::1", "https://judge.test/v1", "HTTPS_PROXY=http://host:port"),
+        ("HTTP_PROXY", "http://\u2603:x", "http://judge.test/v1", "HTTP_PROXY=http://host:port"),
+        ("SSL_CERT_FILE", "/none.pem", "https://judge.test/v1", "/none.pem ... No such file"),
+        ("SSL_CERT_FILE", "/dev/null", "https://judge.test/v1", "/dev/null ... unset it"),
+        ("SSL_CERT_DIR", "/proc", "https://127.0.0.1/v1", "=/proc ... openssl rehash"),
+    ],
+)
+def test_what_the_environment_names_wrongly_is_said_by_its_variable(
+    name: str, value: str, api_base: str, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE"):
+        monkeypatch.delenv(other, raising=False)
+        monkeypatch.delenv(other.lower(), raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as error:
+        judge_http.JudgeHttp(api_base, {}, max_connections=1)
+    assert names(error.value, f"{name} ... {parts}")
+    judge_http.JudgeHttp("http://127.0.0.1:1/v1", {}, max_connections=1)  # needs neither
+
+
+def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
+    def twice() -> Iterator[bytes]:
+        for reply in (GOOD, '{"score": [10, 10]}'):
+            body = envelope(reply)
+            yield b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+    async def run(judge: FaultyJudge) -> list[Any]:
+        client = JudgeClient(quick_config(max_concurrency=1), judge.api_base)
+        answers = [await client.ask(pair_question(str(n)), read_pair) for n in range(4)]
+        await client.aclose()
+        return [answer.value for answer in answers]
+
+    with FaultyJudge(after=Fault(raw=twice, keeps_open=True)) as judge:
+        assert asyncio.run(run(judge)) == [(8.0, 6.5)] * 4
 
 
 def test_nothing_compressed_is_asked_for_and_no_cookie_is_kept() -> None:

@@ -14,6 +14,7 @@ READABLE = {
     "braces in the reasoning": '{"reasoning": "a {brace} and a \\"quote\\"", "score": [8, 7]}',
     "raw newline in the reasoning": '{"reasoning": "one\ntwo", "score": [8, 7]}',
     "unknown keys": '{"confidence": "high", "score": [8, 7]}',
+    "in a line of prose": 'My answer [1], after all: {"score": [8, 7]} // done',
     "exponent": '{"score": [8e0, 70E-1]}',
 }
 
@@ -38,6 +39,13 @@ UNREADABLE = {
     "unescaped quotes": ('{"reasoning": "the "sky" is", "score": [8, 7]}', "broken JSON"),
     "two objects": ('{"score": [8, 7]} {"score": [8, 7]}', "more than one"),
     "an example before the object": ('As {"score": [..]}: {"score": [8, 7]}', "broken JSON"),
+    "in a list": ('[{"score": [8, 7]}]', "list"),
+    "last in a list": ('[1, {"score": [8, 7]}\n]', "list"),
+    "a brace too many": ('{"score": [8, 7]}}', "braces"),
+    "in a comment": ('// {"score": [8, 7]}', "comment"),
+    "in another comment": ('Grades:\n  # so far {"score": [8, 7]}\n', "comment"),
+    "in a block comment": ('/* or\n{"score": [8, 7]} */', "comment"),
+    "in HTML's": ('<!--\n{"score": [8, 7]}\n-->', "comment"),
     "no score": ('{"scores": [8, 7]}', "no list"),
     "a single number": ('{"score": 8}', "no list"),
     "numbers in a text": ('{"score": "8, 7"}', "no list"),

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 import pytest
 
 from rl.config.schema import JudgeConfig
-from rl.judge.bases import Bases
-from rl.judge.retry import Breaker, OutageError, backoff_s, retry_after_s
+from rl.judge.bases import Bases, OutageError
+from rl.judge.retry import backoff_s, retry_after_s
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
 
@@ -44,8 +44,12 @@ def test_retry_after(header: str | None, seconds: float | None) -> None:
     assert retry_after_s(header, NOON) == seconds
 
 
+def bases_of(**config: float) -> Bases:
+    return Bases(JudgeConfig(**{"breaker_failures": 1, **config}), ["http://127.0.0.1:1/v1"])
+
+
 def test_the_breaker_opens_only_on_failures_in_a_row() -> None:
-    breaker = Breaker(failures_to_open=3, pause_s=0.05)
+    [breaker] = bases_of(breaker_failures=3, breaker_pause_s=0.05)
     for _ in range(2):
         breaker.failed(is_probe=False)
     breaker.succeeded()
@@ -56,16 +60,12 @@ def test_the_breaker_opens_only_on_failures_in_a_row() -> None:
     assert breaker.is_open and breaker.num_openings == 1
 
 
-def bases_of(**config: float) -> Bases:
-    return Bases(JudgeConfig(breaker_failures=1, **config), ["http://127.0.0.1:1/v1"])
-
-
 def test_an_open_breaker_lets_one_probe_through_per_pause_and_all_once_it_succeeds() -> None:
     async def run() -> list[str]:
         events: list[str] = []
         bases = bases_of(breaker_pause_s=0.05, max_outage_s=9)
         [base] = bases
-        base.breaker.failed(is_probe=False)
+        base.failed(is_probe=False)
 
         async def worker() -> None:
             while True:
@@ -74,15 +74,15 @@ def test_an_open_breaker_lets_one_probe_through_per_pause_and_all_once_it_succee
                 await asyncio.sleep(0.02)
                 is_down = events.count("probe") < 3
                 if is_probe and is_down:
-                    base.breaker.failed(is_probe)
+                    base.failed(is_probe)
                 else:
                     bases.succeeded(base)
-                bases.release(base, is_probe)
+                base.end(is_probe)
                 if not is_down:
                     return
 
         await asyncio.gather(*(worker() for _ in range(5)))
-        assert not base.breaker.is_open and base.num_in_flight == 0
+        assert not base.is_open and base.num_in_flight == 0
         return events
 
     assert asyncio.run(run()) == ["probe"] * 3 + ["pass"] * 4
@@ -92,8 +92,9 @@ def test_a_probe_that_dies_frees_its_place() -> None:
     async def run() -> bool:
         bases = bases_of(breaker_pause_s=0.01, max_outage_s=9)
         [base] = bases
-        base.breaker.failed(is_probe=False)
-        bases.release(*await bases.admit(()))
+        base.failed(is_probe=False)
+        _, is_probe = await bases.admit(())
+        base.end(is_probe)
         _, is_probe = await asyncio.wait_for(bases.admit(()), 1)
         return is_probe
 
@@ -104,7 +105,7 @@ def test_waiting_ends_with_the_longest_outage_allowed() -> None:
     async def run() -> float:
         bases = bases_of(breaker_pause_s=10, max_outage_s=0.1)
         [base] = bases
-        base.breaker.failed(is_probe=False)
+        base.failed(is_probe=False)
         started = asyncio.get_running_loop().time()
         with pytest.raises(OutageError):
             await bases.admit(())

@@ -74,6 +74,18 @@ def test_without_end_it_is_said_and_ends_at_the_limit_for_all(caplog, monkeypatc
     assert sum("go ungraded" in line for line in said) == 1
 
 
+@pytest.mark.parametrize("status", [408, 425, 500, 503, 529])
+def test_any_answer_with_a_retry_after_is_waited_for_within_the_limit(status, caplog) -> None:
+    later = Fault(status, body="draining", headers={"Retry-After": "6"})
+    with FaultyJudge(after=later) as judge:
+        answers, _ = asked(judge, 4, max_concurrency=1, max_attempts=2, max_outage_s=0.4)
+        assert len(judge.requests) <= 8
+        again, _ = asked(judge, 1, Fault(), max_attempts=1, max_outage_s=9.0)
+    assert {answer.failure for answer in answers} == {f"http_{status}: draining (for 0.4 s)"}
+    assert max(answer.seconds for answer in answers) < 3 and again[0].value
+    assert names(caplog.messages[0], f"asks to wait ... http_{status}: draining ... go ungraded")
+
+
 class Clock:
     """`time.monotonic` by hand."""
 
@@ -130,8 +142,8 @@ def test_it_is_said_when_it_is_over_and_later_only_when_it_lasts(clock: Clock, c
             limits.answered()
         return [record.getMessage().partition(" (")[0] for record in caplog.records]
 
-    again = "the judge takes questions again, after 30 s of HTTP 429"
-    both = ["the judge has too many requests", again]
+    again = "the judge takes questions again, after 30 s"
+    both = ["the judge asks to wait", again]
     assert held_for(9) == []
     assert held_for(30) == both
     assert held_for(30) == [], "a quota by the minute"

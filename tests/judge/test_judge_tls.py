@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from tiny_faulty_judge import MODEL, quick_config
+from tiny_faulty_judge import MODEL, FaultyJudge, quick_config
+from tiny_messages import names
 
 from rl.judge.client import JudgeClient, JudgeUnreachableError
 
@@ -74,3 +75,11 @@ def test_a_self_signed_certificate(judge: str, certificate: Path, monkeypatch) -
     assert "self-signed certificate" in said and "SSL_CERT_FILE=" in said
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     assert asyncio.run(health(judge)) == [judge]
+    with FaultyJudge() as plain:
+        by_another_name = judge.replace("127.0.0.1", "127.1")
+        without_tls = plain.api_base.replace("http:", "https:")
+        for api_base, remedy in ((by_another_name, "host name"), (without_tls, "http:// URL")):
+            with pytest.raises(JudgeUnreachableError) as refused:
+                asyncio.run(health(api_base))
+            assert names(refused.value, f"judge.api_base ... {remedy}")
+            assert "SSL_CERT_FILE" not in str(refused.value)

@@ -105,6 +105,12 @@ def test_a_wrong_model_and_a_judge_that_is_down(tmp_path: Path) -> None:
     assert time.monotonic() - started < 10
 
 
+def test_a_proxy_that_cannot_be_is_told_by_its_variable(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "ftp://proxy")
+    text, code = told(tmp_path, "http://judge.test:1")
+    assert code == 1 and names(text, "judge: HTTP_PROXY ... NO_PROXY")
+
+
 def test_a_judge_that_hangs_is_not_waited_for_long(tmp_path: Path) -> None:
     with FaultyJudge(after=Fault(stall_s=3.0)) as judge:
         text, code = told(tmp_path, judge.api_base, judge={"timeout_s": 0.3})

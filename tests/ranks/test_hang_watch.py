@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import textwrap
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ SCRIPT = """
         library.pthread_mutex_lock(mutex)
         library.pthread_mutex_lock(mutex)
 
+    os.setsid()
     heartbeat.start(Path(sys.argv[1]), open(sys.argv[2], "a"))
     peers = {"__name__": "torch.distributed.distributed_c10d", "threading": threading}
     exec("def all_gather(): threading.Event().wait()", peers)
@@ -116,13 +118,14 @@ class Ranks:
         beat = heartbeat.read(self.beats[way])
         return beat is not None and beat.phase.startswith("learn")
 
-    def pids(self, name: str) -> dict[int, int]:
-        return {rank: self.processes[way].pid for rank, way in enumerate(CASES[name].ways)}
+    def of(self, name: str) -> dict[int, subprocess.Popen[str]]:
+        return {rank: self.processes[way] for rank, way in enumerate(CASES[name].ways)}
 
     def _watch(self, name: str) -> HangWatch:
         beats = {rank: self.beats[way] for rank, way in enumerate(CASES[name].ways)}
         note = self.lines[name].append
-        return HangWatch(beats, self.pids(name), LIMIT_S, CASES[name].is_one_node, note)
+        pids = {rank: process.pid for rank, process in self.of(name).items()}
+        return HangWatch(beats, pids, LIMIT_S, CASES[name].is_one_node, note)
 
     def look(self, for_s: float) -> None:
         end_s = time.monotonic() + for_s
@@ -163,19 +166,19 @@ def test_who_hangs_is_named_and_ended_and_not_who_waits(
         assert "most recent call first" in log.read_text(), way
     assert "in hang_in" in ranks.logs["interpreter"].read_text()
     assert "in all_gather" in ranks.logs["collective"].read_text()
-    assert ranks.watches["stopped"].is_answering(2), "it was continued"
+    stopped = ranks.watches["stopped"]
+    assert not stopped.is_stopped(2) and 2 not in stopped.hung, "it was continued"
     interpreter = ranks.watches["C that holds the interpreter"]
-    assert not interpreter.is_answering(1)
+    assert list(interpreter.hung) == [1]
 
     # A launcher that was stopped itself for an hour (Ctrl-Z, then `fg`) blames nobody.
-    assert list(interpreter.hung) == [1]
     monkeypatch.setattr(interpreter, "_looked_s", time.monotonic() - 3600)
     interpreter.look()
     assert not interpreter.hung
 
     # What hangs is asked to leave. These have no handler of SIGTERM, and end at once.
     watch, lines = ranks.watches["spins"], list[str]()
-    ending = endings.end_hung(watch, ranks.pids("spins"), lines.append)
+    ending = endings.end_hung(watch, ranks.of("spins"), lines.append)
     assert (ending.code, ending.what, ending.by_machine) == (124, "rank 1 hung", True)
     assert len(lines) == 1 and "rank 1 hung for too long (hang_limit_s)" in lines[0]
-    assert not watch.alive()
+    assert all(process.poll() is not None for process in ranks.of("spins").values())

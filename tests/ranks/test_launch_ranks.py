@@ -18,7 +18,7 @@ from tiny_messages import names
 from tiny_ranks import held_port
 from tiny_waits import wait_for
 
-from rl.ranks import endings, hang_watch
+from rl.ranks import endings, hang_watch, signals
 from rl.simple_launch import main
 
 TESTS = Path(__file__).parents[1]
@@ -185,23 +185,33 @@ def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "signum",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-    ],
+    [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, 40],
 )
 def test_a_signal_reaches_every_rank_and_is_waited_for(
-    launch: Launch, tmp_path: Path, signum: signal.Signals
+    launch: Launch, tmp_path: Path, signum: int
 ) -> None:
     process = launch("graceful", "--nproc", "2")
     wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
     process.send_signal(signum)
+    process.send_signal(signum)  # as a terminal and its shell do: the ranks save all the same
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
-    assert names(errors, f"{signum.name} ... resumes")
+    assert names(errors, f"{signals.name_of(signum)} ... resumes")
     for rank in range(2):
-        assert (tmp_path / f"saved_{rank}").read_text() == signum.name
+        assert (tmp_path / f"saved_{rank}").read_text() == signals.name_of(signum)
+
+
+@pytest.mark.slow
+def test_asked_to_stop_it_wakes_a_stopped_rank_and_kills_one_that_cannot_be_woken(
+    launch: Launch, tmp_path: Path
+) -> None:
+    process = launch("frozen", "--nproc", "2")
+    wait_for(lambda: (tmp_path / "began_0").exists() and (tmp_path / "began_1").exists())
+    process.terminate()
+    _, errors = process.communicate(timeout=endings.LEAVE_S + 10)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert names(errors, "killed ... rank 1 (stopped) ... SIGTERM ... resumes")
+    assert (tmp_path / "left_0").exists() and not (tmp_path / "left_1").exists()
 
 
 @pytest.mark.slow

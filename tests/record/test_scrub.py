@@ -6,13 +6,13 @@ import base64
 import html
 import json
 import time
+import unicodedata
 from collections.abc import Iterator
 from urllib.parse import quote
 
 import pytest
 
-from rl.record.scrub import scrub, scrubbed
-from rl.record.secrets import is_placeholder, is_secret_name, secrets
+from rl.record.scrub import is_placeholder, is_secret_name, scrub, scrubbed, secrets
 
 KEY = "sk-Live/9aZ+qT_7~x"
 
@@ -34,7 +34,14 @@ def spellings(key: str) -> Iterator[str]:
     yield "".join(f"\\x{ord(char):02x}" for char in key)
     yield "".join(f"&#{ord(char)};" for char in key)
     yield "".join(f"&#x{ord(char):X};" for char in key)
-    yield from ("\0".join(key), "\u200b".join(key))
+    yield from ("\0".join(key), "\u200b".join(key), "\u034f".join(key))
+    yield "".join(f"\\U{ord(char):08x}" for char in key)
+    yield "".join(f"\\{ord(char):03o}" for char in key)
+    yield "".join(f"\\N{{{unicodedata.name(char)}}}" for char in key)
+    yield "".join(f"&#{ord(char):09};" for char in key)
+    yield "".join(f"&#{ord(char)}" for char in key)
+    yield key.replace("_", "&lowbar;").replace("/", "&sol;")
+    yield key.replace("-", "\\-").replace("_", "\\_")
     yield from (key.encode().hex(), key.encode().hex().upper())
     for before in ("", "a", "ab", "Bearer ", "user:", "name:", '{"key": "'):
         for after in ("", "x", "xy"):

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import shutil
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tiny_checkpoints import checkpoints_in, save
 from tiny_messages import names
 from tiny_ranks import spawn
 from tiny_run import episode, run_config
 
 from rl.api.types import Action, Completion, Status
 from rl.files.atomic import json_line, read_rows, write_atomically
+from rl.files.held import GoneError
+from rl.judge.journal import ReplyJournal
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.scrub import scrub, scrubbed
 from rl.record.writer import MAX_WAITING, BackgroundWriter
+from rl.run.page import Page
 
 KEY = "sk-0123456789abcdef"
 
@@ -364,18 +369,36 @@ def test_a_run_folder_that_vanishes_stops_the_run(tmp_path):
     record.claim()
     record.write_metrics(1, {"loss": 0.5})
     (tmp_path / "run").rename(tmp_path / "elsewhere")
-    told = f"{tmp_path / 'run'} is gone"
+    told = f"{tmp_path / 'run'} is gone.*{tmp_path / 'elsewhere'}"
     for again in range(2):
-        with pytest.raises(ValueError, match=told):
-            record.write_metrics(2, {"loss": 0.4})
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(GoneError, match=told):
+            record.write_metrics(2 + again, {"loss": 0.4})
+        with pytest.raises(GoneError, match=told):
             record.write_episodes(2, [[episode()]], [[1.0]])
-        assert [path.name for path in tmp_path.iterdir() if path.name == "run"] == ["run"] * again
+        assert list(tmp_path.glob("run/*")) == [], "nothing is made at the old path"
         (tmp_path / "run").mkdir(exist_ok=True)  # another in its place is not the run's
     (tmp_path / "run").rmdir()
     (tmp_path / "elsewhere").rename(tmp_path / "run")
-    record.write_metrics(2, {"loss": 0.4})
-    assert [row["iteration"] for row in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    record.write_metrics(4, {"loss": 0.4})
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4], "all of it is in the moved folder"
+
+
+def test_a_run_folder_that_is_deleted_is_not_made_again(tmp_path):
+    record, run_dir = record_in(tmp_path / "run"), tmp_path / "run"
+    checkpoints = checkpoints_in(run_dir)
+    record.claim()
+    shutil.rmtree(run_dir)
+    for write in (
+        lambda: record.write_metrics(1, {"loss": 0.4}),
+        lambda: ReplyJournal(run_dir / "judge" / "iteration_000001.jsonl"),
+        lambda: write_atomically(run_dir / "evaluation" / "records.jsonl", ""),
+    ):
+        with pytest.raises(GoneError, match="is gone: it was deleted"):
+            write()
+    assert save(checkpoints, 1) is None
+    Page(run_dir, True).refresh()
+    assert not run_dir.exists()
 
 
 def test_one_that_vanishes_while_it_is_written_to_is_told_as_well(tmp_path, monkeypatch):
@@ -387,7 +410,7 @@ def test_one_that_vanishes_while_it_is_written_to_is_told_as_well(tmp_path, monk
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
     monkeypatch.setattr("rl.record.run_record.write_atomically", vanish)
-    with pytest.raises(ValueError, match="is gone"):
+    with pytest.raises(GoneError, match="is gone"):
         record.write_episodes(2, [[episode()]], [[1.0]])
 
 
@@ -397,7 +420,7 @@ def test_the_thread_that_writes_sees_that_the_run_folder_vanished(tmp_path):
     writer = BackgroundWriter(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     writer.put("metrics", lambda: record.write_metrics(1, {"loss": 0.4}))
-    with pytest.raises(ValueError, match="is gone"):
+    with pytest.raises(GoneError, match="is gone"):
         writer.flush()
     assert not (tmp_path / "run").exists()
 

@@ -133,8 +133,7 @@ def test_a_full_disk_under_the_log_of_a_run_ends_nothing() -> None:
 import sys
 from rl.record import terminal
 from rl.record.console import Console, warn
-terminal.guard()
-terminal.keep_going()
+terminal.guard(keeps_going=True)
 Console(True).say("a line")
 print("another", flush=True)
 warn("a third")
@@ -145,3 +144,22 @@ sys.exit(7)
             [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=60
         )
     assert ended.returncode == 7
+
+
+def test_closed_streams_are_no_files_that_are_opened_later(tmp_path: Path) -> None:
+    """As `>&-` or a daemon starts a program; what C libraries print goes to descriptors 1 and 2."""
+    script = """
+import os, sys
+from rl.record import terminal
+terminal.guard(keeps_going=True)
+files = [open(f"{sys.argv[1]}/{number}", "w") for number in range(3)]
+print("Python's", file=sys.stderr, flush=True)
+os.write(1, b"a C library's")
+[file.write("kept") for file in files]
+assert sys.stdin.read() == "" and all(map(os.get_inheritable, (0, 1, 2)))
+"""
+    for closed in ("0<&-", "1>&-", "0<&- 1>&- 2>&-"):
+        words = ["bash", "-c", f'exec "$@" {closed}', "", sys.executable, "-c", script, tmp_path]
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL)
+        assert ended.returncode == 0, ended.stderr
+        assert {file.read_text() for file in tmp_path.iterdir()} == {"kept"}

@@ -380,7 +380,7 @@ def test_a_run_that_is_asked_to_stop_collects_nothing(
     [group] = run.graded_groups(start(run, "ab", "cd"))
     assert [e.status for e in group.episodes] == [Status.SCORED] * 2
     late = start(run, "ab", "cd")
-    monkeypatch.setattr(signals, "_first_s", 0.0)
+    monkeypatch.setitem(signals._heard, 15, 0.0)
     with pytest.raises(Interrupted):
         list(run.graded_groups(late))
     with pytest.raises(Interrupted):

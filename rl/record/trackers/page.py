@@ -1,7 +1,4 @@
-"""What a tracker's page of a run can be asked, and how it fails: `Page`, `tried`, `call_within`.
-
-What not: which pages a run has (`rl/record/tracking.py`), any tracker's own ways.
-"""
+"""The interface of a tracker's page, and how its failures are caught."""
 
 from __future__ import annotations
 
@@ -48,12 +45,12 @@ def is_picture(cell: Cell) -> TypeGuard[Image]:
     return isinstance(cell, Image)
 
 
-def tried(name: str, what: str, call: Callable[[], object], secrets: tuple[str, ...] = ()) -> bool:
+def tried(name: str, what: str, call: Callable[[], object]) -> bool:
     """Run `call`; a failure is one line. True when it went well."""
     try:
         call()
     except Exception as error:  # a tracker may fail in any way
-        warn(scrub(f"{name} {what} failed, the run goes on: {error!r}", secrets))
+        warn(scrub(f"{name} {what} failed, the run goes on: {error!r}"))
         return False
     return True
 

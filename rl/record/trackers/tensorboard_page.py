@@ -1,8 +1,7 @@
-"""TensorBoard: `open_page`, event files in `<run>/tensorboard`, which no service is needed to read
-(`tensorboard --logdir <base_exp_dir>`).
+"""TensorBoard event files in `<run>/tensorboard`.
 
-They begin anew with each start. The first step that a start writes purges what an earlier one wrote
-from there on: an iteration that is done again is shown once.
+Each start begins a file; its first step purges what an earlier start wrote from there on, so that
+an iteration that is done again is shown once.
 """
 
 from __future__ import annotations

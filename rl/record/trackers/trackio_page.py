@@ -1,10 +1,7 @@
-"""trackio: `open_page`, its files in `<run>/trackio`, looked at by
-`TRACKIO_DIR=<run>/trackio trackio show`; or in a Space of the hub that the config names.
+"""trackio's files in `<run>/trackio`, or a Space of the hub that the config names.
 
-trackio's own ways that this guards against: variables of the environment (a Space, a server, a
-webhook) would send a run's data away though its config names no place; it measures the machine
-unasked; an iteration that is done again would be there twice, so that what the page holds already
-is not logged again (an iteration done again measures the same).
+Guards against trackio's own ways: variables of the environment would send a run's data elsewhere;
+it measures the machine; and it would show an iteration that is done again twice.
 """
 
 from __future__ import annotations
@@ -85,8 +82,8 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> T
     def begin() -> None:
         pages.append(_begin(config, written))
 
-    attempt = partial(tried, "trackio", secrets=(config.judge.api_key_env,))
-    return pages[0] if attempt("start", partial(_within, begin, START_TIMEOUT_S)) else None
+    is_open = tried("trackio", "start", partial(_within, begin, START_TIMEOUT_S))
+    return pages[0] if is_open else None
 
 
 def _begin(config: RunConfig, written: Mapping[str, Any]) -> TrackioPage:

@@ -1,11 +1,8 @@
-"""wandb: `open_page`. Whatever fails degrades the page one step, with one line: online -> offline
--> off.
+"""A run's page in wandb. Each failure degrades it one step: online, offline, off.
 
-wandb's own ways that this guards against: without a key it raises (or asks, on a terminal); with a
-key and no network its first call blocks for 100 s; pictures in tables wait for their upload in
-$HOME, which a container loses.
-
-The page's x axis is our own `iteration`: an offline run that is resumed starts wandb's step at 0.
+Guards against wandb's own ways: without a key it raises or asks; without a network its first call
+blocks for 100 s; pictures wait for their upload in $HOME. The x axis is our own `iteration`,
+because an offline run that is resumed starts wandb's step at 0.
 """
 
 from __future__ import annotations
@@ -78,7 +75,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> W
         return None
     # Where wandb keeps a table's pictures until they are uploaded; its default is in $HOME.
     os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
-    attempt = partial(tried, "wandb", secrets=(config.judge.api_key_env,))
+    attempt = partial(tried, "wandb")
     if not attempt("import", lambda: importlib.import_module("wandb")):
         return None
     wandb = importlib.import_module("wandb")
