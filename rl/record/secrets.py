@@ -71,6 +71,19 @@ def secrets(also_names: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
     return _secrets(tuple(os.environ.items()), frozenset(also_names) | _named)
 
 
+def environment_without(*needed: str) -> dict[str, str]:
+    """The environment for a helper process: of the variables that hold a secret only `needed`,
+    proxies and APP__ ones, which a user names for the run, are in it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in needed
+        or name.startswith("APP__")
+        or name.lower().endswith("_proxy")
+        or not _secrets(((name, value),), frozenset(_named))
+    }
+
+
 @lru_cache(maxsize=8)
 def _secrets(
     environment: tuple[tuple[str, str], ...], named: frozenset[str]
