@@ -73,7 +73,7 @@
     // A missing or corrupt image, an absurd size, an empty instruction, more source pictures than
     // the renderer and the policy read: stop, or skip and count.
     on_bad_row: 'error',
-    // A picture with a longer side is a bad row.
+    // A picture with a longer side, or of more than 50 million pixels, is a bad row.
     max_image_side_px: 8192,
   },
 
@@ -250,9 +250,6 @@
     save_every_n_iterations: 50,
     // Of those, which stay for ever; 0 = only the newest two, and the best on held-out samples.
     keep_every_n_iterations: 0,
-    // What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
-    // fine-tuning: six times smaller).
-    keep: 'all',
     // 0 = never; a failed push is logged, never fatal.
     push_to_hub_every_n_iterations: 0,
     // Hub repository, e.g. 'me/my-run'.

@@ -1,9 +1,8 @@
-"""What people run: `rl <command> ...`, the same as `python -m rl <command> ...`.
+"""Starts a command: `rl <command> ...` becomes the process `python -m <module> ...`.
 
-What: the commands' names, and the way to their modules: this process becomes
-`python -m <module> ...`, so that signals, the exit code and the folder that plugs are found in are
-the command's own. What not: what a command takes or does; `rl <command> --help` says it. Light:
-neither torch nor anything else outside the standard library.
+Signals and the exit code are then the command's own. `train` and `check` also look for plugins in
+the working folder; the others import nothing from there (`-P`). Light: neither torch nor anything
+else outside the standard library.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 DISTRIBUTION = "vlm-edit-rl"
+HOME = Path(__file__).resolve().parents[1]
+"""Where `rl` is imported from, which may be the working folder."""
 
 
 class Command(NamedTuple):
@@ -68,6 +69,8 @@ def main() -> NoReturn:
     if missing := _missing(command):
         _fail(1, f"rl {name}: {missing}")
     words = ["-m", command.module, *command.before, *arguments, *command.after]
+    if command.module.startswith("rl.commands.") and not os.path.samefile(".", HOME):
+        words.insert(0, "-P")
     os.execv(sys.executable, [sys.executable, *words])
 
 

@@ -20,7 +20,13 @@ from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.edit import families
 from rl.edit.editor import Editor, EditRequest, EditResult
-from rl.edit.trained import find_weights, pick_device, pick_dtype, written_config
+from rl.edit.trained import (
+    find_weights,
+    pick_device,
+    pick_dtype,
+    refuse_plugins,
+    written_config,
+)
 from rl.record.adapter_base import ADAPTER_CONFIG, base_of, read_config
 from rl.rewards.prompt_quality import score
 
@@ -216,6 +222,7 @@ def _trained(file: Path) -> RunConfig:
     config, problems = validate(RunConfig, written_config(file))
     if config is None:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
+    refuse_plugins({"policy": config.policy, "renderer": config.renderer}, file)
     renderer = config.renderer["type"]
     bare = _bare_run(config.policy).model_copy(update={"renderer": config.renderer})
     plug = build.resolve(bare).renderer.cls
@@ -246,7 +253,7 @@ def _bare_run(policy: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_name": "enhance",
-            "base_exp_dir": "",
+            "base_exp_dir": ".",
             "prompts_per_iteration": 1,
             "generations_per_prompt": 1,
             "policy": dict(policy),

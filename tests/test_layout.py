@@ -132,6 +132,23 @@ def test_only_a_line_feed_ends_a_line() -> None:
     assert not cutting, cutting
 
 
+def test_one_function_opens_pictures() -> None:
+    """It names the formats; of all that Pillow knows, some start a program."""
+    files = [*SOURCES, *TINY_WORLD, *(ROOT / "benchmarks").rglob("*.py")]
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("Image.open")
+        and not (
+            file == ROOT / "rl/files/images.py"
+            or (file in TINY_WORLD and "formats" in [word.arg for word in node.keywords])
+        )
+    ] + [found.place for found in IMPORTS if found.module == "PIL.Image.open"]
+    assert not wrong, wrong
+
+
 def room_of(dotted: str) -> str:
     """'rl.learner.backends' -> 'learner'."""
     return dotted.partition(".")[2].partition(".")[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from rl.config.schema import CheckpointConfig
+from rl.files.atomic import append_line, json_line
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
 from rl.record.checkpoint import Checkpoints, ResumePoint
@@ -23,8 +24,12 @@ def save(
     write_model: Callable[[Path], None] | None = None,
     final: bool = False,
     size: int = 12,
+    reward: float | None = None,
 ) -> Path | None:
-    """Every number in the checkpoint is its iteration, so that a mixture would show."""
+    """Every number in the checkpoint is its iteration, so that a mixture would show. `reward`: on
+    held-out samples, as the line of metrics has it that lies before the checkpoint."""
+    metrics = checkpoints.folder.parent / "metrics.jsonl"
+    append_line(metrics, json_line({"iteration": iteration, "eval/reward": reward}))
 
     def write(folder: Path) -> None:
         (folder / "adapter_model.bin").write_text(str(iteration) * 100)

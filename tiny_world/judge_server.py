@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from tiny_world.pixel_judge import (
     grade_likeness,
@@ -169,9 +169,9 @@ def _picture(part: dict[str, Any]) -> Image.Image:
     if not url.startswith(PNG_PREFIX):
         raise ValueError("pictures must come as PNG data URLs")
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(url[len(PNG_PREFIX) :], validate=True)))
-        return image.convert("RGB")
-    except (binascii.Error, UnidentifiedImageError, OSError) as error:
+        content = base64.b64decode(url[len(PNG_PREFIX) :], validate=True)
+        return Image.open(io.BytesIO(content), formats=["PNG"]).convert("RGB")
+    except (binascii.Error, Image.DecompressionBombError, OSError) as error:
         raise ValueError(f"a picture that cannot be read ({error})") from None
 
 

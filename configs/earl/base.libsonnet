@@ -64,8 +64,8 @@
   evaluation+: { every_n_iterations: 100, temperature: 1.0, top_k: 2048 },
   checkpoint+: {
     save_every_n_iterations: 100,
-    keep_every_n_iterations: 100,
-    keep: 'model',  // 17 GB each; a resume point is 119
+    // A resume point is 119 GB; the hub keeps each model, 17 GB, as a branch.
+    keep_every_n_iterations: 0,
     push_to_hub_every_n_iterations: 100,
     push_to_hub_repo_id: 'imged_rl__' + $.run_name,
   },

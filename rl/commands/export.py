@@ -195,19 +195,17 @@ def find_trained(source: Path, which: str) -> Trained:
     config = run_config_of(model)
     if config is None:
         return Trained(model, is_adapter)
-    folder = model.resolve().parent  # of a checkpoint, or of models that were kept alone
-    state: Mapping[str, Any] = {}
-    if (folder / "state.json").is_file():
-        state, folder = read_state(folder), folder.parent
-    number = at(state, "iteration") or model.name.removeprefix("step_")
+    folder = model.resolve().parent
+    state = read_state(folder)
+    number, run_dir = at(state, "iteration"), folder.parent.parent
     metrics = at(state, "meta.metrics")
     metrics = metrics if isinstance(metrics, Mapping) else {}
     return Trained(
         model,
         is_adapter,
         config,
-        folder.parent if (folder.parent / "metrics.jsonl").is_file() else None,
-        int(number) if str(number).isdecimal() else 0,
+        run_dir if (run_dir / "metrics.jsonl").is_file() else None,
+        number if type(number) is int else 0,
         {name: value for name, value in metrics.items() if is_number(value)},
     )
 

@@ -13,16 +13,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.edit import families
-from rl.files.atomic import row_of
 from rl.files.model_files import cached, model_problems
 from rl.files.weights import num_parameters
 from rl.record import adapter_base
 from rl.record.card_facts import at
-from rl.record.checkpoint import KEPT_MODELS_FOLDER, read_state
+from rl.record.checkpoint import read_state
 from rl.record.console import duration
 from rl.record.progress import weights_counted
 
@@ -31,17 +29,12 @@ DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def run_config_of(model: Path) -> Mapping[str, Any] | None:
-    """Of the run whose checkpoint that model is in, or which kept it alone; None of a folder that
-    lies elsewhere. Raises ValueError for one that names no policy."""
+    """Of the run whose checkpoint that model is in; None of a folder that lies elsewhere. Raises
+    ValueError for one that names no policy."""
     file = model.parent / "state.json"
-    if file.is_file():
-        config = at(read_state(model.parent), "meta.config")
-    else:
-        file = model.parent.parent / "config.json"
-        if model.parent.name != KEPT_MODELS_FOLDER or not file.is_file():
-            return None
-        written = row_of(file.read_bytes())
-        config = None if written is None else formats.stored(written, str(file))
+    if not file.is_file():
+        return None
+    config = at(read_state(model.parent), "meta.config")
     if not isinstance(at(config, "policy.type"), str):
         raise ValueError(f"{file} is damaged: it names no policy; give its model folder alone")
     return config

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL.Image import DecompressionBombError, Image
 
-from rl.files.images import downscale, png_bytes
+from rl.files.images import downscale, open_picture, png_bytes
 from rl.record.model_card import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report.figures import draw_curve
 from rl.report.reading import (
@@ -162,12 +162,12 @@ def _sample(
     )
 
 
-def _picture(folder: Path, file: object) -> Image.Image | None:
+def _picture(folder: Path, file: object) -> Image | None:
     """None for what is no picture in that very folder."""
     if not isinstance(file, str) or Path(file).name != file or (folder / file).is_symlink():
         return None
     try:
-        with Image.open(folder / file) as image:
+        with open_picture(folder / file) as image:
             return image.convert("RGB")
-    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError):
+    except (OSError, ValueError, DecompressionBombError):
         return None

@@ -1,17 +1,13 @@
 """The runs of a folder: how far, how good, how large; and making room: `rl runs [FOLDER]`.
 
-    rl runs                                       what is in $APP__BASE_EXP_DIR, else in runs/
-    rl runs prune --keep-last 3                   make room in all runs but the last three
-    rl runs prune --older-than 30d --pictures     only training's pictures, of old runs
-
-`rl runs prune --help` says what goes. It shows that first, and asks.
+rl runs                     what is in $APP__BASE_EXP_DIR, else in runs/
+rl runs prune runs/my-run   delete its older checkpoints but the best; shows them first, and asks
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import textwrap
 import time
@@ -22,22 +18,19 @@ from rl.config.printing import shown
 from rl.record import terminal
 from rl.record.console import duration
 from rl.record.progress import counted
-from rl.record.prune import Kind, Plan, plan, remove
+from rl.record.prune import Plan, plan, remove
 from rl.record.run_summary import NO_RUN, Summary, folders, look
 
 VARIABLE = "APP__BASE_EXP_DIR"
 WIDTH = 80
 NAME_WIDTH = 29
 MAX_LEFT_SHOWN = 5
-UNIT_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 PRUNE_HELP = """\
-Make room in runs that lie in FOLDER, by rule. Which runs (all, unless said; both: what fits both):
---keep-last, --older-than. What goes of them (both, unless said): --pictures,
---checkpoints-but-latest.
+Make room: delete the checkpoints of the runs in FOLDER that are older than the newest whole one,
+but not the best on held-out samples. They are shown first, and you are asked.
 
-Never touched: a run that is in use, its record (config, metrics, episodes, held-out pictures,
-logs), its newest whole checkpoint, the best on held-out samples, models that are kept for ever,
-links, and whatever does not bear a name that a run gives. To be rid of a run, delete its folder.
+Never touched: a run that is in use, the rest of a run, links, and a checkpoint that is not exactly
+what the run wrote. To be rid of a run, delete its folder.
 """
 
 
@@ -46,12 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.guard()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["prune"]:
-            return prune(_prune_arguments(words[1:]))
+        prunes = words[:1] == ["prune"]
         parser = argparse.ArgumentParser(
-            "rl runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            "rl runs prune" if prunes else "rl runs",
+            description=PRUNE_HELP if prunes else __doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        _add_folder(parser)
+        default = os.environ.get(VARIABLE) or "runs"
+        parser.add_argument("folder", nargs="?", default=default, help="of runs, or of one run")
+        if prunes:
+            parser.add_argument("--yes", action="store_true", help="do not ask")
+            return prune(parser.parse_args(words[1:]))
         return list_runs(parser.parse_args(words).folder)
     except BrokenPipeError:  # `rl runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -59,48 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"rl runs: {error}", file=sys.stderr)
         return 1
-
-
-def _prune_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "rl runs prune",
-        description=PRUNE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_folder(parser)
-    add = parser.add_argument
-    add("--keep-last", type=_count, metavar="N", help="not of the N runs that were written last")
-    add("--older-than", type=_age_s, metavar="AGE", help="last written so long ago: 12h, 30d, 8w")
-    add("--pictures", action="store_true", help="training's pictures (images/)")
-    add(
-        "--checkpoints-but-latest",
-        action="store_true",
-        help="checkpoints but the newest whole one and the best; those kept for ever too",
-    )
-    add("--yes", action="store_true", help="do not ask")
-    args = parser.parse_args(words)
-    chooses_runs = args.keep_last is not None or args.older_than is not None
-    if not (chooses_runs or args.pictures or args.checkpoints_but_latest):
-        parser.error("name a rule: --keep-last, --older-than, --pictures, --checkpoints-but-latest")
-    return args
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    default = os.environ.get(VARIABLE) or "runs"
-    parser.add_argument("folder", nargs="?", default=default, help="of runs, or of one run")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of runs")
-    return int(text)
-
-
-def _age_s(text: str) -> float:
-    match = re.fullmatch(r"(\d{1,6})([hdw])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no age: write 12h, 30d or 8w")
-    return int(match[1]) * UNIT_S[match[2]]
 
 
 def list_runs(folder: str) -> int:
@@ -182,20 +138,19 @@ def age_text(seconds: float) -> str:
 
 
 def prune(args: argparse.Namespace) -> int:
-    kinds = _kinds(args)
-    chosen = _chosen(args)
+    found = [summary for summary in _look_at(args.folder) if summary.problem != NO_RUN]
     plans = []
-    with counted("runs looked at", len(chosen)) as progress:  # whole checkpoints are read
-        for summary in chosen:
-            plans.append(plan(summary, kinds))
+    with counted("runs looked at", len(found)) as progress:  # whole checkpoints are read
+        for summary in found:
+            plans.append(plan(summary))
             progress.step()
     for planned in plans:
         print("\n".join(_plan_lines(planned)))
-    num_bytes = sum(planned.num_bytes for planned in plans)
-    if not any(planned.going for planned in plans):
+    plans = [planned for planned in plans if planned.going]
+    if not plans:
         print(f"nothing to delete in {_shown(args.folder)}")
         return 0
-    print(f"frees {size_text(num_bytes)}")
+    print(f"frees {size_text(sum(planned.num_bytes for planned in plans))}")
     if not args.yes and not _confirmed():
         print("nothing was deleted")
         return 1
@@ -204,7 +159,7 @@ def prune(args: argparse.Namespace) -> int:
     freed = 0
     with counted("runs pruned", len(plans)) as progress:
         for planned in plans:
-            freed += remove(planned, kinds, complaints.append) if planned.going else 0
+            freed += remove(planned, complaints.append)
             progress.step()
     for complaint in complaints:
         print(complaint, file=sys.stderr)
@@ -212,40 +167,14 @@ def prune(args: argparse.Namespace) -> int:
     return 1 if complaints else 0
 
 
-def _kinds(args: argparse.Namespace) -> list[Kind]:
-    named: dict[Kind, bool] = {
-        "pictures": args.pictures,
-        "checkpoints": args.checkpoints_but_latest,
-    }
-    return [kind for kind, wanted in named.items() if wanted or not any(named.values())]
-
-
-def _chosen(args: argparse.Namespace) -> list[Summary]:
-    """The runs that the rules choose, and what is none beside them: it is named."""
-    found = [summary for summary in _look_at(args.folder) if summary.problem != NO_RUN]
-    if args.keep_last is not None:
-        runs = [summary for summary in found if not summary.problem]
-        found = [summary for summary in found if summary not in runs[: args.keep_last]]
-    if args.older_than is not None:
-        latest_s = time.time() - args.older_than
-        found = [summary for summary in found if summary.written_s < latest_s]
-    return found
-
-
 def _plan_lines(planned: Plan) -> list[str]:
-    words = []
-    for kind, one in (("pictures", "picture"), ("checkpoints", "checkpoint")):
-        going = [entry for entry in planned.going if entry.kind == kind]
-        if going:
-            size = size_text(sum(entry.num_bytes for entry in going))
-            names = "" if kind == "pictures" else f" {', '.join(g.path.name for g in going)}"
-            words.append(f"{len(going)} {one if len(going) == 1 else kind}{names} ({size})")
+    names = ", ".join(path.name for path in planned.going)
+    size = f" ({size_text(planned.num_bytes)})" if names else ""
     left = list(planned.left[:MAX_LEFT_SHOWN])
     if (more := len(planned.left) - MAX_LEFT_SHOWN) > 0:
         left.append(f"and {more} more")
-    said = [", ".join(words) or "nothing goes", *(f"left alone: {why}" for why in left)]
-    name = _shown(planned.run_dir.name)
-    return [_wrapped(f"{name}: {said[0]}"), *(_wrapped(f"  {line}") for line in said[1:])]
+    head = f"{_shown(planned.run_dir.name)}: {names or 'nothing goes'}{size}"
+    return [_wrapped(head), *(_wrapped(f"  left alone: {why}") for why in left)]
 
 
 def _confirmed() -> bool:

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from rl.config.messages import MAX_PROBLEMS
+
 Fields = dict[str, Any]
 
 LONGEST_PROMPT = 1280
@@ -43,7 +45,6 @@ FIXED: Fields = {
         "max_kept_tokens": 0,
     },
     "evaluation": {"every_n_iterations": 100, "temperature": 1.0, "top_k": 2048},
-    "checkpoint": {"keep": "model"},
     "tracking": {"wandb": "online"},
 }
 """What EARL's code did not let one choose. It had no held-out run; this one uses its val set."""
@@ -149,7 +150,11 @@ def nested(
     """
     known = {*MOVED, *KEPT, *MEANT}
     unknown = [name for name in values if name not in known and name not in sections]
-    problems = [f"{name}: unknown field; {_nearest(name, sorted(known))}" for name in unknown]
+    problems = [
+        f"{name}: unknown field; {_nearest(name, sorted(known))}" for name in unknown[:MAX_PROBLEMS]
+    ]
+    if len(unknown) > MAX_PROBLEMS:
+        problems.append(f"and {len(unknown) - MAX_PROBLEMS} more unknown fields")
     fields = {name: value for name, value in values.items() if name in known}
     run = deepcopy(FIXED) | {name: fields[name] for name in KEPT if name in fields}
     if _is_none(run.get("run_name")):

@@ -25,6 +25,8 @@ from rl.config.shipped import configs_folder
 
 CONFIG = 3
 """Of configs and run folders."""
+GONE = {"checkpoint": ("keep",)}
+"""Section -> keys that runs of today's format may still have written, and nothing reads."""
 CHECKPOINT = 1
 ADAPTER = 2
 
@@ -49,7 +51,11 @@ def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     number = config.get("format", 1)
     if problem := refusal(what, number, CONFIG):
         raise ValueError(problem)
-    return renamed(config, number, number)[0]
+    config = renamed(config, number, number)[0]
+    for section, keys in GONE.items():
+        if isinstance(found := config.get(section), Mapping):
+            config[section] = {key: value for key, value in found.items() if key not in keys}
+    return config
 
 
 def renamed(

@@ -7,6 +7,7 @@ the user names; programs that a config names (`judge.start_command`, plugs by do
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from rl.config.shipped import configs_folder
 ROOT_VARIABLE = "RL_JSONNET_ROOT"
 """What `--jsonnet-root` sets, so that ranks and further commands read a config as the launcher
 did."""
+MAX_FILE_BYTES = 16 << 20
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -43,7 +45,12 @@ class Importer:
                     continue
                 if not self._may_read(file):
                     raise RuntimeError(self._refusal(file))
-                return str(place), file.read_bytes()
+                if file.stat().st_size > MAX_FILE_BYTES:
+                    raise ValueError(f"more than {MAX_FILE_BYTES >> 20} MiB, which no config has")
+                content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+                if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise ValueError("UTF-16; save it as UTF-8")
+                return str(place), content
             except (OSError, ValueError) as error:
                 raise RuntimeError(f"it cannot be read ({error})") from None
         raise RuntimeError("no match locally or in the Jsonnet library paths.")

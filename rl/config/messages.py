@@ -19,6 +19,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 M = TypeVar("M", bound=BaseModel)
+MAX_PROBLEMS = 100
+"""Told of one section: to find the nearest of all keys takes milliseconds."""
 
 
 def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M | None, list[str]]:
@@ -35,7 +37,10 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         # Each alternative of a union has its own error.
-        return None, list(dict.fromkeys(_sentence(model, problem, at) for problem in errors))
+        said = dict.fromkeys(_sentence(model, one, at) for one in errors[:MAX_PROBLEMS])
+        more = len(errors) - MAX_PROBLEMS
+        rest = [f"{at or 'the config'}: and {more} more mistakes"] if more > 0 else []
+        return None, [*said, *rest]
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

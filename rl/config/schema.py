@@ -269,9 +269,6 @@ class CheckpointConfig(Section):
     """Resume points."""
     keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Of those, which stay for ever; 0 = only the newest two, and the best on held-out samples."""
-    keep: Literal["all", "model"] = "all"
-    """What of them stays: the whole resume point, or the model alone, in <run>/models/ (full
-    fine-tuning: six times smaller)."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never. `main` gets the model, a branch ckpt_000020 keeps that of 20 iterations; training
     goes on meanwhile. A failed push is logged, never fatal."""
@@ -316,7 +313,7 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count."""
     max_image_side_px: Annotated[int, Field(ge=16, le=MAX_SIDE_PX)] = 8192
-    """A picture with a longer side is a bad row."""
+    """A picture with a longer side, or of more than 50 million pixels, is a bad row."""
 
 
 class FinalReward(Section):
@@ -338,7 +335,7 @@ class RunConfig(Section):
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
     most 200."""
-    base_exp_dir: str
+    base_exp_dir: Annotated[str, Field(pattern=r"\S")]
     """Runs live in <base_exp_dir>/<run_name>/."""
     seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """Everything random derives from it (Jsonnet numbers are exact below 2^53)."""
@@ -366,7 +363,7 @@ class RunConfig(Section):
     there only, or not at all. Never trained on."""
     world_size: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
-    hang_limit_s: Annotated[float, Field(gt=0, le=1e6)] = 1800
+    hang_limit_s: Annotated[float, Field(ge=1, le=1e6)] = 1800
     """The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one
     place in the code for so long, or its process does not run at all; it is named within a minute.
     Above the longest single call: a compile, a file fetched or read slowly. The wait for a judge

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rl.config.printing import printable
 from rl.edit.editor import OWN_WORDS, STOCK, UNTRAINED, Arm, EditResult
-from rl.files.panels import panel
+from rl.files.panels import panel, pyplot
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,12 +30,9 @@ FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen H
 
 def draw_sheet(result: EditResult, made_by: str) -> bytes:
     """PNG. `made_by`: the run and how far it was trained."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib import font_manager
 
+    plt = pyplot()
     panels: list[tuple[Image | None, str, str | None]] = []
     for number, source in enumerate(result.sources, 1):
         title = "source" if len(result.sources) == 1 else f"source {number}"

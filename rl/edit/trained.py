@@ -8,20 +8,27 @@ rewards and data; its devices and kernels, which were another machine's). What n
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL.Image import DecompressionBombError
 
 from rl import build
+from rl.api import find
 from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig
-from rl.files.atomic import read_rows, row_of
+from rl.files.atomic import row_of
+from rl.files.images import open_picture
 from rl.record.adapter_base import ADAPTER_CONFIG
+from rl.record.best import held_out_rewards
 from rl.record.checkpoint import checkpoint_of, iteration_of, model_folder, too_new
+from rl.record.untrusted import shown
 
 UNUSED: dict[str, Any] = {
     "engine": {"type": "transformers"},
@@ -29,8 +36,11 @@ UNUSED: dict[str, Any] = {
     "final_reward": {},
     "data": {"train": []},
     "images_per_completion": 1,
+    "algorithm": {},
 }
 """What training needed and use does not. Nothing is graded, so neither judge nor rewards load."""
+OWN_PLUGS = ("policy", "renderer")
+"""Sections whose plugin is imported."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Trained:
 
     run_dir: Path
     checkpoint: Path
-    """`<run>/checkpoints/step_000200`, or the model that is left of it."""
+    """`<run>/checkpoints/step_000200`."""
     iterations: int
     """Done when it was written."""
     held_out_reward: float | None
@@ -60,7 +70,10 @@ class Trained:
         Raises ValueError where it recorded none.
         """
         for file in sorted(self.run_dir.glob("evaluation/it_*/*_source.png")):
-            with Image.open(file) as picture:
+            with (
+                suppress(OSError, ValueError, DecompressionBombError),
+                open_picture(file) as picture,
+            ):
                 return picture.width * picture.height
         raise ValueError(
             f"{self.run_dir} has recorded no picture that tells the size its policy reads: give "
@@ -97,7 +110,9 @@ def trained(
         raise ValueError(problem)
     values = written_config(file) | UNUSED
     step = checkpoint_of(run_dir, checkpoint)
-    resolved = build.resolve(_config(values, file))
+    config = _config(values, file)
+    refuse_plugins({room: getattr(config, room) for room in OWN_PLUGS}, file, settings)
+    resolved = build.resolve(config)
     for room, plug in (("policy", resolved.policy), ("renderer", resolved.renderer)):
         keys = type(plug.config).model_fields
         values[room] = _elsewhere(values[room], keys, pick_device(device))
@@ -107,8 +122,26 @@ def trained(
         values = _set(values, setting)
     base = _config(values, file).policy
     values["policy"] = with_weights(base, find_weights(step))
-    reward = _held_out_reward(run_dir, iteration_of(step))
+    reward = held_out_rewards(run_dir).get(iteration_of(step))
     return Trained(run_dir, step, iteration_of(step), reward, _config(values, file), base)
+
+
+def refuse_plugins(
+    sections: Mapping[str, Mapping[str, Any]], file: Path, settings: Sequence[str] = ()
+) -> None:
+    """Raise ValueError for a plugin that a run's config names by its dotted path, unless the user
+    names it too, in `settings`: a run folder may be a stranger's, and importing runs code."""
+    for room, section in sections.items():
+        name = section.get("type")
+        if not isinstance(name, str) or not find.is_dotted_path(name):
+            continue
+        if (setting := f"{room}.type={name}") not in settings:
+            raise ValueError(
+                f"{file}: {room}.type names {shown(name, 200)}, whose code would run here; if you "
+                f"trust it: rl edit --set {shown(setting, 200)}"
+            )
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # where `rl train` looks for it too
 
 
 def _config(values: Mapping[str, Any], file: Path) -> RunConfig:
@@ -208,11 +241,3 @@ def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:
         inner = inner[name]
     inner[names[-1]] = value
     return changed
-
-
-def _held_out_reward(run_dir: Path, iterations: int) -> float | None:
-    file = run_dir / "metrics.jsonl"
-    rows = read_rows(file)[0] if file.is_file() else []
-    found = [formats.recorded(row) for row in rows if row.get("iteration") == iterations]
-    reward = found[-1].get("eval/reward") if found else None
-    return float(reward) if isinstance(reward, int | float) else None

@@ -1,14 +1,36 @@
-"""Pictures on their way out: without transparency, smaller, and encoded."""
+"""Opens pictures, scales them and encodes them."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import IO
 from weakref import ref
 
+import PIL.Image
 from PIL.Image import Image, Resampling, alpha_composite, new
+
+MAX_AREA_PX = 50_000_000
+"""Of a picture that is decoded. A file of 1 KB can hold any number of pixels, and a decoder takes
+up to 20 bytes for each."""
 
 _encoded: dict[int, tuple[ref[Image], bytes]] = {}
 """By a picture's id, which is its own as long as it lives."""
+
+
+def open_picture(file: Path | IO[bytes], formats: tuple[str, ...] = ("PNG",)) -> Image:
+    """A picture, not decoded yet; the only place where Pillow opens one (tests/test_layout.py).
+
+    `formats` are Pillow's names, PNG being what a run writes. Formats that start a program (EPS
+    starts Ghostscript) or hold a picture of another format (IPTC, ICO, ICNS, MIC) are not to be
+    named. Raises DecompressionBombError for more than `MAX_AREA_PX`, and what Pillow raises.
+    """
+    image = PIL.Image.open(file, formats=formats)
+    if image.width * image.height > MAX_AREA_PX:
+        image.close()
+        most = f"{MAX_AREA_PX // 10**6} million pixels are the most"
+        raise PIL.Image.DecompressionBombError(f"{image.width}x{image.height}; {most}")
+    return image
 
 
 def over_white(image: Image) -> Image:

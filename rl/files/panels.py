@@ -1,11 +1,11 @@
-"""One picture of a figure: a title above it, words below it, or the words in its place."""
+"""Draws one picture of a figure: a title above it, words below it, or the words in its place."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.config.printing import printable
 from rl.files.images import over_white
@@ -20,6 +20,18 @@ PICTURE_CHARS, PICTURE_LINES = 34, 4
 """Of the words below a picture."""
 WORDS_CHARS, WORDS_LINES = 22, 10
 """Of the words in its place."""
+
+
+def pyplot() -> Any:
+    """`matplotlib.pyplot`, which draws into files. Settings are matplotlib's own: it reads a
+    `matplotlibrc` of the working folder, which may be a stranger's and have it start LaTeX."""
+    import matplotlib
+
+    matplotlib.rcdefaults()
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def panel(

@@ -1,12 +1,14 @@
-"""How a file of ours is opened to be written: itself, never what a link leads to; and for this user
-alone (0600) where it holds what outsiders said, or logs, which may repeat it."""
+"""Opens files of a run to write them: never another file's content, and private where need be."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 _REFUSED = {
     errno.ELOOP: "it is a link, and what is written here goes to no other place; remove it",
@@ -17,25 +19,49 @@ _REFUSED = {
 def itself(path: str, flags: int, mode: int = 0o666) -> int:
     """`open(..., opener=itself)`: a folder that came from elsewhere may hold links in the place of
     what is written there, or pipes, which nobody reads. Raises OSError for either (ELOOP, ENXIO).
+    A file with a second name (a hard link) is replaced by a copy, and the second name keeps the old
+    content.
     """
+    # A regular file takes no notice of O_NONBLOCK; a pipe's writer would wait for a reader.
+    safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        # A regular file takes no notice of O_NONBLOCK; a pipe's writer would wait for a reader.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+        descriptor = os.open(path, safe, mode)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
         raise OSError(error.errno, _REFUSED[error.errno], str(path)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
         raise OSError(errno.ENXIO, _REFUSED[errno.ENXIO], str(path))
+    if found.st_nlink > 1:
+        os.close(descriptor)
+        unshare(Path(path))
+        descriptor = os.open(path, safe, mode)
+    if flags & os.O_TRUNC:
+        os.ftruncate(descriptor, 0)
     return descriptor
+
+
+def unshare(path: Path) -> None:
+    """Put a copy in the place of a file with a second name, such as `cp -al` makes."""
+    if path.stat(follow_symlinks=False).st_nlink > 1:
+        with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+            os.replace(shutil.copy2(path, aside), path)
 
 
 def private(path: str, flags: int) -> int:
     """`open(..., opener=private)`: as `itself`, and nobody else reads the file, whatever bits it
-    had before and whatever the umask leaves a new one. (Another user's file, and a file system
-    without such bits, stay as they are.)"""
+    had before and whatever the umask leaves a new one. For what holds completions, replies or logs.
+    (Another user's file, and a file system without such bits, stay as they are.)"""
     descriptor = itself(path, flags, 0o600)
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)
     return descriptor
+
+
+def private_folder(path: Path) -> None:
+    """A folder that nobody else may enter, for files that libraries write; as `private`."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError):
+        path.chmod(0o700)

@@ -72,7 +72,7 @@ def _load(path: Path) -> dict[str, str]:
     lines = lines_of(path)
     if lines and not lines[-1].endswith(b"\n"):
         # A process killed while writing leaves half a line; the next line must not join it.
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=private) as file:
             file.truncate(sum(map(len, lines[:-1])))
         lines.pop()
     replies: dict[str, str] = {}

@@ -18,6 +18,7 @@ from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.endpoint import MAX_FILE_CHARS, resolve_api_base
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.record.console import warn
+from rl.record.scrub import environment_without
 from rl.record.untrusted import shown
 
 POLL_S = 0.05
@@ -28,6 +29,8 @@ URL_FILE = "{url_file}"
 PACKAGES = Path(__file__).resolve().parents[2]
 """Where `rl` is imported from."""
 
+NEEDED_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""A server may fetch its model; of other keys it gets the one that `judge.api_key_env` names."""
 OF_A_RANK = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", INIT_METHOD),
@@ -73,6 +76,7 @@ class StartedJudge:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._url_file.unlink(missing_ok=True)  # a run that was killed leaves its own
         command = _filled(config, self._url_file)
+        known = environment_without(config.api_key_env, *NEEDED_SECRETS)
         with open(log, "ab", opener=private) as output:
             output.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             output.flush()
@@ -80,7 +84,7 @@ class StartedJudge:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "rl.judge.guard", str(os.getpid()), os.getcwd(), *command],
                 cwd=PACKAGES,
-                env={name: value for name, value in os.environ.items() if name not in OF_A_RANK},
+                env={name: value for name, value in known.items() if name not in OF_A_RANK},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

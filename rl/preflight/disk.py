@@ -108,8 +108,8 @@ def disk_problems(resolved: Resolved) -> list[str]:
         return []
     return [
         f"base_exp_dir: the run writes up to {_shown(need)}, and {_shown(free)} are free at "
-        f"{folder}; name a larger disk, or write less: checkpoint.keep='model', a larger "
-        "checkpoint.keep_every_n_iterations, a smaller tracking.images_per_iteration, "
+        f"{folder}; name a larger disk, or write less: a larger "
+        "checkpoint.keep_every_n_iterations (0: none), a smaller tracking.images_per_iteration, "
         "tracking.keep_images_of_last_n_iterations"
     ]
 
@@ -130,8 +130,8 @@ def _checkpoints(resolved: Resolved, resumed: bool) -> tuple[dict[str, float], d
     if not config.keep_every_n_iterations:
         return fixed, {}
     every = math.lcm(config.save_every_n_iterations, config.keep_every_n_iterations)
-    kept, what = (point_gb, "resume points") if config.keep == "all" else (model_gb, "models")
-    return fixed, {f"{what} kept for ever ({_shown(kept)} every {every} iterations)": kept / every}
+    name = f"resume points kept for ever ({_shown(point_gb)} every {every} iterations)"
+    return fixed, {name: point_gb / every}
 
 
 def _pictures_gb(resolved: Resolved) -> tuple[float, float]:

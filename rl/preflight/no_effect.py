@@ -98,12 +98,6 @@ def _rules(resolved: Resolved) -> Sequence[Rule]:
             "policy.thought is null, and there is none to cut",
         ),
         (
-            not config.checkpoint.keep_every_n_iterations,
-            "checkpoint",
-            "keep",
-            "keep_every_n_iterations is 0, and none stays for ever",
-        ),
-        (
             not config.checkpoint.push_to_hub_every_n_iterations,
             "checkpoint",
             "push_to_hub_repo_id",

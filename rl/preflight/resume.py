@@ -20,7 +20,7 @@ HARMLESS = (
     "format",  # the config is read under today's names
     "run_name", "base_exp_dir",  # the folder was moved
     "gpu_gb",  # a plan's
-    "checkpoint.keep_every_n_iterations", "checkpoint.keep", "checkpoint.push_to_hub_repo_id",
+    "checkpoint.keep_every_n_iterations", "checkpoint.push_to_hub_repo_id",
     "tracking.wandb", "tracking.wandb_project", "tracking.tensorboard", "tracking.trackio",
     "tracking.trackio_space", "tracking.log_episodes_every_n_iterations",
     "tracking.images_per_iteration", "tracking.keep_images_of_last_n_iterations",

@@ -26,6 +26,8 @@ def folder_problems(run_dir: Path) -> list[str]:
     """What keeps `run_dir` from being a run's folder: what it or a folder above it is, and of one
     that is there, which of its files is a link or none, which of its folders and files take no
     writing."""
+    if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
+        return [f"base_exp_dir: {shown(str(run_dir), MAX_SHOWN)} is the kernel's; name a folder"]
     for place in (run_dir, *run_dir.parents):
         why = not_a_file(place)
         if why == FOLDER:
@@ -53,7 +55,8 @@ def folder_problems(run_dir: Path) -> list[str]:
 def make_problems(run_dir: Path) -> list[str]:
     """The same, with the folder made and tried: every rank's first act is to open its log there."""
     try:
-        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else's, until it is shared
+        (run_dir / LOGS).mkdir(exist_ok=True)
     except OSError as error:
         return [_refusal(Path(error.filename or run_dir), error.strerror or str(error))]
     if problems := folder_problems(run_dir):

@@ -93,6 +93,8 @@ def read_config(adapter: Path) -> dict[str, Any]:
     written = row_of(file.read_bytes())
     if written is None:
         raise ValueError(f"{file} is damaged: it holds no JSON object")
+    if written.get("megatron_config"):  # PEFT then imports the module that the file names
+        raise ValueError(f"{file} names megatron_config, which is not supported; remove it")
     number = _own(written).get(FORMAT, 1)
     if problem := formats.refusal(str(file), number, formats.ADAPTER):
         raise ValueError(problem)

@@ -1,52 +1,29 @@
-"""Which checkpoint scored best on held-out samples: it stays, however old it is.
-
-    <run>/best_checkpoint.json      {"checkpoint": "step_000020", "reward": 0.87}
-
-Only a checkpoint that a held-out run measured can be it: where the two cadences
-(`checkpoint.save_every_n_iterations`, `evaluation.every_n_iterations`) meet. What not: checkpoints
-themselves (`checkpoint.py`).
-"""
+"""Tells which checkpoint scored best on held-out samples, by the run's own metrics.jsonl."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rl.files.atomic import json_line, row_of, write_atomically
-
-BEST = "best_checkpoint.json"
-
-
-@dataclass(frozen=True)
-class Best:
-    """What the file says."""
-
-    name: str
-    """Of a folder in `<run>/checkpoints`, which may be gone."""
-    reward: float
-    """Mean on the held-out samples, 0 to 1."""
+from rl.config import formats
+from rl.files.atomic import read_rows
 
 
-def read_best(run_dir: Path) -> Best | None:
-    """None where none was noted yet, or the file is damaged: the next held-out run notes anew."""
-    file = run_dir / BEST
-    row = (row_of(file.read_bytes()) if file.is_file() else None) or {}
-    name, reward = row.get("checkpoint"), row.get("reward")
-    if not isinstance(name, str) or not isinstance(reward, int | float):
-        return None
-    try:
-        return Best(name, float(reward)) if math.isfinite(reward) else None
-    except OverflowError:  # of an integer
-        return None
+def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
+    """Iterations done -> mean reward on held-out samples then, 0 to 1; None where that iteration
+    has a line and was not measured. Iterations without a readable line are left out."""
+    file = run_dir / "metrics.jsonl"
+    rewards: dict[int, float | None] = {0: None}  # before training there may be no line
+    for row in map(formats.recorded, read_rows(file)[0] if file.is_file() else []):
+        if type(row.get("iteration")) is int:
+            value: Any = row.get("eval/reward")
+            is_one = type(value) in (int, float) and 0 <= value <= 1
+            rewards[row["iteration"]] = float(value) if is_one else None
+    return rewards
 
 
-def note_if_best(run_dir: Path, checkpoint: Path, reward: float) -> bool:
-    """Note a checkpoint that scored above the one that was best so far, or that takes the place of
-    one that is gone. Of equals the earlier stays. Returns whether it is the best."""
-    best = read_best(run_dir)
-    is_other = best is not None and best.name != checkpoint.name
-    if best and is_other and reward <= best.reward and (checkpoint.parent / best.name).is_dir():
-        return False
-    write_atomically(run_dir / BEST, json_line({"checkpoint": checkpoint.name, "reward": reward}))
-    return True
+def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int | None:
+    """Which of them scored highest, of equals the earliest; None: none was measured."""
+    measured = [(-reward, it) for it in iterations if (reward := rewards.get(it)) is not None]
+    return min(measured)[1] if measured else None

@@ -1,23 +1,17 @@
 """Resume points: written aside, proven by a manifest, renamed into place; never half of one loaded.
 
-What: `Checkpoints` and the layout
-
     <run>/checkpoints/step_000010/
         state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
         state.json             iteration, world size, and whatever JSON the loop hands over
         rng_rank0000.pt ...    every rank's generators, tensors and plain values only
         model/                 PEFT adapter or transformers folder, with its model card
         manifest.json          size and sha256 of every file above but the card, written last
-    <run>/best_checkpoint.json which one scored best on held-out samples (`best.py`); it stays
     <run>/last_checkpoint.txt  the name of the last one, outside: a run whose checkpoints are gone
                                is told from one that never had any
 
-With `checkpoint.keep: 'model'`, of those that stay for ever only <run>/models/step_<n> does.
-
-What not: which tensors (learner), when (`run/last_finished.py`), whether two configs fit
-(`preflight/resume.py`), the upload (`hub.py`). Rank 0 writes, and the others hear the outcome; any
-rank may `save_alone` when the others are gone. The run folder has to be on a file system that all
-nodes see.
+Nothing is deleted but folders that hold exactly what a save wrote (`why_it_stays`). Rank 0 writes,
+and the others hear the outcome; any rank may `save_alone` when the others are gone. The run folder
+has to be on a file system that all nodes see.
 """
 
 from __future__ import annotations
@@ -31,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +36,7 @@ from rl.files.atomic import fsync, row_of, write_atomically
 from rl.files.held import GoneError, place
 from rl.ranks.dist import Dist
 from rl.record import hub
-from rl.record.best import note_if_best, read_best
+from rl.record.best import best_of, held_out_rewards
 from rl.record.console import warn
 from rl.record.room import is_full, when_there_is_room
 from rl.record.scrub import scrub
@@ -53,8 +48,7 @@ if TYPE_CHECKING:
 MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"
 """In it; not vouched for by the manifest, since it changes when the held-out run is known."""
-KEPT_MODELS_FOLDER = "models"
-"""Of the run: models whose resume points are gone, under `checkpoint.keep: 'model'`."""
+BEST = "the best on held-out samples"
 LAST_WRITTEN = "last_checkpoint.txt"
 SAVING = ".saving.lock"
 """Held by who writes a checkpoint."""
@@ -63,9 +57,8 @@ _MAX_SHOWN_CHARS = 300
 """Of what a manifest says."""
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _STEP_NAME = re.compile(r"step_(\d{6,})")
-_ENTRY_NAME = re.compile(r"state\.(?:safetensors|json)|rng_rank\d{4,}\.pt|manifest\.json|model")
 _ASIDE_PREFIX = ".tmp-"
-_ASIDE_NAME = re.compile(r"\.tmp-(?:damaged-|pruned-)?step_\d{6,}")
+_ASIDE_NAME = re.compile(r"\.tmp-(?:pruned-)?step_\d{6,}")
 
 
 class SaveError(RuntimeError):
@@ -112,6 +105,8 @@ class Checkpoints:
         self._config = config
         self._dist = dist
         self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
+        self._told: set[Path] = set()
+        """Old checkpoints that stay; the user was told why."""
 
     @property
     def folder(self) -> Path:
@@ -158,21 +153,14 @@ class Checkpoints:
         self,
         iteration: int,
         model_card: Callable[[], str],
-        reward: float | None,
         final: bool = False,
     ) -> None:
         """Give the checkpoint of that iteration, if there is one, the card that knows its held-out
-        run (made only then), note whether it is the best (`reward`: on held-out samples, None: not
-        measured), and begin a push to the hub when that is due. Rank 0."""
+        run (made only then), and begin a push to the hub when that is due. Rank 0."""
         path = self.folder / f"step_{iteration:06d}"
         model = path / MODEL_FOLDER
         if not model.is_dir():
             return
-        if reward is not None:
-            try:
-                note_if_best(self.folder.parent, path, reward)
-            except OSError as error:
-                warn(f"whether {path.name} is the best checkpoint could not be noted: {error}")
         try:
             write_atomically(model / MODEL_CARD, scrub(model_card()))
         except OSError as error:
@@ -245,7 +233,10 @@ class Checkpoints:
                 num_bytes,
             )
             if final.exists():  # damaged, or it would have been returned above
-                final.rename(self.folder / f"{_ASIDE_PREFIX}damaged-{name}")
+                names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
+                kept = next(p for p in map(self.folder.joinpath, names) if not p.exists())
+                final.rename(kept)
+                warn(f"the damaged {name} is {kept} now; delete it if nothing in it is yours")
             aside.rename(final)
             fsync(self.folder)
         # Any library may fail in any way on a full or vanished disk; training goes on.
@@ -280,36 +271,26 @@ class Checkpoints:
             raise
 
     def _prune(self) -> None:
-        """Move out of sight all but the newest two whole checkpoints, the best, and the ones kept
-        for ever, of which the model alone may be what stays."""
+        """Move out of sight all but the newest two whole checkpoints, the best, the ones kept for
+        ever, and those that somebody else has written into."""
         steps = _steps(self.folder)
         whole = [path for path in steps if problem_of(path, hashes=False) is None]
-        best = read_best(self.folder.parent)
-        kept = {*whole[-_NUM_NEWEST_KEPT:], *(p for p in whole if best and p.name == best.name)}
-        every = self._config.keep_every_n_iterations
-        for_ever = {path for path in whole if every and iteration_of(path) % every == 0} - kept
-        if self._config.keep == "all":
-            kept |= for_ever
-        else:
-            for path in for_ever:
-                self._keep_model(path)
+        newest, every = whole[-_NUM_NEWEST_KEPT:], self._config.keep_every_n_iterations
+        best = why_best_stays(self.folder.parent)
         for path in steps:
-            if path not in kept:
+            if path in newest or (every and path in whole and iteration_of(path) % every == 0):
+                continue
+            if why := best.get(path) or why_it_stays(path):
+                if why != BEST and path not in self._told:
+                    warn(f"the old checkpoint {path.name} stays: {why}")
+                self._told.add(path)
+            else:
                 path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
-
-    def _keep_model(self, path: Path) -> None:
-        """Move a checkpoint's model to where no resume looks for one; the rest is then damaged, and
-        the next prune takes it away should this process end here."""
-        models = self.folder.parent / KEPT_MODELS_FOLDER
-        models.mkdir(exist_ok=True)
-        if not (models / path.name).exists():
-            (path / MODEL_FOLDER).rename(models / path.name)
 
     def _sweep(self) -> None:
         """Delete what a kill, a failure or `_prune` left aside."""
-        for path in self.folder.glob(f"{_ASIDE_PREFIX}*"):
-            if _ASIDE_NAME.fullmatch(path.name):
-                shutil.rmtree(path)
+        for path in left_aside(self.folder.parent):
+            shutil.rmtree(path)
 
     def _push_due(self, iteration: int, final: bool) -> bool:
         every = self._config.push_to_hub_every_n_iterations
@@ -393,7 +374,7 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
     """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
-    samples) or the number of its iterations, of which the model alone may be left.
+    samples) or the number of its iterations.
 
     Raises ValueError, which names those that are there.
     """
@@ -403,19 +384,18 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
         found = find(run_dir)
         path, problem = found.path, found.problem or "there is no checkpoint yet"
     elif which == "best":
-        best = read_best(run_dir)
-        path = next((step for step in steps if best and step.name == best.name), None)
+        best = best_of(list(map(iteration_of, steps)), held_out_rewards(run_dir))
+        path = next((step for step in steps if iteration_of(step) == best), None)
         problem = (
             "no checkpoint that is there was measured by a held-out run (they are where "
             "checkpoint.save_every_n_iterations and evaluation.every_n_iterations meet)"
         )
     elif which.isdecimal():
-        kept = (*steps, *_steps(run_dir / KEPT_MODELS_FOLDER))
-        path = next((step for step in kept if iteration_of(step) == int(which)), None)
+        path = next((step for step in steps if iteration_of(step) == int(which)), None)
         problem = f"there is no checkpoint of {which} iterations"
     else:
         problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
-    if path is not None and path in steps and which != "latest" and (broken := problem_of(path)):
+    if path is not None and which != "latest" and (broken := problem_of(path)):
         problem = f"{path.name} is damaged ({broken})"
         path = None
     if path is None:
@@ -432,7 +412,8 @@ def steps_of(run_dir: Path) -> list[Path]:
 def left_aside(run_dir: Path) -> list[Path]:
     """What a kill or a failure left of checkpoints, which the next save deletes."""
     found = (run_dir / "checkpoints").glob(f"{_ASIDE_PREFIX}*")
-    return sorted(path for path in found if _ASIDE_NAME.fullmatch(path.name))
+    named = (path for path in found if _ASIDE_NAME.fullmatch(path.name))
+    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
 def discard(path: Path) -> None:
@@ -443,13 +424,33 @@ def discard(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def foreign_entry(path: Path) -> str:
-    """The name of something in a checkpoint's folder that no save puts there, or a link; or ''."""
-    for entry in path.iterdir():
-        if entry.is_symlink() or not _ENTRY_NAME.fullmatch(entry.name):
-            return entry.name
-    inside = (path / MODEL_FOLDER).rglob("*")
-    return next((entry.name for entry in inside if entry.is_symlink()), "")
+def why_best_stays(run_dir: Path) -> dict[Path, str]:
+    """Whole checkpoints that are the best on held-out samples, or may be, and why."""
+    steps = [path for path in steps_of(run_dir) if problem_of(path, hashes=False) is None]
+    rewards = held_out_rewards(run_dir)
+    best = best_of(list(map(iteration_of, steps)), rewards)
+    unknown = "metrics.jsonl has no readable line of it, which would say whether it is the best"
+    return {
+        step: BEST if iteration_of(step) == best else unknown
+        for step in steps
+        if iteration_of(step) == best or iteration_of(step) not in rewards
+    }
+
+
+def why_it_stays(path: Path) -> str:
+    """Why a checkpoint's folder is not exactly what a save wrote, so that nothing may delete it; or
+    ''. Sizes are compared, not hashes."""
+    if path.is_symlink():
+        return "it is a link"
+    if problem := problem_of(path, hashes=False):
+        return f"it is damaged or was changed ({problem})"
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    ours = {*manifest, "manifest.json", f"{MODEL_FOLDER}/{MODEL_CARD}"}
+    for entry in sorted(path.rglob("*")):
+        name = entry.relative_to(path).as_posix()
+        if entry.is_symlink() or not (entry.is_dir() or name in ours):
+            return f"it holds {shown(name, _MAX_SHOWN_CHARS)}, which the run did not write"
+    return ""
 
 
 def model_folder(path: Path) -> Path:

@@ -68,7 +68,7 @@ class RunRecord:
 
     def _try_claim(self, wait_s: float) -> str:
         """Why the folder could not be had, or ''."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = self.run_dir / ".lock"
         try:
             self._lock.acquire(wait_s, poll_interval=0.2)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl.config import formats
 from rl.files.atomic import read_rows, row_of
-from rl.record.checkpoint import KEPT_MODELS_FOLDER, Found, find, iteration_of, steps_of, too_new
+from rl.record.checkpoint import Found, find, iteration_of, steps_of, too_new
 from rl.record.run_lock import LOCKS, Use, use_of
 from rl.record.untrusted import shown
 
@@ -25,7 +25,6 @@ _MAX_SHOWN = 200
 _MAX = 10**9
 _PICTURES = ("images", "evaluation", "stock", "report")
 """Folders whose .png count as pictures."""
-_CHECKPOINTS = ("checkpoints", KEPT_MODELS_FOLDER)
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
     for file, known in files_in(path):
         top = file.relative_to(path).parts[0]
         is_picture = top in _PICTURES and file.suffix == ".png"
-        kind = "checkpoints" if top in _CHECKPOINTS else "pictures" if is_picture else "rest"
+        kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
         bytes_of[kind] += known.st_size
         # To look at a run, or to report on it, is not to go on with it.
         if top != "report" and str(file.relative_to(path)) not in LOCKS:

@@ -87,6 +87,19 @@ def secrets() -> tuple[tuple[str, str], ...]:
     return _secrets(tuple(os.environ.items()), frozenset(_named))
 
 
+def environment_without(*needed: str) -> dict[str, str]:
+    """The environment for a helper process: of the variables that hold a secret only `needed`,
+    proxies and APP__ ones, which a user names for the run, are in it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in needed
+        or name.startswith("APP__")
+        or name.lower().endswith("_proxy")
+        or not _secrets(((name, value),), frozenset(_named))
+    }
+
+
 def is_placeholder(value: str) -> bool:
     """Whether `value` is what one sets where no key is needed: EMPTY, none, sk-no-key."""
     return _PLACEHOLDER.fullmatch(re.sub(r"[\W_]", "", value.lower())) is not None

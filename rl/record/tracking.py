@@ -13,6 +13,7 @@ from PIL.Image import Image
 from rl.api.types import Episode
 from rl.config.schema import RunConfig, TrackingConfig
 from rl.files.images import downscale
+from rl.files.private import private_folder
 from rl.ranks.dist import Dist
 from rl.record.console import ClosingRow, PhaseTimer
 from rl.record.scrub import remember, scrub
@@ -39,6 +40,7 @@ class Tracker:
         for tracker in (wandb_page, tensorboard_page, trackio_page):
             if (page := tracker.open_page(run_dir, config, config_as_written)) is not None:
                 self._pages.append(page)
+                private_folder(run_dir / page.name)  # it holds completions
 
     @property
     def mode(self) -> wandb_page.Mode:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from rl.files.atomic import write_atomically
-from rl.files.panels import panel
+from rl.files.images import open_picture
+from rl.files.panels import panel, pyplot
 from rl.record.untrusted import shown
 from rl.report.curves import points, smooth
 from rl.report.folder import to_oneself
@@ -37,9 +38,6 @@ STYLES = {
 
 def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
     """Those that can be drawn; of another it is said why. Raises ValueError as `to_oneself`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     wanted = {folder / "reward_curve.png": partial(draw_curve, metrics=metrics)}
     if len(evaluations) > 1:
         wanted[folder / "before_after.png"] = partial(
@@ -50,8 +48,6 @@ def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluati
 
 
 def _is_drawn(path: Path, make: Callable[[IO[bytes]], None]) -> bool:
-    import matplotlib.pyplot as plt
-
     try:
         drawn = io.BytesIO()
         make(drawn)
@@ -61,12 +57,11 @@ def _is_drawn(path: Path, make: Callable[[IO[bytes]], None]) -> bool:
         print(f"{path} could not be drawn: {shown(str(error), 200)}", file=sys.stderr)
         return False
     finally:
-        plt.close("all")
+        pyplot().close("all")
 
 
 def draw_curve(file: Path | IO[bytes], metrics: Sequence[Record]) -> None:
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
     curves = {name: points(metrics, name) for name in ("reward/mean", *STYLES)}
     if curves["reward/mean"]:
@@ -88,8 +83,7 @@ def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
     """The first held-out samples, two per row: sources with instruction, edit before, edit after.
 
     Where nothing is edited, the first picture is what the user's own words give."""
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     both = [i for i in before.records if i in after.records][:MAX_SAMPLES_DRAWN]
     num_rows = (len(both) + 1) // 2
     height_in = 4.0 * num_rows + 0.8
@@ -126,13 +120,11 @@ def draw_grid(file: IO[bytes], before: Evaluation, after: Evaluation) -> None:
 
 def show(axes: Axes, folder: Path, files: Sequence[object], title: str, words: object) -> None:
     """One picture, or several, or where one is not there its words alone."""
-    from PIL import Image
-
     said = text(words, _MAX_CHARS)
     there = [picture(folder, file) for file in files]
     with ExitStack() as stack:
         images = [
-            stack.enter_context(Image.open(folder / file)) for file in there if file is not None
+            stack.enter_context(open_picture(folder / file)) for file in there if file is not None
         ]
         if len(images) < len(there):
             panel(axes, None, title, said)

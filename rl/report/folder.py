@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl.files.atomic import row_of, write_atomically
+from rl.files.private import private_folder
 
 MAX_WAIT_S = 30.0
 """For another report on the same run; less than a run waits for its last page."""
@@ -44,7 +45,7 @@ def to_oneself(folder: Path) -> Iterator[None]:
     """Inside, no other report writes there. Raises ValueError for a link, and BusyError where
     another takes longer than `MAX_WAIT_S`."""
     refuse_links(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(folder / ".lock", flags, 0o600)
     try:
@@ -61,7 +62,7 @@ def remember_other(folder: Path, other: Path | None) -> None:
     if other is None:
         (folder / _OTHER).unlink(missing_ok=True)
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     note = {"other": str(other.resolve()), "of": _identity(folder)}
     write_atomically(folder / _OTHER, json.dumps(note))
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from PIL import Image
+from PIL.Image import DecompressionBombError
 
 from rl.files.atomic import write_atomically
+from rl.files.images import open_picture
 from rl.report.folder import to_oneself
 from rl.report.page import rendered
 from rl.report.pages import CHUNK, Made
@@ -155,10 +156,10 @@ def _training_pictures(page: Mapping[str, Any]) -> Iterator[str]:
 def thumbnail(path: Path) -> str | None:
     """A picture as a `data:` address; None for one that cannot be read."""
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             small = image.convert("RGB")
             small.thumbnail((_SIDE_PX, _SIDE_PX))
-    except (OSError, ValueError, Image.DecompressionBombError):
+    except (OSError, ValueError, DecompressionBombError):
         return None
     written = io.BytesIO()
     small.save(written, "WEBP", quality=_QUALITY)

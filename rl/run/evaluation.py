@@ -20,6 +20,7 @@ from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.files.atomic import json_line, write_atomically
 from rl.files.images import png_bytes
+from rl.files.private import private
 from rl.ranks.seeding import derive_seed
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.record.scrub import scrubbed
@@ -181,7 +182,8 @@ def _write_records(
         for path, picture in pictures.items():
             write_atomically(path, png_bytes(picture))
         if dist.is_main:
-            write_atomically(folder / "records.jsonl", "".join(map(json_line, scrubbed(gathered))))
+            lines = "".join(map(json_line, scrubbed(gathered)))
+            write_atomically(folder / "records.jsonl", lines, private)
 
     writer.put("the held-out run's record", write)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rl.files.held import place
 from rl.files.private import private
 from rl.record.console import warn
+from rl.record.scrub import environment_without
 
 MAX_WAIT_S = 40.0
 """At the end of a run, for the last page; one that takes longer is left to the user."""
@@ -46,6 +47,7 @@ class Page:
                 # A session of its own: Ctrl-C is the run's, whose end waits for this.
                 self._process = subprocess.Popen(
                     command,
+                    env=environment_without(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -367,9 +367,7 @@ class Run:
         if self.dist.is_main:
             card = partial(model_card, self.record.config, done, self.last_metrics)
             final = final or done == self.num_iterations
-            # A run that is stopped in a held-out run has no line of it.
-            reward = self.last_metrics.get("eval/reward") if self.last_line == done else None
-            publish = partial(self.checkpoints.publish, done, card, reward, final)
+            publish = partial(self.checkpoints.publish, done, card, final)
             self.writer.put(f"the model card of iteration {done}", publish)
 
     def stop(self) -> None:

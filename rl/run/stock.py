@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample
 from rl.files.atomic import json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
+from rl.files.private import private
 from rl.learner.micro_batches import Inference
 from rl.preflight.resume import lasting
 from rl.record.console import warn
@@ -167,7 +168,7 @@ class Stock:
 
     def _write(self, path: Path, content: str | bytes) -> None:
         """At once: once a run, and read by the next held-out run."""
-        write = partial(write_atomically, path, content)
+        write = partial(write_atomically, path, content, private)
         when_there_is_room(write, self._folder, path.name)
 
     def states(

@@ -98,6 +98,16 @@ def test_any_key_may_hold_anything(tmp_path: Path) -> None:
             assert report.report(config, config.gpu_gb)[0]
 
 
+def test_of_many_unknown_keys_the_first_are_told(tmp_path: Path) -> None:
+    """To look for the nearest of 20,000 took a minute."""
+    many = {f"prompts_per_iteratio{n}": n for n in range(20_000)}
+    for values in (tiny_config.nothing(tmp_path), {"model_path": "x", "random_seed": 1}):
+        with pytest.raises(ConfigError) as refused:
+            load_config(tiny_config.write(tmp_path, {**values, **many}))
+        problems = refused.value.problems
+        assert len(problems) < 200 and any("19900 more" in problem for problem in problems)
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -107,6 +117,8 @@ def test_any_key_may_hold_anything(tmp_path: Path) -> None:
         ("policy.lora.r=1e24", "policy.lora.r: 1e+24 ... finite ... at most"),
         ("seed=1e22", "seed: 1e+22 ... finite"),
         ("run_name='" + "x" * 300 + "'", "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
+        ("base_exp_dir=''", "base_exp_dir: ... must match"),
+        ("hang_limit_s=1e-9", "hang_limit_s: 1e-09 ... >= 1"),
         (r"base_exp_dir='a\u0000b'", "base_exp_dir ... NUL"),
         ("world_size=1e9", "world_size: 1000000000 ... >= 1 and <= 1000"),
         ("sampling.temperature=1e-300", "sampling.temperature: 1e-300 ... >="),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_config
+from tiny_messages import names
 
 from rl import simple_launch
 from rl.config.imports import ROOT_VARIABLE
@@ -68,6 +69,22 @@ def test_its_own_project_and_the_shipped_configs_are(project: Path) -> None:
     assert "format" in told(config, "{ names: std.objectFields(import 'base.libsonnet') }")
     assert told(config, "{ x: std.length(importstr 'earl/base.libsonnet') > 9 }") == '{"x": true}'
     assert "(at" in told(config, "{ x: importstr '../../../secret' }"), "the place is named"
+
+
+def test_a_byte_order_mark_is_read_over_and_what_is_no_text_is_told(
+    project: Path, monkeypatch
+) -> None:
+    config = project / "runs" / "mine" / "run.jsonnet"
+    (project / "bom.libsonnet").write_text("{ a: importstr 'bom.txt' }", "utf-8-sig")
+    (project / "bom.txt").write_text("b", "utf-8-sig")
+    config.write_text("import '../../bom.libsonnet'", "utf-8-sig")
+    assert evaluate(config, (), {}) == ({"a": "b"}, [])
+    config.write_text("{ a: 1 }", "utf-16")
+    assert names(evaluate(config, (), {})[1][0], "run.jsonnet ... UTF-16; save it as UTF-8")
+    with (project / "huge.txt").open("wb") as file:
+        file.truncate(3 << 30)
+    for verb in ("import", "importstr", "importbin"):
+        assert names(told(config, f"{{ a: {verb} '../../huge.txt' }}"), "huge.txt ... 16 MiB")
 
 
 def test_without_a_clone_it_is_the_configs_folder(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from tiny_edits import PHOTO_SIZE, save_photos
 
 from rl.data.shared.pictures import UnusableError, check_header, decode, locate, opened
+from rl.files import images
+from rl.report.mail import thumbnail
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **how) -> bytes:
@@ -117,6 +120,54 @@ def test_a_decompression_bomb_is_refused_from_its_header():
             check_header(bomb, limit)
 
 
+@pytest.mark.parametrize("kind", ["WEBP", "GIF", "TIFF", "BMP"])
+def test_a_small_file_of_many_pixels_is_refused_whatever_its_format(kind, monkeypatch):
+    monkeypatch.setattr(images, "MAX_AREA_PX", 32 * 32)
+    check_header(encoded(Image.new("L", (32, 32)), kind), 8192)
+    with pytest.raises(UnusableError, match=r"absurdly large .33x32; .*downscale"):
+        check_header(encoded(Image.new("L", (33, 32)), kind), 8192)
+
+
+def test_no_picture_starts_a_program(tmp_path, monkeypatch):
+    """EPS has Ghostscript run; IPTC, ICO and ICNS hold a picture of any format."""
+    ran = tmp_path / "ran"
+    gs = tmp_path / "gs"
+    gs.write_text(f"#!/bin/sh\n: > {ran}\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
+    fields = {
+        (3, 60): b"\1\0",
+        (3, 20): struct.pack(">I", 64),
+        (3, 30): struct.pack(">I", 64),
+        (3, 120): struct.pack(">I", 5),
+        (8, 10): eps,
+    }
+    parts = [bytes([0x1C, *at]) + struct.pack(">H", len(b)) + b for at, b in fields.items()]
+    iptc = b"".join(parts) + bytes(5)
+    small = Image.new("RGB", (64, 64))
+    for content in (
+        eps,
+        iptc,
+        encoded(small, "ICO"),
+        encoded(small, "ICNS"),
+        encoded(small, "PCX"),
+    ):
+        file = tmp_path / "picture.png"
+        file.write_bytes(content)
+        for read in (lambda f: decode(f.read_bytes(), 8192), lambda f: opened(str(f), 64)):
+            with pytest.raises(UnusableError, match="save it as PNG"):
+                read(file)
+        assert thumbnail(file) is None
+        with pytest.raises(OSError):
+            images.open_picture(file)
+    assert not ran.exists()
+    with suppress(OSError), Image.open(io.BytesIO(iptc)) as picture:  # the trap is one
+        picture.load()
+    assert ran.exists()
+
+
 def test_damage_is_named(photo, tmp_path):
     whole = photo.read_bytes()
     truncated = tmp_path / "half.jpg"
@@ -129,7 +180,7 @@ def test_damage_is_named(photo, tmp_path):
     png[len(png) // 2] ^= 0xFF
     with pytest.raises(UnusableError, match="corrupt or truncated"):
         decode(bytes(png), 8192)
-    with pytest.raises(UnusableError, match=r"Pillow.* PNG or JPEG"):
+    with pytest.raises(UnusableError, match=r"none of PNG.* PNG or JPEG"):
         check_header(b"<html>not found</html>", 8192)
 
 

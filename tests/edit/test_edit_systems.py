@@ -84,6 +84,19 @@ def test_a_held_out_sample_comes_out_as_it_did(runs: Any, system: str) -> None:
             assert STOCK not in result.arms, "it is the user's own words again"
 
 
+def test_what_holds_completions_or_replies_is_nobody_elses(runs: Any) -> None:
+    run = runs("quickstart")
+    records = [row for file in run.rglob("records.jsonl") for row in tiny_loop.rows_of(file)]
+    texts = [text for row in records for of in row["replies"].values() for text in of]
+    texts += [row["completion"] for row in records]
+    said = [json.dumps(text)[1:-1].encode() for text in texts if text]
+    telling = [p for p in run.rglob("*") if p.is_file() and any(s in p.read_bytes() for s in said)]
+    assert {path.relative_to(run).parts[0] for path in telling} >= {"evaluation", "judge"}
+    for path in telling:
+        inside = [path, *(folder for folder in path.parents if folder.is_relative_to(run / ""))]
+        assert any(place.stat().st_mode & 0o77 == 0 for place in inside if place != run), path
+
+
 def test_a_picture_is_read_and_written_as_codes(runs: Any) -> None:
     run = runs("tiny_earl")
     for result in asked_again(run, arms=True):

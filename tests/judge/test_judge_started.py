@@ -110,11 +110,17 @@ def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch)
     held.close()
 
 
-def test_it_is_no_rank_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_no_rank_of_the_run_and_gets_no_key_that_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("KEPT", "yes")
-    script = "import os; print(os.environ.get('WORLD_SIZE'), os.environ['KEPT'])"
-    assert ": None yes\n" in refusal_of(config_of(*python(script)), tmp_path / "l")
+    for name in ("KEPT", "WANDB_API_KEY", "DB_PASS", "HF_TOKEN", "MY_JUDGE_KEY"):
+        monkeypatch.setenv(name, "of-" + "1234567890")
+    seen = "[n for n in sorted(os.environ) if os.environ[n].startswith('of-12')]"
+    script = f"import os; print(os.environ.get('WORLD_SIZE'), {seen})"
+    config = config_of(*python(script)).model_copy(update={"api_key_env": "MY_JUDGE_KEY"})
+    found = refusal_of(config, tmp_path / "l")
+    assert ": None ['HF_TOKEN', 'KEPT', 'MY_JUDGE_KEY']\n" in found, found
 
 
 def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -42,8 +42,6 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (EDITOR, ["evaluation.top_k=5"], ["evaluation.top_k"]),
     (EDITOR, ["evaluation.top_k=5", "evaluation.temperature=1"], []),
     (EDITOR, ["checkpoint.push_to_hub_repo_id=me/mine"], ["push_to_hub_repo_id"]),
-    (EDITOR, ["checkpoint.keep=model", "checkpoint.keep_every_n_iterations=0"],
-     ["checkpoint.keep"]),
     (EDITOR, ["tracking.wandb=off"], ["wandb_project"]),
     (EDITOR, ["tracking.trackio_space=me/runs"], ["trackio_space"]),
     (EDITOR, ["optimizer.max_kept_tokens=99", "max_staleness=1"], ["max_kept_tokens"]),

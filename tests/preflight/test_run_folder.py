@@ -13,6 +13,7 @@ from tiny_messages import names
 
 from rl.files.atomic import append_line, write_atomically
 from rl.files.private import itself, private
+from rl.judge.journal import ReplyJournal
 from rl.preflight.run_folder import folder_problems, make_problems
 
 NOBODY = 65534
@@ -58,7 +59,9 @@ def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
         assert names(problem, f"base_exp_dir: {run_dir / name} ... writable")
 
 
-def test_a_file_in_its_place(tmp_path: Path) -> None:
+def test_a_file_or_the_kernel_in_its_place(tmp_path: Path) -> None:
+    for place in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / "../" * 9 / "proc/run"):
+        assert names(folder_problems(place)[0], "base_exp_dir: ... kernel")
     (tmp_path / "file").write_text("")
     [problem] = folder_problems(tmp_path / "file" / "run")
     assert names(problem, f"base_exp_dir: {tmp_path / 'file'} ... file ... folder")
@@ -88,6 +91,37 @@ def test_a_link_in_the_place_of_a_file_is_written_through_by_nobody(
     write_atomically(place, "a file of the run's own")
     assert not place.is_symlink() and mine.exists() == there
     assert not there or mine.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: append_line(path, "a line\n"),
+        lambda path: write_atomically(path, "anew"),
+        lambda path: open(path, "a", opener=private).close(),
+        lambda path: open(path, "wb", opener=itself).close(),
+        lambda path: ReplyJournal(path).put("new", "reply"),
+    ],
+)
+def test_a_snapshot_by_hard_links_is_not_written_through(tmp_path: Path, write) -> None:
+    """`cp -al run snapshot`, and one of the two goes on."""
+    mine, place = tmp_path / "mine", tmp_path / "place"
+    mine.write_text('{"key": "a", "reply": "b"}\n{"key": ')
+    mine.chmod(0o644)
+    before = mine.read_bytes()
+    os.link(mine, place)
+    write(place)
+    assert mine.read_bytes() == before and mine.stat().st_mode & 0o777 == 0o644
+    assert place.stat().st_nlink == mine.stat().st_nlink == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "place"]
+
+
+def test_a_new_run_is_its_users_alone(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    assert make_problems(tmp_path / "new/run") == make_problems(shared) == []
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "new/run", shared)]
+    assert modes == [0o700, 0o755]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_0.log", "judge/replies_0.jsonl"])

@@ -1,72 +1,70 @@
-"""The best checkpoint on held-out samples: noted, kept, and found by its name."""
+"""The best checkpoint on held-out samples: told by metrics.jsonl, kept, and found by its name."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 from tiny_checkpoints import checkpoints_in, names_in, save
 
-from rl.record.best import BEST, Best, read_best
+from rl.files.atomic import json_line
+from rl.record.best import held_out_rewards
 from rl.record.checkpoint import Checkpoints, checkpoint_of
 
 
 def save_and_measure(checkpoints: Checkpoints, rewards: dict[int, float | None]) -> None:
     for iteration, reward in rewards.items():
-        save(checkpoints, iteration)
-        checkpoints.publish(iteration, lambda: "card", reward)
+        save(checkpoints, iteration, reward=reward)
 
 
 def test_the_best_stays_however_old(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.25, 20: 0.75, 30: 0.5, 40: None, 50: 0.75, 60: 0.0})
-    assert read_best(tmp_path) == Best("step_000020", 0.75)  # of equals the earlier
     assert names_in(tmp_path) == ["step_000020", "step_000050", "step_000060"]
     found = {which: checkpoint_of(tmp_path, which).name for which in ("best", "latest", "50")}
+    # Of equals the earlier.
     assert found == {"best": "step_000020", "latest": "step_000060", "50": "step_000050"}
     save_and_measure(checkpoints, {70: 0.875, 80: 0.25})
     assert checkpoint_of(tmp_path, "best").name == "step_000070"
     assert names_in(tmp_path) == ["step_000070", "step_000080"]
 
 
-def test_one_that_is_measured_again_has_the_newer_mark(tmp_path):
+def test_beside_a_damaged_best_the_best_that_is_whole_stays(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
-    checkpoints.publish(10, lambda: "card", 0.25)
-    assert read_best(tmp_path) == Best("step_000010", 0.25)
-    save_and_measure(checkpoints, {20: 0.5})
-    assert checkpoint_of(tmp_path, "best").name == "step_000020"
+    (tmp_path / "checkpoints/step_000010/state.json").write_text("")
+    save_and_measure(checkpoints, {30: 0.25, 40: 0.0, 50: 0.0})
+    kept = ["step_000010", "step_000020", "step_000040", "step_000050"]
+    assert names_in(tmp_path) == kept
 
 
-def test_one_that_is_gone_makes_room_for_a_worse(tmp_path):
+def test_a_line_that_is_written_again_counts_and_one_that_is_gone_does_not(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
-    save_and_measure(checkpoints, {10: 0.75, 20: 0.25})
-    (tmp_path / "checkpoints" / "step_000010").rename(tmp_path / "elsewhere")
+    save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
+    metrics = tmp_path / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write(json_line({"iteration": 10, "eval/reward": 0.25}))
+    assert checkpoint_of(tmp_path, "best").name == "step_000020"
+    (tmp_path / "checkpoints" / "step_000020").rename(tmp_path / "elsewhere")
+    assert checkpoint_of(tmp_path, "best").name == "step_000010"
+    metrics.unlink()  # as a run does that begins again: it is set aside
     with pytest.raises(ValueError, match="measured"):
         checkpoint_of(tmp_path, "best")
-    save_and_measure(checkpoints, {30: 0.125})
-    assert checkpoint_of(tmp_path, "best").name == "step_000030"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        '{"checkpoint": 3, "reward": 1}',
-        '{"checkpoint": "x", "reward": NaN}',
-        f'{{"checkpoint": "x", "reward": {10**400}}}',
-    ],
-)
-def test_a_damaged_note_is_made_anew(tmp_path, content):
+@pytest.mark.parametrize("line", ['{"iteration": 10, "eval/rew', '{"iteration": "10"}', ""])
+def test_what_may_be_the_best_stays(tmp_path, capfd, line):
+    """Nobody knows how good a checkpoint is whose line is damaged or gone."""
     checkpoints = checkpoints_in(tmp_path)
-    (tmp_path / BEST).write_text(content)
-    save_and_measure(checkpoints, {10: 0.25})
-    assert json.loads((tmp_path / BEST).read_text()) == {
-        "checkpoint": "step_000010",
-        "reward": 0.25,
-    }
+    save_and_measure(checkpoints, {10: 0.75})
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    save_and_measure(checkpoints, {20: 0.25, 30: None, 40: None, 50: 0.125})
+    assert names_in(tmp_path) == ["step_000010", "step_000020", "step_000040", "step_000050"]
+    assert capfd.readouterr().err.count("step_000010 stays: metrics.jsonl") == 1
+
+
+@pytest.mark.parametrize("reward", ["NaN", "true", '"high"', str(10**400), "1e300", "[1]"])
+def test_a_reward_that_no_run_writes_is_none(tmp_path, reward):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 3, "eval/reward": {reward}}}\n')
+    assert held_out_rewards(tmp_path) == {0: None, 3: None}
 
 
 def test_what_is_asked_for_and_not_there_is_named(tmp_path):
@@ -81,9 +79,3 @@ def test_what_is_asked_for_and_not_there_is_named(tmp_path):
     (tmp_path / "checkpoints" / "step_000010" / "state.json").unlink()
     with pytest.raises(ValueError, match=r"step_000010 .*state.json is missing"):
         checkpoint_of(tmp_path, "best")
-
-
-def test_a_model_that_stays_alone_is_found_by_its_number(tmp_path):
-    checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=10, keep="model")
-    save_and_measure(checkpoints, {10: None, 20: None, 30: 0.5})
-    assert checkpoint_of(tmp_path, "10") == tmp_path / "models" / "step_000010"

@@ -103,7 +103,8 @@ def test_a_damaged_newest_is_named_and_passed_over(tmp_path, capfd, damage, word
     # The iteration is done again and replaces the damaged one.
     assert save(checkpoints, 20) == newest
     assert problem_of(newest) is None and checkpoints.latest() == newest
-    assert names_in(tmp_path) == ["step_000010", "step_000020"]
+    aside = f"damaged-{newest.name}"
+    assert names_in(tmp_path) == [aside, "step_000010", "step_000020"]
 
 
 def test_a_model_is_found_in_a_run_a_checkpoint_and_by_itself(tmp_path):
@@ -178,18 +179,45 @@ def test_pruning_keeps_the_newest_two_whole_ones_and_the_chosen(tmp_path):
     # A damaged one is no resume point and does not count as one of the two.
     _truncate(tmp_path / "checkpoints" / "step_000070")
     save(checkpoints, 90)
-    assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 90)]
+    assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70, 90)]
 
 
-def test_of_what_stays_for_ever_the_model_may_be_all(tmp_path):
-    checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=20, keep="model")
-    for iteration in range(10, 80, 10):
+def test_what_somebody_put_into_a_checkpoint_is_never_deleted(tmp_path, capfd):
+    """People merge an adapter in its own folder, and keep notes there."""
+    checkpoints = checkpoints_in(tmp_path)
+    folder = tmp_path / "checkpoints"
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "w").write_text("mine")
+
+    def add(name: str) -> Callable[[Path], None]:
+        def write(step: Path) -> None:
+            (step / name).parent.mkdir(parents=True, exist_ok=True)
+            (step / name).write_text("mine")
+
+        return write
+
+    changes: list[Callable[[Path], object]] = [
+        add("model/notes.txt"),
+        add("model/merged/mine.safetensors"),
+        add("model/.hidden"),
+        add("model/adapter_model.bin"),  # changed
+        lambda step: (step / "model/linked").symlink_to(tmp_path / "weights"),
+        lambda step: add("model/notes.txt")(step) or _lose_manifest(step),
+    ]
+    for iteration, change in enumerate(changes, start=1):
+        change(save(checkpoints, iteration))
+    for iteration in (8, 9, 10, 11):
         save(checkpoints, iteration)
-    assert names_in(tmp_path) == ["step_000060", "step_000070"]
-    models = tmp_path / "models"
-    assert sorted(path.name for path in models.iterdir()) == ["step_000020", "step_000040"]
-    assert (models / "step_000020" / "adapter_model.bin").read_text() == "20" * 100
-    assert problem_of(checkpoints.latest()) is None
+    said = capfd.readouterr().err
+    kept = [f"step_{n:06d}" for n in (*range(1, len(changes) + 1), 10, 11)]
+    assert names_in(tmp_path) == kept
+    assert all(said.count(f"{name} stays: ") == 1 for name in kept[:-2])
+    # Also where the iteration is done again.
+    mine = folder / "step_000001/model/notes.txt"
+    _lose_manifest(mine.parents[1])
+    save(checkpoints, 1)
+    assert (folder / "damaged-step_000001/model/notes.txt").read_text() == "mine"
+    assert (tmp_path / "weights" / "w").read_text() == "mine"
 
 
 def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new(tmp_path, monkeypatch, capfd):
@@ -375,6 +403,6 @@ def test_keys_in_the_environment_do_not_reach_a_checkpoint(tmp_path, monkeypatch
         "trained with sk-0123456789abcdef",
     )
     path = checkpoints.save(point)
-    checkpoints.publish(1, lambda: "scored with sk-0123456789abcdef", None)
+    checkpoints.publish(1, lambda: "scored with sk-0123456789abcdef")
     assert checkpoints.load(path).meta == {"config": {"note": "uses <SOME_API_KEY>"}}
     assert all(b"sk-0123" not in file.read_bytes() for file in path.rglob("*") if file.is_file())

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+import tiny_checkpoints
 from tiny_messages import names
 
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import rng_state
-from rl.record.checkpoint import Checkpoints, ResumePoint
+from rl.record.checkpoint import Checkpoints
 
 
 class _Hub:
@@ -64,10 +63,8 @@ def save(checkpoints: Checkpoints, iteration: int, final: bool = False) -> None:
     def write_model(model: Path) -> None:
         (model / "adapter_model.safetensors").write_text(str(iteration))
 
-    tensors = {"w": torch.ones(1)}
-    point = ResumePoint(iteration, tensors, {}, [rng_state()], write_model, "no card yet")
-    checkpoints.save(point, final)
-    checkpoints.publish(iteration, lambda: "card", None, final)
+    tiny_checkpoints.save(checkpoints, iteration, write_model, final)
+    checkpoints.publish(iteration, lambda: "card", final)
 
 
 def model_of(iteration: int) -> dict[str, str]:

@@ -80,6 +80,7 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
     staged = [p for p in (tmp_path / "run" / "wandb" / "artifacts").rglob("*") if p.is_file()]
     pictures = [path for path in staged if path.read_bytes().startswith(b"\x89PNG")]
     assert len(pictures) == 3  # source, target and rendered wait for `wandb sync` beside the run
+    assert (tmp_path / "run" / "wandb").stat().st_mode & 0o777 == 0o700, "it holds completions"
     for path in tmp_path.rglob("*"):
         if path.is_file():
             data = path.read_bytes()

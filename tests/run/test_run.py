@@ -136,19 +136,3 @@ def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_pat
     run.writer.flush()
     assert len(seen) == 2, "the group's completion and its bare arm"
     assert all(one.image is kept.image and not one.prompt.model_inputs for one in seen)
-
-
-@pytest.mark.parametrize(("last_line", "reward"), [(4, 0.75), (3, None)])
-def test_a_checkpoint_is_measured_by_its_own_held_out_run(
-    tmp_path: Path, last_line: int, reward: float | None
-) -> None:
-    """A run that is stopped in the held-out run of 4 iterations has the line of 3."""
-    run = Run.__new__(Run)
-    run.dist, run.num_iterations, run.writer = Dist(), 9, BackgroundWriter(tmp_path)
-    run.record = SimpleNamespace(config=run_config().model_dump(mode="json"))
-    run.checkpoints = MagicMock()
-    run.last_metrics, run.last_line = {"eval/reward": 0.75}, last_line
-    run.publish(4)
-    run.writer.flush()
-    (iteration, _, measured, final), _ = run.checkpoints.publish.call_args
-    assert (iteration, measured, final) == (4, reward, False)

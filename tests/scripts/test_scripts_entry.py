@@ -46,8 +46,9 @@ def rl_here(monkeypatch, capsys) -> Callable[..., Said]:
     """`rl` in this process, which runs the module that it would become."""
 
     def become(_: str, words: list[str]) -> None:
-        sys.argv = words[2:]
-        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+        words = words[words.index("-m") + 1 :]
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
     def run(*words: str) -> Said:
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
@@ -105,6 +106,37 @@ def test_every_command_helps_itself(name: str, rl_here: Callable[..., Said]) -> 
     assert done.returncode == 0, done.stderr
     spelt = "python -m rl.simple_launch" if "launch" in COMMANDS[name].module else f"rl {name}"
     assert done.stdout.startswith(f"usage: {spelt} ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["rl", "report"], ["rl", "runs"], ["rl.commands.report"]])
+def test_nothing_is_imported_from_a_run_folder_that_one_looks_at(
+    command: list[str], tmp_path: Path
+) -> None:
+    """Also where PYTHONPATH names the working folder; `python -m` itself imports some of the
+    standard library from there before any line of ours."""
+    modules = ["PIL", "numpy", "jinja2", "pydantic", "markupsafe", "argparse", "json", "difflib"]
+    modules += ["contextlib", "inspect", "rl", "usercustomize"] if command[0] == "rl" else []
+    for name in modules:
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'ran')!r}, 'a').write('{name}')"
+        )
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    (tmp_path / "config.json").write_text("{}")
+    rows = [f'{{"iteration": {n}, "reward/mean": 0.5}}\n' for n in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    path = f"{ROOT}:" if command[0] != "rl" else str(ROOT)
+    safe = ["-P"] if command[0] == "rl" else []
+    done = subprocess.run(
+        [sys.executable, *safe, "-m", *command, "."],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+    assert command[-1] == "runs" or (tmp_path / "report/reward_curve.png").is_file()
 
 
 def test_check_needs_no_torch(without_torch: dict[str, str], tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.commands import export
 from rl.engines.transformers import TransformersEngine
+from rl.files.atomic import append_line, json_line
 from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen_vl import loading
-from rl.record.best import note_if_best
 from rl.record.checkpoint import _seal, model_folder
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import MadeConfig
@@ -322,19 +322,6 @@ def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_model_that_was_kept_alone_leaves_too(tmp_path: Path) -> None:
-    """Under `checkpoint.keep: 'model'`."""
-    run = checkpoint(tmp_path, make_policy(), SECTION)
-    (run / "models").mkdir()
-    shutil.move(run / "checkpoints" / "step_000002" / "model", run / "models" / "step_000002")
-    shutil.rmtree(run / "checkpoints")
-    (run / "config.json").write_text(json.dumps({"format": 3, "policy": SECTION}))
-    export.main([str(run), str(tmp_path / "out"), "--checkpoint", "2"])
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "A qwen2_5_vl policy after 2 iterations" in card
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-
-
 def test_the_best_checkpoint_leaves(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, make_policy(), SECTION)
     step = run / "checkpoints" / "step_000002"
@@ -343,7 +330,10 @@ def test_the_best_checkpoint_leaves(tmp_path: Path) -> None:
     (newest / "state.json").write_text(json.dumps(state | {"iteration": 6}))
     (newest / "manifest.json").unlink()
     _seal(newest)
-    assert note_if_best(run, step, 0.9) and not note_if_best(run, newest, 0.5)
+    for iteration, reward in ((2, 0.9), (6, 0.5)):
+        append_line(
+            run / "metrics.jsonl", json_line({"iteration": iteration, "eval/reward": reward})
+        )
     for which, iterations in (("best", 2), ("latest", 6)):
         export.main([str(run), str(tmp_path / which), "--as", "adapter", "--checkpoint", which])
         card = (tmp_path / which / "README.md").read_text()

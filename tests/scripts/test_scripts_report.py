@@ -61,6 +61,7 @@ def record(identity: str, reward: float | None, category: str) -> dict[str, obje
 
 def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert report.main([str(run_dir)]) == 0
+    assert (run_dir / "report").stat().st_mode & 0o777 == 0o700, "it holds completions"
     lines = capsys.readouterr().out.splitlines()
     assert names(lines[0], "0 to 1 ... 8 iterations")
     # s0, s1, s3: gains 0.8, 0.2, 0.0. All draws but 1 in 27 lie between three of the least and

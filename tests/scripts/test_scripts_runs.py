@@ -21,11 +21,11 @@ from tiny_run import episode, run_config
 from rl.commands import runs
 from rl.commands.runs import age_text, main, size_text
 from rl.config.schema import CheckpointConfig
+from rl.files.atomic import json_line
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
-from rl.record.best import note_if_best
 from rl.record.checkpoint import Checkpoints, ResumePoint
-from rl.record.prune import plan, remove, steps_that_stay
+from rl.record.prune import plan, remove
 from rl.record.run_lock import LOCKS
 from rl.record.run_summary import look
 
@@ -33,7 +33,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HOUR_S = 3600.0
 
 
-def make_run(folder: Path, steps: tuple[int, ...] = (1, 2), age_h: float = 0.0) -> Path:
+def make_run(
+    folder: Path,
+    steps: tuple[int, ...] = (1, 2),
+    rewards: tuple[float | None, ...] = (0.25, 0.75, 0.5),
+    age_h: float = 0.0,
+) -> Path:
     """A run of three iterations, as a run writes it."""
     from rl.record.run_record import RunRecord
 
@@ -49,7 +54,7 @@ def make_run(folder: Path, steps: tuple[int, ...] = (1, 2), age_h: float = 0.0) 
     record.claim()
     record.write_config()
     checkpoints = Checkpoints(folder, CheckpointConfig(keep_every_n_iterations=1), Dist())
-    for iteration, reward in enumerate((0.25, 0.75, 0.5), start=1):
+    for iteration, reward in enumerate(rewards, start=1):
         record.write_episodes(iteration, [[episode(), episode()]], [[0.5, -0.5]])
         record.write_metrics(iteration, {"eval/reward": reward})
         if iteration in steps:
@@ -158,7 +163,7 @@ def test_what_is_damaged_newer_or_no_run_is_named_and_left_alone(tmp_path: Path,
     before = tree(tmp_path)
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert main(["prune", str(tmp_path), "--keep-last", "0", "--pictures", "--yes"]) == 0
+    assert main(["prune", str(tmp_path), "--yes"]) == 0
     for parts in (
         "config: ... config.json ... damaged",
         "format 99",
@@ -169,7 +174,7 @@ def test_what_is_damaged_newer_or_no_run_is_named_and_left_alone(tmp_path: Path,
     assert "checkpoint 2 is damaged" in " ".join(out.split()) and "a file" not in out
     assert "\nlines                         4/3            0.500" in out
     lost = {name.split("/")[0] for name in gone(before, tmp_path)}
-    assert lost == {"lines", "steps"}
+    assert lost == {"lines"}
 
 
 def test_foreign_names_are_text_and_every_line_fits(tmp_path: Path, capsys) -> None:
@@ -180,7 +185,7 @@ def test_foreign_names_are_text_and_every_line_fits(tmp_path: Path, capsys) -> N
     (run / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil\nname\x07").mkdir()
     main([str(tmp_path)])
-    main(["prune", str(tmp_path), "--pictures", "--yes"])
+    main(["prune", str(tmp_path), "--yes"])
     lines = capsys.readouterr().out.split("\n")
     assert all(line.isprintable() for line in lines)
     assert max(map(cell_len, lines)) <= 80, max(lines, key=cell_len)
@@ -197,20 +202,16 @@ def test_one_run_may_be_named_and_a_folder_that_is_not_there_is_said(
     assert "APP__BASE_EXP_DIR" in capsys.readouterr().err
 
 
-def test_nothing_goes_without_a_rule_or_a_yes(tmp_path: Path, capsys, monkeypatch) -> None:
-    make_run(tmp_path / "a")
+def test_nothing_goes_without_a_yes(tmp_path: Path, capsys, monkeypatch) -> None:
+    make_run(tmp_path / "a", steps=(1, 2, 3))
     before = tree(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        main(["prune", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        main(["prune", str(tmp_path), "--yes"])
     for text in ("", "n\n", "\n", "yess\n"):
         answer(monkeypatch, text)
-        assert main(["prune", str(tmp_path), "--keep-last", "0"]) == 1
+        assert main(["prune", str(tmp_path)]) == 1
         assert "nothing was deleted" in capsys.readouterr().out
     assert not gone(before, tmp_path)
     answer(monkeypatch, "y\n")
-    assert main(["prune", str(tmp_path), "--keep-last", "0"]) == 0
+    assert main(["prune", str(tmp_path)]) == 0
     assert gone(before, tmp_path)
 
 
@@ -220,114 +221,89 @@ def test_what_goes_is_what_was_shown_and_frees_as_much(tmp_path: Path, capsys) -
     aside.mkdir()
     (aside / "state.json").write_text("x" * 1000)
     before, size = tree(run), look(run).num_bytes
-    assert main(["prune", str(tmp_path), "--pictures", "--checkpoints-but-latest", "--yes"]) == 0
+    assert main(["prune", str(tmp_path), "--yes"]) == 0
     out = capsys.readouterr().out
     lost = gone(before, run)
-    assert {name for name in lost if name.startswith("images")} == {
-        name for name in before if name.startswith("images/")
-    }
-    assert {name.split("/")[1] for name in lost if name.startswith("checkpoints")} == {
-        "step_000001",
-        "step_000002",
-        aside.name,
-    }
-    assert {name.split("/")[0] for name in lost} == {"images", "checkpoints"}
+    assert {name.split("/")[0] for name in lost} == {"checkpoints"}
+    assert {name.split("/")[1] for name in lost} == {"step_000001", aside.name}
     freed = size - look(run).num_bytes
     assert f"frees {size_text(freed)}\n" in out and f"freed {size_text(freed)} in" in out
-    assert "12 pictures (" in out and "3 checkpoints .tmp-pruned-step_000001, step_" in out
+    assert "a: .tmp-pruned-step_000001, step_000001 (" in out
     latest = Checkpoints(run, CheckpointConfig(), Dist()).latest()
     assert latest is not None and latest.name == "step_000003"
 
 
-def test_rules_say_which_runs_and_which_things(tmp_path: Path) -> None:
-    for name, age_h in (("new", 1), ("mid", 30), ("old", 100)):
-        make_run(tmp_path / name, age_h=age_h)
-
-    def after(*rule: str) -> set[str]:
-        before = tree(tmp_path)
-        assert main(["prune", str(tmp_path), *rule, "--yes"]) == 0
-        return {"/".join(name.split("/")[:2]) for name in gone(before, tmp_path)}
-
-    assert after("--keep-last", "3") == set()
-    assert after("--older-than", "3d", "--pictures") == {"old/images"}
-    assert after("--keep-last", "1", "--older-than", "40h") == {"old/checkpoints"}
-    assert after("--keep-last", "1", "--checkpoints-but-latest") == {"mid/checkpoints"}
-    assert after("--pictures") == {"new/images", "mid/images"}
-    assert after("--older-than", "0h") == {"new/checkpoints"}
-
-
 def test_the_newest_whole_checkpoint_stays_however_the_newer_ones_look(tmp_path: Path) -> None:
     """Damage that only a sha256 shows is damage."""
-    run = make_run(tmp_path / "a", steps=(1, 2, 3))
+    run = make_run(tmp_path / "a", steps=(1, 2, 3), rewards=(None, None, None))
     weights = run / "checkpoints/step_000003/state.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     before = tree(run)
-    planned = plan(look(run), ["checkpoints"])
-    assert [going.path.name for going in planned.going] == ["step_000001"]
+    planned = plan(look(run))
+    assert [path.name for path in planned.going] == ["step_000001"]
     assert [line[:12] for line in planned.left] == ["step_000002:", "step_000003:"]
     assert "newest" in planned.left[0] and "damaged" in planned.left[1]
-    assert remove(planned, ["checkpoints"], print) > 0
+    assert remove(planned, print) > 0
     assert {name.split("/")[1] for name in gone(before, run)} == {"step_000001"}
     for step in (2, 3):
         (run / f"checkpoints/step_{step:06d}/state.json").write_text("")
-    [why] = set(steps_that_stay(run).values())
-    assert "no checkpoint" in why
-    assert plan(look(run), ["checkpoints"]).going == []
+    planned = plan(look(run))
+    assert not planned.going and {line[12:] for line in planned.left} == {" no checkpoint is whole"}
 
 
-def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", steps=(1, 2, 3))
-    assert note_if_best(run, run / "checkpoints/step_000001", 0.9)
+def test_the_best_checkpoint_stays_and_so_does_what_may_be_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=(1, 2, 3), rewards=(0.9, 0.1, 0.2))
     before = tree(run)
-    assert main(["prune", str(run), "--checkpoints-but-latest", "--yes"]) == 0
+    torn = json_line({"iteration": 2, "eval/reward": 0.1}) + '{"iteration": 1, "eval\n'
+    torn += json_line({"iteration": 3, "eval/reward": 0.2})
+    for metrics in ("", torn):
+        kept = (run / "metrics.jsonl").read_text()
+        (run / "metrics.jsonl").write_text(metrics)
+        planned = plan(look(run))
+        assert [path.name for path in planned.going] == ["step_000002"] * bool(metrics)
+        assert "step_000001: metrics.jsonl" in planned.left[0]
+        (run / "metrics.jsonl").write_text(kept)
+    assert main(["prune", str(run), "--yes"]) == 0
     assert {name.split("/")[1] for name in gone(before, run)} == {"step_000002"}
-    best, newest = steps_that_stay(run).values()
-    assert "best" in best and "newest" in newest
+    assert "best" in plan(look(make_run(tmp_path / "b", (1, 2, 3), (0.9, 0.1, 0.2)))).left[0]
 
 
 def test_a_run_that_is_used_is_left_alone_also_when_it_begins_after_the_question(
     tmp_path: Path, capsys
 ) -> None:
-    run = make_run(tmp_path / "a")
+    run = make_run(tmp_path / "a", steps=(1, 2, 3))
     before = tree(run)
-    planned = plan(look(run), ["pictures", "checkpoints"])
+    planned = plan(look(run))
     assert planned.going
     held = FileLock(run / ".lock")
     with held:
         said: list[str] = []
-        assert remove(planned, ["pictures", "checkpoints"], said.append) == 0
+        assert remove(planned, said.append) == 0
         assert len(said) == 1 and said[0].startswith("a: running")
-        assert main(["prune", str(tmp_path), "--pictures", "--yes"]) == 0
+        assert main(["prune", str(tmp_path), "--yes"]) == 0
         assert "left alone: running" in capsys.readouterr().out
     assert not gone(before, run)
 
 
 def test_what_a_run_wrote_since_the_question_stays(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    planned = plan(look(run), ["pictures", "checkpoints"])
-    save(Checkpoints(run, CheckpointConfig(keep_every_n_iterations=1), Dist()), 3)
-    new = run / "images/it_000003/rank0_g09_m0.png"
-    new.write_text("new")
-    assert remove(planned, ["pictures", "checkpoints"], print) > 0
-    assert new.is_file() and (run / "checkpoints/step_000002").is_dir()
+    run = make_run(tmp_path / "a", steps=(1, 3))
+    planned = plan(look(run))
+    save(Checkpoints(run, CheckpointConfig(keep_every_n_iterations=1), Dist()), 2)
+    assert remove(planned, print) > 0
     assert not (run / "checkpoints/step_000001").exists()
+    assert (run / "checkpoints/step_000002").is_dir()
 
 
-def test_what_bears_no_name_of_a_run_stays_and_links_are_not_followed(tmp_path, capsys) -> None:
+def test_what_the_run_did_not_write_stays_and_links_are_not_followed(tmp_path, capsys) -> None:
     outside = tmp_path / "outside"
-    (outside / "it_000009").mkdir(parents=True)
-    treasures = [outside / "it_000009/rank0_g00_m0.png", outside / "state.json"]
-    for treasure in treasures:
-        treasure.write_text("precious")
+    outside.mkdir()
+    (outside / "state.json").write_text("precious")
     folder = tmp_path / "runs"
-    run = make_run(folder / "a", steps=(1, 2, 3))
+    run = make_run(folder / "a", steps=(1, 2, 3), rewards=(None, None, None))
     mine = [
-        run / "images/it_000001/favourite.png",
-        run / "images/it_000001/rank0_g00_m0.png.txt",
-        run / "images/best/rank0_g00_m0.png",
-        run / "checkpoints/step_000001/notes.txt",
+        run / "checkpoints/step_000001/model/merged/my.safetensors",
         run / "checkpoints/step_12/state.json",
         run / "checkpoints/.tmp-mine/state.json",
         run / "models/step_000001/adapter.bin",
@@ -335,60 +311,55 @@ def test_what_bears_no_name_of_a_run_stays_and_links_are_not_followed(tmp_path, 
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    (run / "images/it_000009").symlink_to(outside / "it_000009")
-    (run / "images/it_000002/rank0_g00_m9.png").symlink_to(treasures[0])
-    (run / "checkpoints/step_000002/model/adapter_model.bin").unlink()
-    (run / "checkpoints/step_000002/model/adapter_model.bin").symlink_to(treasures[1])
-    linked = make_run(tmp_path / "elsewhere")
-    (folder / "link").symlink_to(linked)
-    (make_run(folder / "b") / "images").rename(tmp_path / "pictures of b")
-    (folder / "b/images").symlink_to(tmp_path / "pictures of b")
+    (run / "checkpoints/.tmp-step_000009").symlink_to(outside)
+    linked = run / "checkpoints/step_000002/model/adapter_model.bin"
+    linked.rename(outside / "adapter_model.bin")
+    linked.symlink_to(outside / "adapter_model.bin")  # of the same size
+    (folder / "link").symlink_to(make_run(tmp_path / "elsewhere", (1, 2, 3)))
+    (make_run(folder / "b", (1, 2, 3)) / "checkpoints").rename(tmp_path / "steps of b")
+    (folder / "b/checkpoints").symlink_to(tmp_path / "steps of b")
     before = tree(tmp_path)
-    assert main(["prune", str(folder), "--keep-last", "0", "--yes"]) == 0
-    lost = gone(before, tmp_path)
-    assert {"/".join(name.split("/")[:4]) for name in lost if "/images/" not in name} == {
-        "runs/b/checkpoints/step_000001"
-    }
-    assert {name.split("/")[1] for name in lost if "/images/" in name} == {"a"}
-    assert all(path.read_text() == "mine" for path in mine)
-    assert (run / "images/it_000002/rank0_g00_m9.png").is_symlink()
+    assert main(["prune", str(folder), "--yes"]) == 0
+    assert not gone(before, tmp_path)
     out = " ".join(capsys.readouterr().out.split())
-    assert names(out, "images/best ... link: ... left alone: ... images is a link ... and 3 more")
+    assert names(out, "a: nothing goes ... merged/my.safetensors ... adapter_model.bin")
+    assert names(out, "b: nothing goes ... checkpoints is a link ... link: ... is a link")
 
 
-def test_what_cannot_be_deleted_is_said_and_the_rest_goes(tmp_path, capsys, monkeypatch) -> None:
-    run = make_run(tmp_path / "a")
-    real = Path.unlink
+def test_what_cannot_be_deleted_is_said_before_or_after(tmp_path, capsys, monkeypatch) -> None:
+    run = make_run(tmp_path / "a", steps=(1, 2, 3))
+    with monkeypatch.context() as of_another:  # root may delete anything, and tests may be root's
+        of_another.setattr("os.access", lambda path, _: "checkpoints" not in str(path))
+        assert main(["prune", str(tmp_path), "--yes"]) == 0
+    assert names(capsys.readouterr().out, "left alone: ... may not delete ... nothing to delete")
 
-    def refuse(path: Path, **options: bool) -> None:
-        if path.name == "rank0_g00_m0.png" and path.parent.name == "it_000002":
-            raise PermissionError(13, "Permission denied", str(path))
-        real(path, **options)
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "unlink", refuse)
-    assert main(["prune", str(tmp_path), "--pictures", "--yes"]) == 1
-    assert names(capsys.readouterr().err, "rank0_g00_m0.png ... Permission denied")
-    assert [path.name for path in run.glob("images/*/*")] == ["rank0_g00_m0.png"]
+    monkeypatch.setattr("rl.record.checkpoint.shutil.rmtree", refuse)
+    assert main(["prune", str(tmp_path), "--yes"]) == 1
+    assert names(capsys.readouterr().err, "step_000001 ... Permission denied")
+    assert (run / "checkpoints/step_000002").is_dir()
 
 
 def test_a_file_system_without_locks_prunes_nothing(tmp_path: Path, monkeypatch) -> None:
-    run = make_run(tmp_path / "a")
+    run = make_run(tmp_path / "a", steps=(1, 2, 3))
 
     def refuse(_descriptor: int, _kind: int) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    planned = plan(look(run), ["pictures"])
-    assert not planned.going and "cannot be told" in planned.left[0]
+    planned = plan(look(run))
+    assert not planned.going and "locks cannot be read" in planned.left[0]
 
 
 def test_it_needs_nothing_but_what_a_check_needs(tmp_path: Path) -> None:
-    make_run(tmp_path / "a")
+    make_run(tmp_path / "a", steps=(1, 2, 3))
     blocked = ("torch", "filelock", "transformers", "safetensors", "huggingface_hub", "wandb")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
         "from rl.commands.runs import main\n"
-        "sys.exit(main(sys.argv[1:]) or main(['prune', *sys.argv[1:], '--pictures', '--yes']))"
+        "sys.exit(main(sys.argv[1:]) or main(['prune', *sys.argv[1:], '--yes']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],

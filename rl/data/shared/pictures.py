@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl.config.paths import not_a_file
-from rl.files.images import downscale, over_white
+from rl.files.images import downscale, open_picture, over_white
 from rl.record.untrusted import shown
 
 MIN_SIDE_PX = 8
@@ -25,8 +25,8 @@ MAX_FILE_SIDE_PX = 65_535
 MAX_PATH_SHOWN = 250
 HEIC_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 """Bytes 8 to 12 of such a file, after `ftyp`."""
-RUN_PROGRAMS = frozenset({"EPS"})
-"""Formats whose pixels Pillow has another program compute, from a program in the file."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""What is read, by Pillow's names; see `open_picture` for what is not."""
 
 
 class UnusableError(ValueError):
@@ -99,7 +99,8 @@ def opened(
 
 def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     try:
-        image = Image.open(io.BytesIO(located) if isinstance(located, bytes) else located)
+        file = io.BytesIO(located) if isinstance(located, bytes) else located
+        image = open_picture(file, FORMATS)
     except UnidentifiedImageError as error:
         if _is_heic(located):
             raise UnusableError(
@@ -107,7 +108,7 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
                 "'most compatible')"
             ) from error
         raise UnusableError(
-            f"{_name(located)} is not a picture Pillow can read; save it as PNG or JPEG"
+            f"{_name(located)} is none of {', '.join(FORMATS)}, or damaged; save it as PNG or JPEG"
         ) from error
     except Image.DecompressionBombError as error:
         raise UnusableError(
@@ -115,11 +116,6 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
         ) from error
     except Exception as error:
         raise UnusableError(_broken(located, error)) from error
-    if image.format in RUN_PROGRAMS:
-        raise UnusableError(
-            f"{_name(located)} is {image.format}, which another program would have to draw; save "
-            "it as PNG"
-        )
     width, height = image.size
     size = f"{_name(located)} is {width}x{height} px"
     if max(width, height) > max_side_px:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ _LOOKS: dict[PictureCheck, UsePicture] = {
     "header": check_header,
     "pixels": decode,
 }
+_UNSEEN = {"Cc", "Cf", "Me", "Mn", "Zl", "Zp", "Zs"}
+"""Unicode's categories of characters that show nothing by themselves."""
+_BLANK = "\u115f\u1160\u2800\u3164\uffa0"
+"""Letters and symbols that show nothing either."""
 _MISSING = object()
 SEVERAL = "images"
 """Where a row holds its source pictures in a list, unless the config names a column."""
@@ -220,7 +225,8 @@ class Rows:
         # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
         except Exception as error:
             return self._sentence(index, error)
-        owner = owners.setdefault(identity, self.numbers[index])
+        # One word may be spelt by several sequences of characters, which look the same.
+        owner = owners.setdefault(unicodedata.normalize("NFC", identity), self.numbers[index])
         if owner == self.numbers[index]:
             return ""
         said = f"id {identity!r} is already that of row {owner}"
@@ -348,7 +354,7 @@ def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
         text = pick(row, column)
         if not isinstance(text, str):
             raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
-        if not text.strip():
+        if all(unicodedata.category(c) in _UNSEEN or c in _BLANK for c in text):
             raise UnusableError(f"{column!r} is empty; write what is wanted")
     for column in filter(None, (*columns.texts(), *columns.hidden.values())):
         try:

@@ -24,7 +24,7 @@ def register_in_process(folder: str) -> None:
     from vllm import ModelRegistry
 
     known = ModelRegistry.models
-    config = AutoConfig.from_pretrained(folder)  # nosec B615 # a folder on this machine
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # nosec B615
     for architecture in config.architectures:
         lazy = known.get(architecture) or known.get(SERVED_AS.get(architecture, ""))
         if lazy is None:

@@ -18,7 +18,9 @@ def load_tokenizer(config: Config) -> Any:
     mend_mismatched_wheels()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(config.model_path, revision=config.revision)
+    return AutoTokenizer.from_pretrained(
+        config.model_path, revision=config.revision, trust_remote_code=False
+    )
 
 
 def load_image_processor(config: Config) -> Any:
@@ -63,6 +65,7 @@ def load_model(config: Config) -> Any:
             path,
             dtype=getattr(torch, config.dtype),
             attn_implementation={"text_config": register(), "vision_config": "sdpa"},
+            trust_remote_code=False,
             **source,
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.api.policy import LoraSection
-from rl.record.adapter_base import ADAPTER_CONFIG
+from rl.record.adapter_base import ADAPTER_CONFIG, read_config
 from rl.record.console import warn
 from rl.record.untrusted import shown
 
@@ -118,6 +118,8 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
     loading = {"is_trainable": True, "torch_device": "cpu", "key_mapping": mapping}
     where = f"policy.adapter_path: {adapter_path}"
     remedy = "name an adapter that was trained on this model (policy.model_path), or train anew"
+    if (Path(adapter_path) / ADAPTER_CONFIG).is_file():
+        read_config(Path(adapter_path))
     try:
         adapted = PeftModel.from_pretrained(model, adapter_path, **loading)
         # Once more, since only this one says what found no place.

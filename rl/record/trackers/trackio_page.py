@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.schema import RunConfig
+from rl.files.private import unshare
 from rl.record.console import warn
 from rl.record.markdown import text
 from rl.record.trackers.page import Cell, Page, call_within, is_picture, tried
@@ -77,6 +78,8 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> T
         if os.environ.pop(name, ""):
             warn(f"trackio: {name} is not heeded; a place to send to is tracking.trackio_space")
     os.environ["TRACKIO_DIR"] = str(run_dir.resolve() / "trackio")  # read at import
+    for file in (run_dir / "trackio").rglob("*.db*"):
+        unshare(file)
     pages: list[TrackioPage] = []
 
     def begin() -> None:

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
 
+from rl.record.scrub import environment_without
+
 Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_costly"]
 
 START_TIMEOUT_S = 300.0
@@ -92,6 +94,7 @@ class MathsProcess:
         script = Path(__file__).with_name("maths_worker.py")
         return subprocess.Popen(
             [sys.executable, "-P", str(script)],
+            env=environment_without(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

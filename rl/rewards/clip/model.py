@@ -44,7 +44,9 @@ class ClipModel:
             model = CLIPModel.from_pretrained(path, revision=revision, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         align_weights(self._model, device)
-        self._tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=False
+        )
         self._processor = CLIPImageProcessorPil.from_pretrained(path, revision=revision)
         self._num_rows = config.batch_size
         self._one_by_one = device == "cpu"
