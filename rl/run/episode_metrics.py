@@ -12,7 +12,7 @@ from dataclasses import astuple
 from statistics import fmean, pvariance
 from typing import TYPE_CHECKING
 
-from rl.algorithm.advantages import RewardMoments, reward_moments
+from rl.algorithm.advantages import SPREAD_TOLERANCE, RewardMoments, reward_moments
 from rl.algorithm.metrics import Metrics
 from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Episode, Status
 from rl.config.schema import RunConfig
@@ -51,7 +51,7 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
 
 def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     rewards = [e.reward for e in episodes_G if e.reward is not None]
-    zero_spread = len(set(rewards)) <= 1
+    zero_spread = not rewards or max(rewards) - min(rewards) <= SPREAD_TOLERANCE
     metrics.add("groups/zero_spread", float(zero_spread))
     metrics.add("groups/dead", float(zero_spread and max(rewards, default=1.0) < HALF_MARKS))
     metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
