@@ -27,6 +27,7 @@ from rl.config.schema import RunConfig
 from rl.engines.vllm import start
 from rl.engines.vllm import weights as vllm_weights
 from rl.engines.vllm.config import GRID, Config
+from rl.files.weights import fingerprint
 from rl.meter import flop_meter
 from rl.meter.flops import LanguageModel, sampling_work
 from rl.ranks.wheels import mend_mismatched_wheels
@@ -368,10 +369,16 @@ class VllmEngine(Engine[Config]):
         was, under an adapter the whole base."""
         if weights.kind != self._kind:
             raise ValueError(f"this engine was started for another kind than {weights.kind!r}")
-        if self._serves_adapter:
+        lora = self._setup.policy.config.lora
+        if self._serves_adapter and lora is not None:
+            if fingerprint(weights.tensors) != weights.fingerprint:
+                raise RuntimeError(
+                    "the adapter that reached the inference engine is not the one that the trainer "
+                    "sent: its tensors no longer have its fingerprint. Hand them on unchanged"
+                )
             clones = {name: tensor.clone() for name, tensor in weights.tensors.items()}
             [self._expected] = self._llm.collective_rpc(
-                vllm_weights.put_lora, args=(clones, weights.lora_config)
+                vllm_weights.put_lora, args=(clones, weights.lora_config, lora.alpha / lora.r)
             )
         else:
             self._llm.collective_rpc(

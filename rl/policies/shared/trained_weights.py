@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.policy import Policy, PolicyConfigT
 from rl.api.types import PolicyWeights
-from rl.files.weights import align_weights
+from rl.files.weights import align_weights, fingerprint
 from rl.policies.shared import adapters
 from rl.record.adapter_base import noted
 
@@ -83,7 +83,7 @@ class TrainedWeights(Policy[PolicyConfigT]):
             tensors=named,
             lora_config=self._lora_config() if self.module.adapted else None,
             version=version,
-            fingerprint=adapters.fingerprint(named),
+            fingerprint=fingerprint(named),
         )
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
