@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TypeVar
 
 import numpy as np
-
-Name = TypeVar("Name", bound=Hashable)
 
 LEAST_FALL = 0.02
 """Reward (0..1), a fifth of a judge's mark of ten: less is not worth anybody's attention, however
@@ -45,9 +42,12 @@ class Paired:
         return self.mean > max(LEAST_FALL, student(NUM_ERRORS, self.num_clusters - 1) * self.error)
 
 
-def paired(differences_S: Sequence[float], names_S: Sequence[Sequence[Name]]) -> Paired | None:
-    """`names_S`: of what each sample shows, at least one. The error is cluster-robust (Liang and
-    Zeger 1986), of samples that share nothing the usual one. None: nothing to compare."""
+def paired(
+    differences_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None = None
+) -> Paired | None:
+    """None: nothing to compare. `names_S`: of what each sample shows, at least one; None: nothing
+    is shared. The error is cluster-robust (Liang and Zeger 1986): of samples that share nothing it
+    is the usual one."""
     if not differences_S:
         return None
     sums_C, sizes_C = _by_cluster(differences_S, names_S)
@@ -61,7 +61,7 @@ def paired(differences_S: Sequence[float], names_S: Sequence[Sequence[Name]]) ->
 
 
 def interval(
-    values_S: Sequence[float], names_S: Sequence[Sequence[Name]]
+    values_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None = None
 ) -> tuple[float, float] | None:
     """95 % interval of the mean: percentiles of a bootstrap that draws clusters, always the same
     draws, further out where clusters are few (Hesterberg 2015, section 4.2). None for one cluster,
@@ -85,7 +85,7 @@ def interval(
 
 def student(z: float, num_free: int) -> float:
     """The quantile of Student's t that is as rare as the normal's z > 0 (Abramowitz and Stegun
-    26.7.5): 2 % too small for 4 degrees of freedom at z = 3, exact for many."""
+    26.7.5): at z = 3 it is 2 % too small for 3 degrees of freedom, far too small for 1."""
     orders = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
@@ -96,12 +96,14 @@ def student(z: float, num_free: int) -> float:
 
 
 def _by_cluster(
-    values_S: Sequence[float], names_S: Sequence[Sequence[Name]]
+    values_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(sums_C, sizes_C) float64."""
-    parents: dict[Name, Name] = {}
+    if names_S is None:
+        return np.array(values_S, dtype=np.float64), np.ones(len(values_S))
+    parents: dict[Hashable, Hashable] = {}
 
-    def root(name: Name) -> Name:
+    def root(name: Hashable) -> Hashable:
         while (parent := parents.setdefault(name, name)) != name:
             name = parent
         return name
@@ -109,7 +111,8 @@ def _by_cluster(
     for first, *others in names_S:
         for other in others:
             parents[root(other)] = root(first)
-    sums: dict[Name, list[float]] = {}
+    sums: dict[Hashable, list[float]] = {}
     for value, names in zip(values_S, names_S, strict=True):
         sums.setdefault(root(names[0]), []).append(value)
-    return np.array([sum(v) for v in sums.values()]), np.array([float(len(v)) for v in sums.values()])
+    clusters = sums.values()
+    return np.array([sum(v) for v in clusters]), np.array([float(len(v)) for v in clusters])

@@ -17,6 +17,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
+from rl.algorithm.paired import interval
 from rl.files.images import downscale, png_bytes
 from rl.record.model_card import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report.figures import draw_curve
@@ -25,9 +26,10 @@ from rl.report.reading import (
     other_sources,
     read_evaluations,
     read_named,
+    shown_of,
     words_of,
 )
-from rl.report.summary import compare, interval
+from rl.report.summary import compare
 
 PICTURES_FOLDER = "pictures"
 NUM_SAMPLES_SHOWN = 6
@@ -48,7 +50,7 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         return None
     before, after = made[0], made[-1]
     learnt = [
-        comparison(change.name, *zip(*change.rewards, strict=True))
+        comparison(change.name, *zip(*change.rewards, strict=True), change.shown)
         for change in compare(before, after)
     ]
     graded_both = learnt[0].num_samples if learnt else 0
@@ -88,10 +90,17 @@ def _readable(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, records=records)
 
 
-def comparison(name: str, old_N: Sequence[float], new_N: Sequence[float]) -> Comparison:
-    """Means of both, and 95 % of their difference over the samples."""
+def comparison(
+    name: str,
+    old_N: Sequence[float],
+    new_N: Sequence[float],
+    shown_N: Sequence[Sequence[str]] | None = None,
+) -> Comparison:
+    """Means of both, and 95 % of their difference over the samples. `shown_N`: hashes of what each
+    sample shows; None: no two share anything."""
     gains_N = [new - old for old, new in zip(old_N, new_N, strict=True)]
-    return Comparison(name, len(gains_N), fmean(old_N), fmean(new_N), interval(gains_N))
+    span = interval(gains_N, shown_N)
+    return Comparison(name, len(gains_N), fmean(old_N), fmean(new_N), span)
 
 
 def _arms(after: Evaluation) -> list[Comparison]:
@@ -102,7 +111,7 @@ def _arms(after: Evaluation) -> list[Comparison]:
         ("bare_reward", "this model, given the user's own words as they are (bare)"),
     ):
         pairs = [
-            (record[key], record["reward"])
+            (record[key], record["reward"], shown_of(record) or [record["id"]])
             for record in after.records.values()
             if record.get(key) is not None and record.get("reward") is not None
         ]

@@ -1,8 +1,7 @@
-"""Which keys of a config are set and read by nobody beside its other keys?
+"""Keys of a config that nothing reads beside its other keys, and keys that hardly do what is meant.
 
-What: `no_effect`, for `--check` to tell: rules across the schema and across rooms; within a
-plug's section they are the plug's own (`PlugBase.no_effect`). What not: keys that contradict each
-other, which are refused (`compatibility.py`).
+Rules across the schema and across rooms; within a plug's section they are the plug's own
+(`PlugBase.no_effect`). Keys that contradict each other are refused (`compatibility.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +30,35 @@ def no_effect(resolved: Resolved) -> list[str]:
     for plug in resolved.plugs:
         found += [f"{plug.key}.{line}" for line in _told(plug)]
     return list({line.partition(":")[0]: line for line in reversed(found)}.values())[::-1]
+
+
+def doubtful(resolved: Resolved) -> list[str]:
+    """'key: why' of each key that runs and hardly does what is meant."""
+    config, found = resolved.config, []
+    sampling, algorithm = config.sampling, config.algorithm
+    for key, cuts, off in (
+        ("top_p", sampling.top_p < 1, 1.0),
+        ("top_k", sampling.top_k > 0, -1),
+    ):
+        if cuts:
+            found.append(
+                f"sampling.{key}: {getattr(sampling, key):g} cuts off tokens, so the sampler's "
+                "log-probs are of the cut distribution and the trainer's of the whole one: every "
+                "importance weight is below 1, mismatch/* measures the cut, and an engine that "
+                f"holds other weights goes unreported. Use {off} (off)"
+            )
+    if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
+        found.append(
+            f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a deviation, and "
+            "loss 'dr_grpo' was derived to leave it out (Liu et al. 2025). Use 'none', or loss "
+            "'grpo' or 'dapo'"
+        )
+    if algorithm.truncated_completions == "mask" and resolved.policy.config.thought is not None:
+        found.append(
+            "algorithm.truncated_completions: 'mask' gives an unfinished thought the reward 0 and "
+            "no loss, so the policy is never taught to end one. Use 'floor' or 'score'"
+        )
+    return found
 
 
 def _rules(resolved: Resolved) -> Sequence[Rule]:

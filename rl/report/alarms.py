@@ -14,7 +14,8 @@ from typing import Any
 
 from rl.report.curves import points
 from rl.report.pages import Made
-from rl.report.reading import Record
+from rl.report.reading import Record, is_control
+from rl.report.summary import CONTROL
 
 _NOT_GRADED = 0.01
 _TAUGHT_NOTHING = 0.5
@@ -30,7 +31,7 @@ def alarms(
     made: Made,
 ) -> list[str]:
     """`damaged`: file -> lines of it that cannot be read."""
-    said = []
+    said = [CONTROL] if is_control(config) else []
     if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
         said.append(
             f"Drift: after {_named(alarmed)} iterations words that training does not change had "

@@ -142,6 +142,19 @@ def other_sources(record: Record) -> list[object]:
     return named[:MAX_SOURCES] if isinstance(named, list) else []
 
 
+def shown_of(record: Record) -> list[str]:
+    """Hashes of what a held-out sample shows; [] in the record of an older run."""
+    named = record.get("shown")
+    hashes = named[:MAX_SOURCES] if isinstance(named, list) else []
+    return [name for name in hashes if isinstance(name, str)]
+
+
+def is_control(config: Mapping[str, Any]) -> bool:
+    """Whether a run's config shuffles its rewards."""
+    algorithm = config.get("algorithm")
+    return isinstance(algorithm, Mapping) and bool(algorithm.get("shuffle_rewards"))
+
+
 def words_of(record: Record) -> object:
     """What was written, without the thought, where there was one."""
     return record.get("words", record.get("completion"))

@@ -110,7 +110,8 @@ METRICS: dict[str, Metric] = {
     # Data
     "data/held_out_prompts": Metric(
         "prompts",
-        "training prompts whose picture, or without one whose words, are a held-out one's",
+        "training prompts that show a picture of a held-out one, or a copy of it in another size "
+        "or file format; without pictures, its words in any letter case",
     ),
     "data/skipped_rows": Metric("rows", "bad rows left out at the start"),
     "data/replaced_rows": Metric(
@@ -138,7 +139,10 @@ METRICS: dict[str, Metric] = {
     "eval/gain_over_stock": Metric(
         "-1..1", "mean over samples of reward - stock reward: a baseline that no training moves"
     ),
-    "eval/gain_over_stock_error": Metric("0..1", "its standard error over the samples"),
+    "eval/gain_over_stock_error": Metric(
+        "0..1",
+        "its standard error over the samples; those that share a source picture count as one",
+    ),
     "eval/thought/<name>": Metric("as there", "thought/<name> of the held-out completions"),
     "eval/cut_thought_reward": Metric(
         "0..1", "mean reward there of words written with the thought cut before it began"
@@ -148,7 +152,7 @@ METRICS: dict[str, Metric] = {
         "mean over samples of reward - that reward, both under today's weights (evaluation."
         "thought_gain): words that were trained behind a thought may miss it more than others",
     ),
-    "eval/gain_of_thought_error": Metric("0..1", "its standard error over the samples"),
+    "eval/gain_of_thought_error": Metric("0..1", "its standard error, reckoned alike"),
     "eval/ungraded": Metric("0..1", "share of validation episodes lost to renderer or judge"),
     "eval/reference_match": Metric("0..1", "share of completions equal to the reference"),
     "eval_reference/reward": Metric(
@@ -165,12 +169,16 @@ METRICS: dict[str, Metric] = {
         "mean over held-out samples of the bare words' reward before training minus today's: same "
         "words, same noise",
     ),
-    "drift/bare_fall_error": Metric("0..1", "its standard error over the samples"),
+    "drift/bare_fall_error": Metric(
+        "0..1",
+        "its standard error over the samples; those that share a source picture count as one",
+    ),
     "drift/reference_fall": Metric("-1..1", "the same of the right words, where they are known"),
     "drift/reference_fall_error": Metric("0..1", "its standard error"),
     "drift/alarm": Metric(
         "0 or 1",
-        "1: one of these falls is more than 3 standard errors and 0.02; said aloud",
+        "1: one of these falls is more than 0.02 and 3 standard errors (more where samples are of "
+        "few source pictures: Student's t); said aloud",
     ),
     "drift/state_l2": Metric(
         "1",
