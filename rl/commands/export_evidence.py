@@ -1,9 +1,7 @@
-"""What a run's own record says of a model that is exported, for its card.
+"""Gathers what a run's own record says of an exported model, for its card.
 
-What: `gather`: held-out rewards before and after with their intervals, per category and against the
-bare and the stock arm; drift, what was not graded; the reward's curve and the first held-out
-samples, drawn beside the card. What not: the card's words (`rl/record/model_card.py`). Pictures and
-lines of a run folder are anybody's: a picture is decoded and written anew, under a name of ours.
+Pictures and lines of a run folder are anybody's: a picture is decoded and written anew, under a
+name of ours.
 """
 
 from __future__ import annotations

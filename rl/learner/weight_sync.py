@@ -1,10 +1,8 @@
 """Hands the learner's weights to the inference engine and proves that they arrived.
 
-Only what was trained is moved, and nothing when no step was taken. Then (1) what the engine reads
-back must be what was sent, and (2) the engine's log-probs must agree with the trainer's on the
-least certain tokens that it writes to a fixed prompt. (2) alone would be late: at EARL's learning
-rate 40 steps move a bfloat16 probe by less than rounding does. An engine that cannot read back must
-at least move when the trainer does.
+(1) What the engine reads back must be what was sent, and (2) its log-probs must agree with the
+trainer's on the least certain tokens that it writes to a fixed prompt. (2) alone would be late: at
+EARL's learning rate 40 steps move a bfloat16 probe by less than rounding does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from rl.api.plug import unread
 from rl.api.policy import Policy
 from rl.build import Plug, Resolved, ask_plug
-from rl.config.schema import SHIPPED_LOSSES, Section
+from rl.config.schema import SHIPPED_LOSSES, SamplingConfig, Section
 from rl.preflight import footprint, thought
 
 Rule = tuple[bool, str, str | None, str]
@@ -34,19 +34,16 @@ def no_effect(resolved: Resolved) -> list[str]:
 
 def doubtful(resolved: Resolved) -> list[str]:
     """'key: why' of each key that runs and hardly does what is meant."""
-    config, found = resolved.config, []
-    sampling, algorithm = config.sampling, config.algorithm
-    for key, cuts, off in (
-        ("top_p", sampling.top_p < 1, 1.0),
-        ("top_k", sampling.top_k > 0, -1),
-    ):
-        if cuts:
-            found.append(
-                f"sampling.{key}: {getattr(sampling, key):g} cuts off tokens, so the sampler's "
-                "log-probs are of the cut distribution and the trainer's of the whole one: every "
-                "importance weight is below 1, mismatch/* measures the cut, and an engine that "
-                f"holds other weights goes unreported. Use {off} (off)"
-            )
+    sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
+    cutting = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
+    found = [
+        f"sampling.{key}: {getattr(sampling, key):g} cuts off tokens, so the sampler's log-probs "
+        "are of the cut distribution and the trainer's of the whole one: every importance weight "
+        "is below 1, mismatch/* measures the cut, and an engine that holds other weights goes "
+        f"unreported. Use {SamplingConfig.model_fields[key].default} (off)"
+        for key, cuts in cutting.items()
+        if cuts
+    ]
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
         found.append(
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a deviation, and "

@@ -1,10 +1,6 @@
 """What a config would do, without doing it: `python -m rl.simple_launch --check config.jsonnet`.
 
-What: `problems` (everything wrong, asked quietly before every launch), `problems_here` (whether it
-fits this machine's GPUs) and `report` (the same aloud, with the batch arithmetic, the memory plan
-and what the judge will be asked). What not: the rules themselves (`build.py`, `config/messages.py`,
-`compatibility.py`, `memory_remedies.py`) and sizes (`footprint.py`). No torch, no vLLM, no GPU:
-seconds on a laptop.
+`problems` is asked quietly before every launch. No torch, no vLLM, no GPU: seconds on a laptop.
 """
 
 from __future__ import annotations

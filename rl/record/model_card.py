@@ -1,8 +1,4 @@
-"""The card (README.md) that says what a trained model is: for the hub, for who finds the folder.
-
-What: `model_card`, of a config, its latest metrics and, where a whole run is at hand, `Evidence` of
-what it learnt: a checkpoint's card has none, an export's has. What not: measuring or drawing
-(`commands/export_evidence.py`), uploading (`hub.py`).
+"""The card (README.md) of a trained model, for the hub and for who finds the folder.
 
 Whatever a run has read or written may stand on a card, and none of it is trusted: every word goes
 through `markdown.py`. A path or an address of the machine that trained is not told.

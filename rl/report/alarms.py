@@ -1,8 +1,4 @@
-"""What a reader of a run should know before believing it.
-
-What: `alarms`, one sentence each: what fell out of the record, what was not graded, what could not
-teach, what drifted. What not: what a run says while it trains (`rl/run/watch.py`).
-"""
+"""What a reader of a run should know before believing it: one sentence each."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A run folder as a reader finds it: whole, half, damaged, or of an older format.
-
-What: the rows of its files under today's names, its held-out evaluations, its config, which of its
-pictures are there. What not: what is made of them (the rest of this room), who writes them
-(`rl/record/run_record.py`, `rl/run/evaluation.py`).
-"""
+"""Reads a run folder, whole, half, damaged, or of an older format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is gained over the untrained system, and how far training has moved what the renderer reads.
-
-What: paired differences with their standard error, whether a fall is an alarm, the distance of
-states, as metrics. What not: drawing and judging (`evaluation.py`, `stock.py`).
+"""What is gained over the untrained system, and how far training moved what the renderer reads.
 
 Axes: `_P` held-out samples of this rank, `_T` tokens.
 """

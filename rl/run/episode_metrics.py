@@ -1,8 +1,4 @@
-"""What an iteration's episodes show, as metrics.
-
-What: `rollout_metrics` and the failure-rate guard. What not: advantages
-(`rollout/graded_groups.py`), the learner's metrics.
-"""
+"""What an iteration's episodes show, as metrics, and the failure-rate guard."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 ROUNDING = 0.02
-"""Reward (0..1): a model that grades one picture in two batches may round by less."""
+"""Reward (0..1): a model that grades one picture in two batches rounds by less."""
 MOST_NOISE, MEAN_NOISE = 0.5, 0.2
 """Reward: a judge of temperature 1 that reads two almost equal pictures differs by less in one
 pair, and on average."""
@@ -29,27 +28,6 @@ class UnequalRewardsError(RuntimeError):
     """The same words and the same picture have two rewards."""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Equal words in two arms of one sample."""
-
-    sample: str
-    arms: tuple[str, str]
-    rewards: tuple[float, float]
-    same_picture: bool
-
-    @property
-    def gap(self) -> float:
-        return abs(self.rewards[0] - self.rewards[1])
-
-    def __str__(self) -> str:
-        (one, other), (first, second) = self.arms, self.rewards
-        picture = "the same picture" if self.same_picture else "another picture"
-        return (
-            f"held-out sample {self.sample}: {first:.3f} ({one}), {second:.3f} ({other}, {picture})"
-        )
-
-
 def check_equal_words(
     arms_P: Sequence[Arms], images_per_completion: int, at_start: bool, dist: Dist
 ) -> None:
@@ -58,25 +36,23 @@ def check_equal_words(
     and rewards differ by more than a judge's noise. Collective."""
     mine = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
     pairs = [pair for of_rank in dist.gather(mine) for pair in of_rank]
-    exact = [pair for pair in pairs if pair.same_picture and pair.gap > ROUNDING]
-    others = [pair for pair in pairs if not pair.same_picture]
-    if exact:
+    exact = [(gap, text) for gap, text, same_picture in pairs if same_picture]
+    others = [(gap, text) for gap, text, same_picture in pairs if not same_picture]
+    if exact and max(exact)[0] > ROUNDING:
         sentence = (
-            f"equal words and equal pictures have unequal rewards in {len(exact)} of {len(pairs)} "
-            f"cases ({max(exact, key=_gap)}): scores go to another completion than the one that "
-            "was graded, or a reward answers one picture differently each time. Mend the order in "
-            "which the judge's or the reward's answers are handed back, or make the reward a "
-            "function of its input"
+            f"equal words and equal pictures have unequal rewards: {max(exact)[1]}. Scores go to "
+            "another completion than the one that was graded, or a reward answers one picture "
+            "differently each time: hand back the answers of judge and rewards in the order in "
+            "which they were asked, and make each reward a function of its input"
         )
         if at_start:
             raise UnequalRewardsError(sentence)
-    elif others and (max(map(_gap, others)) > MOST_NOISE or fmean(map(_gap, others)) > MEAN_NOISE):
+    elif others and (max(others)[0] > MOST_NOISE or fmean(gap for gap, _ in others) > MEAN_NOISE):
         sentence = (
             "equal words have unequal rewards under the same weights and the same noise: "
-            f"{fmean(map(_gap, others)):.2f} apart on average of {len(others)} cases "
-            f"({max(others, key=_gap)}). Either the renderer is given the states of another "
-            "completion, or scores go to another one, or the judge's readings of one picture lie "
-            "that far apart"
+            f"{max(others)[1]}, and {fmean(gap for gap, _ in others):.2f} apart on average of "
+            f"{len(others)} pairs. The renderer is given the states of another completion, or "
+            "scores go to another one, or the judge's readings of one picture lie that far apart"
         )
     else:
         return
@@ -84,25 +60,25 @@ def check_equal_words(
         warn(sentence)
 
 
-def _gap(pair: Pair) -> float:
-    return pair.gap
-
-
-def _pairs(arms: Arms, images_per_completion: int) -> list[Pair]:
-    """Of the arms that were graded by the same rewards."""
-    found = []
-    for (one, first), (other, second) in combinations(arms.items(), 2):
-        if first is None or second is None or first.reward is None or second.reward is None:
-            continue
-        scored = first.status is Status.SCORED is second.status
+def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str, bool]]:
+    """(distance of their rewards, both in words, whether their pictures are bit-equal) of arms with
+    equal words that were graded by the same rewards."""
+    scored = [
+        (name, arm, arm.reward)
+        for name, arm in arms.items()
+        if arm is not None and arm.reward is not None and arm.status is Status.SCORED
+    ]
+    for (one, first, reward), (other, second, other_reward) in combinations(scored, 2):
         same_words = first.completion.token_ids == second.completion.token_ids
-        if not (scored and same_words and first.parts.keys() == second.parts.keys()):
-            continue
-        # An episode holds the first of its pictures.
-        same = images_per_completion == 1 and _bytes(first) == _bytes(second)
-        sample = shown(first.prompt.sample.id, 100)
-        found.append(Pair(sample, (one, other), (first.reward, second.reward), same))
-    return found
+        if same_words and first.parts.keys() == second.parts.keys():
+            # An episode holds the first of its pictures.
+            same_picture = images_per_completion == 1 and _bytes(first) == _bytes(second)
+            yield (
+                abs(reward - other_reward),
+                f"held-out sample {shown(first.prompt.sample.id, 100)} earns {reward:.3f} ({one}) "
+                f"and {other_reward:.3f} ({other})",
+                same_picture,
+            )
 
 
 def _bytes(episode: Episode) -> tuple[object, ...]:

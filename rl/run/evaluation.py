@@ -92,7 +92,8 @@ def evaluate(
         fixed: dict[str, FixedArm] = {"bare": (bare_P, bare_episodes)}
         right_P: list[Episode | None] = [None] * len(mine)
         if config.evaluation.reference_drift:
-            references_P = [_reference(context, sample) for sample in mine]
+            encode = context.policy.encode_completion
+            references_P = [None if s.reference is None else encode(s.reference) for s in mine]
             right_P = _score_known(context, prompts_P, references_P, dist)
             _measure(metrics, "eval_reference", [e for e in right_P if e is not None])
             fixed["reference"] = (references_P, right_P)
@@ -137,13 +138,6 @@ def _with_thoughts_cut(
         for p, (completion,) in zip(asked, written, strict=True):
             found[p] = context.policy.words_of_cut(completion)
     return found
-
-
-def _reference(context: RolloutContext, sample: Sample) -> Completion | None:
-    """The right words, where they are known."""
-    if sample.reference is None:
-        return None
-    return context.policy.encode_completion(sample.reference)
 
 
 def _score_known(
@@ -232,6 +226,11 @@ def _record(
         "bare_file": kept("bare", None if bare is None else bare.image),
     }
     told = provenance(episode, None)
+    without_thought = (
+        {}
+        if unthought is None
+        else {"cut_thought_words": unthought.action.words, "cut_thought_reward": unthought.reward}
+    )
     # Seconds, too: the records of two runs that are one and the same are the same.
     for key in ("sample_id", "group_id", "advantage", "judge_s"):
         del told[key]
@@ -242,11 +241,6 @@ def _record(
         "shown": shown(sample),
         "bare_reward": None if bare is None else bare.reward,
         "stock_reward": untrained.get("stock"),
-        **({} if unthought is None else _without_thought(unthought)),
+        **without_thought,
         **files,
     }
-
-
-def _without_thought(episode: Episode) -> Mapping[str, Any]:
-    """What a sample's line says of the words that were written with the thought cut."""
-    return {"cut_thought_words": episode.action.words, "cut_thought_reward": episode.reward}

@@ -1,9 +1,6 @@
-"""The last finished iteration, kept so that it is on disk however the run ends.
+"""The last finished iteration (its update applied and synced), to be saved however the run ends.
 
-Finished is an iteration whose update is applied and synced. What: `LastFinished`, what a checkpoint
-of it holds: kept in host memory while the learner's state is small (an adapter's), so that one rank
-can write it when the others are gone and while the weights move on; read from the device when that
-is asked for where it is large. What not: the files (`record/checkpoint.py`).
+Kept in host memory while the learner's state is small, so that one rank can write it alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Every metric that a run may log: its unit and meaning. `docs/metrics.md` is made from this.
 
-What: `METRICS`, what every run has; `check_known`, held against every line that a run logs; and
-`page`: `python -m rl.run.metric_table > docs/metrics.md`, or with a config behind it the same for
-that run, with what its own plugs report. What not: computing any of them, what plugs declare
-(`plug_metrics.py`). `<...>` in a name stands for words that the config or the data choose, e.g. a
-reward's name.
+`python -m rl.run.metric_table > docs/metrics.md`; with a config behind it the page has what its
+plugs report. `<...>` in a name stands for words that the config or the data choose.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The run's own page, refreshed while it trains by a process that yields to it.
-
-What: `Page`: `rl report <run> --refresh`, started and not waited for. What not: the page
-(`rl/report/`). Nothing that goes wrong there is more to a run than one warning.
-"""
+"""Refreshes a run's own page by a process that yields to it; a failure is one warning."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One run: its parts, and the few things that happen around an iteration rather than in it.
-
-What: `Run`: sync with proof, render, grade, evaluate, log, save. What not: how it is opened
-(`set_up.py`), the loop (`train.py`), how parts are made (`build.py`).
+"""One run: its parts, and what happens around an iteration rather than in it.
 
 Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
 iteration 0 is what was measured before training.

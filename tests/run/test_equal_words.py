@@ -30,7 +30,7 @@ def check(arms: list[Episode], at_start: bool = True, images: int = 1) -> None:
 def test_another_score_for_the_same_picture_stops_the_run_at_its_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    parts = "1 of 2 ... sample ... 0.143 (the policy) ... 0.950 (right, the same picture)"
+    parts = "equal pictures ... sample row-7 ... 0.143 (the policy) ... 0.950 (right)"
     with pytest.raises(UnequalRewardsError) as error:
         check([policy(), policy(reward=0.143)])
     assert names(error.value, parts)
@@ -53,7 +53,7 @@ def test_another_picture_is_a_warning_beyond_the_judges_noise(
 ) -> None:
     check([policy(reward=reward, **OTHER_PICTURE) for reward in rewards])
     said = capsys.readouterr().err
-    assert names(said, "equal words ... another picture ... states") if warns else not said
+    assert names(said, "equal words ... pairs ... states") if warns else not said
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
-"""Weights into a running vLLM, and back out of it. Runs inside the engine's worker.
-
-Nothing is written to files or merged into the base. Called by `plug.py` through `collective_rpc`.
+"""Weights into a running vLLM and back out, inside the engine's worker (`collective_rpc`).
 
 What was sent is compared with what the forward multiplies with: an adapter's slots bit for bit,
-whole tensors by `bit_sums`. On a GPU these lie in the model as parameters, some of them fused; on a
-CPU vLLM repacks matrices beyond recognition, and a packed one is read by multiplying it with the
+whole tensors by `bit_sums`. On a CPU vLLM repacks matrices: these are read by multiplying with the
 identity, which is exact.
 """
 

@@ -1,8 +1,4 @@
-"""What leaves the policy: weights for the engine, folders for the world.
-
-Files are written without any collective call: under a process group transformers' own save writes
-on global rank 0 only.
-"""
+"""Writes and names adapters. No collective calls: transformers' own save writes on rank 0 only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One policy's trainable weights: as they were before training, and as they leave.
-
-What: the reference swap, copies for the engine, folders for the world. What not: files and names as
-such (`adapters.py`), gathering shards (the learner brings whole tensors).
-"""
+"""One policy's trainable weights: as they were before training, and as they leave."""
 
 from __future__ import annotations
 
