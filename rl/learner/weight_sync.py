@@ -17,7 +17,7 @@ from rl.api.types import Completion, Prompt, SamplingParams
 from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 8
-PROBE_TOKENS = 16
+PROBE_TOKENS = 8
 """The engine writes the completions side by side, in as many steps as one has tokens, and the
 trainer reads their prompt once."""
 NUM_COMPARED = 16

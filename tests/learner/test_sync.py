@@ -139,7 +139,7 @@ class CertainTrainer(Trainer):
 def test_the_least_certain_tokens_are_compared(
     dtype: str, apart: float, trainer_is_surer: bool
 ) -> None:
-    """Over all tokens the difference is an eighth of that, which passes."""
+    """Over all tokens the difference is a quarter of that, which passes."""
     sampler = Certain(-1.0)
     trainer = CertainTrainer("new", -1.0 + (apart if trainer_is_surer else -apart))
     with pytest.raises(SyncError, match="least certain tokens"):
