@@ -17,8 +17,8 @@ sure it is."""
 NUM_ERRORS = 3.0
 """Standard errors beyond which a fall is no noise: of a run's few dozen held-out evaluations, less
 than one in twenty runs is alarmed by chance (one-sided normal: 0.0013 each)."""
-ALIKE = 1e-6
-"""Reward: differences no further apart are one difference."""
+ALIKE = 0.01
+"""Of their mean: differences no further apart are one difference."""
 NUM_RESAMPLES = 10_000
 _MAX_CELLS = 4_000_000
 """Of the table of draws x clusters, at a time."""
@@ -66,7 +66,7 @@ def interval(
     """95 % interval of the mean: percentiles of a bootstrap that draws clusters, always the same
     draws, further out where clusters are few (Hesterberg 2015, section 4.2). None for one cluster,
     or values that are all alike: then they say nothing of how far apart others would be."""
-    if len(values_S) < 2 or max(values_S) - min(values_S) <= ALIKE:
+    if len(values_S) < 2 or are_alike(values_S):
         return None
     sums_C, sizes_C = _by_cluster(values_S, names_S)
     num = len(sums_C)
@@ -81,6 +81,11 @@ def interval(
     tail = NormalDist().cdf(-((num / (num - 1)) ** 0.5) * student(1.96, num - 1))
     low, high = np.quantile(np.concatenate(means), (tail, 1 - tail))
     return float(low), float(high)
+
+
+def are_alike(values_S: Sequence[float]) -> bool:
+    """Whether they are one difference, but for rounding."""
+    return max(values_S) - min(values_S) <= ALIKE * abs(sum(values_S)) / len(values_S) + 1e-6
 
 
 def student(z: float, num_free: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from rl.algorithm.paired import ALIKE, NUM_RESAMPLES, interval
+from rl.algorithm.paired import NUM_RESAMPLES, are_alike, interval
 from rl.config.printing import printable
 from rl.report.reading import Evaluation, Record, number, shown_of
 
@@ -61,7 +61,7 @@ class Change:
             return f"{self.interval[0]:+.3f} to {self.interval[1]:+.3f}"
         if len(self.gains) < 2:
             return "one sample"
-        if max(self.gains) - min(self.gains) <= ALIKE:
+        if are_alike(self.gains):
             return f"all {len(self.gains)} alike"
         return f"no interval: the {len(self.gains)} samples share their source pictures"
 

@@ -71,3 +71,6 @@ def test_the_interval_covers_what_it_says_it_does(
 
 def test_equal_differences_have_no_interval_of_width_zero() -> None:
     assert interval([0.999] * 16) is None
+    assert interval([0.998, 1.0] * 8) is None, "nor one that says no more"
+    assert interval([0.001, 0.003] * 32) is not None, "small ones may differ"
+    assert interval([0.0] * 16) is None
