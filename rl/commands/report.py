@@ -16,13 +16,7 @@ from rl.report.figures import draw
 from rl.report.folder import BusyError, remember_other, remembered_other
 from rl.report.mail import write_single_file
 from rl.report.page import write_page
-from rl.report.reading import (
-    find_run,
-    is_control,
-    read_config,
-    read_evaluations,
-    read_named,
-)
+from rl.report.reading import find_run, is_control, read_config, read_evaluations, read_named
 from rl.report.summary import summary
 from rl.run.page import BUSY
 
