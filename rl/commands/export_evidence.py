@@ -15,7 +15,6 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from rl.algorithm.paired import interval
 from rl.files.images import downscale, png_bytes
 from rl.record.model_card import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report.figures import draw_curve
@@ -27,7 +26,7 @@ from rl.report.reading import (
     shown_of,
     words_of,
 )
-from rl.report.summary import compare
+from rl.report.summary import Change, compare
 
 PICTURES_FOLDER = "pictures"
 NUM_SAMPLES_SHOWN = 6
@@ -47,10 +46,7 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
     if len(made) < 2:
         return None
     before, after = made[0], made[-1]
-    learnt = [
-        comparison(change.name, *zip(*change.rewards, strict=True), change.shown)
-        for change in compare(before, after)
-    ]
+    learnt = [comparison(change) for change in compare(before, after)]
     graded_both = learnt[0].num_samples if learnt else 0
     curve = None
     if with_pictures:
@@ -88,17 +84,11 @@ def _readable(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, records=records)
 
 
-def comparison(
-    name: str,
-    old_N: Sequence[float],
-    new_N: Sequence[float],
-    shown_N: Sequence[Sequence[str]] | None = None,
-) -> Comparison:
-    """Means of both, and 95 % of their difference over the samples. `shown_N`: hashes of what each
-    sample shows; None: no two share anything."""
-    gains_N = [new - old for old, new in zip(old_N, new_N, strict=True)]
-    span = interval(gains_N, shown_N)
-    return Comparison(name, len(gains_N), fmean(old_N), fmean(new_N), span)
+def comparison(change: Change) -> Comparison:
+    """As a card has it."""
+    return Comparison(
+        change.name, len(change.rewards), change.before, change.after, change.interval
+    )
 
 
 def _arms(after: Evaluation) -> list[Comparison]:
@@ -108,13 +98,15 @@ def _arms(after: Evaluation) -> list[Comparison]:
         ("stock_reward", "the untrained system, given the user's own words (stock)"),
         ("bare_reward", "this model, given the user's own words as they are (bare)"),
     ):
-        pairs = [
-            (record[key], record["reward"], shown_of(record) or [record["id"]])
+        graded = [
+            record
             for record in after.records.values()
             if record.get(key) is not None and record.get("reward") is not None
         ]
-        if pairs:
-            found.append(comparison(name, *zip(*pairs, strict=True)))
+        if graded:
+            rewards = [(record[key], record["reward"]) for record in graded]
+            shown = [shown_of(record) or [record["id"]] for record in graded]
+            found.append(comparison(Change(name, rewards, shown)))
     return found
 
 

@@ -80,9 +80,10 @@ def compare(before: Evaluation, after: Evaluation) -> list[Change]:
     found: dict[str, Change] = {}
     for identity, old in before.records.items():
         new = after.records.get(identity, {})
-        pair = number(old.get("reward")), number(new.get("reward"))
-        if pair[0] is None or pair[1] is None:
+        rewards = number(old.get("reward")), number(new.get("reward"))
+        if rewards[0] is None or rewards[1] is None:
             continue
+        pair = rewards[0], rewards[1]
         for name in {"", str(old.get("category") or "")}:
             change = found.setdefault(name, Change(printable(name) or "held-out reward", [], []))
             change.rewards.append(pair)

@@ -93,7 +93,7 @@ class LostPictures:
             self._lost.pop(size, None)
             self._iterations.pop(size, None)
         self._named -= good
-        bad = {}
+        bad: dict[Size, PictureOutcome] = {}
         for picture in pictures:
             if (size := _size(picture)) not in good:
                 self._lost[size] += 1

@@ -201,8 +201,9 @@ METRICS: dict[str, Metric] = {
     "mismatch/k1": Metric("nats", "mean log pi_sampler - log pi_trainer of the sampled tokens"),
     "mismatch/k3": Metric(
         "nats",
-        "KL(sampler || trainer) by the k3 estimator; above what the engine's dtype explains (1e-5 "
-        "in float32, 1e-4 in float16, 2e-3 in bfloat16) for 3 iterations the run warns",
+        "KL(sampler || trainer) by the k3 estimator; the run warns where it stays for 3 iterations "
+        "above what the engine's dtype explains (1e-5 in float32, 1e-4 in float16, 1e-3 in "
+        "bfloat16), or above a tenth of that and 10 times the run's first",
     ),
     "mismatch/max_abs_dlogp": Metric("nats", "largest |log pi_sampler - log pi_trainer|"),
     "mismatch/ess": Metric(

@@ -30,11 +30,14 @@ HALF = 0.5
 """Distinct completions / completions of a group, on average: below it most are copies."""
 FULL_MARKS = 0.99
 """Of a reward, 0..1, on average."""
-MISMATCH_LIMITS = {"float32": (1e-5, 0.999), "float16": (1e-4, 0.99), "bfloat16": (2e-3, 0.95)}
+MISMATCH_LIMITS = {"float32": (1e-5, 0.999), "float16": (1e-4, 0.99), "bfloat16": (1e-3, 0.95)}
 """Engine dtype -> (largest `mismatch/k3`, nats; smallest `mismatch/ess`) of two sound forwards.
 
 Sound tiny runs reach 1e-10 in float32 and 6e-5 in bfloat16; log-probs that differ by 0.025 on
 average, as of a bfloat16 7B, give 5e-4. TF32 in a GPU's attention stays below the float32 limit."""
+MISMATCH_GROWTH = 10
+"""Times the run's first k3, which is rounding alone where the adapter is still 0: the limit where
+that is lower, down to a tenth of the one above."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,11 @@ class Watch:
         self._last: deque[Trained] = deque(maxlen=TREND)
         self._holding: set[str] = set()
         self._num_seen = self._num_moved = 0
+        self._first_k3: float | None = None
         self._rules: list[Rule] = [constant_rewards, dead_groups, no_spread, no_steps]
         cuts = config.sampling.top_p < 1 or config.sampling.top_k > 0
         if not (config.max_staleness or cuts or lora_dropout):
-            self._rules.append(lambda last: mismatch(last, engine_dtype))
+            self._rules.append(lambda last: mismatch(last, engine_dtype, self._first_k3))
 
     def add_rewards(self, rollout: Rollout, dist: Dist) -> Metrics:
         """`reward/range/<name>` of each reward, or part of one, that counts. Collective."""
@@ -100,6 +104,8 @@ class Watch:
         if "optimizer/steps" not in metrics:  # measured before training
             return
         self._last.append(Trained(metrics, self._ranges))
+        if self._first_k3 is None:
+            self._first_k3 = metrics.get("mismatch/k3")
         self._num_seen += 1
         self._num_moved += _moved(metrics)
         found: dict[str, str] = {}
@@ -224,19 +230,19 @@ def _why_no_step(metrics: Mapping[str, float]) -> str:
     return "no token carried a loss; look at tokens/trained and at the policy's loss mask"
 
 
-def mismatch(last: Sequence[Trained], dtype: str) -> Mapping[str, str]:
+def mismatch(last: Sequence[Trained], dtype: str, first_k3: float | None) -> Mapping[str, str]:
     """An engine that samples from another distribution than the trainer computes. Only where both
     are meant to be one: on-policy, without a truncated distribution, without dropout."""
     most_k3, least_ess = MISMATCH_LIMITS[dtype]
+    most_k3 = min(most_k3, max(most_k3 / 10, MISMATCH_GROWTH * (first_k3 or 0.0)))
     k3, ess = _values(last, "mismatch/k3")[-SEVERAL:], _values(last, "mismatch/ess")[-SEVERAL:]
     if len(k3) < SEVERAL or (min(k3) <= most_k3 and max(ess) >= least_ess):
         return {}
     return {
         "mismatch": "the inference engine does not sample from the policy that is trained: in each "
         f"of the last {SEVERAL} iterations their log-probs differ by more than rounding in {dtype} "
-        f"explains (mismatch/k3 {k3[-1]:.2g} nats, limit {most_k3:g}; mismatch/ess {ess[-1]:.3f}, "
-        f"limit {least_ess:g}). Adapter weights may arrive scaled, late or in part, or the engine "
-        "samples at another temperature or sees other pictures. Rewards, gradients and held-out "
-        "runs are of the engine's policy. Compare with engine.type 'transformers', which samples "
-        "with the trainer's own weights"
+        f"explains (mismatch/k3 {k3[-1]:.2g} nats, limit {most_k3:.2g}; mismatch/ess "
+        f"{ess[-1]:.3f}, limit {least_ess:g}). Adapter weights may arrive scaled, late or in part, "
+        "or the engine samples at another temperature or sees other pictures. Rewards, gradients "
+        "and held-out runs are of the engine's policy. Compare with engine.type 'transformers'"
     }

@@ -161,6 +161,24 @@ def test_what_rounding_explains_is_no_mismatch(dtype: str, k3: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "k3", "num"),
+    [
+        ("bfloat16", [1.5e-5, 5.7e-4, 1.2e-3, 1.5e-3], 1),  # an adapter at twice its scale
+        ("bfloat16", [3.4e-3, 1.7e-3, 2.2e-3], 1),  # a temperature of 1.1
+        ("bfloat16", [5e-4, 6e-4, 9e-4, 7e-4, 8e-4], 0),  # a large model's rounding
+        ("bfloat16", [1.5e-5, 5.5e-5, 5.5e-5, 5.5e-5], 0),
+        ("float32", [1e-13, 2e-6, 2e-6, 2e-6], 1),
+        ("float32", [1e-6, 5e-6, 5e-6, 5e-6], 0),
+    ],
+)
+def test_a_mismatch_that_grows_is_said_within_three_iterations(
+    dtype: str, k3: list[float], num: int
+) -> None:
+    said = told(make_watch(dtype), *[{"mismatch/k3": each, "mismatch/ess": 1.0} for each in k3])
+    assert [len(sentences) for sentences in said] == [0] * (len(k3) - 1) + [num]
+
+
+@pytest.mark.parametrize(
     "changes",
     [{"max_staleness": 1}, {"sampling": {"top_p": 0.9}}, {"sampling": {"top_k": 20}}, {}],
 )
