@@ -2,10 +2,12 @@
 
     python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
     python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of runs that are there
+    python -m benchmarks.seeds quickstart --fresh 256     on held-out samples nobody had seen
 
 A run takes one thread, so that as many as there are cores go on beside each other; the same command
 goes on with those that are not finished. What is read of a held-out run is the reward, of
-`tiny_reasoning` the share of right answers.
+`tiny_reasoning` the share of right answers. `--fresh N` evaluates on N held-out samples of another
+data seed than the configs' (`tiny_prompts` has 72 held-out prompts in all, and repeats them).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 
+from rl.algorithm.paired import paired
 from rl.files.atomic import read_rows
+from rl.report.reading import read_evaluations
 
 REWARD = ("eval/reward", "reward/mean")
 MEASURES = {"tiny_reasoning": ("eval/part/accuracy", "reward/part/accuracy")}
@@ -32,6 +36,8 @@ MOVED = "drift/state_l2"
 """How far the states of fixed words are from the base's, relative."""
 SPAN = 10
 """Iterations that are averaged over."""
+FRESH_SEED = 7777
+"""Of the data of `--fresh`: no shipped config has it."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Seed:
     """States of fixed words at each held-out run; empty where the renderer reads none."""
     seconds: float
     """Of all iterations."""
+    error: float | None
+    """Standard error of the last held-out figure over its samples."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,14 +73,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--fresh", type=int, default=0, metavar="N", help="fresh held-out samples")
     parser.add_argument("--print", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
     wanted = [(c, s) for c in args.configs for s in range(args.first, args.first + args.count)]
     if not args.print:
         with ThreadPoolExecutor(args.at_once) as pool:
-            list(pool.map(partial(_train, args.out), wanted))
+            list(pool.map(partial(_train, args.out, args.fresh), wanted))
     for config in args.configs:
-        found = [_read(args.out, config, seed) for name, seed in wanted if name == config]
+        found = [
+            _read(args.out, args.fresh, config, seed) for name, seed in wanted if name == config
+        ]
         print(f"\n### {config}\n\n" + "\n".join(table(found)))
 
 
@@ -92,12 +103,14 @@ def table(seeds: Sequence[Seed]) -> Iterable[str]:
             f"| {one.most_dead_groups:.0%} | {moved} | {one.seconds:.0f} |"
         )
     last = [one.held_out[-1] for one in seeds]
+    errors = [one.error for one in seeds if one.error is not None]
     before, after = (_spread([one.sampled[i] for one in seeds]) for i in (0, 1))
     yield (
         f"\n{len(last)} seeds: mean {_spread(last)} (standard deviation over seeds), "
         f"median {median(last):.3f}, worst {min(last):.3f}, best {max(last):.3f}; "
         f"before training {_spread([one.held_out[0] for one in seeds])}. Sampled in training: "
         f"{before} in the first ten iterations, {after} in the last."
+        + (f" Standard error over the held-out samples: {fmean(errors):.3f}." if errors else "")
     )
 
 
@@ -105,9 +118,9 @@ def _spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f}" + (f" +- {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def _train(out: Path, wanted: tuple[str, int]) -> None:
+def _train(out: Path, fresh: int, wanted: tuple[str, int]) -> None:
     config, seed = wanted
-    name = _name(config, seed)
+    name = _name(config, seed, fresh)
     command = [
         sys.executable,
         "-m",
@@ -116,6 +129,9 @@ def _train(out: Path, wanted: tuple[str, int]) -> None:
         "1",
         f"configs/{config}.jsonnet",
     ]
+    if fresh:
+        command += [f"evaluation.num_samples={fresh}", f"data.validation.0.num_samples={fresh}"]
+        command.append(f"data.validation.0.seed={FRESH_SEED}")
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"{name}.log").open("w") as log:
         subprocess.run(
@@ -127,8 +143,9 @@ def _train(out: Path, wanted: tuple[str, int]) -> None:
         )
 
 
-def _read(out: Path, config: str, seed: int) -> Seed:
-    rows, _ = read_rows(out / _name(config, seed) / "metrics.jsonl")
+def _read(out: Path, fresh: int, config: str, seed: int) -> Seed:
+    folder = out / _name(config, seed, fresh)
+    rows, _ = read_rows(folder / "metrics.jsonl")
     held_out, sampled = MEASURES.get(config.removesuffix("_control"), REWARD)
 
     def values(key: str) -> list[float]:
@@ -145,11 +162,22 @@ def _read(out: Path, config: str, seed: int) -> Seed:
         max(means),
         values(MOVED),
         sum(row.get("time/iteration_s", 0.0) for row in rows),
+        _error(folder, held_out.partition("eval/part/")[2]),
     )
 
 
-def _name(config: str, seed: int) -> str:
-    return f"{config}-seed-{seed}"
+def _error(run_dir: Path, part: str) -> float | None:
+    """Over the samples of the last held-out run: of the reward, or of a part of it."""
+    if not (evaluations := read_evaluations(run_dir)):
+        return None
+    rows = evaluations[-1].records.values()
+    values = [row["parts"].get(part) if part else row["reward"] for row in rows]
+    graded = [value for value in values if value is not None]
+    return found.error if (found := paired(graded)) else None
+
+
+def _name(config: str, seed: int, fresh: int = 0) -> str:
+    return f"{config}-seed-{seed}" + (f"-fresh-{fresh}" if fresh else "")
 
 
 if __name__ == "__main__":

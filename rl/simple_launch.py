@@ -74,8 +74,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ConfigError as error:
         print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
-    for line in report.set_in_vain(config):
-        _say(f"set, and without effect here: {line}")
+    for title, lines in report.remarks(config).items():
+        for line in lines:
+            _say(f"{title}: {line}")
     num_ranks = config.world_size // args.nnodes
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
 

@@ -1,9 +1,7 @@
-"""What a run's own record says of a model that is exported, for its card.
+"""Gathers what a run's own record says of an exported model, for its card.
 
-What: `gather`: held-out rewards before and after with their intervals, per category and against the
-bare and the stock arm; drift, what was not graded; the reward's curve and the first held-out
-samples, drawn beside the card. What not: the card's words (`rl/record/model_card.py`). Pictures and
-lines of a run folder are anybody's: a picture is decoded and written anew, under a name of ours.
+Pictures and lines of a run folder are anybody's: a picture is decoded and written anew, under a
+name of ours.
 """
 
 from __future__ import annotations
@@ -25,9 +23,10 @@ from rl.report.reading import (
     other_sources,
     read_evaluations,
     read_named,
+    shown_of,
     words_of,
 )
-from rl.report.summary import compare, interval
+from rl.report.summary import Change, compare
 
 PICTURES_FOLDER = "pictures"
 NUM_SAMPLES_SHOWN = 6
@@ -47,10 +46,7 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
     if len(made) < 2:
         return None
     before, after = made[0], made[-1]
-    learnt = [
-        comparison(change.name, *zip(*change.rewards, strict=True))
-        for change in compare(before, after)
-    ]
+    learnt = [comparison(change) for change in compare(before, after)]
     graded_both = learnt[0].num_samples if learnt else 0
     curve = None
     if with_pictures:
@@ -88,10 +84,11 @@ def _readable(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, records=records)
 
 
-def comparison(name: str, old_N: Sequence[float], new_N: Sequence[float]) -> Comparison:
-    """Means of both, and 95 % of their difference over the samples."""
-    gains_N = [new - old for old, new in zip(old_N, new_N, strict=True)]
-    return Comparison(name, len(gains_N), fmean(old_N), fmean(new_N), interval(gains_N))
+def comparison(change: Change) -> Comparison:
+    """As a card has it."""
+    return Comparison(
+        change.name, len(change.rewards), change.before, change.after, change.interval
+    )
 
 
 def _arms(after: Evaluation) -> list[Comparison]:
@@ -101,13 +98,15 @@ def _arms(after: Evaluation) -> list[Comparison]:
         ("stock_reward", "the untrained system, given the user's own words (stock)"),
         ("bare_reward", "this model, given the user's own words as they are (bare)"),
     ):
-        pairs = [
-            (record[key], record["reward"])
+        graded = [
+            record
             for record in after.records.values()
             if record.get(key) is not None and record.get("reward") is not None
         ]
-        if pairs:
-            found.append(comparison(name, *zip(*pairs, strict=True)))
+        if graded:
+            rewards = [(record[key], record["reward"]) for record in graded]
+            shown = [shown_of(record) or [record["id"]] for record in graded]
+            found.append(comparison(Change(name, rewards, shown)))
     return found
 
 

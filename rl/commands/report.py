@@ -17,7 +17,7 @@ from rl.report.figures import draw
 from rl.report.folder import BusyError, remember_other, remembered_other
 from rl.report.mail import write_single_file
 from rl.report.page import write_page
-from rl.report.reading import find_run, read_evaluations, read_named
+from rl.report.reading import find_run, is_control, read_config, read_evaluations, read_named
 from rl.report.summary import summary
 from rl.run.page import BUSY
 
@@ -79,7 +79,8 @@ def tell(run_dir: Path) -> None:
     """The summary and the pictures."""
     metrics = read_named(run_dir / "metrics.jsonl", "iteration")
     evaluations = read_evaluations(run_dir)
-    print("\n".join(summary(metrics, evaluations)))
+    control = is_control(read_config(run_dir))
+    print("\n".join(summary(metrics, evaluations, control)))
     for path in draw(run_dir / "report", metrics, evaluations):
         print(f"  drawn: {path}")
 

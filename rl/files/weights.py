@@ -3,9 +3,10 @@ once loaded; the sums of their bits."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,3 +127,18 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{file}: a header of {length} bytes")
         header = json.loads(stream.read(length))
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """blake2b over names, dtypes, shapes and `bit_sums`, in name order: what comes to the host is
+    24 bytes a tensor at most, at once."""
+    import torch
+
+    names = sorted(tensors)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in names:
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+    if names:
+        sums = torch.cat([bit_sums(tensors[name]) for name in names])
+        digest.update(sums.cpu().numpy().tobytes())
+    return digest.hexdigest()

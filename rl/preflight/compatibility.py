@@ -1,10 +1,4 @@
-"""Do the chosen plugs run together? Asked before any process starts.
-
-What: `compatibility_problems`, the rules across rooms: what the policy emits and the renderer
-takes, what policy and rewards need of the data, judge, batch arithmetic. What not: the rules within
-a section (`config/messages.py`) and within a plug (its own `Config`), memory
-(`memory_remedies.py`).
-"""
+"""Whether the chosen plugs run together: rules across rooms, asked before any process starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Which keys of a config are set and read by nobody beside its other keys?
+"""Keys of a config that nothing reads beside its other keys, and keys that hardly do what is meant.
 
-What: `no_effect`, for `--check` to tell: rules across the schema and across rooms; within a
-plug's section they are the plug's own (`PlugBase.no_effect`). What not: keys that contradict each
-other, which are refused (`compatibility.py`).
+Rules across the schema and across rooms; within a plug's section they are the plug's own
+(`PlugBase.no_effect`). Keys that contradict each other are refused (`compatibility.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from rl.api.plug import unread
 from rl.api.policy import Policy
 from rl.build import Plug, Resolved, ask_plug
-from rl.config.schema import SHIPPED_LOSSES, Section
+from rl.config.schema import SHIPPED_LOSSES, SamplingConfig, Section
 from rl.preflight import footprint, thought
 
 Rule = tuple[bool, str, str | None, str]
@@ -31,6 +30,32 @@ def no_effect(resolved: Resolved) -> list[str]:
     for plug in resolved.plugs:
         found += [f"{plug.key}.{line}" for line in _told(plug)]
     return list({line.partition(":")[0]: line for line in reversed(found)}.values())[::-1]
+
+
+def doubtful(resolved: Resolved) -> list[str]:
+    """'key: why' of each key that runs and hardly does what is meant."""
+    sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
+    cutting = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
+    found = [
+        f"sampling.{key}: {getattr(sampling, key):g} cuts off tokens, so the sampler's log-probs "
+        "are of the cut distribution and the trainer's of the whole one: every importance weight "
+        "is below 1, mismatch/* measures the cut, and an engine that holds other weights goes "
+        f"unreported. Use {SamplingConfig.model_fields[key].default} (off)"
+        for key, cuts in cutting.items()
+        if cuts
+    ]
+    if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
+        found.append(
+            f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a deviation, and "
+            "loss 'dr_grpo' was derived to leave it out (Liu et al. 2025). Use 'none', or loss "
+            "'grpo' or 'dapo'"
+        )
+    if algorithm.truncated_completions == "mask" and resolved.policy.config.thought is not None:
+        found.append(
+            "algorithm.truncated_completions: 'mask' gives an unfinished thought the reward 0 and "
+            "no loss, so the policy is never taught to end one. Use 'floor' or 'score'"
+        )
+    return found
 
 
 def _rules(resolved: Resolved) -> Sequence[Rule]:

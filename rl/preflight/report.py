@@ -1,10 +1,6 @@
 """What a config would do, without doing it: `python -m rl.simple_launch --check config.jsonnet`.
 
-What: `problems` (everything wrong, asked quietly before every launch), `problems_here` (whether it
-fits this machine's GPUs) and `report` (the same aloud, with the batch arithmetic, the memory plan
-and what the judge will be asked). What not: the rules themselves (`build.py`, `config/messages.py`,
-`compatibility.py`, `memory_remedies.py`) and sizes (`footprint.py`). No torch, no vLLM, no GPU:
-seconds on a laptop.
+`problems` is asked quietly before every launch. No torch, no vLLM, no GPU: seconds on a laptop.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from rl.preflight.host_memory import HostPlan
 from rl.preflight.leaving import leaving_lines
 from rl.preflight.memory_plan import PHASES, Plan
 from rl.preflight.memory_remedies import memory_problems
-from rl.preflight.no_effect import no_effect
+from rl.preflight.no_effect import doubtful, no_effect
 from rl.preflight.resume import check_resume
 from rl.preflight.run_folder import folder_problems
 from rl.preflight.this_machine import machine_lines, machine_problems
@@ -46,9 +42,18 @@ def problems(config: RunConfig) -> list[str]:
     return found or dry_problems(resolved)
 
 
-def set_in_vain(config: RunConfig) -> list[str]:
-    """Keys that are set and have no effect, as 'key: why'. `problems` comes first."""
-    return no_effect(build.resolve(config))
+def remarks(config: RunConfig) -> dict[str, list[str]]:
+    """Title -> 'key: why', of keys that have no effect or hardly the one that is meant. `problems`
+    comes first."""
+    return _remarks(build.resolve(config))
+
+
+def _remarks(resolved: build.Resolved) -> dict[str, list[str]]:
+    found = {
+        "set, and without effect here": no_effect(resolved),
+        "set, and hardly meant": doubtful(resolved),
+    }
+    return {title: lines for title, lines in found.items() if lines}
 
 
 def problems_here(
@@ -128,8 +133,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         "this machine": machine_lines(resolved),
         "leaves this machine": leaving_lines(resolved),
     }
-    if idle := no_effect(resolved):
-        blocks["set, and without effect here"] = idle
+    blocks |= _remarks(resolved)
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
     found += machine_problems(resolved)

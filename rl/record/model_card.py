@@ -192,8 +192,8 @@ def _results(evidence: Evidence) -> list[str]:
         "## Results",
         "",
         f"Rewards of held-out samples, 0 to 1, after {before} iterations and after {after}; the "
-        "intervals hold 95 % of the change (paired bootstrap over samples, too narrow under about "
-        "20 of them).",
+        "intervals hold 95 % of the change (paired bootstrap over samples, those that share a "
+        "source picture together) and say nothing about other training seeds.",
         "",
     ]
     head = ["held-out samples", "number", "before", "after", "change", "95 % interval"]

@@ -1,8 +1,4 @@
-"""What a reader of a run should know before believing it.
-
-What: `alarms`, one sentence each: what fell out of the record, what was not graded, what could not
-teach, what drifted. What not: what a run says while it trains (`rl/run/no_learning.py`).
-"""
+"""What a reader of a run should know before believing it: one sentence each."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ from typing import Any
 
 from rl.report.curves import points
 from rl.report.pages import Made
-from rl.report.reading import Record
+from rl.report.reading import Record, is_control
+from rl.report.summary import CONTROL
 
 _NOT_GRADED = 0.01
 _TAUGHT_NOTHING = 0.5
@@ -30,7 +27,7 @@ def alarms(
     made: Made,
 ) -> list[str]:
     """`damaged`: file -> lines of it that cannot be read."""
-    said = []
+    said = [CONTROL] if is_control(config) else []
     if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
         said.append(
             f"Drift: after {_named(alarmed)} iterations words that training does not change had "

@@ -1,7 +1,4 @@
-"""The curves a person looks at, and their points; drawn by `figures.py` and, in the page, `svg.py`.
-
-What: `CURVES`, `points`, `smooth`. What not: what a metric means (`rl/run/metric_table.py`).
-"""
+"""The curves of a run, and their points; drawn by `figures.py` and, in the page, `svg.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How far a judge's readings of one picture lie apart.
-
-What: `num_readings`, of a run's config; `disagreement`, of a group's replies. What not: the reward
-that was made of them (`rl/rewards/`).
-"""
+"""How far a judge's readings of one picture lie apart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The pictures that go into a mail or a README: `reward_curve.png`, `before_after.png`.
-
-What: both, of the FIRST held-out samples, not the best. What not: the page (`page.py`).
-"""
+"""Draws `reward_curve.png`, and `before_after.png` of the first held-out samples."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`<run>/report/` while it is written: without links, and by one process at a time; and which run
-its page was set beside.
-
-What: `to_oneself`, `refuse_links`; `remember_other`, `remembered_other`. What not: what is written
-there (`page.py`, `mail.py`, `figures.py`).
-"""
+"""`<run>/report/` while it is written, by one process at a time; the run it is compared with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`<run>/report/report.html`: the page as one file of at most 5 MB, for a mail.
-
-What: `write_single_file`: the same page, with the first and the last held-out evaluation and as
-many training iterations, the last first, as there is room for, their pictures as thumbnails inside;
-what was left out is said in the page. What not: the page itself (`page.py`).
-"""
+"""`<run>/report/report.html`: the page as one file of at most 5 MB, with what has room in it."""
 
 from __future__ import annotations
 

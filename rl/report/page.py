@@ -1,9 +1,7 @@
-"""`<run>/report/index.html`: what a run learnt and every sample of it, opened by a double click.
+"""Writes `<run>/report/index.html`: what a run learnt, and every sample of it (`pages.py`).
 
-What: `write_page`. What not: the samples themselves (`pages.py`, made first and loaded as one looks
-at them), what the page does in a browser (`page/*.js`), the file for a mail (`mail.py`).
-Text from a run stands in the page escaped (jinja2) or is put into it as text (`page/base.js`), and
-the page may load nothing but files beside it (its Content-Security-Policy).
+Text from a run is escaped (jinja2) or put in as text (`page/base.js`), and the page may load
+nothing but files beside it (its Content-Security-Policy).
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """The data pages of a report: one an iteration, some for finding, some for each evaluation.
 
-What: `refresh`, and the layout
-
-    <run>/report/data/it_000012.js      the groups of iteration 12; `it_000012_2.js`: what did not
-                                        fit, from a group on
-    <run>/report/data/find_000000.js    what groups are found by, of `CHUNK` iterations
-    <run>/report/data/eval_000020.js    held-out samples after 20 iterations; `_2` as above
-    <run>/report/data/other_eval_...    those of the run that is compared with
-    <run>/report/data/made_of.json      the sources of each: what did not change is not made again
-
-What not: what a row says (`rows.py`), `index.html` (`page.py`).
+<run>/report/data/it_000012.js      the groups of iteration 12; `it_000012_2.js`: what did not
+                                    fit, from a group on
+<run>/report/data/find_000000.js    what groups are found by, of `CHUNK` iterations
+<run>/report/data/eval_000020.js    held-out samples after 20 iterations; `_2` as above
+<run>/report/data/other_eval_...    those of the run that is compared with
+<run>/report/data/made_of.json      the sources of each: what did not change is not made again
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A run folder as a reader finds it: whole, half, damaged, or of an older format.
-
-What: the rows of its files under today's names, its held-out evaluations, its config, which of its
-pictures are there. What not: what is made of them (the rest of this room), who writes them
-(`rl/record/run_record.py`, `rl/run/evaluation.py`).
-"""
+"""Reads a run folder, whole, half, damaged, or of an older format."""
 
 from __future__ import annotations
 
@@ -140,6 +135,19 @@ def other_sources(record: Record) -> list[object]:
     """Of the source pictures that a line names, those after the first."""
     named = record.get("other_source_files")
     return named[:MAX_SOURCES] if isinstance(named, list) else []
+
+
+def shown_of(record: Record) -> list[str]:
+    """Hashes of what a held-out sample shows; [] in the record of an older run."""
+    named = record.get("shown")
+    hashes = named[:MAX_SOURCES] if isinstance(named, list) else []
+    return [name for name in hashes if isinstance(name, str)]
+
+
+def is_control(config: Mapping[str, Any]) -> bool:
+    """Whether a run's config shuffles its rewards."""
+    algorithm = config.get("algorithm")
+    return isinstance(algorithm, Mapping) and bool(algorithm.get("shuffle_rewards"))
 
 
 def words_of(record: Record) -> object:

@@ -1,9 +1,6 @@
-"""What a data page says of an episode and of a held-out record: short names, short numbers, every
-text cut where a page would be too long otherwise.
+"""Rows of a data page, of an episode or a held-out record: short names and numbers, bounded text.
 
-What: `group_rows`, `record_row`, `Limits`. What not: which page they come to (`pages.py`), how they
-are shown (`page/`). Rows come from files that anybody may have written: a value of another type
-than a run writes becomes none.
+Anybody may have written the files: a value of another type than a run writes becomes none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Values as a classic script may hold them: the page is opened from a disk, where neither a module
-nor a `fetch` works."""
+"""Values as a classic script may hold them: a page on a disk has no modules and no `fetch`."""
 
 from __future__ import annotations
 

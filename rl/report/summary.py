@@ -1,8 +1,4 @@
-"""What a run learnt, in numbers with intervals and in lines.
-
-What: `compare` and `Change` (before and after on the same samples), `summary`, which the console
-shows and the page too. What not: curves (`curves.py`), pictures.
-"""
+"""What a run learnt: rewards before and after on the same samples, as lines with intervals."""
 
 from __future__ import annotations
 
@@ -11,20 +7,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-import numpy as np
-
+from rl.algorithm.paired import NUM_RESAMPLES, are_alike, interval
 from rl.config.printing import printable
-from rl.report.reading import Evaluation, Record, number
+from rl.report.reading import Evaluation, Record, number, shown_of
 
-NUM_RESAMPLES = 10_000
 INTERVAL = (
-    "95 % bootstrap interval of the mean paired difference (percentiles of "
-    f"{NUM_RESAMPLES:,} draws of the samples with replacement). It is too narrow where samples "
-    "share a source picture or are few, and knows nothing of another seed of training."
+    "95 % interval of the mean paired difference over the held-out samples: percentiles of a "
+    f"bootstrap ({NUM_RESAMPLES:,} draws) of the source pictures, with all samples that share one. "
+    "It says nothing about other training seeds."
 )
 """What stands behind the dash of every interval here."""
-_MAX_CELLS = 4_000_000
-"""Of the table of draws x samples, at a time."""
+CONTROL = (
+    "Control run (algorithm.shuffle_rewards): each completion was trained on another's reward, so "
+    "no change here was learnt from rewards. An interval over held-out samples that excludes 0 "
+    "says nothing about other training seeds."
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,9 @@ class Change:
     """Rewards before and after of the samples that were graded both times."""
 
     name: str
-    rewards: Sequence[tuple[float, float]]
+    rewards: list[tuple[float, float]]
+    shown: list[list[str]]
+    """Hashes of what each sample shows."""
 
     @property
     def before(self) -> float:
@@ -47,58 +46,55 @@ class Change:
         return self.after - self.before
 
     @cached_property
+    def gains(self) -> list[float]:
+        return [new - old for old, new in self.rewards]
+
+    @cached_property
     def interval(self) -> tuple[float, float] | None:
-        """See `INTERVAL`; None for a single sample."""
-        return interval([new - old for old, new in self.rewards])
+        """See `INTERVAL`; None where the samples cannot tell."""
+        return interval(self.gains, self.shown)
+
+    @property
+    def noise(self) -> str:
+        """The interval in words, or why there is none."""
+        if self.interval is not None:
+            return f"{self.interval[0]:+.3f} to {self.interval[1]:+.3f}"
+        if len(self.gains) < 2:
+            return "one sample"
+        if are_alike(self.gains):
+            return f"all {len(self.gains)} alike"
+        return f"no interval: the {len(self.gains)} samples share their source pictures"
 
     def sentence(self, width: int) -> str:
         """One line: means, their difference with its interval, how many samples."""
-        span = self.interval
-        error = "" if span is None else f", 95 % {span[0]:+.3f} to {span[1]:+.3f}"
+        number = f", {len(self.gains)} samples"
+        noise = f"95 % {self.noise}{number}" if self.interval else self.noise
         return (
             f"  {self.name:{width}}  {self.before:.3f} -> {self.after:.3f}   "
-            f"({self.gain:+.3f}{error}, {len(self.rewards)} samples)"
+            f"({self.gain:+.3f}, {noise})"
         )
-
-
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95 % percentile bootstrap interval of the mean, always the same draws; None for fewer than
-    two values."""
-    if len(values) < 2:
-        return None
-    array = np.asarray(values, dtype=np.float64)
-    draw = np.random.default_rng(0)
-    rows = max(1, _MAX_CELLS // len(array))
-    means = [
-        array[draw.integers(len(array), size=(min(rows, NUM_RESAMPLES - start), len(array)))].mean(
-            1
-        )
-        for start in range(0, NUM_RESAMPLES, rows)
-    ]
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
-    return float(low), float(high)
 
 
 def compare(before: Evaluation, after: Evaluation) -> list[Change]:
     """All samples first, then each category; only what was graded both times."""
-    overall: list[tuple[float, float]] = []
-    rewards: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, Change] = {}
     for identity, old in before.records.items():
-        new = after.records.get(identity)
-        if new is None:
+        new = after.records.get(identity, {})
+        rewards = number(old.get("reward")), number(new.get("reward"))
+        if rewards[0] is None or rewards[1] is None:
             continue
-        pair = number(old.get("reward")), number(new.get("reward"))
-        if pair[0] is None or pair[1] is None:
-            continue
-        overall.append((pair[0], pair[1]))
-        if category := old.get("category"):
-            rewards.setdefault(str(category), []).append((pair[0], pair[1]))
-    of_categories = [Change(printable(name), rewards[name]) for name in sorted(rewards)]
-    return [Change("held-out reward", overall), *of_categories] if overall else []
+        pair = rewards[0], rewards[1]
+        for name in {"", str(old.get("category") or "")}:
+            change = found.setdefault(name, Change(printable(name) or "held-out reward", [], []))
+            change.rewards.append(pair)
+            change.shown.append(shown_of(old) or [identity])
+    return [found[name] for name in sorted(found)]
 
 
-def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[str]:
-    """What was learnt, in lines."""
+def summary(
+    metrics: Sequence[Record], evaluations: Sequence[Evaluation], control: bool = False
+) -> list[str]:
+    """What was learnt, in lines. `control`: of a run of shuffled rewards."""
     if len(evaluations) < 2:
         lines = ["Fewer than two held-out evaluations: nothing to compare."]
     else:
@@ -106,10 +102,12 @@ def summary(metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> lis
         changes = compare(before, after)
         width = max((len(change.name) for change in changes), default=0)
         span = f"(0 to 1; before training -> after {after.iteration} iterations)"
-        lines = [f"What was learnt {span}", *(change.sentence(width) for change in changes)]
+        title = "What changed in a control run" if control else "What was learnt"
+        lines = [f"{title} {span}", *(change.sentence(width) for change in changes)]
         num_graded = len(changes[0].rewards) if changes else 0
         if num_graded < len(before.records):
             lines.append(f"  left out: {len(before.records) - num_graded} not graded both times")
+        lines.append(f"  {CONTROL if control else INTERVAL}")
     return [*lines, *(f"  {line}" for line in beside(metrics))]
 
 

@@ -1,7 +1,4 @@
-"""Curves as inline SVG, in the colours of the page that they stand in.
-
-What: `drawn`. What not: which curves there are (`curves.py`), their colours (`page/page.css`).
-"""
+"""Curves as inline SVG, in the colours of the page (`page/page.css`)."""
 
 from __future__ import annotations
 

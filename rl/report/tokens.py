@@ -1,7 +1,6 @@
-"""The words of single tokens, where the policy's tokenizer lies on this machine.
+"""The words of single tokens, where the policy's tokenizer is on this machine; no network.
 
-What: `Pieces`. Takes `tokenizers` alone, and no network: without either, or without the file, a
-page numbers its tokens. What not: the ids of any text; text is never tokenised again.
+Without its file or `tokenizers` a page numbers its tokens.
 """
 
 from __future__ import annotations

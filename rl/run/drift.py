@@ -1,7 +1,4 @@
-"""What is gained over the untrained system, and how far training has moved what the renderer reads.
-
-What: paired differences with their standard error, whether a fall is an alarm, the distance of
-states, as metrics. What not: drawing and judging (`evaluation.py`, `stock.py`).
+"""What is gained over the untrained system, and how far training moved what the renderer reads.
 
 Axes: `_P` held-out samples of this rank, `_T` tokens.
 """
@@ -9,11 +6,10 @@ Axes: `_P` held-out samples of this rank, `_T` tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from rl.algorithm.metrics import Metrics
+from rl.algorithm.paired import LEAST_FALL, Paired, paired
 from rl.api.types import Completion, Episode, Prompt
 from rl.record.console import warn
 from rl.rollout.stream import RolloutContext
@@ -24,41 +20,10 @@ if TYPE_CHECKING:
 
     from rl.ranks.dist import Dist
 
+Shown = Sequence[str]
+"""Hashes of what one sample shows (`contents.shown`)."""
 _WORDS = {"bare": "the user's own words", "reference": "the right words"}
 """Arms of fixed words."""
-
-LEAST_FALL = 0.02
-"""Reward (0..1), a fifth of a judge's mark of ten: less is not worth anybody's attention, however
-sure it is."""
-NUM_ERRORS = 3.0
-"""Standard errors beyond which a fall is no noise: of a run's few dozen held-out evaluations, less
-than one in twenty runs is alarmed by chance (one-sided normal: 0.0013 each)."""
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Differences between two arms, sample by sample: what both share cancels."""
-
-    mean: float
-    error: float | None
-    """Standard error of the mean, from their own spread; None for a single sample."""
-    num: int
-
-    @property
-    def is_alarming(self) -> bool:
-        """Whether it is a rise beyond noise, and large enough to matter."""
-        if self.error is None:
-            return False
-        return self.mean > max(LEAST_FALL, NUM_ERRORS * self.error)
-
-
-def paired(differences: Sequence[float]) -> Paired | None:
-    """None: nothing to compare."""
-    if not differences:
-        return None
-    num = len(differences)
-    error = stdev(differences) / num**0.5 if num > 1 else None
-    return Paired(fmean(differences), error, num)
 
 
 def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
@@ -74,15 +39,19 @@ def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[floa
 
 
 def _compare(
-    rewards_P: Sequence[float | None], others_P: Sequence[float | None], dist: Dist
+    rewards_P: Sequence[float | None],
+    others_P: Sequence[float | None],
+    shown_P: Sequence[Shown],
+    dist: Dist,
 ) -> Paired | None:
     """Over all ranks' samples that have both; None where there is none. Collective."""
     differences = [
-        reward - other
-        for reward, other in zip(rewards_P, others_P, strict=True)
+        (reward - other, shown)
+        for reward, other, shown in zip(rewards_P, others_P, shown_P, strict=True)
         if reward is not None and other is not None
     ]
-    return paired([d for of_rank in dist.gather(differences) for d in of_rank])
+    found = [pair for of_rank in dist.gather(differences) for pair in of_rank]
+    return paired([difference for difference, _ in found], [shown for _, shown in found])
 
 
 def _add_paired(metrics: Metrics, name: str, found: Paired | None) -> None:
@@ -94,7 +63,11 @@ def _add_paired(metrics: Metrics, name: str, found: Paired | None) -> None:
 
 
 def add_stock_arm(
-    metrics: Metrics, untrained_P: Sequence[Rewards], episodes: Sequence[Episode], dist: Dist
+    metrics: Metrics,
+    untrained_P: Sequence[Rewards],
+    episodes: Sequence[Episode],
+    shown_P: Sequence[Shown],
+    dist: Dist,
 ) -> None:
     """What the untrained system is worth, and what the trained one gained over it. Collective."""
     for rewards in untrained_P:
@@ -104,19 +77,23 @@ def add_stock_arm(
             if arm.startswith("stock") and reward is not None:
                 metrics.add(f"eval/{arm}_reward", reward)
     stock_P = [rewards.get("stock") for rewards in untrained_P]
-    gain = _compare([episode.reward for episode in episodes], stock_P, dist)
+    gain = _compare([episode.reward for episode in episodes], stock_P, shown_P, dist)
     _add_paired(metrics, "eval/gain_over_stock", gain)
 
 
 def add_gain_of_thought(
-    metrics: Metrics, episodes: Sequence[Episode], cut_P: Sequence[Episode | None], dist: Dist
+    metrics: Metrics,
+    episodes: Sequence[Episode],
+    cut_P: Sequence[Episode | None],
+    shown_P: Sequence[Shown],
+    dist: Dist,
 ) -> None:
     """What thinking was worth: `cut_P` are the same samples' episodes without it. Collective."""
     rewards_P = [None if episode is None else episode.reward for episode in cut_P]
     for reward in rewards_P:
         if reward is not None:
             metrics.add("eval/cut_thought_reward", reward)
-    gain = _compare([episode.reward for episode in episodes], rewards_P, dist)
+    gain = _compare([episode.reward for episode in episodes], rewards_P, shown_P, dist)
     _add_paired(metrics, "eval/gain_of_thought", gain)
 
 
@@ -125,6 +102,7 @@ def add_falls(
     iteration: int,
     untrained_P: Sequence[Rewards],
     fixed: Mapping[str, FixedArm],
+    shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
     """What words that training did not change have lost by it, aloud where it is no noise.
@@ -133,15 +111,16 @@ def add_falls(
     for arm, (_, episodes_P) in fixed.items():
         before_P = [rewards.get(arm) for rewards in untrained_P]
         after_P = [None if episode is None else episode.reward for episode in episodes_P]
-        fall = _compare(before_P, after_P, dist)
-        worth = _compare(before_P, [0.0] * len(before_P), dist)
+        fall = _compare(before_P, after_P, shown_P, dist)
+        worth = _compare(before_P, [0.0] * len(before_P), shown_P, dist)
         _add_paired(metrics, f"drift/{arm}_fall", fall)
         if fall is None or worth is None:
             continue
         worths.append(worth.mean)
         if fall.is_alarming:
             alarms.append(
-                f"{_WORDS[arm]} lost {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples)"
+                f"{_WORDS[arm]} lost {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
+                f"{fall.num_clusters} sources)"
             )
         metrics.maximum("drift/alarm", float(bool(alarms)))
     if worths and max(worths) < LEAST_FALL and iteration == 0 and dist.is_main:

@@ -1,18 +1,14 @@
-"""What an iteration's episodes show, as metrics.
-
-What: `rollout_metrics` and the failure-rate guard. What not: advantages
-(`rollout/graded_groups.py`), the learner's metrics.
-"""
+"""What an iteration's episodes show, as metrics, and the failure-rate guard."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from statistics import fmean, pvariance
+from statistics import fmean, pvariance, variance
 from typing import TYPE_CHECKING
 
-from rl.algorithm.advantages import RewardMoments, reward_moments
+from rl.algorithm.advantages import SPREAD_TOLERANCE, RewardMoments, reward_moments
 from rl.algorithm.metrics import Metrics
 from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Episode, Status
 from rl.config.schema import RunConfig
@@ -44,14 +40,19 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
         _add_group(metrics, episodes_G)
         add_bare_arm(metrics, "", episodes_G, bare)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
-    batch = RewardMoments(*dist.sum_floats([local.total, local.total_of_squares, local.count]))
-    metrics.maximum("reward/std", batch.std)
+    of_noise, of_words = _variances(rollout.episodes)
+    *moments, of_noise, of_words = dist.sum_floats(
+        [local.total, local.total_of_squares, local.count, of_noise, of_words]
+    )
+    metrics.maximum("reward/std", RewardMoments(*moments).std)
+    if of_noise + of_words > 0:
+        metrics.maximum("reward/noise_variance_share", of_noise / (of_noise + max(of_words, 0.0)))
     return metrics
 
 
 def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     rewards = [e.reward for e in episodes_G if e.reward is not None]
-    zero_spread = len(set(rewards)) <= 1
+    zero_spread = not rewards or max(rewards) - min(rewards) <= SPREAD_TOLERANCE
     metrics.add("groups/zero_spread", float(zero_spread))
     metrics.add("groups/dead", float(zero_spread and max(rewards, default=1.0) < HALF_MARKS))
     metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
@@ -59,7 +60,6 @@ def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
         metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
     for episode in episodes_G:
         _add_episode(metrics, episode)
-    _add_noise_share(metrics, episodes_G)
 
 
 def add_bare_arm(
@@ -110,15 +110,23 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
         metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))
 
 
-def _add_noise_share(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
-    """With several pictures per completion: which share of the reward's variance is the noise's."""
-    rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
-    if len(rows) < 2:
-        return
-    within = fmean(pvariance(row) for row in rows)
-    total = pvariance([reward for row in rows for reward in row])
-    if total > 0:
-        metrics.add("reward/noise_variance_share", within / total)
+def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
+    """(variance within completions, between the completions of a group), of one picture's reward,
+    summed over the groups with several pictures per completion. Unbiased (one-way analysis of
+    variance, Searle et al. 1992), so the second may be negative."""
+    of_noise = of_words = 0.0
+    for episodes_G in episodes_PG:
+        rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
+        if len(rows) < 2:
+            continue
+        num, num_free = sum(map(len, rows)), len(rows) - 1
+        grand = sum(map(sum, rows)) / num
+        within = sum((len(row) - 1) * variance(row) for row in rows) / (num - len(rows))
+        between = sum(len(row) * (fmean(row) - grand) ** 2 for row in rows) / num_free
+        per_row = (num - sum(len(row) ** 2 for row in rows) / num) / num_free
+        of_noise += within
+        of_words += (between - within) / per_row
+    return of_noise, of_words
 
 
 def failure_causes(episodes_PG: Sequence[Sequence[Episode]]) -> Counter[str]:

@@ -1,10 +1,8 @@
-"""The held-out run of the same rollout: one completion each, fixed noise, the run's own judge.
+"""The held-out run: one completion of each sample, fixed noise, the run's own judge.
 
-What: rewards on the first `evaluation.num_samples` validation samples, on the bare arm (the user's
-own words), and on their reference completions where the data has them; and both beside what the
-untrained weights made of them (a renderer that reads drifted states falls there, a policy that
-writes worse words does not). What not: training; what is drawn once a run (`stock.py`). Records and
-pictures land in `<run>/evaluation/it_000000/`.
+Rewards of the policy, of the bare arm (the user's own words) and of the right words where the data
+has them, beside what the untrained weights made of the last two. Equal words must earn equal
+rewards. Records and pictures go to `<run>/evaluation/it_000000/`.
 
 Axes: `_P` held-out samples of this rank.
 """
@@ -12,6 +10,8 @@ Axes: `_P` held-out samples of this rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ from rl.ranks.seeding import derive_seed
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.record.scrub import scrubbed
 from rl.rollout.stream import RolloutContext
+from rl.run.contents import shown
 from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
 from rl.run.episode_metrics import add_bare_arm, add_thought
+from rl.run.equal_words import check_equal_words
 from rl.run.held_out import score
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
 
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
     from rl.record.console import PhaseTimer
     from rl.record.writer import BackgroundWriter
+
+
+_ARMS = ("the policy", "the user's own words", "the right words", "the thought cut", "stock")
 
 
 def evaluate(
@@ -52,6 +57,7 @@ def evaluate(
     pictures are handed to `writer`."""
     config = context.config
     mine = list(samples)[dist.rank :: dist.world_size]
+    shown_P = [shown(sample) for sample in mine]
     with_bare = config.bare_arm != "never" and context.makes_images
     params = SamplingParams(
         temperature=config.evaluation.temperature,
@@ -83,10 +89,12 @@ def evaluate(
                 metrics.add("eval/reference_match", float(is_right))
         if config.evaluation.thought_gain:
             unthought_P = _score_known(context, prompts_P, cut_P, dist)
-            add_gain_of_thought(metrics, episodes, unthought_P, dist)
+            add_gain_of_thought(metrics, episodes, unthought_P, shown_P, dist)
         fixed: dict[str, FixedArm] = {"bare": (bare_P, bare_episodes)}
+        right_P: list[Episode | None] = [None] * len(mine)
         if config.evaluation.reference_drift:
-            references_P = [_reference(context, sample) for sample in mine]
+            encode = context.policy.encode_completion
+            references_P = [None if s.reference is None else encode(s.reference) for s in mine]
             right_P = _score_known(context, prompts_P, references_P, dist)
             _measure(metrics, "eval_reference", [e for e in right_P if e is not None])
             fixed["reference"] = (references_P, right_P)
@@ -96,15 +104,20 @@ def evaluate(
         if config.evaluation.stock_arm and context.makes_images and not compares:
             stock = Stock(context, run_dir, iteration, dist)
             untrained_P = stock.rewards(prompts_P, fixed, episodes)
-            add_stock_arm(metrics, untrained_P, episodes, dist)
+            add_stock_arm(metrics, untrained_P, episodes, shown_P, dist)
             if context.policy.reads_states:
-                add_falls(metrics, iteration, untrained_P, fixed, dist)
+                add_falls(metrics, iteration, untrained_P, fixed, shown_P, dist)
                 num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
         engine.wake()
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
     arms_P = (bare_episodes, untrained_P, unthought_P)
     _write_records(folder, episodes, *arms_P, dist, writer)
+    if not compares:
+        stock_P = map(partial(_as_stock, context), bare_episodes, untrained_P)
+        arms = zip(episodes, bare_episodes, right_P, unthought_P, stock_P, strict=True)
+        named_P = [dict(zip(_ARMS, of_sample, strict=True)) for of_sample in arms]
+        check_equal_words(named_P, config.images_per_completion, iteration == 0, dist)
     return metrics
 
 
@@ -128,13 +141,6 @@ def _with_thoughts_cut(
     return found
 
 
-def _reference(context: RolloutContext, sample: Sample) -> Completion | None:
-    """The right words, where they are known."""
-    if sample.reference is None:
-        return None
-    return context.policy.encode_completion(sample.reference)
-
-
 def _score_known(
     context: RolloutContext,
     prompts_P: Sequence[Prompt],
@@ -149,6 +155,17 @@ def _score_known(
     for (p, _), (episode,) in zip(known, rollout.episodes, strict=True):
         episodes[p] = episode
     return episodes
+
+
+def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards) -> Episode | None:
+    """The bare arm with the stock arm's reward, where both hand the renderer the same words, which
+    no weights change; its picture is on the disk."""
+    if bare is None or context.policy.reads_states:
+        return None
+    stock = context.policy.stock_arms(bare.prompt).get("stock")
+    if stock is None or stock[1].token_ids != bare.completion.token_ids:
+        return None
+    return replace(bare, reward=untrained.get("stock"), image=None)
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:
@@ -211,6 +228,11 @@ def _record(
         "bare_file": kept("bare", None if bare is None else bare.image),
     }
     told = provenance(episode, None)
+    without_thought = (
+        {}
+        if unthought is None
+        else {"cut_thought_words": unthought.action.words, "cut_thought_reward": unthought.reward}
+    )
     # Seconds, too: the records of two runs that are one and the same are the same.
     for key in ("sample_id", "group_id", "advantage", "judge_s"):
         del told[key]
@@ -218,13 +240,9 @@ def _record(
         "id": sample.id,
         **told,
         "reference": sample.reference,
+        "shown": shown(sample),
         "bare_reward": None if bare is None else bare.reward,
         "stock_reward": untrained.get("stock"),
-        **({} if unthought is None else _without_thought(unthought)),
+        **without_thought,
         **files,
     }
-
-
-def _without_thought(episode: Episode) -> Mapping[str, Any]:
-    """What a sample's line says of the words that were written with the thought cut."""
-    return {"cut_thought_words": episode.action.words, "cut_thought_reward": episode.reward}

@@ -1,15 +1,10 @@
-"""Pictures that bring no value: a renderer that fails too often, a size that always fails.
-
-What: `LostPictures`, which is shown every iteration's pictures, stops the run above
-`max_render_failure_rate`, and says once of a size of picture that none of it gets through. What
-not: episodes without a reward, whoever lost it (`episode_metrics.py`).
-"""
+"""Stops a run whose renderer fails too often; warns of a size of which every picture fails."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl.algorithm.metrics import Metrics
@@ -40,59 +35,39 @@ class TooManyRenderFailuresError(TooManyFailuresError):
     """The renderer fails more often than `max_render_failure_rate` allows."""
 
 
-@dataclass
-class Tally:
-    """Of one size's pictures in one iteration, over all ranks."""
-
-    num_good: int = 0
-    num_lost: int = 0
-    example: str = ""
-    """Sample and failure of the first lost one."""
-
-
-@dataclass
-class LossesInRow:
-    """Of one size, since a picture of it got through."""
-
-    num_lost: int = 0
-    num_iterations: int = 0
-    """Of those in which others got through."""
-    said: bool = False
-
-
-@dataclass
 class LostPictures:
-    """Over a run, on every rank alike."""
+    """Is shown every iteration's pictures; the same on every rank."""
 
-    limit: float
-    """`max_render_failure_rate`."""
-    metrics: Metrics = field(default_factory=Metrics)
-    """Of the last iteration; the same on every rank."""
-    _window: deque[tuple[int, int]] = field(default_factory=deque)
-    """(pictures that the renderer lost, pictures) of each iteration."""
-    _losses: dict[Size, LossesInRow] = field(default_factory=dict)
+    def __init__(self, limit: float) -> None:
+        """`limit`: `max_render_failure_rate`."""
+        self.limit = limit
+        self.metrics = Metrics()
+        """Of the last iteration."""
+        self._window: deque[tuple[int, int]] = deque()
+        """(pictures that the renderer lost, pictures) of each iteration."""
+        self._lost: Counter[Size] = Counter()
+        """Pictures of a size since one of it got through."""
+        self._iterations: Counter[Size] = Counter()
+        """Of these losses, in which pictures of other sizes got through."""
+        self._named: set[Size] = set()
 
     def add(self, pictures: Sequence[PictureOutcome], dist: Dist) -> None:
         """Show it an iteration's pictures. Collective.
 
         Raises `TooManyRenderFailuresError` on every rank.
         """
-        by_renderer = Counter(
-            shown(outcome.failure or "", SHOWN_CHARS) for outcome in pictures if outcome.by_renderer
-        )
-        ranks = dist.gather((_tallies(pictures), by_renderer, len(pictures)))
-        causes = sum((causes for _, causes, _ in ranks), Counter[str]())
-        num_pictures = sum(num for _, _, num in ranks)
+        mine = [replace(p, failure=p.failure and shown(p.failure, SHOWN_CHARS)) for p in pictures]
+        found = [picture for of_rank in dist.gather(mine) for picture in of_rank]
         self.metrics = Metrics()
-        if not num_pictures:
+        if not found:
             return
-        for sentence in self._add_sizes(_over_ranks([tallies for tallies, _, _ in ranks])):
+        for sentence in self._add_sizes(found):
             if dist.is_main:
                 warn(sentence)
-        always = sum(losses.said for losses in self._losses.values())
-        self.metrics.maximum("pictures/failing_sizes", always)
-        self.metrics.maximum("pictures/not_drawn", causes.total() / num_pictures)
-        self._check_renderer(causes, num_pictures)
+        causes = Counter(picture.failure or "" for picture in found if picture.by_renderer)
+        self.metrics.maximum("pictures/failing_sizes", len(self._named))
+        self.metrics.maximum("pictures/not_drawn", causes.total() / len(found))
+        self._check_renderer(causes, len(found))
 
     def _check_renderer(self, causes: Counter[str], num_pictures: int) -> None:
         window = self._window
@@ -111,25 +86,35 @@ class LostPictures:
             "goes on after the last finished iteration."
         )
 
-    def _add_sizes(self, tallies: Mapping[Size, Tally]) -> Iterator[str]:
+    def _add_sizes(self, pictures: Sequence[PictureOutcome]) -> Iterator[str]:
         """A sentence for each size that has now failed always."""
-        for size, tally in tallies.items():
-            if tally.num_good:
-                self._losses.pop(size, None)
-                continue
-            losses = self._losses.setdefault(size, LossesInRow())
-            losses.num_lost += tally.num_lost
-            losses.num_iterations += any(other.num_good for other in tallies.values())
-            lasts = losses.num_lost >= FEWEST_LOST and losses.num_iterations >= FEWEST_ITERATIONS
-            if lasts and not losses.said:
-                losses.said = True
+        good = {_size(picture) for picture in pictures if picture.failure is None}
+        for size in good:
+            self._lost.pop(size, None)
+            self._iterations.pop(size, None)
+        self._named -= good
+        bad: dict[Size, PictureOutcome] = {}
+        for picture in pictures:
+            if (size := _size(picture)) not in good:
+                self._lost[size] += 1
+                bad.setdefault(size, picture)
+        self._iterations.update(bad if good else ())
+        for size, example in bad.items():
+            num_lost = self._lost[size]
+            lasts = num_lost >= FEWEST_LOST and self._iterations[size] >= FEWEST_ITERATIONS
+            if lasts and size not in self._named:
+                self._named.add(size)
                 yield (
                     f"every picture of one size fails while others get through: {_said(size)}, "
-                    f"{losses.num_lost} of {losses.num_lost} lost, so that samples of that shape "
-                    f"train nothing; the last is {tally.example}. Leave such pictures out of the "
-                    "data, resize them, or change what the renderer or the judge makes of that "
-                    "size (pictures/failing_sizes)"
+                    f"{num_lost} of {num_lost} lost, so that samples of that shape train nothing; "
+                    f"the last is of sample {shown(example.sample_id, 100)}: {example.failure}. "
+                    "Leave such pictures out of the data, resize them, or change what the renderer "
+                    "or the judge makes of that size (pictures/failing_sizes)"
                 )
+
+
+def _size(picture: PictureOutcome) -> Size:
+    return picture.size_px, picture.num_sources
 
 
 def _said(size: Size) -> str:
@@ -138,27 +123,3 @@ def _said(size: Size) -> str:
         return "those without a source"
     several = f" of {num_sources} source pictures" if num_sources > 1 else ""
     return f"{size_px[0]}x{size_px[1]} px{several}"
-
-
-def _tallies(pictures: Sequence[PictureOutcome]) -> dict[Size, Tally]:
-    found: dict[Size, Tally] = {}
-    for outcome in pictures:
-        tally = found.setdefault((outcome.size_px, outcome.num_sources), Tally())
-        if outcome.failure is None:
-            tally.num_good += 1
-        else:
-            tally.num_lost += 1
-            why = shown(outcome.failure, SHOWN_CHARS)
-            tally.example = tally.example or f"of sample {shown(outcome.sample_id, 100)}: {why}"
-    return found
-
-
-def _over_ranks(ranks: Sequence[Mapping[Size, Tally]]) -> dict[Size, Tally]:
-    merged: dict[Size, Tally] = {}
-    for found in ranks:
-        for size, own in found.items():
-            tally = merged.setdefault(size, Tally())
-            tally.num_good += own.num_good
-            tally.num_lost += own.num_lost
-            tally.example = tally.example or own.example
-    return merged

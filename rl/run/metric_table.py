@@ -1,10 +1,7 @@
 """Every metric that a run may log: its unit and meaning. `docs/metrics.md` is made from this.
 
-What: `METRICS`, what every run has; `check_known`, held against every line that a run logs; and
-`page`: `python -m rl.run.metric_table > docs/metrics.md`, or with a config behind it the same for
-that run, with what its own plugs report. What not: computing any of them, what plugs declare
-(`plug_metrics.py`). `<...>` in a name stands for words that the config or the data choose, e.g. a
-reward's name.
+`python -m rl.run.metric_table > docs/metrics.md`; with a config behind it the page has what its
+plugs report. `<...>` in a name stands for words that the config or the data choose.
 """
 
 from __future__ import annotations
@@ -32,8 +29,10 @@ METRICS: dict[str, Metric] = {
     "reward/group_std": Metric("0..1", "mean over groups of the standard deviation in a group"),
     "reward/noise_variance_share": Metric(
         "0..1",
-        "with several pictures per completion: share of the reward's variance that the rendering "
-        "noise makes, not the words",
+        "with several pictures per completion: share of the variance of one picture's reward that "
+        "the rendering noise makes, not the words; unbiased variances within and between the "
+        "completions of a group. Noise that moves a whole group alike counts, though the group's "
+        "mean removes it from the advantages",
     ),
     "reward/part/<name>": Metric(
         "as the reward states", "mean of a reward's value or `<reward>/<part>` over graded episodes"
@@ -56,7 +55,7 @@ METRICS: dict[str, Metric] = {
     "status/scored": Metric("0..1", "share of episodes rendered and graded"),
     "status/policy_failed": Metric("0..1", "share whose completion could not be used"),
     "status/ungraded": Metric("0..1", "share lost to the renderer or the judge"),
-    "groups/zero_spread": Metric("0..1", "share of groups whose rewards are all equal"),
+    "groups/zero_spread": Metric("0..1", "share of groups whose rewards are all equal (to 1e-6)"),
     "groups/dead": Metric("0..1", "share of groups whose rewards are all equal and below 0.5"),
     "groups/distinct_completions": Metric(
         "0..1", "mean over groups of distinct completions / completions"
@@ -108,7 +107,8 @@ METRICS: dict[str, Metric] = {
     # Data
     "data/held_out_prompts": Metric(
         "prompts",
-        "training prompts whose picture, or without one whose words, are a held-out one's",
+        "training prompts that show a picture of a held-out one, or a copy of it in another size "
+        "or file format; without pictures, its words in any letter case",
     ),
     "data/skipped_rows": Metric("rows", "bad rows left out at the start"),
     "data/replaced_rows": Metric(
@@ -136,7 +136,10 @@ METRICS: dict[str, Metric] = {
     "eval/gain_over_stock": Metric(
         "-1..1", "mean over samples of reward - stock reward: a baseline that no training moves"
     ),
-    "eval/gain_over_stock_error": Metric("0..1", "its standard error over the samples"),
+    "eval/gain_over_stock_error": Metric(
+        "0..1",
+        "its standard error over the samples; those that share a source picture count as one",
+    ),
     "eval/thought/<name>": Metric("as there", "thought/<name> of the held-out completions"),
     "eval/cut_thought_reward": Metric(
         "0..1", "mean reward there of words written with the thought cut before it began"
@@ -146,7 +149,7 @@ METRICS: dict[str, Metric] = {
         "mean over samples of reward - that reward, both under today's weights (evaluation."
         "thought_gain): words that were trained behind a thought may miss it more than others",
     ),
-    "eval/gain_of_thought_error": Metric("0..1", "its standard error over the samples"),
+    "eval/gain_of_thought_error": Metric("0..1", "its standard error, reckoned alike"),
     "eval/ungraded": Metric("0..1", "share of validation episodes lost to renderer or judge"),
     "eval/reference_match": Metric("0..1", "share of completions equal to the reference"),
     "eval_reference/reward": Metric(
@@ -163,12 +166,16 @@ METRICS: dict[str, Metric] = {
         "mean over held-out samples of the bare words' reward before training minus today's: same "
         "words, same noise",
     ),
-    "drift/bare_fall_error": Metric("0..1", "its standard error over the samples"),
+    "drift/bare_fall_error": Metric(
+        "0..1",
+        "its standard error over the samples; those that share a source picture count as one",
+    ),
     "drift/reference_fall": Metric("-1..1", "the same of the right words, where they are known"),
     "drift/reference_fall_error": Metric("0..1", "its standard error"),
     "drift/alarm": Metric(
         "0 or 1",
-        "1: one of these falls is more than 3 standard errors and 0.02; said aloud",
+        "1: one of these falls is more than 0.02 and 3 standard errors (more where samples are of "
+        "few source pictures: Student's t); said aloud",
     ),
     "drift/state_l2": Metric(
         "1",
@@ -186,13 +193,24 @@ METRICS: dict[str, Metric] = {
     "policy/entropy": Metric("nats", "mean entropy of the next-token distribution"),
     "policy/clip_fraction": Metric("0..1", "share of tokens whose ratio is clipped"),
     "policy/ratio_mean": Metric(
-        "1", "mean pi / pi_old; 1 with one update per iteration, on-policy"
+        "1",
+        "mean pi / pi_old; 1 by construction with one update per iteration, on-policy: mismatch/* "
+        "compares the engine",
     ),
     "policy/ratio_max": Metric("1", "largest of them"),
     "mismatch/k1": Metric("nats", "mean log pi_sampler - log pi_trainer of the sampled tokens"),
-    "mismatch/k3": Metric("nats", "KL(sampler || trainer) by the k3 estimator"),
+    "mismatch/k3": Metric(
+        "nats",
+        "KL(sampler || trainer) by the k3 estimator; the run warns where it stays for 3 iterations "
+        "above what the engine's dtype explains (1e-5 in float32, 1e-4 in float16, 1e-3 in "
+        "bfloat16), or above a tenth of that and 10 times the run's first",
+    ),
     "mismatch/max_abs_dlogp": Metric("nats", "largest |log pi_sampler - log pi_trainer|"),
-    "mismatch/ess": Metric("0..1", "effective sample size of the importance weights, share"),
+    "mismatch/ess": Metric(
+        "0..1",
+        "effective sample size of the importance weights, share; below 0.999, 0.99, 0.95 in these "
+        "dtypes for 3 iterations the run warns",
+    ),
     "mismatch/weight_mean": Metric("1", "mean truncated importance weight as used"),
     "mismatch/weight_capped": Metric("0..1", "share of tokens whose weight hit importance_cap"),
     "optimizer/learning_rate": Metric("1", "AdamW learning rate of this iteration"),
@@ -202,7 +220,9 @@ METRICS: dict[str, Metric] = {
     "seconds/<learn_phase>": Metric("s", "learn phase split into forward, backward and step"),
     # Sync
     "sync/mean_abs_dlogp": Metric(
-        "nats", "mean |log pi_sampler - log pi_trainer| on the probe prompt after the weight sync"
+        "nats",
+        "mean |log pi_sampler - log pi_trainer| of the 16 least certain tokens written to the "
+        "probe prompt after the weight sync",
     ),
     # Time: wall time on rank 0
     "time/<phase>_s": Metric(

@@ -1,10 +1,4 @@
-"""What plugs report of themselves, in a run's lines: ours and an outsider's alike.
-
-What: the names that it stands under (`prefix_of`), its rows of the metrics table (`rows_of`), and
-`PlugMetrics`, which asks for it and holds it against what the plugs declare. What not: what a plug
-may declare (`api/plug.py`), the rows that every run has (`metric_table.py`), asking the renderer
-(`rollout/stream.py`, once its pictures are made).
-"""
+"""Metrics that plugs report of themselves: their names, their rows, and asking for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One run: its parts, and the few things that happen around an iteration rather than in it.
-
-What: `Run`: sync with proof, render, grade, evaluate, log, save. What not: how it is opened
-(`set_up.py`), the loop (`train.py`), how parts are made (`build.py`).
+"""One run: its parts, and what happens around an iteration rather than in it.
 
 Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
 iteration 0 is what was measured before training.
@@ -40,6 +37,7 @@ from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
+from rl.run.contents import HeldOutContents
 from rl.run.episode_metrics import (
     TooManyFailuresError,
     check_failure_rate,
@@ -51,11 +49,10 @@ from rl.run.evaluation import evaluate
 from rl.run.last_finished import LastFinished, save_before_leaving
 from rl.run.lost_pictures import LostPictures
 from rl.run.metric_table import check_known
-from rl.run.no_learning import NoLearning
 from rl.run.page import Page
 from rl.run.plug_metrics import PlugMetrics
 from rl.run.rank_times import rank_times
-from rl.run.watch import DeadGroups, HeldOutContents
+from rl.run.watch import Watch
 
 _JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
@@ -118,7 +115,6 @@ class Run:
     """The last checkpoint that was handed to the writer."""
     said: set[str] = field(default_factory=set)
     """What was said and need not be said again: causes of ungraded episodes, shared samples."""
-    dead_groups: DeadGroups = field(default_factory=DeadGroups)
 
     @cached_property
     def held_out_contents(self) -> HeldOutContents:
@@ -131,9 +127,11 @@ class Run:
         return LostPictures(self.config.max_render_failure_rate)
 
     @cached_property
-    def no_learning(self) -> NoLearning:
-        """What keeps the run from learning, though it goes on."""
-        return NoLearning(self.context.config)
+    def watch(self) -> Watch:
+        """Conditions over several iterations."""
+        lora = self.policy.config.lora
+        dropout = 0.0 if lora is None else lora.dropout
+        return Watch(self.context.config, self.sync_dtype, dropout)
 
     @cached_property
     def group_panel(self) -> GroupPanel:
@@ -149,6 +147,7 @@ class Run:
             self.sync_dtype,
             self.config.sampling.temperature,
             self.last_sync,
+            self.config.sampling.max_completion_tokens,
         )
         if self.last_sync is None and not report.read_back and self.dist.is_main:
             warn(
@@ -221,7 +220,7 @@ class Run:
         """What an iteration's episodes show and what its plugs report. Collective."""
         metrics = rollout_metrics(rollout, self.dist)
         metrics.update(self.lost_pictures.metrics)
-        metrics.update(self.no_learning.add_rewards(rollout, self.dist))
+        metrics.update(self.watch.add_rewards(rollout, self.dist))
         if self.held_out:
             metrics.total("data/held_out_prompts", self._say_what_is_held_out(rollout))
         metrics.update(self.plug_metrics.take(rollout.renderer_metrics))
@@ -300,9 +299,7 @@ class Run:
         }
         check_known(reduced, self.plug_metrics.rows)
         self.last_metrics, self.last_line = reduced, done
-        if "groups/dead" in reduced and (sentence := self.dead_groups.add(reduced["groups/dead"])):
-            self.console.say(sentence)
-        for sentence in self.no_learning.sentences(reduced, done == self.num_iterations):
+        for sentence in self.watch.sentences(reduced, done == self.num_iterations):
             if self.dist.is_main:
                 warn(sentence)
 

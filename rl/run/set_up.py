@@ -1,8 +1,6 @@
-"""Open a run: make every part, restore the last checkpoint, close everything in the end.
+"""Opens a run: makes every part, restores the last checkpoint, closes everything in the end.
 
-What: `open_run`. What the user can mend is found before anything heavy is loaded, in the order of
-what it costs to find: the config, the data, the judge, the models. What not: what a run does once
-it is open (`run.py`), the loop (`train.py`), how parts are made (`build.py`).
+What the user can fix is found before anything heavy is loaded: config, data, judge, models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the untrained system makes of the held-out samples: the scale that no training moves.
 
-What: rewards of the stock arm (the renderer's own pipeline on the user's words) and of fixed words
+Rewards of the stock arm (the renderer's own pipeline on the user's words) and of fixed words
 under the weights before training, and the states of a few samples' words under them. Drawn and
 judged once and kept:
 
@@ -9,8 +9,7 @@ judged once and kept:
     <run>/stock/<key>.safetensors   states of the bare words, of the first samples
 
 The key is a hash of the sample and of all that no resume may change, so another held-out set,
-renderer or judge finds nothing and draws anew. What not: today's weights (`evaluation.py`),
-comparing (`drift.py`).
+renderer or judge finds nothing and draws anew.
 
 Axes: `_P` prompts on this rank, `_T` tokens.
 """

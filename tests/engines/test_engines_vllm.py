@@ -4,6 +4,8 @@ One engine serves the whole file: starting it costs seconds. Tests that move the
 sync them, so any order works.
 """
 
+from dataclasses import replace
+
 import pytest
 import tiny_qwen
 import torch
@@ -71,9 +73,9 @@ def worker(engine, policy, monkeypatch):
     delivered_to = []
     put = vllm_weights.put_lora
 
-    def noting(worker, tensors, lora_config):
+    def noting(worker, *args):
         delivered_to.append(worker)
-        return put(worker, tensors, lora_config)
+        return put(worker, *args)
 
     monkeypatch.setattr(vllm_weights, "put_lora", noting)
     engine.load_weights(export(policy))
@@ -135,12 +137,12 @@ def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypa
     assert after.fingerprint != before.fingerprint
     assert synced.held_fingerprint() == before.fingerprint != after.fingerprint
 
-    def deliver_nothing(worker, tensors, lora_config):
+    def deliver_nothing(worker, *args):
         manager = worker.model_runner.lora_manager._adapter_manager
         add, manager.add_adapter = manager.add_adapter, lambda _: True
         remove, manager.remove_adapter = manager.remove_adapter, lambda _: True
         try:
-            return put(worker, tensors, lora_config)
+            return put(worker, *args)
         finally:
             manager.add_adapter, manager.remove_adapter = add, remove
 
@@ -372,9 +374,33 @@ def test_a_saved_adapter_is_a_vllm_adapter(
     worker.remove_lora(2)
 
 
-def test_full_weights_are_refused_by_an_adapter_engine(synced, policy):
-    from dataclasses import replace
+@pytest.mark.parametrize("factor", [2, 1.1, 0.5])
+def test_an_adapter_at_another_scale_is_refused(synced, policy, factor):
+    """Before any step too: B is zero then, and no probe could tell."""
+    weights = export(policy)
+    config = weights.lora_config | {"lora_alpha": LORA["alpha"] * factor}
+    with pytest.raises(RuntimeError, match=r"policy\.lora\.alpha"):
+        synced.load_weights(replace(weights, lora_config=config))
 
+
+def scaled(tensors):
+    return {name: 2 * tensor for name, tensor in tensors.items()}
+
+
+def without_a_layer(tensors):
+    return {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.q" not in name}
+
+
+@pytest.mark.parametrize("change", [scaled, without_a_layer])
+def test_an_adapter_that_was_changed_on_its_way_is_refused(synced, policy, change):
+    weights = export(policy)
+    changed = change(weights.tensors)
+    assert changed.keys() != weights.tensors.keys() or change is scaled
+    with pytest.raises(RuntimeError, match="fingerprint"):
+        synced.load_weights(replace(weights, tensors=changed))
+
+
+def test_full_weights_are_refused_by_an_adapter_engine(synced, policy):
     with pytest.raises(ValueError, match="full"):
         synced.load_weights(replace(export(policy), kind="full"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,46 @@ def test_log_probs_that_disagree_are_an_error(logprob: float) -> None:
 
 def test_bfloat16_engines_may_round() -> None:
     sync(Sampler(-1.05), Trainer("new"), PROBE, "bfloat16", 1.0)
+
+
+class Certain(Sampler):
+    """Nearly certain of all tokens but a few at the end, where it is wrong."""
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: object) -> list:
+        self.max_tokens = params.max_tokens
+        ids = tuple(range(params.max_tokens))
+        logprobs = (-1e-4,) * (len(ids) - 2) + (self.logprob,) * 2
+        return [[Completion(ids, logprobs, "length")] * params.num_completions]
+
+
+class CertainTrainer(Trainer):
+    def logprobs(self, rows: Sequence[Any]) -> list[list[float]]:
+        return [[-1e-4] * (len(ids) - 2) + [self.logprob] * 2 for _, ids in rows]
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 2e-3), ("bfloat16", 0.15)])
+@pytest.mark.parametrize("trainer_is_surer", [True, False])
+def test_the_least_certain_tokens_are_compared(
+    dtype: str, apart: float, trainer_is_surer: bool
+) -> None:
+    """Over all tokens the difference is a quarter of that, which passes."""
+    sampler = Certain(-1.0)
+    trainer = CertainTrainer("new", -1.0 + (apart if trainer_is_surer else -apart))
+    with pytest.raises(SyncError, match="least certain tokens"):
+        sync(sampler, trainer, PROBE, dtype, 1.0)
+    sync(sampler, CertainTrainer("new", -1.0), PROBE, dtype, 1.0, max_tokens=5)
+    assert sampler.max_tokens == 5, "no more than the engine has room for"
+
+
+def test_one_token_without_a_number_is_an_error() -> None:
+    class One(Certain):
+        def generate(self, *args: Any) -> list:
+            [[first, *others]] = super().generate(*args)
+            logprobs = (float("nan"), *first.logprobs[1:])
+            return [[replace(first, logprobs=logprobs), *others]]
+
+    with pytest.raises(SyncError, match="nan nats"):
+        run_sync(One(), CertainTrainer("new"))
 
 
 class DeafEngine(TransformersEngine):

@@ -11,7 +11,7 @@ import tiny_qwen
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl.policies.shared import adapters
+from rl.files.weights import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -29,12 +29,12 @@ def test_weights_have_another_fingerprint_exactly_when_they_changed(
     dtype: torch.dtype, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     weights = {"w": torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)}
-    first = adapters.fingerprint(weights)
+    first = fingerprint(weights)
     # Other memory, and a start that no 64-bit number may have.
     other = torch.cat([weights["w"].view(-1)[:1], weights["w"].view(-1)])[1:].view(shape)
-    assert adapters.fingerprint({"w": other}) == first
+    assert fingerprint({"w": other}) == first
     change(weights["w"])
-    assert adapters.fingerprint(weights) != first
+    assert fingerprint(weights) != first
 
 
 def test_at_most_24_bytes_a_tensor_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_at_most_24_bytes_a_tensor_come_to_the_host(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
     large = torch.zeros(2049, 2048, dtype=torch.bfloat16)
-    adapters.fingerprint({"a": torch.zeros(8, 128), "b": large})
+    fingerprint({"a": torch.zeros(8, 128), "b": large})
     assert num_bytes == [8 + 24]
 
 

@@ -11,12 +11,13 @@ from tiny_messages import names
 
 from rl import build
 from rl.preflight import report
-from rl.preflight.no_effect import no_effect
+from rl.preflight.no_effect import doubtful, no_effect
 from rl.simple_launch import main
 
 
 def told(name: str, *overrides: str) -> list[str]:
-    return no_effect(build.resolve(tiny_config.shipped(name, *overrides)))
+    resolved = build.resolve(tiny_config.shipped(name, *overrides))
+    return no_effect(resolved) + doubtful(resolved)
 
 
 @pytest.mark.parametrize("name", tiny_config.DISTINCT)
@@ -68,6 +69,18 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("tiny_earl", ["bare_arm=evaluation"], ["bare_arm"]),
     ("prompt_enhancement", ["renderer.guidance_scale=1", "renderer.cfg_in_one_forward=false"],
      ["renderer.cfg_in_one_forward"]),
+    ("quickstart", ["sampling.top_p=0.9"], ["sampling.top_p"]),
+    ("quickstart", ["sampling.top_p=0.999", "sampling.top_k=20"],
+     ["sampling.top_k", "sampling.top_p"]),
+    ("quickstart", ["sampling.top_k=0", "sampling.top_p=1"], []),
+    ("quickstart", ["algorithm.loss=dr_grpo"], ["algorithm.advantage_scale"]),
+    ("quickstart", ["algorithm.loss=dr_grpo", "algorithm.advantage_scale=batch_std"],
+     ["algorithm.advantage_scale"]),
+    ("quickstart", ["algorithm.loss=dr_grpo", "algorithm.advantage_scale=none",
+                    "algorithm.advantage_eps=1e-4"], []),
+    ("quickstart", ["algorithm.truncated_completions=mask"], []),
+    ("tiny_thinking", ["algorithm.truncated_completions=mask"],
+     ["algorithm.truncated_completions"]),
 ]  # fmt: skip
 
 
@@ -92,10 +105,11 @@ def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     place = f"base_exp_dir={tmp_path}"
     with pytest.raises(SystemExit) as done:
-        main(["configs/quickstart.jsonnet", place, "optimizer.zero_stage=3"])
+        main(["configs/quickstart.jsonnet", place, "optimizer.zero_stage=3", "sampling.top_p=0.9"])
     assert done.value.code == 0
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert names(said, "without effect ... optimizer.zero_stage: ... 'torch'")
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert names(said[0], "without effect ... optimizer.zero_stage: ... 'torch'")
+    assert names(said[1], "sampling.top_p: 0.9 ... Use 1.0")
 
 
 def test_a_system_prompt_beside_an_editor_is_refused() -> None:

@@ -167,8 +167,8 @@ def test_a_run_shows_it_under_the_line_of_its_iteration() -> None:
     run.prompt_order.num_replaced = 0
     run.last_finished = MagicMock(metrics={"reward/mean": 0.5})
     run.plug_metrics = MagicMock(rows={})
-    run.no_learning = MagicMock()
-    run.no_learning.sentences.return_value = []
+    run.watch = MagicMock()
+    run.watch.sentences.return_value = []
     for done in (1, 2):
         run.log_episodes(done, [GradedGroup(0, [wrote("a", 1.0)], [0.0], [None])])
         run.log(done, MagicMock(state=dict))

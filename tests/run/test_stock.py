@@ -25,6 +25,7 @@ from tiny_rounding import PRODUCT
 from tiny_run import episode, run_config
 
 from rl.algorithm.metrics import Metrics
+from rl.algorithm.paired import paired
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
 from rl.judge.background import BackgroundLoop
@@ -35,7 +36,7 @@ from rl.record.console import PhaseTimer
 from rl.record.writer import BackgroundWriter
 from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext
-from rl.run.drift import Paired, add_falls, paired, state_distance
+from rl.run.drift import add_falls, state_distance
 from rl.run.evaluation import evaluate
 from rl.run.stock import Stock
 
@@ -328,28 +329,6 @@ def test_who_writes_pictures_is_measured_against_its_own_start(tmp_path: Path) -
 # Numbers, by hand
 
 
-def test_paired_differences() -> None:
-    assert paired([]) is None
-    assert paired([0.5]) == Paired(0.5, None, 1)
-    found = paired([0.1, 0.3, 0.2])
-    assert (found.mean, found.num) == (pytest.approx(0.2), 3)
-    assert found.error == pytest.approx(0.1 / 3**0.5)
-
-
-@pytest.mark.parametrize(
-    ("fall", "alarms"),
-    [
-        (Paired(0.10, 0.03, 64), True),
-        (Paired(0.10, 0.04, 64), False),  # noise
-        (Paired(0.019, 0.001, 64), False),  # sure, and too little to matter
-        (Paired(-0.10, 0.01, 64), False),  # a rise
-        (Paired(0.5, None, 1), False),  # of one sample nobody knows
-    ],
-)
-def test_a_fall_alarms_beyond_noise(fall: Paired, alarms: bool) -> None:
-    assert fall.is_alarming == alarms
-
-
 def test_states_are_compared_token_by_token() -> None:
     base = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
     states = torch.tensor([[3.0, 4.0], [2.0, 0.0]])
@@ -359,19 +338,20 @@ def test_states_are_compared_token_by_token() -> None:
 
 
 def test_a_fall_is_said_and_a_healthy_run_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    untrained_P = [{"stock": 0.5, "bare": reward} for reward in (0.9, 0.7, 0.8, 0.8)]
+    untrained_P = [{"stock": 0.5, "bare": reward} for reward in (0.9, 0.7, 0.8, 0.8)] * 3
 
     def told(*today: float | None) -> tuple[dict[str, float], str]:
         metrics = Metrics()
-        episodes = [episode(reward=reward) for reward in today]
-        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 4, episodes)}, Dist())
+        episodes = [episode(reward=reward) for reward in today * 3]
+        shown_P = [[str(i)] for i in range(len(episodes))]
+        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 12, episodes)}, shown_P, Dist())
         return Dist().reduce(metrics), capsys.readouterr().err
 
     metrics, said = told(0.9, 0.7, 0.8, 0.7)
     assert metrics["drift/bare_fall"] == pytest.approx(0.025) and metrics["drift/alarm"] == 0
     assert not said
     metrics, said = told(0.4, 0.2, 0.4, None)
-    # 0.5, 0.5, 0.4: mean 0.467, standard deviation 0.0577, over the root of 3
-    assert metrics["drift/bare_fall_error"] == pytest.approx(0.0577 / 3**0.5, rel=1e-3)
+    # 0.5, 0.5, 0.4, three times: mean 0.467, standard deviation 0.05, over the root of 9
+    assert metrics["drift/bare_fall_error"] == pytest.approx(0.05 / 9**0.5, rel=1e-3)
     assert metrics["drift/alarm"] == 1
-    assert names(said, "20 iterations ... 0.467 +- 0.033 (3 samples)")
+    assert names(said, "20 iterations ... 0.467 +- 0.017 (9 samples")

@@ -14,6 +14,7 @@ from PIL import Image
 
 from rl.commands.export_evidence import comparison, gather
 from rl.record.model_card import Evidence
+from rl.report.summary import Change
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2], 16: [1.0, 1.0, 1.0, 1.0]}
 
@@ -155,9 +156,10 @@ def test_the_interval_is_that_of_a_paired_mean() -> None:
     random = np.random.default_rng(7)
     old = random.normal(0.3, 0.2, 400)
     new = old + random.normal(0.1, 0.1, 400)
-    result = comparison("all", old.tolist(), new.tolist())
+    pairs = list(zip(old.tolist(), new.tolist(), strict=True))
+    result = comparison(Change("all", pairs, [[str(i)] for i in range(400)]))
     assert result.interval is not None
     error = (new - old).std(ddof=1) / 20
     expected = (new - old).mean() + np.array([-1.96, 1.96]) * error
     assert result.interval == pytest.approx(tuple(expected), abs=0.15 * error)
-    assert comparison("one", [0.1], [0.5]).interval is None
+    assert comparison(Change("one", [(0.1, 0.5)], [["a"]])).interval is None

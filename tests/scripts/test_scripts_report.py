@@ -69,14 +69,44 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     span = "95 % +0.000 to +0.800"
     for line, parts in (
         (1, f"held-out ... 0.200 -> 0.533   (+0.333, {span}, 3 samples)"),
-        (2, "  a  ... 0.100 -> 0.900   (+0.800, 1 samples)"),
+        (2, "  a  ... 0.100 -> 0.900   (+0.800, one sample)"),
         (3, "  b  ... 0.250 -> 0.350   (+0.100, 95 % +0.000 to +0.200, 2 samples)"),
         (4, "left out: 1 "),
-        (5, "renderer ... 0.000 -> 0.900"),
-        (6, "own words ... 0.150 ... +0.050 -> +0.450"),
+        (5, "95 % interval ... other training seeds"),
+        (6, "renderer ... 0.000 -> 0.900"),
+        (7, "own words ... 0.150 ... +0.050 -> +0.450"),
     ):
         assert names(lines[line], parts), lines
-    assert lines[7].startswith("  drawn: "), "of a run that measured no more"
+    assert lines[8].startswith("  drawn: "), "of a run that measured no more"
+
+
+@pytest.mark.parametrize(
+    ("pictures", "rewards", "said"),
+    [
+        ("ab", (0.2, 0.4), "95 % ... 2 samples"),
+        ("aaaa", (0.2, 0.4), "4 samples share"),
+        ("abcd", (0.3, 0.3), "all 4 alike"),
+    ],
+)
+def test_a_control_is_named_and_samples_of_one_picture_are_no_more_than_it(
+    run_dir, capsys, pictures, rewards, said
+):
+    config = {"run_name": "tiny_control", "algorithm": {"shuffle_rewards": True}}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    for iteration in REWARDS:
+        rows = [
+            {**record(f"s{i}", bool(iteration) * rewards[i % 2], ""), "shown": [picture]}
+            for i, picture in enumerate(pictures)
+        ]
+        file = run_dir / f"evaluation/it_{iteration:06d}/records.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report.main([str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert names(
+        out, f"control run ... algorithm.shuffle_rewards ... other training seeds ... {said}"
+    )
+    assert "What was learnt" not in out
+    assert "algorithm.shuffle_rewards" in (run_dir / "report/index.html").read_text("utf-8")
 
 
 def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
@@ -91,10 +121,10 @@ def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
     assert report.main([str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for line, parts in (
-        (7, "untrained ... 0.300 (0.250 ... -0.100 +- 0.050 -> +0.300 +- 0.050"),
-        (8, "DRIFT: after 8 iterations"),
-        (9, "own words ... +0.060 +- 0.010"),
-        (10, "states ... 24.0% ... cosine 0.940"),
+        (8, "untrained ... 0.300 (0.250 ... -0.100 +- 0.050 -> +0.300 +- 0.050"),
+        (9, "DRIFT: after 8 iterations"),
+        (10, "own words ... +0.060 +- 0.010"),
+        (11, "states ... 24.0% ... cosine 0.940"),
     ):
         assert names(lines[line], parts), lines
 
@@ -107,7 +137,7 @@ def test_what_thinking_is_worth_is_told_and_drawn(run_dir, capsys):
         row |= {"eval/cut_thought_reward": 0.2}
     path.write_text("\n".join(map(json.dumps, rows)))
     assert report.main([str(run_dir)]) == 0
-    line = capsys.readouterr().out.splitlines()[7]
+    line = capsys.readouterr().out.splitlines()[8]
     assert names(line, "thought ... 0.200 ... +0.100 +- 0.050 -> +0.400 +- 0.050")
     assert "Gain of thinking" in (run_dir / "report" / "index.html").read_text("utf-8")
 

@@ -1,10 +1,7 @@
-"""Weights into a running vLLM, and back out of it. Runs inside the engine's worker.
-
-Nothing is written to files or merged into the base. Called by `plug.py` through `collective_rpc`.
+"""Weights into a running vLLM and back out, inside the engine's worker (`collective_rpc`).
 
 What was sent is compared with what the forward multiplies with: an adapter's slots bit for bit,
-whole tensors by `bit_sums`. On a GPU these lie in the model as parameters, some of them fused; on a
-CPU vLLM repacks matrices beyond recognition, and a packed one is read by multiplying it with the
+whole tensors by `bit_sums`. On a CPU vLLM repacks matrices: these are read by multiplying with the
 identity, which is exact.
 """
 
@@ -33,11 +30,16 @@ Whole = Mapping[str, "tuple[int, torch.Tensor]"]
 
 
 def put_lora(
-    worker: Any, tensors: Mapping[str, torch.Tensor], lora_config: Mapping[str, Any]
+    worker: Any,
+    tensors: Mapping[str, torch.Tensor],
+    lora_config: Mapping[str, Any],
+    scale: float,
 ) -> Lora:
     """Replace the adapter; returns what the worker must now hold (`lora_difference`).
 
     `tensors` must be clones that nobody else uses: vLLM multiplies B by alpha / r in place.
+    `scale`: the policy's own alpha / r. Raises RuntimeError where vLLM's is another, or where vLLM
+    does not know a layer.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -60,10 +62,16 @@ def put_lora(
             f"vLLM read {len(adapter.loras)} layers out of {len(tensors)} LoRA tensors: a layer "
             "of policy.lora.target_modules has a name it does not know"
         )
-    expected = {
-        name: (lora.lora_a.clone(), lora.lora_b * lora.scaling)
-        for name, lora in adapter.loras.items()
-    }
+    expected = {}
+    for name, lora in adapter.loras.items():
+        if lora.scaling != scale:
+            raise RuntimeError(
+                f"vLLM would scale the adapter's layer {name} by {lora.scaling:g}, and the policy "
+                f"scales it by {scale:g} (policy.lora.alpha / policy.lora.r): every completion "
+                "would come from another policy. Hand over the policy's own lora_config, "
+                "unchanged"
+            )
+        expected[name] = (lora.lora_a.clone(), lora.lora_b * scale)
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)

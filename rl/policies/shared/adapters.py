@@ -1,18 +1,11 @@
-"""What leaves the policy: weights for the engine, folders for the world.
-
-Files are written without any collective call: under a process group transformers' own save writes
-on global rank 0 only.
-"""
+"""Writes and names adapters. No collective calls: transformers' own save writes on rank 0 only."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rl.files.weights import bit_sums
 
 if TYPE_CHECKING:
     import torch
@@ -25,21 +18,6 @@ def peft_name(parameter_name: str) -> str:
     """`model.base_model...lora_A.default.weight` -> PEFT's state-dict name for it."""
     assert parameter_name.startswith(WRAPPER) and ".default." in parameter_name, parameter_name
     return parameter_name.removeprefix(WRAPPER).replace(".default.", ".")
-
-
-def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    """blake2b over names, dtypes, shapes and `bit_sums`, in name order: what comes to the host is
-    24 bytes a tensor at most, at once."""
-    import torch
-
-    names = sorted(tensors)
-    digest = hashlib.blake2b(digest_size=16)
-    for name in names:
-        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-    if names:
-        sums = torch.cat([bit_sums(tensors[name]) for name in names])
-        digest.update(sums.cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def plain_config(peft_config: Any) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""One policy's trainable weights: as they were before training, and as they leave.
-
-What: the reference swap, copies for the engine, folders for the world. What not: files and names as
-such (`adapters.py`), gathering shards (the learner brings whole tensors).
-"""
+"""One policy's trainable weights: as they were before training, and as they leave."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.policy import Policy, PolicyConfigT
 from rl.api.types import PolicyWeights
-from rl.files.weights import align_weights
+from rl.files.weights import align_weights, fingerprint
 from rl.policies.shared import adapters
 from rl.record.adapter_base import noted
 
@@ -83,7 +79,7 @@ class TrainedWeights(Policy[PolicyConfigT]):
             tensors=named,
             lora_config=self._lora_config() if self.module.adapted else None,
             version=version,
-            fingerprint=adapters.fingerprint(named),
+            fingerprint=fingerprint(named),
         )
 
     def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

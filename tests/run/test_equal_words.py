@@ -1,0 +1,80 @@
+"""Equal words in two arms of a held-out run have equal rewards, or somebody is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from PIL import Image
+from tiny_messages import names
+from tiny_run import episode
+
+from rl.api.types import Episode, Status
+from rl.ranks.dist import Dist
+from rl.run.equal_words import UnequalRewardsError, check_equal_words
+
+RIGHT = episode(reward=0.95)
+OTHER_PICTURE = {"image": Image.new("RGB", (48, 32), (254, 0, 0))}
+
+
+def policy(**changes: Any) -> Episode:
+    return replace(RIGHT, **changes)
+
+
+def check(arms: list[Episode], at_start: bool = True, images: int = 1) -> None:
+    arms_P = [{"the policy": arm, "bare": None, "right": RIGHT} for arm in arms]
+    check_equal_words(arms_P, images, at_start, Dist())
+
+
+def test_another_score_for_the_same_picture_stops_the_run_at_its_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parts = "equal pictures ... sample row-7 ... 0.143 (the policy) ... 0.950 (right)"
+    with pytest.raises(UnequalRewardsError) as error:
+        check([policy(), policy(reward=0.143)])
+    assert names(error.value, parts)
+    check([policy(), policy(reward=0.143)], at_start=False)
+    assert names(capsys.readouterr().err, parts), "later than that it is a warning"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "warns"),
+    [
+        ([0.0], True),  # another completion's states
+        ([0.95] * 9 + [0.4], True),  # of one sample alone
+        ([0.7] * 4, True),  # of all, by less
+        ([0.8] * 4, False),  # a judge that reads twice
+        ([0.5, 0.95, 0.95, 0.95], False),
+    ],
+)
+def test_another_picture_is_a_warning_beyond_the_judges_noise(
+    rewards: list[float], warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check([policy(reward=reward, **OTHER_PICTURE) for reward in rewards])
+    said = capsys.readouterr().err
+    assert names(said, "equal words ... pairs ... states") if warns else not said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward": 0.94},  # a model that grades in batches
+        {"reward": None, "status": Status.UNGRADED},
+        {"reward": 0.0, "status": Status.POLICY_FAILED},
+        {"reward": 0.0, "parts": {"another reward": 0.0}},
+        {"reward": 0.0, "completion": replace(RIGHT.completion, token_ids=(5, 7))},
+    ],
+)
+def test_what_is_not_comparable_is_not_compared(
+    changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check([policy(**changes)])
+    assert not capsys.readouterr().err
+
+
+def test_of_several_pictures_an_episode_shows_one(capsys: pytest.CaptureFixture[str]) -> None:
+    check([policy(reward=0.85)], images=2)
+    assert not capsys.readouterr().err
+    check([policy(reward=0.1)], images=2)
+    assert "equal words" in capsys.readouterr().err
