@@ -1,11 +1,4 @@
-"""What a config would do, without doing it: `python -m rl.simple_launch --check config.jsonnet`.
-
-What: `problems` (everything wrong, asked quietly before every launch), `problems_here` (whether it
-fits this machine's GPUs) and `report` (the same aloud, with the batch arithmetic, the memory plan
-and what the judge will be asked). What not: the rules themselves (`build.py`, `config/messages.py`,
-`compatibility.py`, `memory_remedies.py`) and sizes (`footprint.py`). No torch, no vLLM, no GPU:
-seconds on a laptop.
-"""
+"""What a config would do, without doing it: `python -m rl.simple_launch --check config.jsonnet`."""
 
 from __future__ import annotations
 
@@ -61,7 +54,7 @@ def problems_here(
     ranks start, or its memory of `host_gb` (None: unknown); [] where the policy lies on no GPU.
     `problems` comes first."""
     resolved = build.resolve(config)
-    if lacking := machine_problems(resolved):
+    if lacking := machine_problems(resolved, starts=True):
         return lacking
     own_gb = own_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
