@@ -1,10 +1,4 @@
-"""Try an outsider's code once, on made-up inputs, before any model is loaded.
-
-What: `dry_problems`: every reward that needs neither judge nor model grades one made-up picture, a
-renderer that runs none draws two, a data source that reads little gives its first row, and a loss
-by dotted path is given one made-up micro-batch. What
-not: whether a plug has the right members (`api/find.py`).
-"""
+"""Tries an outsider's code once, on made-up inputs, before any model is loaded."""
 
 from __future__ import annotations
 

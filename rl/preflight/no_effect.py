@@ -1,9 +1,4 @@
-"""Which keys of a config are set and read by nobody beside its other keys?
-
-What: `no_effect`, for `--check` to tell: rules across the schema and across rooms; within a
-plug's section they are the plug's own (`PlugBase.no_effect`). What not: keys that contradict each
-other, which are refused (`compatibility.py`).
-"""
+"""Which keys of a config are set, and read by nobody beside its other keys?"""
 
 from __future__ import annotations
 

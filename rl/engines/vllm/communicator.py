@@ -1,8 +1,7 @@
 """vLLM's own all-reduces over the trainer's ranks, one function each, for a check before a run.
 
-What: PyNccl on GPUs, straight and replayed from a CUDA graph as decoding does it; shared memory on
-CPUs. What not: the engine, which samples on each rank alone and needs none of them. Called by
-`rl check-distributed`; the process group exists already.
+PyNccl on GPUs, straight and replayed from a CUDA graph as decoding does it; shared memory on CPUs.
+The process group exists already.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 What: two thin shells that know, for each row of a step's logits, how far past its image token that
 request is, and hand the rest to `rl/algorithm/image_grammar.py`. `V1Grammar` is for the runner of
 CPUs (and of GPUs under VLLM_USE_V2_MODEL_RUNNER=0), `V2Grammar` for Model Runner V2, the default on
-GPUs; vLLM refuses each under the other. What not: speculative decoding (V1 refuses it, V2 would
-need several rows a request). `plug.py` picks the shell; a request's grid comes in its
-`SamplingParams.extra_args`, the vocabulary in the engine's `additional_config`.
+GPUs; vLLM refuses each under the other. A request's grid comes in its `SamplingParams.extra_args`,
+the vocabulary in the engine's `additional_config`.
 
 An exception in here would end the run (vLLM never answers again), so that grids are validated when
 a request is admitted.
