@@ -219,7 +219,7 @@ def _eight_bits(bench: Bench) -> None:
         transformer = random_transformer(bench, num_layers=layers)
         modulation = _modulation(transformer)
         if name != "weights as they are":
-            round_blocks(transformer, "compute")
+            round_blocks(transformer, "compute", transformer.device)
         forward = make_forward(bench, transformer, side, [bench.size.num_words(side)] * batch)
         denoiser = Denoiser(transformer, attention_of("auto", transformer.device))
         calls[name] = forward.ours(denoiser, modulation)

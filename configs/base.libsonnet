@@ -48,7 +48,8 @@
   gpu_gb: 141,
   // A plug of rl/policies.
   // policy: (required)
-  // A plug of rl/engines.
+  // A plug of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device, else
+  // 'transformers'.
   // engine: (required)
   // A plug of rl/renderers.
   // renderer: (required)

@@ -6,10 +6,9 @@
   run_name: 'quickstart',
   num_iterations: 40,
 
-  policy: {
+  policy+: {
     type: 'qwen2_5_vl',
     model_path: 'pkg://tiny_world/weights/policy',
-    dtype: 'float32',
     lora: $.small_lora,
     max_prompt_tokens: 256,
   },

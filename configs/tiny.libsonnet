@@ -1,9 +1,12 @@
-// What the four tiny systems share: a small run in one process on a CPU.
+// What the tiny systems share: a small run in one process, on the CPU whether or not there is a GPU.
 (import 'base.libsonnet') + {
   base_exp_dir: 'runs',
   prompts_per_iteration: 12,
   generations_per_prompt: 8,
-  engine: { type: 'vllm' },
+  // In float32 on the CPU, as the results in README.md: a GPU would bring other rounding, and vLLM has no
+  // float32 adapters there.
+  policy: { device: 'cpu', dtype: 'float32' },
+  engine: { type: 'auto' },  // vLLM's CPU build; 'transformers' where vLLM is built for GPUs
   optimizer+: {
     backend: 'torch',  // one process has nothing to shard, and starts faster without DeepSpeed
     final_lr_fraction: 0.2,

@@ -6,10 +6,9 @@
   run_name: 'tiny_earl',
   num_iterations: 50,
 
-  policy: {
+  policy+: {
     type: 'emu3',
     model_path: 'pkg://tiny_world/weights/emu3',
-    dtype: 'float32',
     max_prompt_tokens: 64,
   },
   renderer: {

@@ -8,10 +8,9 @@
   run_name: 'tiny_prompts',
   num_iterations: 60,
 
-  policy: {
+  policy+: {
     type: 'qwen2_5_vl',
     model_path: 'pkg://tiny_world/weights/rewriter',
-    dtype: 'float32',
     lora: $.small_lora,
     system_prompt: 'Say in plain words what the picture shows.',
     max_prompt_tokens: 64,

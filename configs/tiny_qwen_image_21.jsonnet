@@ -6,10 +6,9 @@
   run_name: 'tiny_qwen_image_21',
   num_iterations: 30,
 
-  policy: {
+  policy+: {
     type: 'qwen3_vl',
     model_path: 'pkg://tiny_world/weights/image21/policy',
-    dtype: 'float32',
     lora: $.small_lora,
     max_prompt_tokens: 128,
   },

@@ -6,10 +6,9 @@
   run_name: 'tiny_reasoning',
   num_iterations: 100,
 
-  policy: {
+  policy+: {
     type: 'qwen2_5_vl',
     model_path: 'pkg://tiny_world/weights/reasoner',
-    dtype: 'float32',
     lora: $.small_lora,
     system_prompt: 'Write your thoughts in <think></think>, then the answer in <answer></answer>.',
     max_prompt_tokens: 128,

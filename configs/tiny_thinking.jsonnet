@@ -10,10 +10,9 @@
   num_iterations: 40,
   prompts_per_iteration: 8,
 
-  policy: {
+  policy+: {
     type: 'qwen2_5_vl',
     model_path: 'pkg://tiny_world/weights/thinker',
-    dtype: 'float32',
     lora: $.small_lora,
     system_prompt: 'Say in plain words what the picture shows.',
     max_prompt_tokens: 96,

@@ -1,9 +1,7 @@
 """Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
 
-A script may also come alone (`rl check-distributed`): it gets N ranks and no config. The config is
-checked, the ranks started and watched, signals forwarded, the rank that failed or hangs named and
-its exit code passed on. The same command resumes the run from its last checkpoint, as `--retries`
-does by itself after a death of the machine's making.
+A script may also come alone (`rl check-distributed`): it gets N ranks and no config. The same
+command resumes the run from its last checkpoint.
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
 node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
@@ -31,7 +29,8 @@ from rl.config.imports import ROOT_VARIABLE
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
-from rl.preflight import host_memory, report, run_folder
+from rl.preflight import host_memory, report, run_folder, this_machine
+from rl.preflight.fetch import fetch_models
 from rl.ranks import endings, heartbeat, loading, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
@@ -69,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         problems += report.problems(config)
         problems = problems or _memory_problems(args, config)
         problems = problems or run_folder.make_problems(config.run_dir)
+        problems = problems or fetch_models(build.resolve(config))
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for title, lines in report.remarks(config).items():
         for line in lines:
             _say(f"{title}: {line}")
+    for line in this_machine.busy_lines(build.resolve(config)):
+        _say(line)
     num_ranks = config.world_size // args.nnodes
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
 
@@ -209,7 +211,7 @@ def launch(
         return 1
     if args.script == "rl.train":
         loading.start()
-    _set_environment(num_ranks)
+    _set_environment(num_ranks, config)
     for left in reversed(range(args.retries + 1)):
         before = _iterations_on_disk(config) if args.retries else 0
         ending = _one_start(args, num_ranks, log_dir, config)
@@ -327,16 +329,17 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _set_environment(num_ranks: int) -> None:
+def _set_environment(num_ranks: int, config: RunConfig | None) -> None:
     """What has to be there before a rank imports torch; what the user has set stays.
 
-    Without a GPU: one thread per rank (more are slower on a shared CPU), and no
+    On the CPU: one thread per rank (more are slower on a shared CPU), and no
     warnings of torch's C++ parts, which speak of NUMA nodes and host names, nothing to act on.
     """
     import torch
 
     threads = max(1, min(8, (os.cpu_count() or 1) // num_ranks))
-    if not torch.cuda.is_available():
+    on_cpu = config is not None and not this_machine.wants_gpu(build.resolve(config))
+    if on_cpu or not torch.cuda.is_available():
         threads = 1
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

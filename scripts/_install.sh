@@ -16,7 +16,7 @@ main() {
     refuse_other_platforms
     local lock locks=("${REQUIREMENTS:-$(suggest_lock)}" "$@")
     for lock in "${locks[@]}"; do
-        is_installed "$lock" || add "$lock"
+        is_installed "$lock" || { refuse_mixing "$lock" && add "$lock"; }
     done
 }
 
@@ -31,6 +31,19 @@ refuse_other_platforms() {
         refuse "This needs glibc 2.31 or newer (Debian 11, Ubuntu 20.04, RHEL 9); here is: $libc." \
             "Some packages of the locks are published for no other libc."
     fi
+}
+
+# Their builds of PyTorch and vLLM have the same versions and files: an installer leaves one in place
+# of the other.
+refuse_mixing() { # lock
+    local other
+    case $1 in
+    requirements.lock) other=requirements-cpu.lock ;;
+    requirements-cpu.lock) other=requirements.lock ;;
+    *) return 0 ;;
+    esac
+    ! grep -qs "^$other " .venv/installed || refuse ".venv was made from $other, and $1 does not go" \
+        "beside it: delete .venv and start again, or keep it with REQUIREMENTS=$other."
 }
 
 refuse() {

@@ -1,8 +1,5 @@
 """What an inference engine is: a class derived from `Engine`, with a copy of the policy's weights.
 
-What: everything that any caller may ask of one, with its default. What not: finding one
-(`find.py`), when it is asked (`rl/train.py`). Nothing heavy is imported here.
-
 Axes in names: `_P` prompts on this rank, `_G` completions in a group.
 """
 

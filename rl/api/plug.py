@@ -1,10 +1,5 @@
 """What plugs of every room have in common: a section of the config, read as their `Config`, and
-metrics of their own.
-
-What: `PlugBase`, `ModelRunner`, the sections that their `Config`s derive from, `Resources`. What
-not: the rooms (`policy.py`, `engine.py`, `renderer.py`, `reward.py`, `data.py`, `loss.py`), finding
-and checking a plug (`find.py`).
-"""
+metrics of their own."""
 
 from __future__ import annotations
 
@@ -51,7 +46,7 @@ class FrozenModelConfig(PlacedConfig):
     revision: str | None = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
-    """Pictures computed together; halved for a batch that does not fit in memory."""
+    """Pictures computed together; halved from the first batch on that does not fit in memory."""
 
 
 class FileConfig(PlugConfig):
@@ -177,6 +172,14 @@ class RunPlug(PlugBase[ConfigT]):
         says."""
         return []
 
+    @classmethod
+    def device_problems(
+        cls, config: ConfigT, policy: PlacedConfig, capability: float | None
+    ) -> Iterable[str]:
+        """What it cannot compute on its device, in the form of `problems`. `policy`: its section;
+        `capability`: the GPU's, 9.0 for an H100, infinity: unknown; None: the device is a CPU."""
+        return []
+
 
 class Saving(NamedTuple):
     """A value of a key of the plug's section with which it takes less memory."""
@@ -230,6 +233,15 @@ class Resources:
     """None for renderers, and where no reward of the run `needs_judge`."""
     device: str
     """The rank's own, 'cpu' or 'cuda:<index>'."""
+
+
+def too_old(capability: float | None, least: float, what: str, remedy: str) -> list[str]:
+    """For `device_problems`: of a GPU of less compute capability than `what` needs."""
+    if capability is None or capability >= least:
+        return []
+    return [
+        f"{what} needs a GPU of compute capability {least}, this one has {capability}; {remedy}"
+    ]
 
 
 def shown(value: object) -> str:

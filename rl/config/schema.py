@@ -1,9 +1,7 @@
 """The one config schema, nested by room, and how a Jsonnet file becomes it.
 
-What: `RunConfig` and its sections; every key has a docstring with unit and range, unknown keys are
-refused. `load_config` reads the file and the command line's overrides. What not: plug sections
-(`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the plug's own
-`Config`, see `build.py`; Jsonnet itself is `jsonnet.py`'s. Light: pydantic and jsonnet only.
+Plug sections (`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the
+plug's own `Config`, see `build.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from rl.config import earl_fields, formats
 from rl.config.bounds import hostile
+from rl.config.engine_choice import chosen
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
 from rl.config.printing import printable
@@ -375,7 +374,8 @@ class RunConfig(Section):
     policy: PlugSection
     """A plug of rl/policies."""
     engine: PlugSection
-    """A plug of rl/engines."""
+    """A plug of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device,
+    else 'transformers'."""
     renderer: PlugSection
     """A plug of rl/renderers."""
     rewards: dict[str, PlugSection]
@@ -452,4 +452,4 @@ def load_config(
     config, wrong = validate(RunConfig, values)
     if config is None or problems or old_names:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in old_names + wrong])
-    return config
+    return config.model_copy(update={"engine": chosen(config.engine, config.policy)})

@@ -1,8 +1,7 @@
 """The slow inference engine: the trainer's own module, token by token. The oracle for the fast one.
 
-Explicit sampling, one `torch.Generator` per completion, log-probs of the very distribution the
-token was drawn from. What not: speed, a copy of the weights (it reads the policy's, so there is
-nothing to sync), ZeRO-3 (its module holds no whole weights).
+One `torch.Generator` per completion, log-probs of the very distribution the token was drawn from;
+it reads the policy's own weights, so there is nothing to sync.
 
 Axes: `_P` prompts, `_G` completions in a group, `_B` all rows, group by group, `_V` vocabulary.
 """

@@ -1,10 +1,4 @@
-"""Ask the judge for real before a model is loaded: at every start, and by `--check --online`.
-
-What: `ask_judge`: every reward that asks the judge grades one picture, at every place where the
-judge answers, over the client and the code that grade in training. What not: the judge's own
-questions (`rl/rewards/`), whether there is an endpoint at all (`JudgeClient.check_health`). No
-torch.
-"""
+"""Asks the judge for real before a model is loaded, with the client and the code of training."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
         )
     yield from thought.problems(resolved)
     for plug in (policy, resolved.engine, renderer):
-        problems, wrong = _told(plug, plug.cls.problems, resolved.config)
+        problems, wrong = told(plug, plug.cls.problems, resolved.config)
         yield from (f"{plug.key}.{problem}" for problem in problems)
         yield from wrong
     stated = resolved.engine.cls.memory(resolved.engine.config)
@@ -119,7 +119,7 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
                     f"{plug.key}: needs each sample's {need!r}, which {', '.join(lacking)} does "
                     "not provide; map a column to it"
                 )
-        problems, wrong = _told(plug, plug.cls.problems, resolved.config)
+        problems, wrong = told(plug, plug.cls.problems, resolved.config)
         yield from (f"{plug.key}.{problem}" for problem in problems)
         yield from wrong
     known = set(resolved.rewards)
@@ -248,7 +248,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
     shows_picture = template is not None and template.needs_picture
     needs_picture = shows_picture or renderer.cls.needs_source
     for plug in [*resolved.train, *resolved.validation]:
-        problems, wrong = _told(plug, plug.cls.problems, row_rules(resolved))
+        problems, wrong = told(plug, plug.cls.problems, row_rules(resolved))
         yield from (f"{plug.key}: {problem}" for problem in problems)
         yield from wrong
         if needs_picture and "source" not in plug.cls.provides(plug.config):
@@ -283,18 +283,18 @@ def _prompt_problems(resolved: Resolved, plug: Plug[Any]) -> Iterable[str]:
         )
 
 
-def _told(
-    plug: Plug[Any], member: Callable[..., Iterable[str]], rest: object
+def told(
+    plug: Plug[Any], member: Callable[..., Iterable[str]], *rest: object
 ) -> tuple[list[str], list[str]]:
     """(what a plug's own `problems` names, what is wrong with that method)."""
 
     @functools.wraps(member)
-    def at_once(config: object, rest: object) -> Iterable[str]:
-        told = member(config, rest)
+    def at_once(config: object, *rest: object) -> Iterable[str]:
+        told = member(config, *rest)
         return told if isinstance(told, str) else list(told)
 
     def are_sentences(found: object) -> bool:
         return isinstance(found, list) and all(isinstance(problem, str) for problem in found)
 
-    told, wrong = ask_plug(plug, at_once, are_sentences, "a list of sentences", rest)
-    return told or [], wrong
+    found, wrong = ask_plug(plug, at_once, are_sentences, "a list of sentences", *rest)
+    return found or [], wrong

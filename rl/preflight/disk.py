@@ -1,9 +1,4 @@
-"""How much a whole run writes, from sizes alone, and whether the disk has room for it.
-
-What: `disk_need`. What not: the files themselves (`rl/record/`), what hubs and judges send
-(`leaving.py`). GB is 1e9 bytes; where the number of iterations is known only once the data is
-loaded, what they write is told for one.
-"""
+"""How much a whole run writes, from sizes alone (GB: 1e9 bytes), and whether the disk has room."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """What an engine with weights of its own takes of a GPU, and the least it starts with.
 
-What: `InferenceEngine`, arithmetic for vLLM as `engines/vllm/plug.py` starts it; its blocks and
-completions at once are vLLM's own start-up figures (tested against vLLM's functions). What not: the
-others on that GPU (`memory_plan.py`, which counts this among them), which share is right
-(`memory_remedies.py`).
-
-GB is 1e9 bytes throughout.
+Arithmetic for vLLM as `engines/vllm/plug.py` starts it; its blocks and completions at once are
+vLLM's own start-up figures (tested against vLLM's functions). GB is 1e9 bytes.
 """
 
 from __future__ import annotations

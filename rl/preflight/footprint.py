@@ -1,9 +1,4 @@
-"""What a config's models want of one GPU: the memory plan's sizes, read off the chosen plugs.
-
-What: `footprint`, the token counts behind it, and `unknowns`: what it does not know. What not: the
-arithmetic (`memory_plan.py`), whether it fits (`memory_remedies.py`) or loading anything: shapes
-come from a table or from a folder's headers.
-"""
+"""What a config's models want of one GPU: the memory plan's sizes, read off the chosen plugs."""
 
 from __future__ import annotations
 
@@ -27,13 +22,13 @@ SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
     """The plan for one rank's GPU; None where the policy's shape is not known. `folder`: where its
     weights lie, once they are here."""
-    found = sizes(resolved, folder)
+    found = gpu_sizes(resolved, folder)
     return None if found is None else memory_plan.plan(found, gpu_gb)
 
 
 def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> HostPlan | None:
     """The same for the host memory of a machine with that many ranks."""
-    found = sizes(resolved)
+    found = gpu_sizes(resolved)
     if found is None:
         return None
     return host_memory.plan(found, memory_plan.plan(found, gpu_gb), gpu_gb, num_ranks)
@@ -99,13 +94,18 @@ def _prompt_tokens(resolved: Resolved) -> int:
     return int(resolved.policy.config.max_prompt_tokens)
 
 
+def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
+    """The same as `sizes`; None also where the policy is on the CPU."""
+    return None if policy_device(resolved) == "cpu" else sizes(resolved, folder)
+
+
 def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
-    """What decides the memory of one rank's GPU; None where the policy's shape is not known, or
-    lies on no GPU. `folder`: see `footprint`."""
+    """What decides the memory of one rank; None where the policy's shape is not known. `folder`:
+    see `footprint`."""
     config, optimizer = resolved.config, resolved.config.optimizer
     policy = resolved.policy.config
     model = _policy_model(resolved, folder)
-    if model is None or policy_device(resolved) == "cpu":
+    if model is None:
         return None
     lora = policy.lora
     prompt, completion = _prompt_tokens(resolved), config.sampling.max_completion_tokens

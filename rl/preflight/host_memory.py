@@ -1,12 +1,7 @@
 """How much host memory a run will want on one node, from sizes alone, and how much there is.
 
-What: `plan`, the parts of all its ranks together, and `host_problems` where they are too many;
-`here_gb`: what this machine, or the container around us, has. What not: pages of files, which the
-kernel takes back (but for weights that are read at work), judges and other programs.
-
-Over a container's limit the kernel ends a process without a word; hence the plan.
-
-GB is 1e9 bytes throughout.
+Over a container's limit the kernel ends a process without a word; hence the plan. Pages of files,
+which the kernel takes back, are not in it. GB is 1e9 bytes.
 """
 
 from __future__ import annotations

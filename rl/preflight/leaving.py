@@ -1,8 +1,4 @@
-"""What a run sends to other machines, and whom it asks for what.
-
-What: `leaving_lines`, from the config and the environment, without the network. What not: what
-ranks of several nodes say to each other.
-"""
+"""What a run sends to other machines, and whom it asks for what."""
 
 from __future__ import annotations
 
@@ -31,14 +27,18 @@ def leaving_lines(resolved: Resolved) -> list[str]:
 def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
     """(key, hub id, whether it is in the local cache) of every model that a plug loads."""
     found: dict[tuple[str, str], bool] = {}
+    for key, model in models_of(resolved):
+        found[key, model.path] = found.get((key, model.path), True) and _is_cached(model)
+    return [(*place, is_cached) for place, is_cached in found.items()]
+
+
+def models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:
+    """(key, files) of every model of the hub that a plug loads."""
     plugs: list[Plug[Any]] = [resolved.policy, *resolved.model_runners]
     for plug in plugs:
         for model in plug.cls.models(plug.config):
-            if Path(model.path).is_dir():
-                continue
-            place = (f"{plug.key}.{model.key}", model.path)
-            found[place] = found.get(place, True) and _is_cached(model)
-    return [(*place, is_cached) for place, is_cached in found.items()]
+            if not Path(model.path).is_dir():
+                yield f"{plug.key}.{model.key}", model
 
 
 def _is_cached(model: ModelFiles) -> bool:

@@ -1,11 +1,6 @@
 """How much GPU memory a run will want, from sizes alone.
 
-What: `plan`, plain arithmetic over numbers that `footprint.py` collects; every assumption is in the
-code below and in `Plan.assumptions`. `residency`: whether the inference engine may stay where it is
-while others work; `engine_claim`: what it takes where its section leaves that open. What not:
-measuring, or reading models: fragmentation and other programs are not in it, so a tenth of the GPU
-is left free; what is wrong with a plan (`memory_remedies.py`), host memory (`host_memory.py`).
-
+Fragmentation and other programs are not in it, so a tenth of the GPU is left free.
 GB is 1e9 bytes throughout. A data-centre GPU has more of them than its name says: about 85 are an
 "H100 80GB", 150 an "H200 141GB". A plan by the name is on the safe side: what fits beside a share
 of the smaller number fits beside the same share of the larger one. A start plans for the bytes that

@@ -1,11 +1,4 @@
-"""Does a config's memory plan fit a GPU, and which keys make it fit?
-
-What: `memory_problems`, each with its key and a remedy that was tried: the config with the remedy
-in it was planned again. What not: the plan (`footprint.py`, `memory_plan.py`). Called by
-`report.py`.
-
-GB is 1e9 bytes throughout.
-"""
+"""Does a config's memory plan fit a GPU, and which keys make it fit? GB is 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +34,7 @@ def memory_problems(resolved: Resolved, gpu_gb: float, size_of: SizeOf | None = 
 
     `gpu_gb`: the policy's GPU; `size_of`: the others (None: the same).
     """
-    sizes = footprint.sizes(resolved)
+    sizes = footprint.gpu_sizes(resolved)
     if sizes is None:
         return []
     found = [
@@ -251,7 +244,7 @@ def _planned(resolved: Resolved, gpu_gb: float) -> Plan:
 
 
 def _known(resolved: Resolved) -> Sizes:
-    sizes = footprint.sizes(resolved)
+    sizes = footprint.gpu_sizes(resolved)
     assert sizes is not None, "no remedy is sought where they are unknown"
     return sizes
 

@@ -1,8 +1,4 @@
-"""The shape of a policy's language model, and what a token of it takes; models that are usually on
-the hub.
-
-What not: whose plan it is part of (`memory_plan.py`), reading a folder (`footprint.py`).
-"""
+"""The shape of a policy's language model, and what a token of it takes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def problems_here(
     ranks start, or its memory of `host_gb` (None: unknown); [] where the policy lies on no GPU.
     `problems` comes first."""
     resolved = build.resolve(config)
-    if lacking := machine_problems(resolved):
+    if lacking := machine_problems(resolved, starts=True):
         return lacking
     own_gb = own_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:

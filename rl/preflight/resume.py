@@ -1,9 +1,7 @@
 """May a run go on under a config that is not the one it was started with?
 
-What: `check_resume` and `lasting`, by one table: `effect` says of each key whether a change leaves
-what is trained as it is, changes it in a way that one may want, or breaks the run. A key that the
-table does not name breaks it: what a run was optimising, from what data and with which shapes, may
-not change under one name. What not: reading either config.
+A key that no list here names breaks it: what a run was optimising, from what data and with which
+shapes, may not change under one name.
 """
 
 from __future__ import annotations

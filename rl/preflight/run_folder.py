@@ -1,8 +1,4 @@
-"""Whether a run's folder can be one, and be written to.
-
-What: `folder_problems`, which makes nothing; `make_problems`, at a start. What not: how much room
-there is (`disk.py`), what lies in it (`resume.py`).
-"""
+"""Whether a run's folder can be one, and be written to."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
-"""Has this machine what a run on its GPUs needs beside memory? Asked offline, without torch.
-
-What: driver, the C compiler and the Python headers with which Triton builds a launcher at its first
-kernel, models that the hub may not be asked for, room on the disk. What not: GPU memory
-(`memory_remedies.py`). On a machine without a GPU nothing is wrong: what it lacks is said as what
-the training machine needs.
-"""
+"""Has this machine what a run on its GPUs needs beside memory? Asked offline, without torch."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
@@ -17,41 +12,84 @@ import sysconfig
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from rl import build
-from rl.build import Resolved
+from rl.build import Plug, Resolved
+from rl.preflight import footprint
+from rl.preflight.compatibility import told
 from rl.preflight.disk import disk_problems
 from rl.preflight.leaving import hub_models, is_offline
 from rl.record.tracking import not_installed
 
-CUDA, MIN_DRIVER = 13, 580
-"""What the pinned PyTorch is built for, and the first NVIDIA driver that runs it."""
+CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
+"""Of the pinned PyTorch; the least NVIDIA driver and compute capability of its kernels."""
+BUSY_GB = 1.0
+"""More than a desktop takes of a GPU."""
+SHARED, MIN_SHARED_GB = "/dev/shm", 1.0  # nosec B108
+"""Where NCCL's ranks exchange data, and its size; Docker gives a container 0.064."""
 
 
-def machine_problems(resolved: Resolved) -> list[str]:
-    """What this machine lacks; [] where it has no GPU, or the run uses none."""
-    here = driver() if _wants_gpu(resolved) and _torch_build() != "cpu" else ""
+def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
+    """What this machine lacks, and what its devices cannot compute. `starts`: the run starts here,
+    so that without a GPU 'auto' is the CPU; --check may be about another machine."""
+    here = driver() if wants_gpu(resolved) and _torch_build() != "cpu" else ""
     if not here:
-        return []
-    found = [*_driver_problems(here), *_offline_problems(resolved), *disk_problems(resolved)]
+        return _device_problems(resolved, "cpu" if starts else "", math.inf)
+    capability = _capability()
+    found = _device_problems(resolved, "cuda", capability)
+    found += [*_driver_problems(here, capability), *_offline_problems(resolved)]
+    found += [*_sharing_problems(resolved), *disk_problems(resolved)]
     return found + (_compiler_problems() if _builds_kernels(resolved) else [])
+
+
+def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[str]:
+    """What plugs cannot compute where they are. `auto`: the kind of device that 'auto' is, '' where
+    nobody knows; `capability`: the GPU's."""
+    found = []
+    plugs: list[Plug[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
+    for plug in plugs:
+        device = _device(resolved, getattr(plug.config, "device", "auto"))
+        if device := auto if device == "auto" else device:
+            seen = None if device == "cpu" else capability
+            problems, wrong = told(plug, plug.cls.device_problems, resolved.policy.config, seen)
+            found += [*(f"{plug.key}.{problem}" for problem in problems), *wrong]
+    return found
+
+
+def _device(resolved: Resolved, stated: str) -> str:
+    """Of a plug: 'auto', which an engine's is too, is where the policy is."""
+    return footprint.policy_device(resolved) if stated == "auto" else stated
 
 
 def machine_lines(resolved: Resolved) -> list[str]:
     """What this machine has, or what the one that trains has to have; and which trackers it lacks,
     without which a run goes on."""
-    return [*_gpu_lines(resolved), *not_installed(resolved.config.tracking)]
+    return [*_gpu_lines(resolved), *busy_lines(resolved), *not_installed(resolved.config.tracking)]
+
+
+def busy_lines(resolved: Resolved) -> list[str]:
+    """Of a forgotten job, whose memory the run would miss minutes after its start."""
+    words = _of_each_gpu("memory.used") if wants_gpu(resolved) and driver() else []
+    used_gb = [float(word) * 2**20 / 1e9 for word in words if word.isdecimal()]
+    held = [f"{gb:.1f} GB of GPU {i}" for i, gb in enumerate(used_gb) if gb > BUSY_GB]
+    where = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
+    return [f"other processes hold {', '.join(held)}: {where}"] if held else []
 
 
 def _gpu_lines(resolved: Resolved) -> list[str]:
-    if not _wants_gpu(resolved):
+    if not wants_gpu(resolved):
         return ["the run uses no GPU"]
     needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"
     if _builds_kernels(resolved):
         needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
     found = driver()
     if not found:
-        return [f"no GPU to be seen; the machine that trains needs {needs}"]
+        wrong = _device_problems(resolved, "cuda", math.inf)
+        return [
+            f"no GPU to be seen; the machine that trains needs {needs}",
+            *(f"on a GPU it would be refused: {problem}" for problem in wrong),
+        ]
     if _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
     return [f"NVIDIA driver {found}; needed: {needs}"]
@@ -61,17 +99,29 @@ def driver() -> str:
     """Version of the NVIDIA driver; '' where no GPU is to be seen."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
-    question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return next(iter(_of_each_gpu("driver_version")), "")
+
+
+def _capability() -> float:
+    """The best compute capability among this machine's GPUs, as others may be hidden from the run;
+    infinity where the tool does not tell."""
+    words = _of_each_gpu("compute_cap")
+    return max((float(word) for word in words if word[:1].isdecimal()), default=math.inf)
+
+
+def _of_each_gpu(field: str) -> list[str]:
+    """What nvidia-smi says; [] where there is none."""
+    question = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         done = subprocess.run(question, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    words = done.stdout.split()
-    return words[0] if done.returncode == 0 and words else ""
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
 
 
-def _wants_gpu(resolved: Resolved) -> bool:
-    return any(claim.device != "cpu" for claim in build.claims(resolved))
+def wants_gpu(resolved: Resolved) -> bool:
+    """Whether any model may be on one."""
+    return any(_device(resolved, claim.device) != "cpu" for claim in build.claims(resolved))
 
 
 def _torch_build() -> str:
@@ -87,8 +137,13 @@ def _builds_kernels(resolved: Resolved) -> bool:
     return not resolved.engine.cls.samples_with_trainer
 
 
-def _driver_problems(found: str) -> list[str]:
-    """Of a driver of that version, for the pinned PyTorch."""
+def _driver_problems(found: str, capability: float) -> list[str]:
+    """Of a driver of that version and of such GPUs, for the pinned PyTorch."""
+    if not _torch_build() and capability < MIN_CAPABILITY:
+        return [
+            f"this machine: its GPU has compute capability {capability}, and the pinned PyTorch "
+            f"has no kernels below {MIN_CAPABILITY}; use another GPU, or set policy.device=cpu"
+        ]
     major = found.partition(".")[0]
     is_old = major.isdecimal() and int(major) < MIN_DRIVER
     if not is_old or _torch_build() or _compatible_cuda() >= CUDA:
@@ -96,6 +151,18 @@ def _driver_problems(found: str) -> list[str]:
     return [
         f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is built "
         f"for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
+    ]
+
+
+def _sharing_problems(resolved: Resolved) -> list[str]:
+    """Of ranks that exchange what they compute through shared memory."""
+    several = resolved.config.world_size > 1 and os.path.isdir(SHARED)
+    size_gb = shutil.disk_usage(SHARED).total / 1e9 if several else math.inf
+    if size_gb >= MIN_SHARED_GB:
+        return []
+    return [
+        f"this machine: {SHARED} has {size_gb:.3f} GB, and NCCL wants {MIN_SHARED_GB:g} GB for "
+        "world_size > 1; start the container with --ipc=host or --shm-size=16g"
     ]
 
 
@@ -137,9 +204,7 @@ def _compatible_cuda() -> int:
 
 
 def _offline_problems(resolved: Resolved) -> Iterable[str]:
-    if not is_offline():
-        return
-    for key, path, is_cached in hub_models(resolved):
+    for key, path, is_cached in hub_models(resolved) if is_offline() else ():
         if not is_cached:
             yield (
                 f"{key}: {path} is not in this machine's cache, and HF_HUB_OFFLINE forbids to "

@@ -80,6 +80,7 @@ class Dist:
             import torch
 
             torch.cuda.set_device(device)
+            torch.backends.cudnn.allow_tf32 = False  # nor do matrix products take TF32
         if world_size == 1:
             return cls(device=device)
 

@@ -91,6 +91,11 @@ def is_machines(error: BaseException) -> bool:
     return said and not any(words in text for words in _BY_PROGRAM)
 
 
+def is_lost_device(error: BaseException) -> bool:
+    """Whether this process can use its GPU no more, whatever it asks of it."""
+    return any(cls.__name__ == "AcceleratorError" for cls in type(error).__mro__)
+
+
 def excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:

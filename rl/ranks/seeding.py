@@ -43,7 +43,7 @@ def rng_state() -> dict[str, Any]:
     """State of the global generators, as tensors and plain values only.
 
     So `torch.load(weights_only=True)` reads it back and no pickle has to be trusted. CUDA: the
-    current device, which is the policy's.
+    current device, which is the policy's; a run on the CPU leaves the GPUs of its machine alone.
     """
     import numpy as np
     import torch
@@ -54,7 +54,7 @@ def rng_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [str(name), plain_keys, int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
@@ -71,5 +71,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
     name, np_keys, position, has_gauss, np_gauss = state["numpy"]
     np.random.set_state((name, np.array(np_keys, dtype=np.uint32), position, has_gauss, np_gauss))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
+    if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

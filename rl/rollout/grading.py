@@ -19,6 +19,7 @@ from rl.api.plug import shown
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeError
+from rl.ranks.error_messages import is_lost_device
 
 Grades = Mapping[str, RewardOutput]
 """By the name of the reward."""
@@ -74,6 +75,9 @@ async def _call(verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any
 
 
 def _raised(error: BaseException) -> RewardOutput:
+    """What a reward's exception is to an episode; a lost device ends the run."""
+    if is_lost_device(error):
+        raise error
     text = " ".join(str(error).split())
     return RewardOutput(
         None,

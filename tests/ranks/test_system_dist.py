@@ -9,6 +9,7 @@ import pytest
 from tiny_ranks import run_ranks
 
 from rl.algorithm.metrics import Metrics
+from rl.engines.vllm import plug
 from rl.ranks.dist import Dist
 
 
@@ -102,6 +103,17 @@ def test_half_an_environment_is_refused(monkeypatch, environ, message):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         Dist.from_env("cpu")
+
+
+def test_on_a_gpu_float32_is_float32(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    for name, answer in (("is_available", True), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    assert Dist.from_env().device == "cuda:0"
+    assert not torch.backends.cudnn.allow_tf32
+    assert plug.ENVIRONMENT["TRITON_F32_DEFAULT"] == "ieee"
 
 
 @pytest.mark.parametrize("num_devices", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -28,6 +29,15 @@ def test_seeds_are_spread_and_leave_room_for_the_group_member():
     assert SEED_LIMIT + 2**16 <= 2**31
     assert len(set(seeds)) > 19_990  # birthday: 0.09 collisions expected
     assert abs(float(np.mean(seeds)) / SEED_LIMIT - 0.5) < 0.01
+
+
+def test_a_run_on_the_cpu_leaves_the_gpus_of_its_machine_alone(monkeypatch):
+    """A context takes hundreds of MB, which a full GPU refuses."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError))
+    assert rng_state()["cuda"] is None
+    set_rng_state({**rng_state(), "cuda": torch.zeros(16)})  # of a run on a GPU
 
 
 def test_every_generator_continues_after_a_round_trip_through_a_file(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from unittest.mock import Mock
 
 import pytest
 import tiny_editor
@@ -15,6 +16,7 @@ from tiny_editor import (
     render_floats,
     three_jobs,
 )
+from tiny_messages import names
 from tiny_pictures import make_picture
 from tiny_rounding import PICTURE
 
@@ -22,7 +24,7 @@ from rl.api.types import RenderFailure, RenderJob
 from rl.renderers.qwen_image import loop as loop
 from rl.renderers.qwen_image import sources
 from rl.renderers.shared import decoding
-from rl.renderers.shared.batches import Outcome, render_in_batches
+from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 
 
 def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -> None:
@@ -46,7 +48,7 @@ def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -
 
     outcomes: dict[int, Outcome] = {}
     for number, outcome in render_in_batches(
-        take(), place, {"narrow": 2, "wide": 3}.__getitem__, render
+        take(), place, {"narrow": 2, "wide": 3}.__getitem__, render, {}
     ):
         events.append(f"have {number}")
         outcomes[number] = outcome
@@ -58,6 +60,44 @@ def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -
     assert outcomes.pop(4) == RenderFailure("nothing to draw")
     widths = {number: outcome.width for number, outcome in outcomes.items()}
     assert widths == {0: 1, 1: 5, 2: 1, 3: 5, 5: 5, 6: 1, 7: 5, 8: 1, 9: 1}
+
+
+def test_a_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
+    """Room for 3 wide pictures and for 8 narrow ones."""
+    fits: Fits = {}
+
+    def sizes_of(jobs: Sequence[int]) -> list[int]:
+        sizes = []
+
+        def render(widths: Sequence[int], is_wide: bool) -> list[Outcome]:
+            sizes.append(len(widths))
+            if is_wide and len(widths) > 3:
+                raise torch.OutOfMemoryError("full")
+            return [Image.new("RGB", (width, 1)) for width in widths]
+
+        found = dict(render_in_batches(jobs, (50).__lt__, lambda is_wide: 8, render, fits))
+        assert [found[i].width for i in range(len(jobs))] == list(jobs), "each its own picture"
+        return sizes
+
+    assert sizes_of(range(51, 59)) == [8, 4, 2, 2, 2, 2]
+    assert sizes_of(range(51, 56)) == [2, 2, 1], "in the next iteration"
+    assert sizes_of(range(1, 9)) == [8], "another size has its own"
+    first, second = (record.getMessage() for record in caplog.records)
+    assert names(first, "renderer.batch_size: 8 ... 4") and names(second, "4 ... from now on 2")
+
+
+def test_a_picture_may_be_lost_and_a_lost_device_ends_the_run() -> None:
+    def outcomes(error: Exception) -> list[Outcome]:
+        render = Mock(side_effect=error)
+        found = render_in_batches([1, 2], lambda job: "", lambda bucket: 2, render, {})
+        return [outcome for _, outcome in found]
+
+    full, refused = torch.OutOfMemoryError("full"), RuntimeError("CUDA error: CUBLAS_STATUS")
+    assert outcomes(full) == [RenderFailure("out_of_memory: full")] * 2
+    assert outcomes(refused) == [RenderFailure(f"exception: RuntimeError: {refused}")] * 2
+    for text in ("CUDA error: an illegal memory access", "CUDA error: device-side assert"):
+        with pytest.raises(torch.AcceleratorError):
+            outcomes(torch.AcceleratorError(text))
 
 
 @pytest.fixture(scope="module")

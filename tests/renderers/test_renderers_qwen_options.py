@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable
+from unittest.mock import MagicMock, call
 
 import pytest
 import tiny_editor
@@ -17,10 +18,12 @@ from tiny_rounding import PICTURE
 from torch import nn
 
 from rl.renderers import qwen_image_edit
+from rl.renderers.qwen_image import fp8
 from rl.renderers.qwen_image.attention import FastestAttention, attention_of
+from rl.renderers.qwen_image.components import lay_out
 from rl.renderers.qwen_image.denoiser import Denoiser
 from rl.renderers.qwen_image.fp8 import EIGHT_BITS, Fp8Linear, round_blocks
-from rl.renderers.qwen_image.modulation import build_table
+from rl.renderers.qwen_image.modulation import build_table, move_without_modulation
 from rl.renderers.qwen_image.step_cache import extrapolate, is_computed
 
 
@@ -62,12 +65,28 @@ def test_the_fastest_kernel_that_works_is_taken_once(caplog: pytest.LogCaptureFi
     torch.testing.assert_close(first, expected)
 
 
-def test_a_full_gpu_while_timing_is_a_full_gpu() -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_full_or_lost_gpu_while_timing_is_no_kernel_s_fault(kind: type[Exception]) -> None:
     def time_call(call: Callable[[], object]) -> float:
-        raise torch.OutOfMemoryError("full")
+        raise kind("full")
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(kind):
         FastestAttention(("native",), time_call)(heads(0), heads(1), heads(2))
+
+
+def test_kernels_are_timed_on_the_device_that_runs_them(monkeypatch) -> None:
+    """A renderer may be on another GPU than its rank, whose stream is the current one."""
+    cuda = MagicMock()
+    cuda.Event.return_value.elapsed_time.return_value = 1.0
+    for name in ("device", "Event", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    attention_of("auto", torch.device("cuda:1"))(heads(0), heads(1), heads(2))
+    assert cuda.device.call_args == call(torch.device("cuda:1"))
+    depth, depths = 0, set()
+    for name, *_ in cuda.mock_calls:
+        depth += name.endswith("__enter__") - name.endswith("__exit__")
+        depths |= {depth} if name == "Event().record" else set()
+    assert depths == {1}
 
 
 @pytest.mark.parametrize("backend", ["flash_9", "flash"])
@@ -115,12 +134,32 @@ def test_products_in_8_bits_are_those_of_the_rounded() -> None:
     assert Fp8Linear(linear, in_8_bits=True)(tokens[:, :0]).shape == (3, 0, 48)
 
 
+def test_the_device_never_holds_more_than_one_part_of_a_block_unrounded(
+    stock: StockParts, monkeypatch
+) -> None:
+    """The meta device stands for a GPU: what is there is known, and takes nothing."""
+    transformer, held_bytes = stock.ours().transformer, []
+    blocks, round_rows = transformer.transformer_blocks, fp8.round_rows
+
+    def weighed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        there = [p.nbytes for p in blocks.parameters() if p.is_meta and p.ndim == 2]
+        held_bytes.append(sum(there))
+        return round_rows(rows)
+
+    monkeypatch.setattr(fp8, "round_rows", weighed)
+    largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
+    config = qwen_image_edit.Config(type="x", fp8="storage")
+    lay_out(transformer, config, "meta", move_without_modulation)
+    assert len(held_bytes) == 2 * 12 and max(held_bytes) <= largest
+    assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
+
+
 @pytest.mark.parametrize("mode", ["storage", "compute"])
 def test_8_bits_move_a_picture_a_little(stock: StockParts, mode: str) -> None:
     jobs = three_jobs()
     parts = stock.ours()
     exact = render_floats(make_renderer(parts), jobs)
-    round_blocks(parts.transformer, mode)
+    round_blocks(parts.transformer, mode, "cpu")
     kinds = [type(m) for m in parts.transformer.transformer_blocks.modules()]
     # Eight in attention and two in each of two MLPs; modulation is not among them.
     assert (kinds.count(Fp8Linear), kinds.count(nn.Linear)) == (2 * 12, 2 * 2)

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import pvariance
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
 from tiny_rollout import Painter, run_config, word
 
@@ -469,6 +471,13 @@ def test_a_reward_that_raises_leaves_that_picture_ungraded(context: RolloutConte
     first, *traceback = bad.failure.split("\n")
     assert first == "mine: raised KeyError: 'nothing there'"
     assert "in grade" in "".join(traceback) and traceback[-1] == "KeyError: 'nothing there'"
+
+
+def test_a_reward_that_finds_its_gpu_lost_ends_the_run(context: RolloutContext) -> None:
+    lost = Raises()
+    lost.grade = Mock(side_effect=torch.AcceleratorError("CUDA error: an illegal memory access"))
+    with pytest.raises(torch.AcceleratorError):
+        roll(replace(context, rewards={"lost": lost}), word("a"))
 
 
 @pytest.mark.parametrize("wrong", [1.5, "good", None, math.nan, RewardOutput(0.5, {"a b": 1.0})])

@@ -265,6 +265,16 @@ def test_the_machine_decides_what_is_installed_once(copy):
         assert f"-r {GPU}" in calls.read_text()
 
 
+def test_builds_for_cpus_and_gpus_are_not_mixed(copy):
+    installed(copy)
+    stamps = copy / ".venv/installed"
+    for there, asked in ((CPU, GPU), (GPU, CPU)):
+        stamps.write_text(f"{there} 1 2\n{TEST} 3 4\n")
+        done = run(copy, "scripts/_install.sh", REQUIREMENTS=asked)
+        assert done.returncode == 1
+        assert names(done.stderr, f"{there} ... {asked} ... delete .venv ... REQUIREMENTS={there}")
+
+
 @pytest.mark.slow
 def test_a_line_every_few_seconds_while_an_installer_is_at_work(copy):
     slow = "{ echo Downloading torch; sleep 9; " + HAS_CPU_BUILD + "; }"

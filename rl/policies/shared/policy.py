@@ -1,7 +1,4 @@
-"""What every policy of this room has, whatever its model, and its keys.
-
-What not: prompts and what a completion means (each policy), weights (`trained_weights.py`).
-"""
+"""What every policy of this room has, whatever its model, and its keys."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import ModelFiles, unread
+from rl.api.plug import ModelFiles, PlacedConfig, too_old, unread
 from rl.api.policy import Decoder, LoraSection, PolicyConfig
 from rl.api.types import Completion, Prompt, Row, TokenBatch
 from rl.config.paths import not_a_file
@@ -95,6 +92,16 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
             if not config.lora.target_modules:
                 found.append("lora.target_modules: empty; name layers, or train all (lora: null)")
         return found
+
+    @classmethod
+    def device_problems(
+        cls, config: TrainedConfigT, policy: PlacedConfig, capability: float | None
+    ) -> Iterable[str]:
+        """Of the flash kernels (`FLASH_CAPABILITY` in `rl/algorithm/attention_kernels.py`)."""
+        if config.attn_implementation == "varlen":
+            yield from too_old(
+                capability or 0.0, 8.0, "attn_implementation: 'varlen'", "use 'auto'"
+            )
 
     @classmethod
     def adaptable(cls, config: TrainedConfigT) -> Set[str]:

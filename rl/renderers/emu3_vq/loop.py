@@ -13,7 +13,7 @@ from PIL import Image
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.meter import flop_meter
 from rl.renderers.emu3_vq.codec import Emu3Codec
-from rl.renderers.shared.batches import Outcome, render_in_batches
+from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 
 NUM_KEPT_PICTURES = 256
 """Sources and targets kept between calls (0.2 MB each at 256^2)."""
@@ -32,6 +32,7 @@ class Emu3VqLoop:
         self.codec = codec
         self.batch_size = batch_size
         self._kept: LRUCache[bytes, Image.Image] = LRUCache(NUM_KEPT_PICTURES)
+        self._fits: Fits = {}
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
@@ -51,7 +52,9 @@ class Emu3VqLoop:
                 drawn.update(zip(new, self._draw_batch(list(new.values())), strict=True))
             return [drawn[_key(codes)] for codes in batch]
 
-        return render_in_batches((job.payload for job in jobs), place, self._batch_size_of, draw)
+        return render_in_batches(
+            (job.payload for job in jobs), place, self._batch_size_of, draw, self._fits
+        )
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with `source` and `target` decoded from their codes where they are missing.
@@ -75,6 +78,7 @@ class Emu3VqLoop:
             place=lambda codes: codes.shape,
             size_of=self._batch_size_of,
             render=lambda batch, grid: self._draw_batch(batch),
+            fits=self._fits,
         ):
             if isinstance(outcome, RenderFailure):
                 raise RuntimeError(f"a sample's own picture cannot be decoded: {outcome.reason}")

@@ -31,7 +31,7 @@ def attention_of(backend: str, device: torch.device) -> Attention:
             raise ValueError(f"renderer.attention_backend: {backend!r}: {error}") from error
     if device.type != "cuda":
         return _dispatch_to("native")
-    return FastestAttention(CANDIDATES, _cuda_ms)
+    return FastestAttention(CANDIDATES, functools.partial(_cuda_ms, device))
 
 
 class FastestAttention:
@@ -55,7 +55,7 @@ class FastestAttention:
             try:
                 attention = _dispatch_to(backend)
                 times_ms[backend] = self._time_call(functools.partial(attention, *heads))
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:  # a kernel says in its own way that it cannot
                 logger.info("attention backend %s is left out: %s", backend, error)
@@ -83,13 +83,15 @@ def _dispatch_to(backend: str) -> Attention:
     return functools.partial(attention_dispatch.dispatch_attention_fn, backend=name)
 
 
-def _cuda_ms(call: Callable[[], object]) -> float:
-    for _ in range(NUM_WARM_UP):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(NUM_TIMED):
-        call()
-    end.record()
-    torch.cuda.synchronize()
+def _cuda_ms(device: torch.device, call: Callable[[], object]) -> float:
+    """Events are of the current device's stream, so the kernels' own is made current."""
+    with torch.cuda.device(device):
+        for _ in range(NUM_WARM_UP):
+            call()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(NUM_TIMED):
+            call()
+        end.record()
+        end.synchronize()
     return float(start.elapsed_time(end)) / NUM_TIMED

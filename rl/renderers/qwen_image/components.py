@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,7 @@ def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
     transformer = QwenImageTransformer2DModel.from_pretrained(
         subfolder="transformer", **origin, **weights
     )
-    move_without_modulation(transformer, device)
-    if config.lora_path:
-        fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
-    if config.fp8 != "off":
-        round_blocks(transformer, config.fp8)
+    lay_out(transformer, config, device, move_without_modulation)
     vae = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", **origin, **weights).to(device)
     align_weights(transformer, device)
     align_weights(vae, device)
@@ -69,6 +66,23 @@ def weights_as(config: DenoisingConfig) -> dict[str, Any]:
         "use_safetensors": True,
         "device_map": {"": "cpu"},
     }
+
+
+def lay_out(
+    transformer: Any, config: DenoisingConfig, device: str, move: Callable[[Any, str], object]
+) -> None:
+    """Bring it to the device, by `move`, with its adapter and in 8 bits where `config` says so.
+
+    What goes over in 8 bits need not fit the device as it is: the adapter is then added in host
+    memory, and blocks are rounded as they come.
+    """
+    if config.fp8 == "off":
+        move(transformer, device)
+    if config.lora_path:
+        fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
+    if config.fp8 != "off":
+        round_blocks(transformer, config.fp8, device)
+        move(transformer, device)
 
 
 def fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:

@@ -1,7 +1,4 @@
-"""What the Qwen-Image-Edit plugs share: template, checks, counts, and opening one.
-
-All that needs no torch, but keys and sizes (`config.py`).
-"""
+"""What the Qwen-Image-Edit plugs share: template, checks, counts, and opening one. No torch."""
 
 from __future__ import annotations
 

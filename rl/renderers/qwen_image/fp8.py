@@ -1,12 +1,8 @@
 """The transformer's large matrices in 8 bits, for memory or for speed; off unless asked for.
 
-What: every linear layer of every block in float8_e4m3 with a scale per output channel. 'storage'
-multiplies in the renderer's dtype: half the memory, a little slower. 'compute' also rounds each
-token's activations, with a scale of its own, and multiplies in 8 bits (twice a Hopper GPU's
-arithmetic). What not: modulation, the layers into and out of the blocks, attention itself. Called
-by the loading. Imports torch.
-
-An approximation, in three mantissa bits, stated at `fp8` of `QwenImageConfig`.
+Every linear layer of every block is float8_e4m3 with a scale per output channel. 'storage'
+multiplies in the renderer's dtype; 'compute' also rounds each token's activations, with a scale of
+its own, and multiplies in 8 bits (twice a Hopper GPU's arithmetic).
 """
 
 from __future__ import annotations
@@ -63,12 +59,15 @@ def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows / scale).to(EIGHT_BITS), scale
 
 
-def round_blocks(transformer: Any, mode: Literal["storage", "compute"]) -> None:
-    """Replace the linear layers of attention and MLPs in every block."""
+def round_blocks(
+    transformer: Any, mode: Literal["storage", "compute"], device: str | torch.device
+) -> None:
+    """Move every block to `device`, its modulation apart, and replace the linear layers of its
+    attention and MLPs, part by part: of the weights as they were the device holds one part."""
     for block in transformer.transformer_blocks:
         for name, part in block.named_children():
             if name not in MODULATIONS:
-                _round_below(part, in_8_bits=mode == "compute")
+                _round_below(part.to(device), in_8_bits=mode == "compute")
 
 
 def _round_below(module: nn.Module, *, in_8_bits: bool) -> None:

@@ -1,9 +1,7 @@
 """The Qwen-Image-Edit render loop: hidden states and source pictures in, edited pictures out.
 
-What: batches by size, sources encoded once, the denoising steps, guidance; at stock settings it
-equals `QwenImageEditPipeline` up to float rounding. What not: the pipelines' `__call__` and
-`encode_prompt` are never used: the first resizes every source to 1024^2 and squashes mixed aspects,
-the second drops M-RoPE. Imports torch, so the plugs import this when they are made.
+At stock settings it equals `QwenImageEditPipeline` up to float rounding, whose own `__call__` would
+resize every source to 1024^2 and squash mixed aspects, and whose `encode_prompt` drops M-RoPE.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
 as ours lies from the stock pipeline: in float32 about 2e-6 of the 0..1 range with random weights,
@@ -29,7 +27,7 @@ from rl.renderers.qwen_image.denoiser import Conditioning, Denoiser
 from rl.renderers.qwen_image.denoising import denoise, prepared
 from rl.renderers.qwen_image.modulation import ModulationTables, StepModulation
 from rl.renderers.qwen_image.sources import Size, SourceLatents
-from rl.renderers.shared.batches import render_in_batches
+from rl.renderers.shared.batches import Fits, render_in_batches
 from rl.renderers.shared.cost import denoising_work
 from rl.renderers.shared.decoding import decode_in_slices, in_slices, to_pictures
 
@@ -66,6 +64,7 @@ class QwenImageLoop:
         self._modulation = ModulationTables(parts.transformer)
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
         self._sources = SourceLatents(self._encode)
+        self._fits: Fits = {}
 
     def render(
         self, jobs: Iterable[RenderJob]
@@ -83,6 +82,7 @@ class QwenImageLoop:
             render=lambda batch, bucket: to_pictures(
                 self.render_tensor(batch, bucket), self._pixels
             ),
+            fits=self._fits,
         )
 
     def _place(self, job: RenderJob) -> Bucket | RenderFailure:

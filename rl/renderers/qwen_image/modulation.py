@@ -2,8 +2,7 @@
 
 What: a third of the transformer's parameters (6.8 of 20.4 B, the `img_mod` and `txt_mod` of every
 block) turn the timestep into shifts, scales and gates, and read nothing else; so they run once per
-schedule, all steps at once, and lie in host memory (13.6 GB less on the device in bfloat16). What
-not: applying it (`denoiser.py`). Imports torch.
+schedule, all steps at once, and lie in host memory (13.6 GB less on the device in bfloat16).
 
 Legend: T steps of a schedule; P parts of the image tokens that are modulated apart: 1, or 2 with
 `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the

@@ -1,7 +1,4 @@
-"""What all Qwen-Image plugs share before anything is loaded: checks, files, guidance, sizes.
-
-No torch.
-"""
+"""What all Qwen-Image plugs share before anything is loaded: checks, files, guidance, sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, Saving, unread
+from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, PlacedConfig, Saving, too_old, unread
 from rl.api.renderer import Renderer
 from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
@@ -21,6 +18,8 @@ from rl.renderers.qwen_image.config import DenoisingConfig
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
 from rl.renderers.shared.sides import side_problems
 
+FP8_CAPABILITY = 8.9
+"""Compute capability (Ada) from which `torch._scaled_mm` runs."""
 ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
@@ -68,6 +67,14 @@ class QwenImage(Renderer[ConfigT]):
             if is_folder(lora) and name and not_a_file(Path(lora, name)):
                 problems.append(f"lora_weight_name: {lora} holds no {name!r}")
         return problems
+
+    @classmethod
+    def device_problems(
+        cls, config: ConfigT, policy: PlacedConfig, capability: float | None
+    ) -> Iterable[str]:
+        """Of arithmetic in 8 bits."""
+        if config.fp8 == "compute":
+            yield from too_old(capability, FP8_CAPABILITY, "fp8: 'compute'", "use 'storage'")
 
     @classmethod
     def no_effect(cls, config: ConfigT) -> Iterable[str]:

@@ -1,9 +1,7 @@
 """The editor's VAE for single pictures: its 3-D convolutions as the 2-D ones they amount to.
 
-What: a picture is a film of one frame, the frames before it are zero padding, so of a causal kernel
-only the last tap in time meets anything (3 times fewer FLOPs, no 3-D convolution left); the latent
-statistics. What not: films, slicing, tiling, sampling the posterior. Imports torch.
-
+A picture is a film of one frame, the frames before it are zero padding, so of a causal kernel only
+the last tap in time meets anything (3 times fewer FLOPs, no 3-D convolution left).
 Equal to diffusers' AutoencoderKLQwenImage up to rounding: 1e-6 relative in float32.
 """
 

@@ -9,8 +9,7 @@ from typing import Any
 from rl.config.paths import is_folder
 from rl.files.weights import align_weights
 from rl.ranks.wheels import mend_mismatched_wheels
-from rl.renderers.qwen_image.components import fuse_adapter, origin_of, weights_as
-from rl.renderers.qwen_image.fp8 import round_blocks
+from rl.renderers.qwen_image.components import lay_out, origin_of, weights_as
 from rl.renderers.qwen_image_21 import sigmas
 from rl.renderers.qwen_image_21.config import Config
 from rl.renderers.qwen_image_21.vae import PictureVae
@@ -46,11 +45,8 @@ def load_parts(config: Config, device: str) -> Parts:
         raise ValueError(f"renderer.{wrong}")
     transformer = QwenImage21Transformer2DModel.from_pretrained(
         subfolder="transformer", **origin, **weights
-    ).to(device)
-    if config.lora_path:
-        fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
-    if config.fp8 != "off":
-        round_blocks(transformer, config.fp8)
+    )
+    lay_out(transformer, config, device, lambda model, place: model.to(place))
     vae = AutoencoderKLQwenImage21.from_pretrained(subfolder="vae", **origin, **weights).to(device)
     align_weights(transformer, device)
     align_weights(vae, device)

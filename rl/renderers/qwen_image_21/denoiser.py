@@ -5,7 +5,6 @@ What: keys and values of what no step changes (text and sources, which are modul
 the same pictures are a `Group`: that beginning goes through the transformer once, and the rows'
 queries meet its keys apart from their own and are joined by their log-sum-exps, so that no key is
 copied per row. All tokens lie behind each other without padding, each row with its own positions.
-What not: the schedule and guidance (`loop.py`). Imports torch.
 
 Legend: R rows; N tokens of a picture that is drawn; T tokens, of all rows that they belong to, one
 row behind the other; H heads of E values; D = H E the transformer's width; C the states' width.

@@ -1,11 +1,8 @@
 """The Qwen-Image-2.1 render loop: hidden states and source pictures in, pictures out.
 
-What: batches by size, rows that begin with the same pictures as one group, sources encoded once,
-the denoising steps, guidance; at stock settings it equals `QwenImage21Pipeline`, one prompt at a
-time, up to float rounding. What not: the pipeline's `__call__` is never used: it shows one set of
-sources to all prompts of a batch, places the picture of a short prompt where the longest one's
-stands, and keeps the sources' keys once per row. Imports torch, so the plug imports this when it is
-made.
+At stock settings it equals `QwenImage21Pipeline`, one prompt at a time, up to float rounding, whose
+own `__call__` would show one set of sources to all prompts of a batch, place the picture of a short
+prompt where the longest one's stands, and keep the sources' keys once per row.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
 as ours lies from the stock pipeline: in float32 about 5e-6 of the 0..1 range with random weights of
@@ -40,7 +37,7 @@ from rl.renderers.qwen_image_21.config import (
 from rl.renderers.qwen_image_21.cost import Sizes, preparing_work, step_work
 from rl.renderers.qwen_image_21.denoiser import Conditioning, Denoiser, Group, Shown
 from rl.renderers.qwen_image_21.layout import end_of
-from rl.renderers.shared.batches import render_in_batches
+from rl.renderers.shared.batches import Fits, render_in_batches
 from rl.renderers.shared.decoding import in_slices, to_pictures
 
 
@@ -101,6 +98,7 @@ class QwenImage21Loop:
         self._denoiser = Denoiser(transformer, kernel, compiled=config.compile_blocks)
         self._pixels = VaeImageProcessor(vae_scale_factor=PATCH_PX)
         self._sources = SourceLatents(self._encode)
+        self._fits: Fits = {}
         self._rows_of_groups: list[int] = []
 
     def render(
@@ -121,6 +119,7 @@ class QwenImage21Loop:
                 outcome if isinstance(outcome, RenderFailure) else over_white(outcome)
                 for outcome in to_pictures(self.render_tensor(batch, bucket), self._pixels)
             ],
+            fits=self._fits,
         )
 
     def take_metrics(self) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""Renderer plug: Qwen-Image-2.1, conditioned on the policy's hidden states before their last norm.
-
-It edits one source or several, and draws from text alone where a sample has none. Imports no torch.
-"""
+"""Renderer plug: Qwen-Image-2.1, which edits sources or draws from text alone. No torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The Stable Diffusion 3 render loop: written prompts in, pictures out.
 
-What: loads the pipeline's parts, encodes prompts (`text.py`) and denoises in batches; at stock
-settings a picture rendered alone equals `StableDiffusion3Pipeline`'s bit for bit in float32. What
-not: the pipeline's `__call__`, which encodes a prompt once per picture, and its IP adapter and
-skip-layer guidance. Imports torch, so the plug imports this when it is made.
+At stock settings a picture rendered alone equals `StableDiffusion3Pipeline`'s bit for bit in
+float32; the pipeline's own `__call__` would encode a prompt once per picture.
 
 Determinism: a picture depends on its job alone. Batch mates move it by float rounding only: in
 float32 by 2e-6 to 4e-6 of the 0..1 range, by CPU. Noise is drawn in float32 on the CPU, whatever
@@ -26,7 +24,7 @@ from rl.meter import flop_meter
 from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.progress import weights_counted
 from rl.renderers.sd3.text import PromptEncoder, TextParts, TextStates
-from rl.renderers.shared.batches import Outcome, render_in_batches
+from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 from rl.renderers.shared.decoding import decode_in_slices, to_pictures
 from rl.renderers.shared.scheduling import override_scheduler, resolution_shift
 
@@ -135,6 +133,7 @@ class SD3Loop:
         )
         self._pixels = VaeImageProcessor(vae_scale_factor=LATENT_PX)
         self._cuts: list[tuple[int, int]] = []
+        self._fits: Fits = {}
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
@@ -147,6 +146,7 @@ class SD3Loop:
             place=lambda job: "all of one size",
             size_of=lambda size: self.config.batch_size,
             render=lambda batch, size: to_pictures(self.render_tensor(batch), self._pixels),
+            fits=self._fits,
         )
 
     def take_metrics(self) -> dict[str, float]:
