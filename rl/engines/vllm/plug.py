@@ -29,7 +29,6 @@ from rl.engines.vllm import weights as vllm_weights
 from rl.engines.vllm.config import GRID, Config
 from rl.meter import flop_meter
 from rl.meter.flops import LanguageModel, sampling_work
-from rl.ranks.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +143,6 @@ class VllmEngine(Engine[Config]):
     def _start(self, policy: Policy) -> Any:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        mend_mismatched_wheels()
         if not self._on_cuda:
             # Log-probs run through a compiled function even in eager mode, which would need a C++
             # compiler on the box.
