@@ -89,9 +89,7 @@ def open_bench(asked: argparse.Namespace) -> Bench:
     from benchmarks.gpu_bench import Bench, Report
     from benchmarks.gpu_models import REAL, TINY
     from rl.ranks.dist import Dist
-    from rl.ranks.wheels import mend_mismatched_wheels
 
-    mend_mismatched_wheels()
     dist = Dist.from_env()
     if not asked.tiny and not dist.device.startswith("cuda"):
         sys.exit("this needs a CUDA device; --tiny runs the same code at tiny sizes on a CPU")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from rl.meter.flop_count import FlopCount
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.qwen_image.config import PATCH_PX
 from rl.renderers.qwen_image.vae2d import FrameVae
 from rl.renderers.qwen_image_21.cost import Sizes, preparing_work, step_work
@@ -114,7 +113,6 @@ def table(side_px: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    mend_mismatched_wheels()
     print("# What a picture costs\n\n`python -m benchmarks.picture_flops`: computed, not timed.")
     print(f"A group of {GROUP}; sources as large as the picture; {WORDS} tokens of text a row.")
     for side_px in (1024, 512):

@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.meter import Meter, Spent
 from rl.meter.flop_count import FlopCount
-from rl.ranks.wheels import mend_mismatched_wheels
 
 POLICY = "policy side"
 """Preprocessing, conditioning, log-probs, reference, forward, backward, optimiser step."""
@@ -127,7 +126,6 @@ def watch_models(meter: Meter) -> None:
     """The same gauges on both sides, at the doors of transformers' and diffusers' classes and of
     those that this project puts in their place: spans for tower and VAE, and counts of what passes
     (the sampler's own left out)."""
-    mend_mismatched_wheels()
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen

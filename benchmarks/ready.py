@@ -8,11 +8,10 @@ import os
 import sys
 from contextlib import suppress
 
-from rl.ranks.wheels import mend_mismatched_wheels
+import rl  # noqa: F401 (makes what follows importable)
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 sys.modules["vllm"] = None  # type: ignore[assignment] # nothing samples; TRL would import it
-mend_mismatched_wheels()
 for _name in (
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit",

@@ -17,7 +17,6 @@ from PIL import Image
 from pydantic import Field
 
 from rl.api.types import Sample
-from rl.ranks.wheels import mend_mismatched_wheels
 from tiny_world.data.synthetic import MadeConfig, MadeSource
 
 LORA = {"r": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -114,7 +113,6 @@ def completion_ids(tokenizer: Any, text: str) -> list[int]:
 
 def save_models(folder: Path) -> None:
     """`policy/` and `editor/`, as `policy.model_path` and `renderer.model_path` want them."""
-    mend_mismatched_wheels()
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
     from transformers import Qwen2_5_VLForConditionalGeneration
 

@@ -27,13 +27,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-from rl.ranks.signals import STOP_SIGNALS  # noqa: E402
-from rl.ranks.wheels import mend_mismatched_wheels  # noqa: E402
-
-mend_mismatched_wheels()  # before a test file imports `datasets`, `transformers` or `diffusers`
-
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+
+import rl  # noqa: E402, F401 (before `transformers` and the like: it makes them importable)
+from rl.ranks.signals import STOP_SIGNALS  # noqa: E402
 
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text(encoding="utf-8"))
 TIERS = {"not slow": "fast", "slow": "slow"}

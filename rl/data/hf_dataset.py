@@ -24,7 +24,6 @@ from rl.data.shared.rows import (
     RowsSource,
     pick,
 )
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.untrusted import shown
 
 if TYPE_CHECKING:
@@ -158,7 +157,6 @@ def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
 
 
 def _open(config: Config) -> Dataset:
-    mend_mismatched_wheels()  # datasets notes at import what is installed, and trusts it later
     import datasets
 
     path = Path(config.path)

@@ -1,61 +1,84 @@
-"""Make `transformers`, `diffusers` and `vllm` importable beside a CPU torch.
+"""Makes `transformers`, `diffusers`, `datasets` and `vllm` importable beside a CPU torch.
 
 The package index's torchvision, torchaudio and torchcodec wheels are built for CUDA. Beside a CPU
-torch their C++ libraries do not load, and everything that imports them falls over (`operator
-torchvision::nms does not exist`, `Could not load this library`). Torchvision lacks two operator
-schemas, which are declared here and never called; the other two, used by nobody here, are hidden as
-if they were not installed. A wheel that works is left alone.
+torch their C++ libraries do not load, and everything that imports them fails (`operator
+torchvision::nms does not exist`, `Could not load this library`). A wheel that works is left alone.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
+HIDDEN = ("torchaudio", "torchcodec")
+"""Nothing here needs them: where they do not load, they look uninstalled."""
+ASKING = ("transformers", "diffusers", "datasets", "vllm")
+"""Packages that note at import what is installed, and trust it later."""
 _declared: list[Any] = []
 """The operator library must outlive the process's use of torchvision."""
 
 
-def mend_mismatched_wheels() -> None:
-    """Idempotent; imports torch, and those three where they are installed."""
-    _mend_torchvision()
-    _hide_if_broken("torchaudio")
-    _hide_if_broken("torchcodec")
+class _Finder:
+    """Finds those packages as Python does, and puts `_load` around their own loading. Costs
+    nothing until one of them is imported."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in ("torchvision", *HIDDEN, *ASKING):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: _load(load, module)  # type: ignore[method-assign]
+        return spec
 
 
-def _mend_torchvision() -> None:
-    # The import is tried first: declaring the operators while a working library can still load
-    # would register them twice.
+def _load(load: Any, module: ModuleType) -> None:
+    name = module.__name__
+    if name in ASKING:
+        _hide_broken()
     try:
-        import torchvision
-    except ImportError:
-        return
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
+        load(module)
+    except (OSError, RuntimeError) as error:
+        if name in HIDDEN:
+            raise ImportError(f"{name} does not load beside this torch: {error}") from error
+        if name != "torchvision" or "torchvision::" not in str(error):
             raise
-    else:
-        return
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-        del sys.modules[name]
+        for part in [part for part in sys.modules if part.startswith("torchvision.")]:
+            del sys.modules[part]
+        # Only now: were a working library to load after this, it would register them twice.
+        _declare_operators()
+        load(module)
+
+
+def _hide_broken() -> None:
+    for package in HIDDEN:
+        try:
+            import_module(package)
+        except ImportError:
+            # `None` makes both `import` and `importlib.util.find_spec` say "not installed".
+            sys.modules[package] = None  # type: ignore[assignment]
+
+
+def _declare_operators() -> None:
+    """Schemas of the two operators that torchvision lacks; they are never called."""
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _declared.append(library)
-    import torchvision  # noqa: F401
 
 
-def _hide_if_broken(package: str) -> None:
-    if package in sys.modules:
-        return
-    try:
-        importlib.import_module(package)
-    except ImportError:
-        return
-    except (OSError, RuntimeError):
-        for name in [name for name in sys.modules if name.split(".")[0] == package]:
-            del sys.modules[name]
-        # `None` makes both `import` and `importlib.util.find_spec` say "not installed".
-        sys.modules[package] = None  # type: ignore[assignment]
+def install() -> None:
+    """For the rest of the process; `import rl` does it. Idempotent."""
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+        if not sys.modules.keys().isdisjoint(ASKING):  # a notebook that imported them first
+            _hide_broken()

@@ -19,9 +19,10 @@ def guard(keeps_going: bool = False) -> None:
     """
     open_closed_streams()
     for name in ("stdout", "stderr"):
-        stream = beneath(getattr(sys, name))
-        is_lossy = keeps_going and not isinstance(stream, Lossy)
-        setattr(sys, name, Guarded(Lossy(stream) if is_lossy else stream))
+        stream: Any = beneath(getattr(sys, name))
+        if keeps_going and not isinstance(stream, Lossy):
+            stream = Lossy(stream)
+        setattr(sys, name, Guarded(stream))
 
 
 def open_closed_streams() -> None:

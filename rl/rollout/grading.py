@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl.api.find import STRANGE
@@ -42,9 +43,24 @@ async def score_group(
     return [dict(zip(asked, row, strict=True)) for row in zip(*outputs, strict=True)]
 
 
+def _own(reward_input: RewardInput) -> RewardInput:
+    """The same with copies of its pictures: a reward may draw on them, and neither the judge, nor
+    another reward, nor the record sees that."""
+    sample, image = reward_input.sample, reward_input.image
+    return replace(
+        reward_input,
+        sample=replace(
+            sample,
+            sources=tuple(source.copy() for source in sample.sources),
+            target=sample.target and sample.target.copy(),
+        ),
+        image=image and image.copy(),
+    )
+
+
 async def _grade_one(reward: Reward, reward_input: RewardInput) -> RewardOutput:
     try:
-        return checked_output(await _call(reward.grade, reward_input), reward.unit_parts)
+        return checked_output(await _call(reward.grade, _own(reward_input)), reward.unit_parts)
     except JudgeError:
         raise
     except STRANGE as error:
@@ -53,7 +69,7 @@ async def _grade_one(reward: Reward, reward_input: RewardInput) -> RewardOutput:
 
 async def _score_all(reward: Reward, inputs_G: Sequence[RewardInput]) -> list[RewardOutput]:
     try:
-        found = await _call(reward.score_group, inputs_G)
+        found = await _call(reward.score_group, [_own(x) for x in inputs_G])
         if isinstance(found, Mapping | str):
             raise TypeError(f"score_group gives {shown(found)}; expected a list of scores")
         scores_G = list(found)

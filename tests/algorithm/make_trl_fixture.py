@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rl.ranks.wheels import mend_mismatched_wheels
+import rl  # noqa: F401 (makes what follows importable)
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parents[1] / "tiny_world" / "weights" / "reasoner"
@@ -183,7 +183,6 @@ def tiny_model(folder: Path) -> None:
 
 def main() -> None:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    mend_mismatched_wheels()
     import transformers
     import trl
 

@@ -16,9 +16,7 @@ import torch
 from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import start
 from rl.engines.vllm.config import GRID, VOCABULARY
-from rl.ranks.wheels import mend_mismatched_wheels
 
-mend_mismatched_wheels()
 for name, value in vllm_engine.ENVIRONMENT.items():
     os.environ.setdefault(name, value)  # as the engine does, before the first import of vLLM
 

@@ -376,6 +376,15 @@ def open_update(learner: Learner, sequences: list[Graded]) -> TrainStep:
     return opened
 
 
+def test_graphs_are_kept_up_to_a_number_of_tokens_altogether(
+    folder: str, sequences: list[Graded]
+) -> None:
+    limit = 2 * max(len(one.prompt.token_ids) + len(one.token_ids) for one in sequences)
+    learner = make_learner(folder, max_tokens_per_micro_batch=1, max_kept_tokens=limit)
+    kept = open_update(learner, sequences)._kept
+    assert 2 <= len(kept) < 6 and sum(one.num_tokens for one in kept) <= limit
+
+
 def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
     a, b, c = (Prompt(Sample(name, "do it"), (1,) * 4) for name in "abc")
     ids_PG = [[(5,), (5, 6)], [(5, 6), (7,)], [(5,) * 3, (6,) * 3, (7,) * 3]]

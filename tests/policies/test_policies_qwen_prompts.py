@@ -52,6 +52,19 @@ def test_the_picture_handed_on_needs_no_further_resize(tokenizer):
     assert prompt.images[0].size == (14 * columns, 14 * rows)
 
 
+def test_pictures_of_equal_bytes_and_another_shape_are_not_one_picture(tokenizer):
+    """Their features are kept by these keys."""
+    prompts = reader(tokenizer)
+    sample = tiny_qwen.sample(0)
+    keys = {
+        prompts.picture_keys(
+            prompts.prompt(replace(sample, sources=(Image.new("RGB", size, "red"),)), "x")
+        )
+        for size in ((112, 56), (56, 112), (112, 56))
+    }
+    assert len(keys) == 2
+
+
 @pytest.mark.parametrize("size", [(64, 64), (640, 32), (1000, 7), (12, 1600)])
 def test_every_picture_is_within_the_bounds_told_to_the_sampler(tokenizer, size):
     prompts = reader(tokenizer, max_prompt_tokens=1000)

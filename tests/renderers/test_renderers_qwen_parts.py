@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
 import tiny_editor
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from tiny_editor import StockParts, make_states
 from tiny_rounding import PICTURE, PRODUCT
@@ -15,11 +17,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.api.plug import Resources
+from rl.api.types import RenderFailure
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import modulation
 from rl.renderers.qwen_image.denoiser import Denoiser
 from rl.renderers.qwen_image.modulation import ModulationTables, build_table
 from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.shared.decoding import to_pictures
 
 TIMESTEPS = torch.tensor([1000.0, 916.0, 427.0, 20.0])
 SHAPES = [(1, 4, 6), (1, 2, 4)]
@@ -98,6 +102,14 @@ def test_a_schedule_is_run_through_the_modulation_once(monkeypatch: pytest.Monke
     tables.of_schedule(TIMESTEPS[:1])
     assert tables.of_schedule(TIMESTEPS) is first, "the last one that was asked for stays"
     assert tables.of_schedule(TIMESTEPS[:2]) is not other
+    assert tables.of_schedule(TIMESTEPS / 2) is not first, "as many steps, at other times"
+
+
+def test_a_picture_with_nan_or_infinity_is_a_failure_and_its_neighbours_are_not() -> None:
+    decoded = torch.zeros(4, 3, 8, 8)
+    decoded[1, 0, 0, 0], decoded[2, 1, 2, 3], decoded[3] = math.nan, math.inf, -2.0
+    pictures = to_pictures(decoded, VaeImageProcessor())
+    assert [isinstance(one, RenderFailure) for one in pictures] == [False, True, True, False]
 
 
 def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
 from tiny_rollout import Painter, run_config, word
 
@@ -471,6 +472,35 @@ def test_a_reward_that_raises_leaves_that_picture_ungraded(context: RolloutConte
     first, *traceback = bad.failure.split("\n")
     assert first == "mine: raised KeyError: 'nothing there'"
     assert "in grade" in "".join(traceback) and traceback[-1] == "KeyError: 'nothing there'"
+
+
+class Draws(Raises):
+    def grade(self, reward_input: RewardInput) -> float:
+        assert reward_input.image is not None
+        for picture in (reward_input.image, *reward_input.sample.sources):
+            picture.paste("white", (0, 0, *picture.size))
+        return 0.5
+
+
+class DrawsOnAll(Draws):
+    async def score_group(self, inputs_G: Sequence[RewardInput]) -> list[float]:
+        return [Draws.grade(self, one) for one in inputs_G]
+
+
+@pytest.mark.parametrize("kind", [Draws, DrawsOnAll])
+def test_a_reward_may_draw_on_its_pictures_and_nobody_else_sees_it(
+    context: RolloutContext, kind: type[Draws]
+) -> None:
+    batch, source = sampled(word("a"), word("c")), Image.new("RGB", (8, 8), "red")
+    sample = replace(batch.prompts[0].sample, sources=(source,))
+    batch = replace(batch, prompts=[replace(batch.prompts[0], sample=sample)])
+    alone = collect(context, batch).episodes[0]
+    both = collect(replace(context, rewards={"mine": kind(), "level": Level()}), batch).episodes[0]
+    for before, after in zip(alone, both, strict=True):
+        assert before.parts["level"] == after.parts["level"] and after.parts["mine"] == 0.5
+        assert before.image is not None and after.image is not None
+        assert before.image.tobytes() == after.image.tobytes()
+    assert source.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_a_reward_that_finds_its_gpu_lost_ends_the_run(context: RolloutContext) -> None:

@@ -17,6 +17,12 @@ from rl.run.episode_metrics import rollout_metrics
 SCORED = episode()
 
 
+def test_a_group_that_nobody_graded_is_not_dead() -> None:
+    groups = [[episode(reward=reward)] * 2 for reward in (None, 0.1, 0.9)]
+    metrics = rollout_metrics(Rollout(groups, [None] * 3), Dist())
+    assert Metrics.merge([metrics.state()])["groups/dead"] == pytest.approx(1 / 3)
+
+
 def share(groups: list[list[Episode]]) -> float:
     metrics = rollout_metrics(Rollout(groups, [None] * len(groups)), Dist())
     return Metrics.merge([metrics.state()])["reward/noise_variance_share"]

@@ -111,6 +111,7 @@ class Greedy:
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
+        self.params = params
         return [[Completion((2,), (-0.5,), "stop")] for _ in prompts_P]
 
     def sleep(self) -> None: ...
@@ -150,7 +151,7 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
 
 
 def evaluate_samples(
-    policy: Gathering, num_samples: int, folder: Path, dist: Dist
+    policy: Gathering, num_samples: int, folder: Path, dist: Dist, engine: Any = None
 ) -> dict[str, float]:
     # Only one sample has a reference, so only one rank scores one.
     samples = [
@@ -166,8 +167,19 @@ def evaluate_samples(
             loop,
         )
         with BackgroundWriter(folder) as writer:
-            metrics = evaluate(context, Greedy(), samples, 0, folder, dist, PhaseTimer(), writer)
+            metrics = evaluate(
+                context, engine or Greedy(), samples, 0, folder, dist, PhaseTimer(), writer
+            )
     return dist.reduce(metrics)
+
+
+def test_held_out_completions_have_their_own_sampling_parameters(tmp_path: Path) -> None:
+    engine = Greedy()
+    evaluate_samples(Gathering(Dist()), 1, tmp_path, Dist(), engine)
+    config = run_config()
+    assert config.evaluation.temperature != config.sampling.temperature
+    assert engine.params.temperature == config.evaluation.temperature
+    assert (engine.params.top_p, engine.params.num_completions) == (1.0, 1)
 
 
 @pytest.mark.slow

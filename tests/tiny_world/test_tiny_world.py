@@ -229,9 +229,6 @@ def exam():
     """(held-out exam, transformer) on the shipped weights."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
-    from rl.ranks.wheels import mend_mismatched_wheels
-
-    mend_mismatched_wheels()
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import AutoTokenizer
 

@@ -9,29 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 from PIL import Image
+from transformers import AutoTokenizer
 
-from rl.ranks.wheels import mend_mismatched_wheels
-
-mend_mismatched_wheels()
-
-from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
-
-from tiny_world.builder.image21_editor import Exam, read  # noqa: E402
-from tiny_world.builder.image21_flow import LATENTS, Condition, velocity  # noqa: E402
-from tiny_world.builder.image21_models import (  # noqa: E402
+from tiny_world.builder.image21_editor import Exam, read
+from tiny_world.builder.image21_flow import LATENTS, Condition, velocity
+from tiny_world.builder.image21_models import (
     LATENT_CHANNELS,
     SLOTS,
     load_policy,
     make_policy,
     make_transformer,
 )
-from tiny_world.builder.image21_policy import make_case, p_right, quarters_of  # noqa: E402
-from tiny_world.builder.image21_reader import PicturesReader  # noqa: E402
-from tiny_world.builder.image21_tokenizer import editing_tokenizer, image_processor  # noqa: E402
-from tiny_world.builder.models import HIDDEN  # noqa: E402
-from tiny_world.scenes import Scene, Shape, describe  # noqa: E402
+from tiny_world.builder.image21_policy import make_case, p_right, quarters_of
+from tiny_world.builder.image21_reader import PicturesReader
+from tiny_world.builder.image21_tokenizer import editing_tokenizer, image_processor
+from tiny_world.builder.models import HIDDEN
+from tiny_world.scenes import Scene, Shape, describe
 
 FOLDER = Path(__file__).resolve().parents[2] / "tiny_world" / "weights" / "image21"
 MIN_MARK_WHEN_FED_RIGHT = 8.0

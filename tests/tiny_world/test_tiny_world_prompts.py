@@ -54,9 +54,6 @@ def test_the_renderer_obeys_plain_captions_alone(pictures: dict[str, list[Any]])
 
 
 def test_clip_tells_right_pictures_from_wrong_ones(pictures: dict[str, list[Any]]) -> None:
-    from rl.ranks.wheels import mend_mismatched_wheels
-
-    mend_mismatched_wheels()
     import torch
     from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
@@ -85,9 +82,6 @@ def recoloured(wish: captions.Wish) -> captions.Wish:
 
 def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
     assert config.policy["system_prompt"] == captions.SYSTEM_PROMPT
-    from rl.ranks.wheels import mend_mismatched_wheels
-
-    mend_mismatched_wheels()
     from transformers import AutoTokenizer
 
     from tiny_world.builder.models import load_policy

@@ -16,9 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def writer() -> Any:
-    from rl.ranks.wheels import mend_mismatched_wheels
-
-    mend_mismatched_wheels()
     from transformers import AutoTokenizer
 
     from tiny_world.builder.models import load_policy

@@ -77,9 +77,6 @@ def test_the_encoder_reads_drawn_scenes_as_their_codes(codec) -> None:
 
 def test_the_policy_can_write_the_right_picture_but_seldom_does() -> None:
     pytest.importorskip("torch")
-    from rl.ranks.wheels import mend_mismatched_wheels
-
-    mend_mismatched_wheels()
     from tiny_world.builder.emu3 import load_policy, p_right
 
     p_by_kind = p_right(load_policy(WEIGHTS / "emu3"))

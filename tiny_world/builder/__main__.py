@@ -59,9 +59,6 @@ def main() -> None:
 
     import torch
 
-    from rl.ranks.wheels import mend_mismatched_wheels
-
-    mend_mismatched_wheels()
     torch.set_num_threads(1)
     for stage in STAGES:
         done = args.work / f"{stage}.done"

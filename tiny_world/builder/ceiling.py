@@ -27,9 +27,6 @@ def main() -> None:
 
     import torch
 
-    from rl.ranks.wheels import mend_mismatched_wheels
-
-    mend_mismatched_wheels()
     torch.set_num_threads(1)
     from tiny_world.builder import thinker
     from tiny_world.builder.tokenizer import image_processor

@@ -8,8 +8,6 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rl.ranks.wheels import mend_mismatched_wheels
-
 if TYPE_CHECKING:
     import torch
 
@@ -72,4 +70,3 @@ def _prepare() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Some of it warns before its own configuration says how loud it may be.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    mend_mismatched_wheels()

@@ -28,7 +28,6 @@ from rl.engines.vllm.config import GRID, Config
 from rl.files.weights import fingerprint
 from rl.meter import flop_meter
 from rl.meter.flops import LanguageModel, sampling_work
-from rl.ranks.wheels import mend_mismatched_wheels
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +184,6 @@ class VllmEngine(Engine[Config]):
     def _start(self, policy: Policy) -> Any:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        mend_mismatched_wheels()
         if not self._on_cuda:
             # Log-probs run through a compiled function even in eager mode, which would need a C++
             # compiler on the box.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.policies.shared import loading as shared
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
 from rl.record.progress import weights_counted
 
@@ -63,7 +62,6 @@ def base(config: Config) -> Base:
 def load_tokenizer(config: Config) -> Any:
     """From `tokenizer.json`, or from BAAI's tiktoken vocabulary. Raises ValueError when the folder
     holds neither."""
-    mend_mismatched_wheels()
     from transformers import PreTrainedTokenizerFast
 
     path = config.tokenizer_path or config.model_path
@@ -142,7 +140,6 @@ def load_model(config: Config) -> Any:
 
     Raises ValueError when the files lack weights.
     """
-    mend_mismatched_wheels()
     import torch
     from transformers import Emu3ForCausalLM
 

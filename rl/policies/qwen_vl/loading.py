@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl.policies.shared import loading as shared
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.adapter_base import Base
 from rl.record.progress import weights_counted
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
 def load_tokenizer(config: Config) -> Any:
     """The policy's tokenizer. Raises OSError (transformers) naming what is missing."""
-    mend_mismatched_wheels()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
@@ -25,7 +23,6 @@ def load_tokenizer(config: Config) -> Any:
 
 def load_image_processor(config: Config) -> Any:
     """The PIL image processor: no torchvision, and one set of pixels on every machine."""
-    mend_mismatched_wheels()
     from transformers import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil.from_pretrained(
@@ -49,7 +46,6 @@ def base(config: Config) -> Base:
 def load_model(config: Config) -> Any:
     """Its family's `...ForConditionalGeneration` on the CPU, in the configured dtype, not yet
     adapted. The files say which; that it is the plug's is asked before (`models`)."""
-    mend_mismatched_wheels()
     import torch
     from transformers import AutoModelForImageTextToText
 

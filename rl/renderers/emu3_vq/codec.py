@@ -20,7 +20,6 @@ from PIL import Image
 
 from rl.files.images import over_white
 from rl.files.weights import align_weights
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.emu3_vq.checkpoint import (
     INDEX,
     WEIGHTS,
@@ -141,7 +140,6 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
 
 def default_processor() -> Emu3ImageProcessor:
     """The stock image processor with the published tokenizer's pixel statistics."""
-    mend_mismatched_wheels()
     from transformers import Emu3ImageProcessor
 
     mean, std = MEAN_AND_STD
@@ -153,7 +151,6 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
 
     Raises OSError for what cannot be found, ValueError for what is no Emu3 tokenizer.
     """
-    mend_mismatched_wheels()
     from transformers import Emu3VQVAE, Emu3VQVAEConfig
 
     with open(_file(model_path, revision, "config.json")) as stream:

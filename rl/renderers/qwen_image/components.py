@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from rl.files.weights import align_weights
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.qwen_image.config import DenoisingConfig, QwenImageConfig
 from rl.renderers.qwen_image.fp8 import round_blocks
 from rl.renderers.qwen_image.modulation import move_without_modulation
@@ -30,7 +29,6 @@ class EditorParts:
 
 def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
     """Load transformer, VAE and scheduler from a hub id or folder; fuse the adapter, if any."""
-    mend_mismatched_wheels()
     from diffusers import (
         AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,

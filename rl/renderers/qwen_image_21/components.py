@@ -8,7 +8,6 @@ from typing import Any
 
 from rl.config.paths import is_folder
 from rl.files.weights import align_weights
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.renderers.qwen_image.components import lay_out, origin_of, weights_as
 from rl.renderers.qwen_image_21 import sigmas
 from rl.renderers.qwen_image_21.config import Config
@@ -32,7 +31,6 @@ class Parts:
 def load_parts(config: Config, device: str) -> Parts:
     """Load transformer, VAE and scheduler from a hub id or folder; fuse the adapter, if any. Raises
     ValueError where the checkpoint's own sigmas are not as many as the config's steps."""
-    mend_mismatched_wheels()
     from diffusers import (
         AutoencoderKLQwenImage21,
         FlowMatchEulerDiscreteScheduler,

@@ -21,7 +21,6 @@ import torch
 from rl.api.types import RenderJob
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.progress import weights_counted
 from rl.renderers.sd3.text import PromptEncoder, TextParts, TextStates
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
@@ -50,7 +49,6 @@ class SD3Parts:
 
 def load_parts(config: Config, device: str) -> SD3Parts:
     """Load every part from a hub id or folder."""
-    mend_mismatched_wheels()
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 
     origin = {"pretrained_model_name_or_path": config.model_path, "revision": config.revision}

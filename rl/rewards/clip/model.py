@@ -13,20 +13,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
+import torch
 from PIL import Image
+from torch.nn.functional import normalize
+from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from rl.files.images import over_white
 from rl.files.weights import align_weights
 from rl.meter import flop_meter
-from rl.ranks.wheels import mend_mismatched_wheels
 from rl.record.progress import weights_counted
 from rl.rewards.clip.config import Config
-
-mend_mismatched_wheels()
-
-import torch  # noqa: E402
-from torch.nn.functional import normalize  # noqa: E402
-from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # noqa: E402
 
 REMEMBERED_PROMPTS = 4096
 
