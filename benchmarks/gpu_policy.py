@@ -24,12 +24,12 @@ from benchmarks.gpu_models import make_group, make_policy, random_policy_model, 
 from benchmarks.our_side import SAMPLER_LOGPROB
 from rl.algorithm.attention_kernels import VARLEN, choose_kernel
 from rl.api.types import Prompt, TrainSequence
+from rl.files.weights import fingerprint
 from rl.learner.learner import Learner
 from rl.meter import flop_meter
 from rl.meter.flop_meter import Work
 from rl.policies.qwen2_5_vl import Config as PolicyConfig
 from rl.policies.qwen_vl import loading
-from rl.policies.shared.adapters import fingerprint
 from rl.policies.shared.logprobs import token_logprobs
 
 NUM_ITERATIONS = 10**6

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import append_line, json_line
+from rl.files.held import GoneError
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
 from rl.record.checkpoint import Checkpoints, ResumePoint
@@ -28,8 +30,9 @@ def save(
 ) -> Path | None:
     """Every number in the checkpoint is its iteration, so that a mixture would show. `reward`: on
     held-out samples, as the line of metrics has it that lies before the checkpoint."""
-    metrics = checkpoints.folder.parent / "metrics.jsonl"
-    append_line(metrics, json_line({"iteration": iteration, "eval/reward": reward}))
+    with suppress(GoneError):
+        metrics = checkpoints.folder.parent / "metrics.jsonl"
+        append_line(metrics, json_line({"iteration": iteration, "eval/reward": reward}))
 
     def write(folder: Path) -> None:
         (folder / "adapter_model.bin").write_text(str(iteration) * 100)

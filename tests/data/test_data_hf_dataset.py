@@ -167,7 +167,7 @@ def test_bad_rows_are_named_or_skipped(folder, tmp_path):
     with pytest.raises(BadRowError) as error:
         build(tmp_path / "bad.parquet")
     lines = str(error.value).splitlines()
-    assert names(lines[0], "row 1: source picture ('before') ... 6 B ... not a picture")
+    assert names(lines[0], "row 1: source picture ('before') ... 6 B ... none of PNG")
     assert names(lines[1], "row 2: ... 'edit' ... empty")
     assert names(lines[2], "row 3: source picture ('before') ... None")
     kept = build(tmp_path / "bad.parquet", "skip")
