@@ -19,10 +19,11 @@ def guard(keeps_going: bool = False) -> None:
     """
     open_closed_streams()
     for name in ("stdout", "stderr"):
-        stream: Any = beneath(getattr(sys, name))
-        if keeps_going and not isinstance(stream, Lossy):
-            stream = Lossy(stream)
-        setattr(sys, name, Guarded(stream))
+        stream = getattr(sys, name)
+        if keeps_going and not isinstance(beneath(stream), Lossy):
+            setattr(sys, name, Guarded(Lossy(beneath(stream))))
+        elif not isinstance(stream, Guarded):
+            setattr(sys, name, Guarded(stream))
 
 
 def open_closed_streams() -> None:
@@ -55,7 +56,7 @@ def for_data() -> TextIO:
 class _Stream:
     """A text stream over another one, `beneath`."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self.beneath = stream
 
     def write(self, text: str) -> int:
