@@ -17,7 +17,7 @@ SIDE_PX = 8
 SAME_VIEW = 0.075
 """Distance of two pictures shrunk to 8 x 8, relative to their contrast: below it one is a copy. Of
 64 x 64 px pictures JPEG (quality 50 and more) and resizing reach 0.068; the two most similar
-scenes of the tiny world, of two million pairs, are 0.108 apart."""
+of two million pairs of synthetic scenes are 0.108 apart."""
 SAME_ASPECT = 0.03
 """Relative difference of width / height: a resized copy rounds its sides."""
 

@@ -98,7 +98,7 @@ class LostPictures:
             if (size := _size(picture)) not in good:
                 self._lost[size] += 1
                 bad.setdefault(size, picture)
-        self._iterations.update(bad if good else ())
+        self._iterations.update(list(bad) if good else ())
         for size, example in bad.items():
             num_lost = self._lost[size]
             lasts = num_lost >= FEWEST_LOST and self._iterations[size] >= FEWEST_ITERATIONS
