@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from rl.algorithm.paired import paired
 from rl.files.atomic import read_rows
 from rl.report.reading import read_evaluations
+from rl.run.paired import paired
 
 REWARD = ("eval/reward", "reward/mean")
 MEASURES = {"tiny_reasoning": ("eval/part/accuracy", "reward/part/accuracy")}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from rl.algorithm.paired import NUM_RESAMPLES, are_alike, interval
 from rl.config.printing import printable
 from rl.report.reading import Evaluation, Record, number, shown_of
+from rl.run.paired import NUM_RESAMPLES, are_alike, interval
 
 INTERVAL = (
     "95 % interval of the mean paired difference over the held-out samples: percentiles of a "

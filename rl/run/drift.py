@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rl.algorithm.metrics import Metrics
-from rl.algorithm.paired import LEAST_FALL, Paired, paired
 from rl.api.types import Completion, Episode, Prompt
 from rl.record.console import warn
 from rl.rollout.stream import RolloutContext
+from rl.run.paired import LEAST_FALL, Paired, paired
 from rl.run.stock import FixedArm, Rewards, Stock, word_states
 
 if TYPE_CHECKING:

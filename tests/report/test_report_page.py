@@ -21,7 +21,6 @@ from PIL import Image
 from tiny_messages import names
 from tiny_report import EVIL, write_run
 
-from rl.algorithm.paired import interval
 from rl.commands import report
 from rl.files.atomic import json_line
 from rl.report import figures, folder, mail
@@ -35,6 +34,7 @@ from rl.report.script import value_of
 from rl.report.summary import compare
 from rl.report.svg import drawn, ticks_of
 from rl.run.metric_table import METRICS, doc_of
+from rl.run.paired import interval
 
 
 @pytest.fixture

@@ -127,6 +127,7 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     run.num_skipped_rows, run.num_iterations = 0, 3
     run.prompt_order = SimpleNamespace(num_replaced=0)
     run.last_finished = SimpleNamespace(metrics={})
+    run.policy, run.sync_dtype = SimpleNamespace(config=SimpleNamespace(lora=None)), "float32"
     run.config, run.context = config, SimpleNamespace(config=config)
     run.policy, run.sync_dtype = SimpleNamespace(config=SimpleNamespace(lora=None)), "float32"
     run.record = RunRecord(tmp_path / "run", config, dist)

@@ -25,7 +25,6 @@ from tiny_rounding import PRODUCT
 from tiny_run import episode, run_config
 
 from rl.algorithm.metrics import Metrics
-from rl.algorithm.paired import paired
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
 from rl.judge.background import BackgroundLoop
@@ -38,6 +37,7 @@ from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext
 from rl.run.drift import add_falls, state_distance
 from rl.run.evaluation import evaluate
+from rl.run.paired import paired
 from rl.run.stock import Stock
 
 pytestmark = pytest.mark.slow

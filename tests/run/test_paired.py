@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl.algorithm import paired as paired_module
-from rl.algorithm.paired import Paired, interval, paired, student
+from rl.run import paired as paired_module
+from rl.run.paired import Paired, interval, paired, student
 
 
 def test_paired_differences() -> None:
