@@ -60,7 +60,7 @@ def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
 
 
 def test_a_file_or_the_kernel_in_its_place(tmp_path: Path) -> None:
-    for place in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / "../" * 9 / "proc/run"):
+    for place in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / ("../" * 9) / "proc/run"):
         assert names(folder_problems(place)[0], "base_exp_dir: ... kernel")
     (tmp_path / "file").write_text("")
     [problem] = folder_problems(tmp_path / "file" / "run")
