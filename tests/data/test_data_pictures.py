@@ -137,23 +137,13 @@ def test_no_picture_starts_a_program(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
-    fields = {
-        (3, 60): b"\1\0",
-        (3, 20): struct.pack(">I", 64),
-        (3, 30): struct.pack(">I", 64),
-        (3, 120): struct.pack(">I", 5),
-        (8, 10): eps,
-    }
-    parts = [bytes([0x1C, *at]) + struct.pack(">H", len(b)) + b for at, b in fields.items()]
+    side = struct.pack(">I", 64)
+    fields = [(3, 60, b"\1\0"), (3, 20, side), (3, 30, side), (3, 120, b"\0\0\0\5"), (8, 10, eps)]
+    parts = [bytes([0x1C, *at]) + struct.pack(">H", len(of)) + of for *at, of in fields]
     iptc = b"".join(parts) + bytes(5)
     small = Image.new("RGB", (64, 64))
-    for content in (
-        eps,
-        iptc,
-        encoded(small, "ICO"),
-        encoded(small, "ICNS"),
-        encoded(small, "PCX"),
-    ):
+    others = [encoded(small, kind) for kind in ("ICO", "ICNS", "PCX")]
+    for content in (eps, iptc, *others):
         file = tmp_path / "picture.png"
         file.write_bytes(content)
         for read in (lambda f: decode(f.read_bytes(), 8192), lambda f: opened(str(f), 64)):
