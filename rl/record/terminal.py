@@ -14,14 +14,14 @@ from rl.record.scrub import scrub
 
 def guard(keeps_going: bool = False) -> None:
     """Guard this process's standard output and error, for good; every program calls it first.
-
-    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`).
-    """
+    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`)."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
-        stream = beneath(getattr(sys, name))
-        is_lossy = keeps_going and not isinstance(stream, Lossy)
-        setattr(sys, name, Guarded(Lossy(stream) if is_lossy else stream))
+        stream = getattr(sys, name)
+        if keeps_going and not isinstance(beneath(stream), Lossy):
+            stream = Lossy(beneath(stream))
+        if not isinstance(stream, Guarded):
+            setattr(sys, name, Guarded(stream))
 
 
 def open_closed_streams() -> None:
