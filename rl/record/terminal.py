@@ -14,9 +14,7 @@ from rl.record.scrub import scrub
 
 def guard(keeps_going: bool = False) -> None:
     """Guard this process's standard output and error, for good; every program calls it first.
-
-    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`).
-    """
+    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`)."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
