@@ -266,7 +266,7 @@ def test_third_party_fences(package: str) -> None:
 
 
 def test_the_algorithm_is_pure() -> None:
-    allowed = {"torch", "numpy", "rl", "__future__", *sys.stdlib_module_names} - {"os", "pathlib"}
+    allowed = {"torch", "rl", "__future__", *sys.stdlib_module_names} - {"os", "pathlib"}
     wrong = [
         found.place
         for found in IMPORTS
