@@ -47,10 +47,10 @@ TESTS = ["tests"]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """xdist's own count is of physical cores, ours or not. Slow tests get two workers more, because
+    """xdist's own count is of physical cores, ours or not. Slow tests get one worker more, because
     some of them wait for a minute or two."""
     cores = len(os.sched_getaffinity(0))
-    return min(cores + 2 * (config.option.markexpr == "slow"), MAX_WORKERS)
+    return min(cores + (config.option.markexpr == "slow"), MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

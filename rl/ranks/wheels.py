@@ -70,7 +70,8 @@ def _declare_operators() -> None:
     """Schemas of the two operators that torchvision lacks; they are never called."""
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    make: Any = torch.library.Library  # it has no types
+    library = make("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _declared.append(library)

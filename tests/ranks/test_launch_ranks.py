@@ -191,6 +191,7 @@ def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_pa
 def test_a_signal_reaches_every_rank_and_is_waited_for(
     launch: Launch, tmp_path: Path, signum: int
 ) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a run ignores it
     process = launch("graceful", "--nproc", "2")
     wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
     process.send_signal(signum)

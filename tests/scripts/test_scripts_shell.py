@@ -298,7 +298,7 @@ def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
     while not (copy / "started").exists():
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=6)  # the pipe closes: nobody holds it any more
+    process.communicate(timeout=50)  # the pipe closes: nobody holds it any more
     assert process.returncode != 0
 
 
@@ -402,7 +402,7 @@ def test_a_campaign_runs_by_its_mark_alone(tmp_path, options, selected):
 
 def test_a_worker_per_core_that_is_ours(monkeypatch):
     two, many = {0, 3}, set(range(64))
-    for ours, tier, workers in ((two, "", 2), (two, "slow", 4), (many, "slow", 8)):
+    for ours, tier, workers in ((two, "", 2), (two, "slow", 3), (many, "slow", 8)):
         config = SimpleNamespace(option=SimpleNamespace(markexpr=tier))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, ours=ours: ours)
         assert conftest.pytest_xdist_auto_num_workers(config) == workers
