@@ -209,9 +209,7 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
             f"({held})."
         )
     if status == 407:
-        return (
-            "Remedy: the proxy wants HTTP_PROXY (ALL_PROXY) to be http://user:password@host:port."
-        )
+        return "Remedy: the proxy wants a user and a password in the URL of HTTP_PROXY (ALL_PROXY)."
     if status == 429:
         return (
             f"Remedy: fewer at once (judge.max_concurrency={config.max_concurrency}, on each "
