@@ -1,18 +1,12 @@
-"""From a config to the plugs it names: find them, read their sections, make them.
-
-What: `resolve` (find the plugs and read their sections) and one `build_*` per room. What not: what
-a plug looks like (`api/find.py`), the rules across rooms (`preflight/compatibility.py`), within a
-section (`config/messages.py`) and within a plug (its own `Config`). Nothing heavy is imported
-before a `build_*` is called.
-"""
+"""From a config to the plugs it names: find them, read their sections, make them. Nothing heavy is
+imported before a `build_*` is called."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,20 +14,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
 from rl.api.data import DataSource, RowRules
-from rl.api.engine import Engine, EngineClaim, EngineMemory, EngineSetup
-from rl.api.plug import (
-    ModelFiles,
-    ModelRunner,
-    PlugBase,
-    Resources,
-    RunPlug,
-    Saving,
-    shown,
-)
+from rl.api.engine import Engine, EngineClaim, EngineSetup
+from rl.api.metric import usable_name
+from rl.api.plug import ModelRunner, PlugBase, Resources, RunPlug, shown
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
-from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward
-from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleError
+from rl.api.reward import Reward
+from rl.api.types import Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.files.model_files import model_problems
@@ -54,8 +41,6 @@ ROOMS: Mapping[str, type[PlugBase[Any]]] = {
 }
 """What a plug of each room is derived from."""
 
-CARRIED = ("source", "target", "reference", "source_codes", "target_codes")
-"""What a sample may carry beyond its instruction, hidden keys apart."""
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that are the mixture's, not the plug's."""
 
@@ -131,11 +116,11 @@ def resolve(config: RunConfig) -> Resolved:
         problems.extend(f"algorithm.loss: {problem}" for problem in wrong)
     weights, per_row, wrong = _weights(config)
     problems.extend(wrong)
-    problems.extend(
-        f"rewards.{name}: {UNUSABLE_NAME}"
-        for name in config.rewards
-        if not PART_NAME.fullmatch(name)
-    )
+    for name in config.rewards:
+        try:
+            usable_name(name)
+        except ValueError as error:
+            problems.append(f"rewards.{name}: {error}")
     resolved = Resolved(
         config=config,
         policy=plug_of("policies", "policy", config.policy),
@@ -204,6 +189,9 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         ]
     if name not in known and not find.is_dotted_path(name):
         near = difflib.get_close_matches(name, known, n=1)
+        dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
+        if find.is_dotted_path(dotted) and name != dotted:
+            near = [dotted]
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         return None, [
             f"{key}.type: no plug {name!r} in rl/{room}; {hint} "
@@ -216,7 +204,7 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         return None, [f"{key}.type: {problem}" for problem in wrong]
     try:
         config, problems = validate(found.Config, section, at=key)
-    except find.STRANGE as error:  # of a stranger's validator
+    except find.STRANGE as error:  # of an outsider's validator
         config, problems = None, [f"{key}: {found.__name__}.Config raises {find.described(error)}"]
     if config is None:
         return None, problems
@@ -228,103 +216,26 @@ def _model_problems(plug: Plug[Any]) -> list[str]:
     """Asked before its other answers, some of which are read off the files."""
     if not issubclass(plug.cls, RunPlug):
         return []
-    models, wrong = ask_plug(plug, plug.cls.models, _are_models, "a list of ModelFiles")
+    models, wrong = ask_plug(plug, "models")
     return wrong or [f"{plug.key}.{problem}" for problem in model_problems(models)]
 
 
-def _are_models(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(model, ModelFiles) for model in value)
-
-
-def ask_plug(
-    plug: Plug[Any],
-    member: Callable[..., Any],
-    expected: Callable[[Any], bool],
-    words: str,
-    *more: Any,
-) -> tuple[Any, list[str]]:
+def ask_plug(plug: Plug[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
     """What a class method of a plug answers about its section: (answer, []), or (None, what is
     wrong with it)."""
-    name = f"{plug.key}: {member.__qualname__}"
-    try:
-        answer = member(plug.config, *more)
-    except find.STRANGE as error:
-        return None, [f"{name} raises {find.described(error)}"]
-    if not expected(answer):
-        return None, [f"{name} returns {shown(answer)}; expected {words}"]
-    return answer, []
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(type(n) in (int, float) for n in value.values())
-
-
-def _are_names(value: Any) -> bool:
-    is_list = isinstance(value, Sequence | AbstractSet) and not isinstance(value, str)
-    return is_list and all(isinstance(name, str) for name in value)
-
-
-def _is_carried(name: Any) -> bool:
-    return isinstance(name, str) and (name in CARRIED or name.startswith("hidden:"))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-_ANSWERS: Sequence[tuple[type[PlugBase[Any]], str, Callable[[Any], bool], str]] = (
-    (PlugBase, "reads_from", _are_names, "a list of hub ids, folders or files"),
-    (ModelRunner, "parameter_counts", _are_counts, "a mapping of names to numbers"),
-    (ModelRunner, "activation_counts", _are_counts, "a mapping of names to numbers"),
-    (
-        ModelRunner,
-        "savings",
-        lambda found: isinstance(found, Sequence) and all(isinstance(s, Saving) for s in found),
-        "a list of Saving",
-    ),
-    (
-        Renderer,
-        "prompt_template",
-        lambda found: isinstance(found, PromptTemplate | None),
-        "a PromptTemplate, or None",
-    ),
-    (
-        Renderer,
-        "state_dim_of",
-        lambda found: found is None or _is_count(found),
-        "a width, or None",
-    ),
-    (Renderer, "negative_prompt", lambda found: isinstance(found, str | None), "words, or None"),
-    (Policy, "has_frozen_tower", lambda found: isinstance(found, bool), "True or False"),
-    (
-        Engine,
-        "memory",
-        lambda found: isinstance(found, EngineMemory | None),
-        "EngineMemory, or None",
-    ),
-    (
-        DataSource,
-        "provides",
-        lambda found: isinstance(found, AbstractSet) and all(map(_is_carried, found)),
-        "a set of names, {'source'}, among " + ", ".join(CARRIED) + ", 'hidden:<key>'",
-    ),
-    (DataSource, "count", lambda found: found is None or _is_count(found), "a count, or None"),
-    (Reward, "num_questions", _is_count, "a whole number >= 0"),
-)
-"""What the class methods of a room's plugs answer before anything is made."""
+    answer, wrong = find.ask(plug.cls, member, plug.config, *more)
+    return answer, [f"{plug.key}: {problem}" for problem in wrong]
 
 
 def _answers(plug: Plug[Any]) -> list[str]:
     """What is wrong with what a plug says of its section."""
-    asked = (row for row in _ANSWERS if issubclass(plug.cls, row[0]))
-    found = [
-        problem
-        for _, member, is_right, words in asked
-        for problem in ask_plug(plug, getattr(plug.cls, member), is_right, words)[1]
-    ]
+    base = next(base for base in ROOMS.values() if issubclass(plug.cls, base))
+    found = [problem for name in find.questions(base) for problem in ask_plug(plug, name)[1]]
     if not found and issubclass(plug.cls, Reward) and plug.cls.needs_judge:
-        least = ask_plug(plug, plug.cls.num_questions, bool, "a whole number >= 1")
-        found += least[1]
+        num_questions = plug.cls.num_questions(plug.config)
+        if num_questions < 1:
+            name = plug.cls.num_questions.__qualname__
+            found = [f"{plug.key}: {name} returns {num_questions}; expected a whole number >= 1"]
     return found
 
 
@@ -477,29 +388,42 @@ def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
     try:
         source = plug.cls(plug.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
-        if num_rows and not plug.cls.reads_much:
-            _check_sample(at, source)
-    except ValueError:  # in the source's own words
-        raise
+        if type(num_skipped) is not int or num_skipped < 0:
+            what = f"num_skipped is {shown(num_skipped)}"
+            raise ValueError(f"{at}: {what}; expected a whole number >= 0")
+        if num_rows == 0:
+            left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
+            raise ValueError(f"{at} holds no row{left_out}")
+        _check_rows(at, source, num_rows)
     except find.STRANGE as error:
-        raise ValueError(f"{at} raises {find.described(error)}") from error
-    if not _is_count(num_skipped):
-        raise ValueError(f"{at}: num_skipped is {shown(num_skipped)}; expected a whole number >= 0")
-    if num_rows == 0:
-        left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
-        raise ValueError(f"{at} holds no row{left_out}")
+        if isinstance(error, ValueError) and (  # in our own or a shipped source's words
+            plug.cls.__module__.startswith("rl.") or str(error).startswith(at)
+        ):
+            raise
+        raise ValueError(f"{at} raises {find.described(error, plug.cls.__init__)}") from error
     return source
 
 
-def _check_sample(at: str, source: DataSource) -> None:
-    try:
-        sample = source[0]
-    except UnusableSampleError:  # for the order of prompts to replace or refuse
-        return
-    if not isinstance(sample, Sample):
-        raise ValueError(f"{at}: row 0 is {shown(sample)}; expected rl.api.types.Sample")
-    for field, value in (("id", sample.id), ("instruction", sample.instruction)):
-        if not isinstance(value, str):
-            raise ValueError(f"{at}: row 0 has {field} {shown(value)}; expected words")
-    if not isinstance(sample.sources, tuple):
-        raise ValueError(f"{at}: row 0 has sources {shown(sample.sources)}; expected a tuple")
+def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
+    """The first row, one in the middle and the last, as far as they can be read: what cannot is for
+    the order of prompts to replace or refuse."""
+    ids: dict[int, str] = {}
+    for index in (0, num_rows // 2, num_rows - 1):
+        try:
+            sample = source[index]
+        except UnusableSampleError:
+            continue
+        if not isinstance(sample, Sample):
+            raise ValueError(f"{at}: row {index} is {shown(sample)}; expected rl.api.types.Sample")
+        for field, value in (("id", sample.id), ("instruction", sample.instruction)):
+            if not isinstance(value, str):
+                raise ValueError(f"{at}: row {index} has {field} {shown(value)}; expected words")
+        if not isinstance(sample.sources, tuple):
+            what = shown(sample.sources)
+            raise ValueError(f"{at}: row {index} has sources {what}; expected a tuple")
+        ids[index] = sample.id
+    if len(ids) > 1 and len(set(ids.values())) == 1:
+        raise ValueError(
+            f"{at}: rows {', '.join(map(str, ids))} all have the id {sample.id!r}; give each row "
+            "one of its own: held-out noise and the names of files come from it"
+        )

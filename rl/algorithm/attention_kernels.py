@@ -1,9 +1,5 @@
 """Attention over runs, with the log-sum-exp that lets results over several sets of keys be joined.
 
-What: three kernels of one form, the choice among them, and joining what two sets of keys gave. What
-not: which runs there are (`policies/shared/packed_attention.py`,
-`renderers/qwen_image_21/denoiser.py`).
-
 A kernel is two functions. `forward` gives the attention over the keys it is shown; `backward`
 gives their share of the gradients, where `out` and `lse` are those over ALL keys: with
 P = exp(q k - lse), dV = P' dO and dS = P * (dO V' - sum(dO * out)) hold key by key (the

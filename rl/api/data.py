@@ -1,17 +1,14 @@
 """What a data source is: a class derived from `DataSource`, a finite list of samples.
 
-    class Prompts(DataSource[MyConfig]):
-        def __init__(self, config: MyConfig, rules: RowRules) -> None:
-            self._lines = Path(config.path).read_text().splitlines()
+class Prompts(DataSource[MyConfig]):
+    def __init__(self, config: MyConfig, rules: RowRules) -> None:
+        self._lines = Path(config.path).read_text().splitlines()
 
-        def __len__(self) -> int:
-            return len(self._lines)
+    def __len__(self) -> int:
+        return len(self._lines)
 
-        def __getitem__(self, index: int) -> Sample:
-            return Sample(id=str(index), instruction=self._lines[index])
-
-What: everything that any caller may ask of one, with its default. What not: finding one
-(`find.py`), mixtures and order (`rl/rollout/prompt_order.py`). Nothing heavy is imported here.
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(id=str(index), instruction=self._lines[index])
 """
 
 from __future__ import annotations
@@ -19,12 +16,26 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from rl.api.plug import ConfigT, PlugBase
+from pydantic import AfterValidator
+
+from rl.api.plug import ConfigT, Count, PlugBase
 from rl.api.types import Sample
 
 OnBadRow = Literal["error", "skip"]
+
+CARRIED = ("source", "target", "reference", "source_codes", "target_codes")
+"""What a sample may carry beyond its instruction, hidden keys apart."""
+
+
+def _carried(name: str) -> str:
+    if name not in CARRIED and not name.startswith("hidden:"):
+        raise ValueError(f"none of {', '.join(map(repr, CARRIED))}, 'hidden:<key>'")
+    return name
+
+
+Carried = Annotated[str, AfterValidator(_carried)]
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class DataSource(PlugBase[ConfigT]):
     reads_much: ClassVar[bool] = False
     """Whether opening it takes long, or asks another machine: if it does neither, it is opened, and
     its first row read, before a run starts."""
-    num_skipped: int = 0
+    num_skipped: Count = 0
     """Rows left out at the start because they cannot be used."""
 
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
@@ -66,18 +77,18 @@ class DataSource(PlugBase[ConfigT]):
         be none."""
 
     @classmethod
-    def provides(cls, config: ConfigT) -> Set[str]:
+    def provides(cls, config: ConfigT) -> Set[Carried]:
         """What every sample carries beyond its instruction, in the words of a reward's `needs`:
         'source', 'target', 'reference', 'source_codes', 'target_codes', 'hidden:<key>'."""
         return frozenset()
 
     @classmethod
-    def count(cls, config: ConfigT) -> int | None:
+    def count(cls, config: ConfigT) -> Count | None:
         """Rows, bad ones included, without reading them all; None when only opening would tell."""
         return None
 
     @classmethod
-    def most_pictures(cls, config: ConfigT) -> int | None:
+    def most_pictures(cls, config: ConfigT) -> Count | None:
         """Source pictures of a sample, at the most; None when only opening it would tell."""
         return None
 

@@ -1,30 +1,33 @@
-"""Find a plug by its name, and say in a sentence what is wrong with it.
+"""Finds a plugin by its name, and says in a sentence what is wrong with it.
 
-What: `import_plug` (a name -> a module, class or function); `plug_class` and `loss_problems`:
-whether that is a plug of the room, its members as the room's base declares them.
-What not: the plug's section of the config (`config/messages.py`), trying it
-(`preflight/dry_run.py`). Nothing of a plug is run here but its module.
-
-They return (what was found or None, sentences without the config's key).
+Nothing of a plugin is run here but its module, and by `ask` one of its class methods. Each returns
+(what was found or None, sentences without the config's key).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import re
+import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
-from rl.api.data import DataSource
-from rl.api.metric import Metric
+from pydantic import TypeAdapter, ValidationError
+
+from rl.api import loss, types
 from rl.api.plug import PlugBase, shown
-from rl.api.reward import PART_NAME, UNUSABLE_NAME, Reward, RewardFunction
-from rl.api.types import ActionKind
+from rl.api.reward import Reward, RewardFunction
 from rl.config.schema import Section
 
 PlugT = TypeVar("PlugT", bound=PlugBase[Any])
@@ -32,7 +35,63 @@ PlugT = TypeVar("PlugT", bound=PlugBase[Any])
 Found = tuple[Any, list[str]]
 
 STRANGE = (Exception, SystemExit)
-"""What a stranger's code may raise without ending ours."""
+"""Exceptions caught around a plugin's code."""
+
+
+# --- what a plugin raises -------------------------------------------------------------------------
+
+_LIBRARIES = tuple(
+    {
+        str(Path(__file__).parents[1]) + "/",
+        *(sysconfig.get_path(name) + "/" for name in ("stdlib", "purelib", "platlib")),
+        "<",
+    }
+)
+
+
+def described(error: BaseException, code: object = None) -> str:
+    """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost of the
+    user's own, else the one where `code`, the function of theirs that was called, begins."""
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    calls = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [call for call in calls if not call[0].startswith(_LIBRARIES)]
+    begins = getattr(inspect.unwrap(code), "__code__", None) if callable(code) else None
+    if isinstance(error, SyntaxError):
+        calls = [(str(error.filename), error.lineno)]
+    elif own:
+        calls = own
+    elif begins is not None:
+        calls = [(begins.co_filename, begins.co_firstlineno)]
+    else:
+        calls = [call for call in calls if "importlib" not in call[0]]
+    where = f" ({calls[-1][0]}, line {calls[-1][1]})" if calls else ""
+    return "; ".join([text + where, *_remedies(error)])
+
+
+def _remedies(error: BaseException) -> Iterator[str]:
+    """Where one mistake is by far the likeliest."""
+    text, of = str(error), getattr(error, "obj", None)
+    noun = re.search(r"'(\w+)' object", text)
+    found = noun and {**vars(types), **vars(loss)}.get(noun[1])
+    if noun and is_dataclass(found):
+        members = {*found.__dataclass_fields__, *vars(found)}
+        known = ", ".join(sorted(name for name in members if not name.startswith("_")))
+        yield f"it is given one {noun[1]}, which has {known}"
+    if "'NoneType' object has no attribute 'ask'" in text:
+        yield "a reward that asks the judge sets `needs_judge = True`"
+    if "'coroutine' object" in text:
+        yield "write `async def`, and `await` what has to be awaited"
+    if isinstance(of, PlugBase) and "__init__" in vars(type(of)) and "has no attribute" in text:
+        yield "does its __init__ call super().__init__ with all that it was given?"
+    others = [path for path in sys.path if path and Path(path) != Path.cwd()]
+    for word in re.findall(r"'(\w+)", text):
+        file = getattr(sys.modules.get(word), "__file__", None) or ""
+        is_own = Path(file.removesuffix("/__init__.py")).parent == Path.cwd()
+        if is_own and (word in sys.stdlib_module_names or PathFinder.find_spec(word, others)):
+            yield f"{file} hides the module {word!r} that others mean; rename it"
+
+
+# --- by name --------------------------------------------------------------------------------------
 
 
 def is_dotted_path(name: str) -> bool:
@@ -43,75 +102,52 @@ def is_dotted_path(name: str) -> bool:
 def import_plug(dotted: str) -> Found:
     """The module of that path, or what its last word names in the module before it."""
     path, _, name = dotted.rpartition(".")
-    try:
-        module = _import(path)
-        try:
-            return _import(dotted), []
-        except _NoModuleError as error:
-            if str(error) != dotted:
-                raise
-    except _NoModuleError as error:
-        return None, [_nowhere(error)]
-    except _BrokenModuleError as error:
-        return None, [str(error)]
+    module, _, wrong = _import(path)
+    if module is None:
+        return None, [wrong]
+    found, missing, wrong = _import(dotted)
+    if found is not None or missing != dotted:
+        return found, [wrong] if wrong else []
     if not hasattr(module, name):
         where = f" ({module.__file__})" if module.__file__ else ""
-        return None, [f"module {path} holds no {name!r}{where}"]
+        drop = f"; drop '.py': {path!r}" if name == "py" else ""
+        return None, [f"module {path} holds no {name!r}{where}{drop}"]
     return getattr(module, name), []
 
 
-class _NoModuleError(Exception):
-    """The path, or a part of it, leads nowhere; the text is that part."""
-
-
-class _BrokenModuleError(Exception):
-    """The module is there and its code fails."""
-
-
-def _nowhere(error: _NoModuleError) -> str:
-    return f"no module {str(error)!r} among the installed ones or in {Path.cwd()}"
-
-
-def _import(dotted: str) -> ModuleType:
+def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
+    """(the module, the part of its path that leads nowhere, what is wrong)."""
     try:
-        return importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        if error.name and (dotted == error.name or dotted.startswith(f"{error.name}.")):
-            raise _NoModuleError(error.name) from error
-        raise _BrokenModuleError(
-            f"{dotted} imports {error.name!r}, which is not installed"
-        ) from error
+        return importlib.import_module(dotted), "", ""
     except STRANGE as error:
-        raise _BrokenModuleError(f"importing {dotted} raises {described(error)}") from error
+        missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+        if missing and f"{dotted}.".startswith(f"{missing}."):
+            nowhere = f"no module {missing!r} among the installed ones or in {Path.cwd()}"
+            return None, missing, nowhere
+        if missing and missing.partition(".")[0] not in sys.modules:
+            return None, "", f"{dotted} imports {missing!r}, which is not installed"
+        return None, "", f"importing {dotted} raises {described(error)}"
 
 
-def described(error: BaseException) -> str:
-    """'ValueError: text (file.py, line 3)', on one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename]
-    text = " ".join(traceback.format_exception_only(error)[-1].split())
-    if isinstance(error, SyntaxError) or not own:
-        where = (
-            f" ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        )
-        return text + where
-    return f"{text} ({own[-1].filename}, line {own[-1].lineno})"
+def _public(module: ModuleType) -> dict[str, Any]:
+    """By name, what a module defines, or the package that it is does somewhere below."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        for made in [getattr(value, "function", value)]  # of a `RewardFunction`
+        if not name.startswith("_")
+        and f"{getattr(made, '__module__', '')}.".startswith(f"{module.__name__}.")
+    }
 
 
 def plugs_in(module: ModuleType, base: type[PlugT]) -> list[type[PlugT]]:
-    """The public plugs that a module defines, imported ones left out."""
-    return [
-        value
-        for name, value in vars(module).items()
-        if isinstance(value, type)
-        and issubclass(value, base)
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
-    ]
+    """The public plugins that a module or package defines, imported ones left out."""
+    classes = (value for value in _public(module).values() if isinstance(value, type))
+    return list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
 
 
 def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[str]]:
-    """Of what a section's `type` names, the plug of the room whose base is `base`: a module with
+    """Of what a section's `type` names, the plugin of the room whose base is `base`: a module with
     one such class, the class, or, of a reward, a function. Its members are held to the base's."""
     if base is Reward and (isinstance(found, RewardFunction) or inspect.isroutine(found)):
         declared = found if isinstance(found, RewardFunction) else RewardFunction(found)
@@ -121,10 +157,9 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
     else:
         cls, wrong = _class_in(found, base)
         if cls is not None:
-            wrong = [*_config(cls, base), *_missing(cls, base), *_signatures(cls, base)]
-            wrong += _metrics(cls)
+            wrong = [*_config(cls, base), *_abstract(cls, base), *_signatures(cls, base)]
     if cls is not None:
-        wrong += _declared(cls, base)
+        wrong += list(_variables(cls, base)) or list(_pairs(cls))
     return (None if wrong else cls), wrong
 
 
@@ -140,6 +175,8 @@ def _class_in(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[s
         words = f"module {found.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
             words += f", or name a function in it behind a dot{_functions_of(found)}"
+        if parts := [part.name for part in pkgutil.iter_modules(getattr(found, "__path__", ()))]:
+            words += f"; it is a package: name one of its modules, {', '.join(parts)}, behind a dot"
         return None, [words]
     if isinstance(found, type) and issubclass(found, base):
         return found, []
@@ -149,14 +186,27 @@ def _class_in(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[s
 
 def _functions_of(module: ModuleType) -> str:
     """' (f, g)', its own public functions; '' where it has none."""
-    own = [
-        name
-        for name, value in vars(module).items()
-        if (inspect.isfunction(value) and value.__module__ == module.__name__)
-        or isinstance(value, RewardFunction)
-        if not name.startswith("_")
-    ]
+    kinds = (RewardFunction, type(_functions_of))
+    own = [name for name, value in _public(module).items() if isinstance(value, kinds)]
     return f" ({', '.join(own)})" if own else ""
+
+
+def loss_problems(found: Any) -> list[str]:
+    """Of what `algorithm.loss` names by a dotted path."""
+    if isinstance(found, ModuleType):
+        held = _functions_of(found)
+        return [f"{found.__name__} is a module; name a function in it behind a dot{held}"]
+    name = getattr(found, "__name__", "it")
+    if inspect.iscoroutinefunction(found):
+        return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
+    return _call_problem(found, name, 1, "(x: LossInputs) -> LossTerms")
+
+
+# --- its members ----------------------------------------------------------------------------------
+
+
+def _owners(base: type[PlugBase[Any]]) -> list[type]:
+    return [cls for cls in base.__mro__ if issubclass(cls, PlugBase)]
 
 
 def _config(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
@@ -168,14 +218,13 @@ def _config(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str
         yield f"{name} has no field {missing[0]!r}; derive it from {expected.__name__}"
 
 
-def _missing(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
-    """What the base leaves to the plug."""
+_GRADE = "(self, x: RewardInput) -> RewardOutput"
+
+
+def _abstract(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
     for member in sorted(getattr(cls, "__abstractmethods__", ())):
         signature = _signature(getattr(base, member))
         yield f"{cls.__name__} has no {member}; expected `def {member}{signature}`"
-    for member, words in _LEFT_OPEN.items():
-        if member in base.__annotations__ and not hasattr(cls, member):
-            yield f"{cls.__name__} has no {member}; expected {words}"
     if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):
         if cls.scores_groups():
             yield f"{cls.__name__} has grade and score_group; keep the one that is meant"
@@ -183,44 +232,31 @@ def _missing(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[st
             yield f"{cls.__name__} has no grade; expected `async def grade{_GRADE}`, or score_group"
 
 
-_KINDS = ", ".join(repr(kind) for kind in get_args(ActionKind))
-_LEFT_OPEN = {
-    "accepts": f"one of {_KINDS}",
-    "emits": f"a set of {_KINDS}",
-}
-"""Class variables that have no default."""
-_GRADE = "(self, x: RewardInput) -> RewardOutput"
-
-
 def _signatures(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
     """Members that cannot be called as the base's are."""
-    for member in sorted(_members(base)):
-        static, own = inspect.getattr_static(cls, member), getattr(base, member)
-        if static is inspect.getattr_static(base, member):
+    for member in sorted(_methods(base)):
+        static, of_base = (inspect.getattr_static(one, member) for one in (cls, base))
+        if static is of_base:
             continue
-        name, signature = f"{cls.__name__}.{member}", _signature(own)
-        bound = isinstance(static, classmethod | staticmethod)
-        if isinstance(inspect.getattr_static(base, member), classmethod) and not bound:
-            yield f"{name} is no classmethod; expected `@classmethod def {member}{signature}`"
-            continue
+        name, signature = f"{cls.__name__}.{member}", _signature(getattr(base, member))
+        is_bound = isinstance(static, classmethod | staticmethod)
+        of_class = isinstance(of_base, classmethod)
         is_async = inspect.iscoroutinefunction(static) or inspect.isasyncgenfunction(static)
-        if is_async and member not in ("grade", "score_group"):
+        if of_class and not is_bound:
+            yield f"{name} is no classmethod; expected `@classmethod def {member}{signature}`"
+        elif is_async and member not in ("grade", "score_group"):
             yield f"{name} is async; expected `def {member}{signature}`"
-            continue
-        num_given = len(inspect.signature(own).parameters)
-        if isinstance(inspect.getattr_static(base, member), classmethod):
-            num_given += not bound
         else:
-            num_given -= bound
-        yield from _call_problem(getattr(cls, member), name, num_given, signature)
+            num_given = len(inspect.signature(getattr(base, member)).parameters)
+            num_given -= is_bound and not of_class
+            yield from _call_problem(getattr(cls, member), name, num_given, signature)
 
 
-def _members(base: type[PlugBase[Any]]) -> set[str]:
-    """Names of all that a base lets a plug define, its constructor among them."""
-    ours = [cls for cls in base.__mro__ if issubclass(cls, PlugBase)]
+def _methods(base: type[PlugBase[Any]]) -> set[str]:
+    """Names of all that a base lets a plugin define, its constructor among them."""
     return {
         name
-        for cls in ours
+        for cls in _owners(base)
         for name, value in vars(cls).items()
         if (inspect.isfunction(value) or isinstance(value, classmethod))
         and (not name.startswith("_") or name in ("__init__", "__len__", "__getitem__"))
@@ -236,46 +272,6 @@ def _signature(function: Callable[..., Any]) -> str:
         first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         found = found.replace(parameters=[first, *found.parameters.values()])
     return re.sub(r"\bPolicyConfigT\b|\bConfigT\b", "Config", str(found).replace("'", ""))
-
-
-def loss_problems(found: Any) -> list[str]:
-    """Of what `algorithm.loss` names by a dotted path."""
-    if isinstance(found, ModuleType):
-        held = _functions_of(found)
-        return [f"{found.__name__} is a module; name a function in it behind a dot{held}"]
-    name = getattr(found, "__name__", "it")
-    if inspect.iscoroutinefunction(found):
-        return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
-    return _call_problem(found, name, 1, "(x: LossInputs) -> LossTerms")
-
-
-def _metrics(cls: type[PlugBase[Any]]) -> list[str]:
-    """Whether what it declares to report can be a row, and is ever reported."""
-    member, declared = f"{cls.__name__}.metrics", cls.metrics
-    example = "{'name': Metric('0..1', 'what it is')}"
-    if not isinstance(declared, Mapping):
-        return [f"{member} is {shown(declared)}; expected a mapping, {example}"]
-    wrong = [
-        f"{member}: {name!r} is {UNUSABLE_NAME}"
-        for name in declared
-        if not isinstance(name, str) or not PART_NAME.fullmatch(name)
-    ]
-    wrong += [
-        f"{member}: {name!r} is {shown(metric)}; expected {example}"
-        for name, metric in declared.items()
-        if not isinstance(metric, Metric)
-    ]
-    reports = cls.take_metrics is not PlugBase.take_metrics
-    if declared and not reports:
-        wrong.append(
-            f"{cls.__name__} declares metrics and reports none; expected "
-            "`def take_metrics(self) -> Mapping[str, float]`"
-        )
-    if reports and not declared:
-        wrong.append(
-            f"{cls.__name__} has take_metrics and declares none; expected metrics = {example}"
-        )
-    return wrong
 
 
 def _call_problem(
@@ -298,54 +294,121 @@ def _call_problem(
     return []
 
 
-def _declared(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
-    """Class variables of another type than the base's, or with words that mean nothing."""
-    for member, default in _variables(base):
-        value = getattr(cls, member)
-        what = f"{cls.__name__}.{member} is {shown(value)}; expected"
-        if isinstance(default, bool) and not isinstance(value, bool):
-            yield f"{what} True or False"
-        elif isinstance(default, AbstractSet) and not _is_names(value):
-            yield f"{what} a set of names, {{'image'}}"
-    kinds = set(get_args(ActionKind))
-    accepts, emits = getattr(cls, "accepts", None), getattr(cls, "emits", None)
-    if accepts is not None and accepts not in kinds:
-        yield f"{cls.__name__}.accepts is {shown(accepts)}; expected {_LEFT_OPEN['accepts']}"
-    if emits is not None and not (_is_names(emits) and emits and emits <= kinds):
-        yield f"{cls.__name__}.emits is {shown(emits)}; expected {_LEFT_OPEN['emits']}"
-    if issubclass(cls, DataSource):
-        skipped = inspect.getattr_static(cls, "num_skipped")
-        if not isinstance(skipped, property) and type(skipped) is not int:
-            name = f"{cls.__name__}.num_skipped"
-            yield f"{name} is {shown(skipped)}; expected an int, the rows left out"
-    if issubclass(cls, Reward):
-        yield from _declared_reward(cls)
-
-
-def _declared_reward(cls: type[Reward]) -> Iterator[str]:
-    if _is_names(cls.unit_parts):
-        for name in sorted(cls.unit_parts):
-            if not PART_NAME.fullmatch(name):
-                yield f"{cls.__name__}.unit_parts: {name!r} is {UNUSABLE_NAME}"
-    own = inspect.getattr_static(cls, "num_questions")
-    if cls.needs_judge is True and own is inspect.getattr_static(Reward, "num_questions"):
-        yield (
-            f"{cls.__name__} needs the judge and does not say how often it asks; expected "
-            "`@classmethod def num_questions(cls, config: Config) -> int`"
-        )
-
-
-def _variables(base: type[PlugBase[Any]]) -> list[tuple[str, Any]]:
-    """(name, default) of the flags and sets of names that a base declares."""
-    declared = {
-        name: value
-        for cls in base.__mro__
-        if issubclass(cls, PlugBase)
-        for name, value in vars(cls).items()
-        if not name.startswith("_") and isinstance(value, bool | AbstractSet)
+def _annotated(base: type[PlugBase[Any]]) -> dict[str, tuple[type, str]]:
+    """Variables that a base declares: name -> (the class that does, its annotation)."""
+    return {
+        name: (cls, text)
+        for cls in reversed(_owners(base))
+        for name, text in vars(cls).get("__annotations__", {}).items()
+        if name != "Config"
     }
-    return list(declared.items())
 
 
-def _is_names(value: Any) -> TypeGuard[AbstractSet[str]]:
-    return isinstance(value, AbstractSet) and all(isinstance(name, str) for name in value)
+def _variables(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+    """Class variables of another type than the base's, or missing."""
+    for name, (owner, text) in _annotated(base).items():
+        value = inspect.getattr_static(cls, name, inspect.Parameter.empty)
+        is_fixed = text.startswith("ClassVar[")
+        if value is inspect.Parameter.empty:
+            if is_fixed:
+                yield f"{cls.__name__} has no {name}; expected {_in_words(text)}"
+        elif is_fixed or not hasattr(type(value), "__get__"):  # a property answers later
+            yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
+
+
+def _pairs(cls: type[PlugBase[Any]]) -> Iterator[str]:
+    """Members that go together."""
+    reports = cls.take_metrics is not PlugBase.take_metrics
+    if cls.metrics and not reports:
+        yield (
+            f"{cls.__name__} declares metrics and reports none; expected "
+            "`def take_metrics(self) -> Mapping[str, float]`"
+        )
+    if reports and not cls.metrics:
+        metrics = _in_words("Mapping[MetricName, Metric]")
+        yield f"{cls.__name__} has take_metrics and declares none; expected metrics: {metrics}"
+    if issubclass(cls, Reward) and cls.needs_judge is True:
+        own = inspect.getattr_static(cls, "num_questions")
+        if own is inspect.getattr_static(Reward, "num_questions"):
+            yield (
+                f"{cls.__name__} needs the judge and does not say how often it asks; expected "
+                "`@classmethod def num_questions(cls, config: Config) -> int`"
+            )
+
+
+def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+    """Members of an outsider's class that nobody reads, and that nearly have the name of one that
+    is read: 'name: why'."""
+    known = {*_methods(base), *_annotated(base)}
+    for owner in cls.__mro__:
+        for name in () if owner.__module__.startswith(("rl.", "abc", "typing")) else vars(owner):
+            if name not in known and not name.startswith("_"):
+                for near in get_close_matches(name, known, n=1, cutoff=0.8):
+                    yield f"{owner.__name__}.{name}: nobody reads it; did you mean {near!r}?"
+
+
+# --- what it answers ------------------------------------------------------------------------------
+
+
+def questions(base: type[PlugBase[Any]]) -> list[str]:
+    """Names of the class methods that answer from a plugin's section alone."""
+    found = ((name, getattr(base, name)) for name in sorted(_methods(base)))
+    return [
+        name
+        for name, member in found
+        if inspect.ismethod(member) and list(inspect.signature(member).parameters) == ["config"]
+    ]
+
+
+def ask(cls: type[PlugBase[Any]], member: str, *given: object) -> Found:
+    """What a class method of a plugin answers, held to the return annotation of its base."""
+    question = getattr(cls, member)
+    bases = (one for one in _owners(cls) if one.__module__.startswith("rl.api."))
+    owner = next(one for one in bases if member in vars(one))
+    text = vars(owner)[member].__func__.__annotations__["return"]
+    try:
+        answer = question(*given)
+        if text.startswith("Iterable[") and isinstance(answer, Iterator):
+            answer = list(answer)
+    except STRANGE as error:
+        return None, [f"{question.__qualname__} raises {described(error, question)}"]
+    wrong = list(_misfit(f"{question.__qualname__} returns", answer, owner, text))
+    return (None if wrong else answer), wrong
+
+
+def _misfit(what: str, value: Any, owner: type, text: str) -> Iterator[str]:
+    """Why `value` is none of what the annotation `text` in the class `owner` says."""
+    plain = frozenset(value) if isinstance(value, AbstractSet) else value
+    try:
+        _adapter(owner, text).validate_python(plain, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        why = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        item = f"{shown(first['input'])}: " if first["loc"] else ""
+        yield f"{what} {shown(value)}; expected {_in_words(text)} ({item}{why})"
+
+
+@cache
+def _adapter(owner: type, text: str) -> TypeAdapter[Any]:
+    holder = type("Holder", (), {"__annotations__": {"it": text}})
+    hint = get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)["it"]
+    if get_origin(hint) is ClassVar:
+        [hint] = get_args(hint)
+    if get_origin(hint) is Iterable:  # pydantic would not look into it
+        hint = list[get_args(hint)]  # type: ignore[misc]
+    return TypeAdapter(hint)
+
+
+_EXAMPLES = {
+    "Set[str]": "{'source'}",
+    "Mapping[str, Metric]": "{'a': Metric('0..1', 'what it is')}",
+}
+
+
+def _in_words(text: str) -> str:
+    """'ClassVar[Set[ActionKind]]' -> "Set['hidden_states' | 'text' | 'image_tokens']"."""
+    text = re.sub(r"^ClassVar\[(.*)\]$", r"\1", text)
+    text = re.sub(r"\b(MetricName|Carried)\b", "str", text).replace("Count", "int >= 0")
+    for kind, example in _EXAMPLES.items():
+        text += f", as {example}" if text == kind else ""
+    return re.sub(r"\w+Kind\b", lambda m: " | ".join(map(repr, get_args(vars(types)[m[0]]))), text)

@@ -1,8 +1,4 @@
-"""The judge as a reward sees it: what is asked, and how one question ended.
-
-What: `Question`, `Answer` and the `Judge` that a reward is lent. What not: HTTP, retries, reading
-replies (`rl/judge/`). Nothing heavy is imported here.
-"""
+"""The judge as a reward sees it: what is asked, and how one question ended."""
 
 from __future__ import annotations
 

@@ -9,10 +9,6 @@
 
     algorithm: { loss: 'my_package.reinforce' }
 
-What: the nouns it speaks, `divided_by` and `divisor`. What not: the shipped ones
-(`algorithm/losses.py`), what goes around one (importance weights and KL: `algorithm/objective.py`).
-Nothing heavy is imported here.
-
 Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 """
 

@@ -1,12 +1,22 @@
-"""What a logged number is: its unit, and its meaning in a sentence.
-
-What: `Metric`. What not: the metrics that every run has (`rl/run/metric_table.py`), how a plug
-declares and reports its own (`plug.py`).
-"""
+"""What a logged number is: its name, its unit, and its meaning in a sentence."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+
+def usable_name(name: object) -> str:
+    """`name`; ValueError where it cannot be part of a metric's, `reward/part/<reward>/<part>`."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError("no usable name of a metric; use letters, digits, '_', '.', '-'")
+    return name
+
+
+MetricName = Annotated[str, AfterValidator(usable_name)]
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,17 @@ from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, Literal, get_args, get_origin
 
 from pydantic import Field
 from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
-from rl.api.metric import Metric
+from rl.api.metric import Metric, MetricName
 from rl.config.schema import MAX_COUNT, RunConfig, Section, changed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=0)]
 
 
 class PlugConfig(Section):
@@ -72,7 +73,7 @@ class PlugBase(ABC, Generic[ConfigT]):
 
     Config: ClassVar[type[Section]] = PlugConfig
     """Of its section: what stands in those brackets."""
-    metrics: ClassVar[Mapping[str, Metric]] = {}
+    metrics: ClassVar[Mapping[MetricName, Metric]] = {}
     """What `take_metrics` may report, by name. In a run's lines, wandb and the metrics table a name
     stands behind the plug's place: `reward/metric/<reward>/<name>`, `data/metric/train.<i>/<name>`,
     `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
@@ -181,7 +182,8 @@ class RunPlug(PlugBase[ConfigT]):
         return []
 
 
-class Saving(NamedTuple):
+@dataclass(frozen=True)
+class Saving:
     """A value of a key of the plug's section with which it takes less memory."""
 
     key: str
@@ -246,5 +248,8 @@ def too_old(capability: float | None, least: float, what: str, remedy: str) -> l
 
 def shown(value: object) -> str:
     """A value and its type on one line, short."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as error:  # a stranger's
+        text = f"what raises {type(error).__name__} when it is printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

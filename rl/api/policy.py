@@ -1,9 +1,5 @@
 """What a policy is: a class derived from `Policy`, a trainable model that writes completions.
 
-What: everything that any caller (learner, rollout, inference engine, `--check`) may ask of one,
-with its default where there is one. What not: finding one (`find.py`), what the shipped ones share
-(`rl/policies/shared/`). Nothing heavy is imported here.
-
 Axes in names: `_P` prompts, `_B` rows of a micro-batch, `_T` tokens of a completion.
 """
 

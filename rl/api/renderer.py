@@ -1,14 +1,11 @@
 """What a renderer is: a class derived from `Renderer`, a frozen generator of pictures.
 
-    class Poster(Renderer[MyConfig]):
-        accepts = "text"
+class Poster(Renderer[MyConfig]):
+    accepts = "text"
 
-        def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image]]:
-            for number, job in enumerate(jobs):
-                yield number, draw(job.payload)
-
-What: everything that any caller may ask of one, with its default. What not: finding one
-(`find.py`), when it is asked (`rl/rollout/`). Nothing heavy is imported here.
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image]]:
+        for number, job in enumerate(jobs):
+            yield number, draw(job.payload)
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from rl.api.plug import ConfigT, ModelRunner, Resources
+from rl.api.plug import ConfigT, Count, ModelRunner, Resources
 from rl.api.types import (
     ActionKind,
     PromptTemplate,
@@ -67,7 +64,7 @@ class Renderer(ModelRunner[ConfigT]):
         return None
 
     @classmethod
-    def state_dim_of(cls, config: ConfigT) -> int | None:
+    def state_dim_of(cls, config: ConfigT) -> Count | None:
         """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
         return None
 

@@ -9,30 +9,25 @@
 
     rewards: { bright: { type: 'my_package.brightness' } }
 
-What: everything that any caller may ask of a reward, with its default, and `checked_output`, the
-one reading of what it returns. What not: finding one (`find.py`), asking it (`rl/rollout/`).
-Nothing heavy is imported here.
-
 Axes in names: `_G` completions of a group.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-import re
-from collections.abc import Awaitable, Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import wraps
 from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, overload
 
-from rl.api.plug import ConfigT, ModelRunner, Resources, shown
+from rl.api.metric import MetricName, usable_name
+from rl.api.plug import ConfigT, Count, ModelRunner, Resources, shown
 from rl.api.types import RewardInput, RewardOutput
 
 Score = RewardOutput | float | None
 """A bare number is a value without parts; None: this picture could not be graded."""
-
-PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Names of rewards and parts become names of metrics, `reward/part/<reward>/<part>`."""
 
 
 class Reward(ModelRunner[ConfigT]):
@@ -48,7 +43,7 @@ class Reward(ModelRunner[ConfigT]):
     """Whether it asks the judge; then it says how often (`num_questions`)."""
     diagnostic: ClassVar[bool] = False
     """True keeps it out of the final reward unless `final_reward.weights` names it."""
-    unit_parts: ClassVar[Set[str]] = frozenset()
+    unit_parts: ClassVar[Set[MetricName]] = frozenset()
     """Parts scaled 0..1, in every graded output, which `final_reward.weights` may name as
     `<reward>/<part>`."""
 
@@ -61,7 +56,7 @@ class Reward(ModelRunner[ConfigT]):
         self.config = config
 
     @classmethod
-    def num_questions(cls, config: ConfigT) -> int:
+    def num_questions(cls, config: ConfigT) -> Count:
         """Requests to the judge per picture, at least 1 when it `needs_judge`."""
         return 0
 
@@ -107,56 +102,71 @@ class RewardFunction:
 
     def as_class(self) -> type[Reward]:
         """The same as a class without keys."""
-        declared = self
+        function = self.function
 
-        class FunctionReward(Reward):
-            needs = declared.needs
-            diagnostic = declared.diagnostic
-            unit_parts = declared.unit_parts
+        def grade(reward: Reward, reward_input: RewardInput) -> Score | Awaitable[Score]:
+            return function(reward_input)
 
-            def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
-                return declared.function(reward_input)
-
-        FunctionReward.__name__ = getattr(self.function, "__name__", "the function")
-        return FunctionReward
+        home = {"__module__": getattr(function, "__module__", "")}
+        members = {**vars(self), **home, "grade": wraps(function)(grade)}
+        return type(getattr(function, "__name__", "the function"), (Reward,), members)
 
 
+@overload
+def reward(function: Grading, /) -> RewardFunction: ...
+@overload
 def reward(
-    *, needs: Set[str] = frozenset(), diagnostic: bool = False, unit_parts: Set[str] = frozenset()
-) -> Callable[[Grading], RewardFunction]:
+    *, needs: Set[str] = ..., diagnostic: bool = ..., unit_parts: Set[str] = ...
+) -> Callable[[Grading], RewardFunction]: ...
+def reward(
+    function: Grading | None = None,
+    /,
+    needs: Set[str] = frozenset(),
+    diagnostic: bool = False,
+    unit_parts: Set[str] = frozenset(),
+) -> RewardFunction | Callable[[Grading], RewardFunction]:
     """`@reward(needs={'image'})` declares what a bare function needs and reports; the words are
     `Reward`'s. A function that declares nothing needs no decorator."""
+    if function is not None:
+        return RewardFunction(function)
     return lambda function: RewardFunction(function, needs, diagnostic, unit_parts)
+
+
+NO_VALUE = "gave no value (None)"
 
 
 def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardOutput:
     """What a reward returned, as a `RewardOutput`. Raises TypeError or ValueError in words."""
-    if score is None:
-        return RewardOutput(None, failure="none: the reward gave no value")
-    output = score if isinstance(score, RewardOutput) else RewardOutput(_number("value", score))
+    output = score if isinstance(score, RewardOutput) else RewardOutput(score)  # type: ignore[arg-type]
     if output.value is None:
-        return output
+        return replace(output, failure=output.failure or NO_VALUE)
     value = _number("value", output.value)
     if not 0 <= value <= 1:
         raise ValueError(f"value {value} is outside [0, 1]; scale or clip it")
+    if not isinstance(output.parts, Mapping):
+        raise TypeError(f"parts are {shown(output.parts)}; expected a mapping of names to numbers")
     parts = {name: _number(f"part {name!r}", part) for name, part in output.parts.items()}
     for name in parts:
-        if not isinstance(name, str) or not PART_NAME.fullmatch(name):
-            raise ValueError(f"part {name!r}: {UNUSABLE_NAME}")
+        try:
+            usable_name(name)
+        except ValueError as error:
+            raise ValueError(f"part {name!r}: {error}") from None
     for name in sorted(unit_parts):
         if name not in parts or not 0 <= parts[name] <= 1:
             found = parts.get(name, "nothing")
             raise ValueError(f"part {name!r} is declared in unit_parts (0..1), found {found}")
-    return RewardOutput(value, parts, output.replies, output.failure, output.seconds)
-
-
-UNUSABLE_NAME = "no usable name of a metric; use letters, digits, '_', '.', '-'"
+    return replace(output, value=value, parts=parts)
 
 
 def _number(what: str, value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise TypeError(
-            f"{what} is {shown(value)}; expected a finite number, alone or as "
-            "RewardOutput(value, parts)"
-        )
-    return float(value)
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    words = f"{what} is {shown(value)}; expected a finite number, alone or as "
+    words += "RewardOutput(value, parts)"
+    if inspect.isgenerator(value):
+        words += ": write `return` instead of `yield`"
+    elif callable(getattr(value, "item", None)):
+        words += ": call `.item()` on it"
+    elif callable(value):
+        words += ": call it"
+    raise TypeError(words)

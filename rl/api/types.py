@@ -1,9 +1,7 @@
-"""The nouns every room speaks: frozen records that walk through the loop.
+"""The nouns every room speaks, frozen records that walk through the loop: `Sample` ->
+`Prompt` -> `Completion` -> `Action` -> `Episode` -> `TrainSequence`.
 
-What: `Sample` -> `Prompt` -> `Completion` -> `Action` -> `Episode` -> `TrainSequence`, and what
-lies between. What not: behaviour; what each room promises is in the files beside this one. Nothing
-heavy is imported here, so a config can be checked on a laptop without torch; tensors appear in
-annotations only.
+Nothing heavy is imported in this folder, so a config can be checked on a laptop without torch.
 
 Axes in names: `_P` prompts on this rank, `_G` completions in a group, `_B` graded episodes,
 `_T` tokens, `_V` vocabulary. `x_PG[p][g]` is one rollout.

@@ -1,8 +1,4 @@
-"""What no value of a config may be, whatever its key.
-
-What: `hostile`, the first look at plain values, before any section reads them. What not: a key's
-own range (`schema.py`, the plugs' `Config`).
-"""
+"""What no value of a config may be, whatever its key: the first look at plain values."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""A Jsonnet file and the command line's overrides, as plain values.
-
-What: `evaluate`, with `APP__` environment variables as external ones and every mistake as a
-sentence that names its place. What not: which files it may import (`imports.py`), what the values
-mean (`schema.py`).
-"""
+"""A Jsonnet file and the command line's overrides, as plain values; a mistake is a sentence that
+names its place."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Somebody's program, evaluated within limits of time, memory and size.
-
-What: `within_limits`, which evaluates in a forked child: Jsonnet is C++ that no signal interrupts.
-What not: what is evaluated (`jsonnet.py`). Windows has no fork, and no limits.
-"""
+"""Evaluates a config within limits of time, memory and size, in a forked child: Jsonnet is C++ that
+no signal interrupts. Windows has no fork, and no limits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Whether a path that somebody wrote leads to a file.
-
-What: `not_a_file`, which opens nothing (a pipe would wait for ever) and raises nothing, whatever
-characters the path has and however many; `read_text` of a small one. What not: what it means.
-"""
+"""Whether a path leads to a file; nothing is opened, since a pipe would wait for ever."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Where what is shipped lies, in a clone and in a wheel, from whatever folder a run is started.
-
-What: the shipped configs, and `pkg://` paths into installed packages. What not: reading either.
-Light: nothing beyond the standard library.
-"""
+"""Where the shipped configs are, in a clone and a wheel, and `pkg://` paths into packages."""
 
 from __future__ import annotations
 

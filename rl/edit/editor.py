@@ -6,8 +6,7 @@
     editor.edit(["room.jpg", "lamp.jpg"], "put the lamp of picture 2 into picture 1")
 
 Asked, sampled and drawn by the code of the held-out run: a held-out sample under its id and the
-run's seed comes out as it did there, bit for bit. What not: whose pictures these are and where they
-are written (`files.py`), which weights (`trained.py`), grading.
+run's seed comes out as it did there, bit for bit.
 
 Axes: `_B` requests of a batch.
 """

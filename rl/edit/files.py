@@ -1,11 +1,8 @@
 """Pictures from where users keep them, and what was made of them where they find it.
 
-    edits/photo.png          the edited picture
-    edits/photo_sheet.png    the sources, the edit, and what was drawn beside it
-    edits/photo.json         the words, and everything that made the picture
-
-What: which pictures a path means, names that overwrite nothing, the JSON. What not: reading a
-picture (`rl/data/shared/pictures.py`), drawing the sheet (`sheet.py`).
+edits/photo.png          the edited picture
+edits/photo_sheet.png    the sources, the edit, and what was drawn beside it
+edits/photo.json         the words, and everything that made the picture
 """
 
 from __future__ import annotations

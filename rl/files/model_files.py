@@ -1,8 +1,5 @@
-"""Are the files of a model there, whole, and those of the model that is wanted?
-
-What: `model_problems`, from names, sizes and headers alone, without the network. What not: which
-models a plug loads (`RunPlug.models`), or loading one.
-"""
+"""Whether a model's files are there, whole, and those of the model that is wanted: from names,
+sizes and headers alone, without the network."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from rl.judge.http import (
     RequestTrouble,
 )
 from rl.judge.journal import ReplyJournal
-from rl.judge.question import PartEncoder
+from rl.judge.question import encoded
 from rl.judge.reply import (
     UnreadableReplyError,
     answering_model,
@@ -131,7 +131,6 @@ class JudgeClient:
         self._jitter = random.Random()
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._parts = PartEncoder(config.image_side_px)
         self._bases = Bases(config, [api_base] if isinstance(api_base, str) else api_base)
         self._throttle = Throttle(config)
         self._checked_s = self._check_until_s = 0.0
@@ -253,7 +252,7 @@ class JudgeClient:
         started = time.monotonic()
         with self._throttle.turn() as turn:
             async with self._slots:
-                content = [await self._parts.encode(part) for part in question.parts]
+                content = [await encoded(p, self.config.image_side_px) for p in question.parts]
                 shape = tuple(isinstance(part, str) for part in question.parts)
                 asking = _Asking(question, content, repeat, shape, turn)
                 value, failure = await self._ask(asking, parse)

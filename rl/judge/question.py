@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import re
-from collections import OrderedDict
 from pathlib import Path
 
 from PIL import Image
@@ -20,7 +19,6 @@ INSTRUCTION = "{instruction}"
 
 MAX_PROMPT_BYTES = 100_000
 MAX_PATH_CHARS = 300
-CACHED_PICTURES = 64
 
 
 def read_prompt(path: str, own: Path, key: str) -> str:
@@ -70,24 +68,8 @@ def picture_part(image: Image.Image, side_px: int) -> bytes:
     return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
 
 
-class PartEncoder:
-    """Parts of questions as they stand in a request. Pictures are encoded in worker threads, each
-    once: a group shares its source, and two questions share an edited picture. Belongs to one event
-    loop."""
-
-    def __init__(self, side_px: int) -> None:
-        self._side_px = side_px
-        # The picture is kept beside its bytes: an id is only unique while its object lives.
-        self._recent: OrderedDict[int, tuple[Image.Image, asyncio.Future[bytes]]] = OrderedDict()
-
-    async def encode(self, part: str | Image.Image) -> bytes:
-        if isinstance(part, str):
-            return json.dumps({"type": "text", "text": part}).encode()
-        entry = self._recent.get(id(part))
-        if entry is None:
-            work = asyncio.ensure_future(asyncio.to_thread(picture_part, part, self._side_px))
-            entry = self._recent[id(part)] = (part, work)
-            if len(self._recent) > CACHED_PICTURES:
-                self._recent.popitem(last=False)
-        self._recent.move_to_end(id(part))
-        return await asyncio.shield(entry[1])
+async def encoded(part: str | Image.Image, side_px: int) -> bytes:
+    """A part of a question as it stands in a request; a picture is encoded in a thread."""
+    if isinstance(part, str):
+        return json.dumps({"type": "text", "text": part}).encode()
+    return await asyncio.to_thread(picture_part, part, side_px)

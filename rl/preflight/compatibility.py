@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from rl.build import ask_plug, claims, row_rules
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 RANKS_OF_A_NODE = 8
 """More ranks than this are taken to be on several machines."""
+WORDS = frozenset({"source", "image", "target", "text", "reference"})
+"""What a reward may need, hidden keys apart."""
 
 
 def compatibility_problems(resolved: Resolved) -> list[str]:
@@ -71,8 +73,8 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
         )
     yield from thought.problems(resolved)
     for plug in (policy, resolved.engine, renderer):
-        problems, wrong = told(plug, plug.cls.problems, resolved.config)
-        yield from (f"{plug.key}.{problem}" for problem in problems)
+        problems, wrong = ask_plug(plug, "problems", resolved.config)
+        yield from (f"{plug.key}.{problem}" for problem in problems or ())
         yield from wrong
     stated = resolved.engine.cls.memory(resolved.engine.config)
     length = stated and stated.max_model_len
@@ -112,15 +114,16 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
                     makes_none = f"renderer {resolved.renderer.name} makes none"
                     yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
                 continue
-            named = need if need in ("source", "target", "reference") else f"hidden:{need}"
+            named = need if need in WORDS else f"hidden:{need}"
             lacking = [s.key for s in sources if named not in s.cls.provides(s.config)]
             if lacking:
+                near = "".join(get_close_matches(need, sorted(WORDS - {need}), n=1))
                 yield (
                     f"{plug.key}: needs each sample's {need!r}, which {', '.join(lacking)} does "
-                    "not provide; map a column to it"
+                    "not provide; map a column to it" + (f", or is {near!r} meant?" if near else "")
                 )
-        problems, wrong = told(plug, plug.cls.problems, resolved.config)
-        yield from (f"{plug.key}.{problem}" for problem in problems)
+        problems, wrong = ask_plug(plug, "problems", resolved.config)
+        yield from (f"{plug.key}.{problem}" for problem in problems or ())
         yield from wrong
     known = set(resolved.rewards)
     for name, plug in resolved.rewards.items():
@@ -248,8 +251,8 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
     shows_picture = template is not None and template.needs_picture
     needs_picture = shows_picture or renderer.cls.needs_source
     for plug in [*resolved.train, *resolved.validation]:
-        problems, wrong = told(plug, plug.cls.problems, row_rules(resolved))
-        yield from (f"{plug.key}: {problem}" for problem in problems)
+        problems, wrong = ask_plug(plug, "problems", row_rules(resolved))
+        yield from (f"{plug.key}: {problem}" for problem in problems or ())
         yield from wrong
         if needs_picture and "source" not in plug.cls.provides(plug.config):
             yield (
@@ -266,13 +269,11 @@ def _prompt_problems(resolved: Resolved, plug: Plug[Any]) -> Iterable[str]:
     template = renderer.cls.prompt_template(renderer.config)
     if template is None or not template.image_area_px or data.on_bad_row == "skip":
         return
-    known, wrong = ask_plug(
-        plug, plug.cls.most_pictures, lambda n: n is None or type(n) is int, "a whole number"
-    )
-    yield from wrong
+    known = plug.cls.most_pictures(plug.config)
     number = int("source" in plug.cls.provides(plug.config)) if known is None else known
     number = min(number, template.max_pictures)
-    each = policy.cls.picture_tokens(policy.config, template.image_area_px)
+    each, wrong = ask_plug(policy, "picture_tokens", template.image_area_px)
+    yield from wrong
     room = policy.config.max_prompt_tokens
     if each and number * each >= room:
         yield (
@@ -281,20 +282,3 @@ def _prompt_problems(resolved: Resolved, plug: Plug[Any]) -> Iterable[str]:
             f"{number * each} and as many as the words take, give fewer, or lower "
             "renderer.policy_image_area_px"
         )
-
-
-def told(
-    plug: Plug[Any], member: Callable[..., Iterable[str]], *rest: object
-) -> tuple[list[str], list[str]]:
-    """(what a plug's own `problems` names, what is wrong with that method)."""
-
-    @functools.wraps(member)
-    def at_once(config: object, *rest: object) -> Iterable[str]:
-        told = member(config, *rest)
-        return told if isinstance(told, str) else list(told)
-
-    def are_sentences(found: object) -> bool:
-        return isinstance(found, list) and all(isinstance(problem, str) for problem in found)
-
-    found, wrong = ask_plug(plug, at_once, are_sentences, "a list of sentences", *rest)
-    return found or [], wrong

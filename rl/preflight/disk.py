@@ -177,14 +177,7 @@ def _stock_gb(resolved: Resolved) -> float:
 
 def _picture_area_px(resolved: Resolved) -> int:
     renderer = resolved.renderer
-    told, _ = build.ask_plug(
-        renderer,
-        renderer.cls.picture_area_px,
-        lambda area: type(area) is int,
-        "px",
-        resolved.config,
-    )
-    return told or UNKNOWN_AREA_PX
+    return build.ask_plug(renderer, "picture_area_px", resolved.config)[0] or UNKNOWN_AREA_PX
 
 
 def _episodes_gb(resolved: Resolved) -> float:

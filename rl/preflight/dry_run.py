@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl.api import find
-from rl.api.loss import Denominators, LossInputs, LossTerms
+from rl.api.loss import Denominators, Loss, LossInputs, LossTerms
 from rl.api.plug import Resources, shown
 from rl.api.reward import Reward
 from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
@@ -19,6 +19,7 @@ from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
 from rl.rollout.grading import grade, score_group
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
 SIDE_PX = 64
@@ -27,19 +28,35 @@ READABLE = frozenset({"source", "image", "target", "text", "reference"})
 """What can be made up of what a reward needs: nobody knows what hidden keys hold."""
 
 
+def tried(resolved: Resolved) -> list[Plug[Any]]:
+    """The plugs whose code a dry run runs: rewards and renderers that ask no judge and load no
+    model, and data sources that read little."""
+    renderer = resolved.renderer.cls
+    return [
+        *(
+            plug
+            for plug in resolved.rewards.values()
+            if not (plug.cls.needs_judge or plug.cls.runs_model or plug.cls.needs - READABLE)
+        ),
+        *(p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much),
+        # Nobody knows how wide hidden states are.
+        *[resolved.renderer][: not (renderer.runs_model or renderer.accepts == "hidden_states")],
+    ]
+
+
 def dry_problems(resolved: Resolved) -> list[str]:
     """What raises, or gives something that cannot be used."""
-    found = [problem for plug in resolved.rewards.values() for problem in _reward(resolved, plug)]
-    return [*found, *_data(resolved), *_renderer(resolved), *_loss(resolved.config.algorithm)]
-
-
-def _reward(resolved: Resolved, plug: Plug[Reward]) -> list[str]:
-    if plug.cls.needs_judge or plug.cls.runs_model or plug.cls.needs - READABLE:
-        return []
-    with _said_if_slow(plug):
-        given = made_up(resolved, _picture())
-        _, problems = asyncio.run(graded(plug, Resources(None, "cpu"), given))
-    return problems
+    found = []
+    for plug in tried(resolved):
+        with _said_if_slow(plug):
+            if issubclass(plug.cls, Reward):
+                given = made_up(resolved, _picture())
+                found += asyncio.run(graded(plug, Resources(None, "cpu"), given))[1]
+            elif plug is resolved.renderer:
+                found += _renderer(plug, made_up(resolved, _picture()).sample)
+            else:
+                found += _data(resolved, plug)
+    return [*found, *_loss(resolved.config.algorithm)]
 
 
 async def graded(
@@ -47,10 +64,12 @@ async def graded(
 ) -> tuple[RewardOutput | None, list[str]]:
     """What a reward says of one picture, made for it and closed again, and what is wrong with the
     reward. Raises `JudgeError`."""
+    cls = plug.cls
     try:
-        reward = await asyncio.to_thread(plug.cls, plug.config, resources)
+        reward = await asyncio.to_thread(cls, plug.config, resources)
     except find.STRANGE as error:
-        return None, [f"{plug.key}: making {plug.name} raises {find.described(error)}"]
+        why = find.described(error, cls.__init__)
+        return None, [f"{plug.key}: making {plug.name} raises {why}"]
     if reward.scores_groups():
         output = (await score_group({plug.key: reward}, [given, given]))[0][plug.key]
     else:
@@ -58,30 +77,27 @@ async def graded(
     try:
         await asyncio.to_thread(reward.close)
     except find.STRANGE as error:
-        return None, [f"{plug.key}: closing {plug.name} raises {find.described(error)}"]
+        why = find.described(error, cls.close)
+        return None, [f"{plug.key}: closing {plug.name} raises {why}"]
     if not output.traceback:
         return output, []
     had = ", ".join(name for name in ("source", "target") if getattr(given.sample, name))
     sample = f"a made-up sample with {had or 'no pictures'}"
     if given.image is None:
         sample += " and nothing rendered"
-    place = output.traceback.rstrip().split("\n")
-    lines = [line.strip() for line in place if line.strip().startswith("File ")]
-    return None, [f"{plug.key}: {plug.name} {output.failure} ({lines[-1]}) on {sample}"]
+    return None, [f"{plug.key}: on {sample}, {plug.name} {output.failure}"]
 
 
-def _data(resolved: Resolved) -> list[str]:
-    """A source that reads much is left out: it says itself what is wrong with its files."""
-    tried = [p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much]
-    found = []
-    for plug in tried:
-        try:
-            with _said_if_slow(plug):
-                [source] = build_data(resolved, [plug])
-                source.close()
-        except ValueError as error:
-            found += str(error).split("\n")
-    return found
+def _data(resolved: Resolved, plug: Plug[Any]) -> list[str]:
+    try:
+        [source] = build_data(resolved, [plug])
+    except ValueError as error:
+        return str(error).split("\n")
+    try:
+        source.close()
+    except find.STRANGE as error:
+        return [f"{plug.key}: closing {plug.name} raises {find.described(error, plug.cls.close)}"]
+    return []
 
 
 @contextmanager
@@ -118,12 +134,7 @@ def _picture() -> Image:
     return Image.linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
 
 
-def _renderer(resolved: Resolved) -> list[str]:
-    """One that takes hidden states is left out: nobody knows how wide they are."""
-    plug = resolved.renderer
-    if plug.cls.runs_model or plug.cls.accepts == "hidden_states":
-        return []
-    sample = made_up(resolved, _picture()).sample
+def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
     payload: Any = "a red square"
     if plug.cls.accepts == "image_tokens":
         import numpy as np
@@ -131,12 +142,12 @@ def _renderer(resolved: Resolved) -> list[str]:
         payload = np.zeros((4, 4), np.int32)
     jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
     try:
-        with _said_if_slow(plug):
-            renderer = plug.cls(plug.config, Resources(None, "cpu"))
-            drawn = list(renderer.render(jobs))
-            renderer.close()
+        renderer = plug.cls(plug.config, Resources(None, "cpu"))
+        drawn = list(renderer.render(jobs))
+        renderer.close()
     except find.STRANGE as error:
-        return [f"{plug.key}: {plug.name} raises {find.described(error)} on made-up jobs"]
+        why = find.described(error, plug.cls.render)
+        return [f"{plug.key}: on made-up jobs, {plug.name} raises {why}"]
     expected = "expected (number of the job, RGB picture) for each job, once"
     for outcome in drawn:
         is_pair = isinstance(outcome, tuple) and len(outcome) == 2
@@ -163,36 +174,70 @@ def _is_picture(outcome: Any, makes_images: bool) -> bool:
 def _loss(algorithm: AlgorithmConfig) -> list[str]:
     if algorithm.loss in SHIPPED_LOSSES:
         return []
+    loss, _ = find.import_plug(algorithm.loss)
+    key = f"algorithm.loss: {algorithm.loss}"
+    try:
+        if wrong := _unusable(loss(_micro_batch(algorithm, [3, 1]))):
+            return [f"{key}: {problem}" for problem in wrong]
+        together = _gradient(loss, algorithm, [3, 1])
+        apart = [*_gradient(loss, algorithm, [3]), *_gradient(loss, algorithm, [1], first=1)]
+    except find.STRANGE as error:
+        return [f"{key} on a made-up micro-batch raises {find.described(error, loss)}"]
+    if all(abs(a - b) < 1e-5 for a, b in zip(together, apart, strict=True)):
+        return []
+    return [
+        f"{key}: a batch that is split into two micro-batches gives another gradient; divide by "
+        "x.denominators, which count the whole step, never by this micro-batch's own tokens, rows "
+        "or statistics"
+    ]
+
+
+def _micro_batch(algorithm: AlgorithmConfig, lengths: Sequence[int], first: int = 0) -> LossInputs:
+    """Completions of so many tokens, the advantages by number, `first` for the first."""
     import torch
 
-    loss, _ = find.import_plug(algorithm.loss)
-    zeros = torch.zeros(2, 3)
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    denominators = Denominators(4.0, 2.0, 2.0, 3)
-    inputs = LossInputs(
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    advantages = torch.tensor([1.0, -0.5])[first : first + len(lengths), None].expand(mask.shape)
+    zeros = torch.zeros(mask.shape)
+    return LossInputs(
         logprobs=zeros.clone().requires_grad_(),
         old_logprobs=zeros,
         sampler_logprobs=zeros,
-        advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 3),
+        advantages=advantages,
         mask=mask,
-        denominators=denominators,
+        denominators=Denominators(8.0, 4.0, 4.0, 16),
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
     )
-    key = f"algorithm.loss: {algorithm.loss}"
-    try:
-        terms = loss(inputs)
-    except find.STRANGE as error:
-        return [f"{key} raises {find.described(error)} on a made-up micro-batch"]
+
+
+def _unusable(terms: Any) -> list[str]:
+    import torch
+
     if not isinstance(terms, LossTerms):
-        return [f"{key} returns {shown(terms)}; expected rl.api.loss.LossTerms"]
-    wrong = [
-        f"{key}: {name} has shape {tuple(value.shape)}; expected {tuple(zeros.shape)}, as logprobs"
-        for name, value in vars(terms).items()
-        if value.shape != zeros.shape
-    ]
+        return [f"returns {shown(terms)}; expected rl.api.loss.LossTerms"]
+    wrong = []
+    for name, value in vars(terms).items():
+        if not isinstance(value, torch.Tensor):
+            wrong.append(f"{name} is {shown(value)}; expected a tensor of the shape of x.logprobs")
+        elif value.shape != (2, 3):
+            shape = tuple(value.shape)
+            wrong.append(f"{name} has shape {shape}; expected (2, 3), as x.logprobs")
     if not wrong and not terms.terms.requires_grad:
-        wrong.append(f"{key}: terms have no gradient; compute them from x.logprobs")
+        wrong.append("terms have no gradient; compute them from x.logprobs")
     if not wrong and not (terms.weights * terms.terms).isfinite().all():
-        wrong.append(f"{key}: weights * terms are not finite on a made-up micro-batch")
+        wrong.append("weights * terms are not finite on a made-up micro-batch")
     return wrong
+
+
+def _gradient(
+    loss: Loss, algorithm: AlgorithmConfig, lengths: Sequence[int], first: int = 0
+) -> list[float]:
+    """Of each token's log-prob, as the step computes it."""
+    import torch
+
+    inputs = _micro_batch(algorithm, lengths, first)
+    terms = loss(inputs)
+    [gradient] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
+    found: torch.Tensor = gradient[inputs.mask]
+    return [float(value) for value in found]

@@ -6,12 +6,12 @@ Rules across the schema and across rooms; within a plug's section they are the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from rl.api.find import misspelt
 from rl.api.plug import unread
 from rl.api.policy import Policy
-from rl.build import Plug, Resolved, ask_plug
+from rl.build import ROOMS, Resolved, ask_plug
 from rl.config.schema import SHIPPED_LOSSES, SamplingConfig, Section
 from rl.preflight import footprint, thought
 
@@ -28,7 +28,9 @@ def no_effect(resolved: Resolved) -> list[str]:
         if unread_here:
             found += unread(section, keys, why, at=f"{name}.")
     for plug in resolved.plugs:
-        found += [f"{plug.key}.{line}" for line in _told(plug)]
+        lines = ask_plug(plug, "no_effect")[0] or []
+        base = next(base for base in ROOMS.values() if issubclass(plug.cls, base))
+        found += [f"{plug.key}.{line}" for line in (*lines, *misspelt(plug.cls, base))]
     return list({line.partition(":")[0]: line for line in reversed(found)}.values())[::-1]
 
 
@@ -163,16 +165,3 @@ def _of_policy(resolved: Resolved) -> Iterator[str]:
         why = f"renderer {renderer.name} takes {renderer.cls.accepts}, not hidden states"
         yield from unread(policy.config, " ".join(sorted(policy.cls.own_states)), why, "policy.")
     yield from thought.no_effect(resolved)
-
-
-def _told(plug: Plug[Any]) -> list[str]:
-    """What the plug says itself; one that cannot be asked says nothing."""
-
-    def told(config: Any) -> list[str]:
-        return list(plug.cls.no_effect(config))
-
-    return ask_plug(plug, told, _are_lines, "a list of sentences")[0] or []
-
-
-def _are_lines(found: Iterable[Any]) -> bool:
-    return all(isinstance(line, str) for line in found)

@@ -16,7 +16,7 @@ from rl.judge.endpoint import resolve_api_bases
 from rl.preflight import compatibility, footprint, host_memory, memory_plan
 from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.disk import disk_lines
-from rl.preflight.dry_run import dry_problems
+from rl.preflight.dry_run import dry_problems, tried
 from rl.preflight.host_memory import HostPlan
 from rl.preflight.leaving import leaving_lines
 from rl.preflight.memory_plan import PHASES, Plan
@@ -137,7 +137,11 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     lines = [line for title, block in blocks.items() for line in (title, *_indented(block))]
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
     found += machine_problems(resolved)
-    found = found or dry_problems(resolved)
+    if not found:
+        found = dry_problems(resolved)
+        keys = [plug.key for plug in tried(resolved) if not plug.cls.__module__.startswith("rl.")]
+        if keys:
+            lines.append(f"tried on made-up inputs, so that their code has run: {', '.join(keys)}")
     if online and not found:
         heard = _heard(resolved)
         if heard.lines:

@@ -17,7 +17,6 @@ from typing import Any
 from rl import build
 from rl.build import Plug, Resolved
 from rl.preflight import footprint
-from rl.preflight.compatibility import told
 from rl.preflight.disk import disk_problems
 from rl.preflight.leaving import hub_models, is_offline
 from rl.record.tracking import not_installed
@@ -52,8 +51,8 @@ def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[s
         device = _device(resolved, getattr(plug.config, "device", "auto"))
         if device := auto if device == "auto" else device:
             seen = None if device == "cpu" else capability
-            problems, wrong = told(plug, plug.cls.device_problems, resolved.policy.config, seen)
-            found += [*(f"{plug.key}.{problem}" for problem in problems), *wrong]
+            problems, wrong = build.ask_plug(plug, "device_problems", resolved.policy.config, seen)
+            found += [*(f"{plug.key}.{problem}" for problem in problems or ()), *wrong]
     return found
 
 

@@ -1,9 +1,4 @@
-"""Renderer plug: Qwen-Image-Edit-Plus (2509, 2511), conditioned on the policy's hidden states.
-
-What: its template ("Picture 1: ...") and the 384^2 px pictures its text encoder reads. What not:
-2511's `zero_cond_t`, which is in the transformer's own config; the rest, shared with Edit
-(`qwen_image/`).
-"""
+"""Renderer plug: Qwen-Image-Edit-Plus (2509, 2511), conditioned on the policy's hidden states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ask the rewards about pictures, whatever they are written like and whatever they do.
+"""Asks the rewards about pictures, however they are written and whatever they do.
 
-A reward is a plug: what it raises or returns in a wrong shape is that picture's `RewardOutput`
-without a value, with the traceback; the run goes on.
+What a reward raises, or returns in a wrong shape, makes that picture's `RewardOutput` one without a
+value, with the traceback; the run goes on.
 
 Axes: `_G` pictures of a group.
 """
@@ -10,28 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.api.find import STRANGE
+from rl.api.find import STRANGE, described
 from rl.api.plug import shown
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
+from rl.files.images import own_pictures
 from rl.judge.client import JudgeError
 from rl.ranks.error_messages import is_lost_device
+from rl.record.console import warn
 
 Grades = Mapping[str, RewardOutput]
 """By the name of the reward."""
+
+BLOCKED_S = 1.0
+"""An `async` reward that gives no other a turn for so long is named."""
+_named: set[str] = set()
 
 
 async def grade(rewards: Mapping[str, Reward], reward_input: RewardInput) -> Grades:
     """Every reward that grades picture by picture. Raises `JudgeError`: a judge that is set up
     wrongly stops the run."""
     asked = {name: reward for name, reward in rewards.items() if not reward.scores_groups()}
-    outputs = await asyncio.gather(*(_grade_one(reward, reward_input) for reward in asked.values()))
-    return dict(zip(asked, outputs, strict=True))
+    outputs = await asyncio.gather(
+        *(_scores(name, reward.grade, reward, [reward_input]) for name, reward in asked.items())
+    )
+    return {name: output for name, [output] in zip(asked, outputs, strict=True)}
 
 
 async def score_group(
@@ -39,64 +48,80 @@ async def score_group(
 ) -> list[Grades]:
     """Every reward that compares; _G."""
     asked = {name: reward for name, reward in rewards.items() if reward.scores_groups()}
-    outputs = await asyncio.gather(*(_score_all(reward, inputs_G) for reward in asked.values()))
+    outputs = await asyncio.gather(
+        *(_scores(name, reward.score_group, reward, inputs_G) for name, reward in asked.items())
+    )
     return [dict(zip(asked, row, strict=True)) for row in zip(*outputs, strict=True)]
 
 
-def _own(reward_input: RewardInput) -> RewardInput:
-    """The same with copies of its pictures: a reward may draw on them, and neither the judge, nor
-    another reward, nor the record sees that."""
-    sample, image = reward_input.sample, reward_input.image
-    return replace(
-        reward_input,
-        sample=replace(
-            sample,
-            sources=tuple(source.copy() for source in sample.sources),
-            target=sample.target and sample.target.copy(),
-        ),
-        image=image and image.copy(),
-    )
-
-
-async def _grade_one(reward: Reward, reward_input: RewardInput) -> RewardOutput:
+async def _scores(
+    name: str, verb: Callable[[Any], Any], reward: Reward, inputs_G: Sequence[RewardInput]
+) -> list[RewardOutput]:
+    started = time.perf_counter()
     try:
-        return checked_output(await _call(reward.grade, _own(reward_input)), reward.unit_parts)
+        given: Any = own_pictures(
+            list(inputs_G)
+        )  # each reward may do with its pictures as it likes
+        if reward.scores_groups():
+            found = await _call(name, verb, given)
+            if isinstance(found, Mapping | str):
+                raise TypeError(f"score_group gives {shown(found)}; expected a list of scores")
+            scores_G = list(found)
+            if len(scores_G) != len(inputs_G):
+                raise ValueError(f"{len(scores_G)} scores for {len(inputs_G)} pictures")
+        else:
+            scores_G = [await _call(name, verb, given[0])]
+        outputs_G = [checked_output(score, reward.unit_parts) for score in scores_G]
     except JudgeError:
         raise
     except STRANGE as error:
-        return _raised(error)
+        if is_lost_device(error):
+            raise
+        text = "".join(traceback.format_exception(error))
+        failure = f"raised {described(error, verb)}"
+        outputs_G = [RewardOutput(None, failure=failure, traceback=text)] * len(inputs_G)
+    seconds = time.perf_counter() - started
+    return [replace(output, seconds=output.seconds or seconds) for output in outputs_G]
 
 
-async def _score_all(reward: Reward, inputs_G: Sequence[RewardInput]) -> list[RewardOutput]:
-    try:
-        found = await _call(reward.score_group, [_own(x) for x in inputs_G])
-        if isinstance(found, Mapping | str):
-            raise TypeError(f"score_group gives {shown(found)}; expected a list of scores")
-        scores_G = list(found)
-        if len(scores_G) != len(inputs_G):
-            raise ValueError(f"{len(scores_G)} scores for {len(inputs_G)} pictures")
-        return [checked_output(score, reward.unit_parts) for score in scores_G]
-    except JudgeError:
-        raise
-    except STRANGE as error:
-        return [_raised(error)] * len(inputs_G)
-
-
-async def _call(verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any:
+async def _call(name: str, verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any:
     """A coroutine function runs here; a plain one in a thread, since it may take its time."""
-    if inspect.iscoroutinefunction(verb):
-        return await verb(given)
-    found = await asyncio.to_thread(verb, given)
+    is_async = inspect.iscoroutinefunction(verb)
+    found = verb(given) if is_async else await asyncio.to_thread(verb, given)
+    if inspect.iscoroutine(found):
+        return await _Turns(name, found)
     return await found if inspect.isawaitable(found) else found
 
 
-def _raised(error: BaseException) -> RewardOutput:
-    """What a reward's exception is to an episode; a lost device ends the run."""
-    if is_lost_device(error):
-        raise error
-    text = " ".join(str(error).split())
-    return RewardOutput(
-        None,
-        failure=f"raised {type(error).__name__}: {text}",
-        traceback="".join(traceback.format_exception(error)),
-    )
+class _Turns:
+    """Awaits a reward's coroutine, and names the reward when one of its turns blocks the event
+    loop on which the judge's answers arrive."""
+
+    def __init__(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._name, self._coroutine = name, coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        resume: Callable[[Any], Any] = self._coroutine.send
+        value: Any = None
+        while True:
+            started = time.perf_counter()
+            try:
+                awaited = resume(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._note(time.perf_counter() - started)
+            try:
+                resume, value = self._coroutine.send, (yield awaited)
+            except BaseException as error:
+                resume, value = self._coroutine.throw, error
+
+    def _note(self, seconds: float) -> None:
+        if seconds > BLOCKED_S and self._name not in _named:
+            _named.add(self._name)
+            warn(
+                f"reward {self._name}: its `async` code blocked the event loop for {seconds:.1f} s;"
+                " nothing else is graded meanwhile, and no answer of the judge is read. Make it a"
+                " plain `def`, which runs in a thread, or use `await asyncio.to_thread(...)` (said"
+                " once)"
+            )

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from rl.api.data import DataSource, OnBadRow
 from rl.api.types import Prompt, Sample, UnusableSampleError
+from rl.files.images import own_pictures
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class PromptOrder:
         order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             try:
-                built = build(rows[order[(start + step) % len(rows)]])
+                built = build(own_pictures(rows[order[(start + step) % len(rows)]]))
             except UnusableSampleError:
                 if self._on_bad_row == "error":
                     raise
@@ -89,15 +90,23 @@ def first_samples(
     """The first `num_samples` of a mixture, each source in its own order, no row twice.
 
     Fewer when a source runs out (its share is not made up by others) or, under 'skip', when rows
-    cannot be read.
+    cannot be read. Raises ValueError for two with the same id.
     """
     mixture = _Mixture(weights)
     samples: list[Sample] = []
+    place_of: dict[str, str] = {}
     for source, index in map(mixture.draw, range(num_samples)):
         if index >= len(sources[source]):
             continue
         try:
-            samples.append(sources[source][index])
+            sample = own_pictures(sources[source][index])
+            place = f"data.validation.{source}, row {index}"
+            if place_of.setdefault(sample.id, place) != place:
+                raise ValueError(
+                    f"{place} has the id {sample.id!r}, as {place_of[sample.id]} has; give it one "
+                    "of its own: held-out noise and the names of files come from it"
+                )
+            samples.append(sample)
         except UnusableSampleError:
             if on_bad_row == "error":
                 raise

@@ -24,6 +24,7 @@ from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import Completion, Episode, Prompt, RenderFailure, RenderJob, RewardInput
 from rl.config.schema import RunConfig
+from rl.files.images import own_pictures
 from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import Forwards, Member
 from rl.ranks.seeding import derive_seed
@@ -132,10 +133,11 @@ def begin(
     run is given.
     """
     with timer.phase("render") as phase:
-        samples = context.renderer.decode_sources([prompt.sample for prompt in sampled.prompts])
+        own_P = [own_pictures(prompt.sample) for prompt in sampled.prompts]
+        decoded_P = context.renderer.decode_sources(own_P)
         prompts_P = [
-            prompt if sample is prompt.sample else replace(prompt, sample=sample)
-            for prompt, sample in zip(sampled.prompts, samples, strict=True)
+            prompt if decoded is own else replace(prompt, sample=decoded)
+            for prompt, own, decoded in zip(sampled.prompts, own_P, decoded_P, strict=True)
         ]
         pending = PendingRollout(context, sampled)
         jobs: Iterable[RenderJob] = _jobs(
@@ -210,7 +212,7 @@ def _jobs(
             arm = Arm(sampled.prompts[p], completion, understood, failure, verdicts)
             for key in pending.expect((p, g), arm):
                 noise_seed = _noise(sampled.noise_seeds[p], key[2])
-                yield RenderJob(arm.prompt.sample, action.payload, noise_seed)
+                yield RenderJob(own_pictures(arm.prompt.sample), action.payload, noise_seed)
 
 
 def _noise(group_seed: int, picture: int) -> int:
@@ -269,7 +271,8 @@ class PendingRollout:
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
         """Picture `number` exists: its questions leave for the judge."""
         key = self._handed_out[number]
-        self._outcomes[key] = outcome
+        # A renderer may draw the next one on the same canvas.
+        self._outcomes[key] = outcome.copy() if isinstance(outcome, Image) else outcome
         for verdict in self._verdicts_on[key]:
             self._ask(verdict)
         self._submit_group(key[0])

@@ -170,7 +170,7 @@ def check_failure_rate(
     listed = ", ".join(f"{count} x {cause}" for cause, count in causes.most_common(5))
     raise TooManyFailuresError(
         f"{int(lost)} of {int(total)} episodes could not be graded ({listed}); the limit is "
-        f"judge.max_failure_rate={config.judge.max_failure_rate}. Mend what is named (a judge "
-        "that is down: bring it back) and start the same command again: it goes on after the last "
-        "finished iteration."
+        f"judge.max_failure_rate={config.judge.max_failure_rate}. Fix what is named (the "
+        "reward's own code, or a judge that is down) and start the same command again: it goes on "
+        "after the last finished iteration."
     )

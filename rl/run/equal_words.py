@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rl.api.types import Episode, Status
+from rl.files.images import digest
 from rl.record.console import warn
 from rl.record.untrusted import shown
 
@@ -72,7 +73,7 @@ def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str,
         same_words = first.completion.token_ids == second.completion.token_ids
         if same_words and first.parts.keys() == second.parts.keys():
             # An episode holds the first of its pictures.
-            same_picture = images_per_completion == 1 and _bytes(first) == _bytes(second)
+            same_picture = images_per_completion == 1 and _look(first) == _look(second)
             yield (
                 abs(reward - other_reward),
                 f"held-out sample {shown(first.prompt.sample.id, 100)} earns {reward:.3f} ({one}) "
@@ -81,6 +82,5 @@ def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str,
             )
 
 
-def _bytes(episode: Episode) -> tuple[object, ...]:
-    image = episode.image
-    return () if image is None else (image.mode, image.size, image.tobytes())
+def _look(episode: Episode) -> bytes:
+    return digest(episode.image) if episode.image else b""

@@ -12,7 +12,6 @@ from rl.algorithm.metrics import Metrics
 from rl.api.find import described
 from rl.api.metric import Metric
 from rl.api.plug import PlugBase, shown
-from rl.api.reward import PART_NAME, UNUSABLE_NAME
 from rl.build import Plug, Resolved
 from rl.record.console import warn
 
@@ -103,7 +102,8 @@ class PlugMetrics:
         try:
             reported = take()
         except Exception as error:
-            return {prefix: f"{place}: take_metrics raises {described(error)}"}
+            why = described(error, plug.cls.take_metrics)
+            return {prefix: f"{place}: take_metrics raises {why}"}
         if not isinstance(reported, Mapping):
             what = f"take_metrics returns {shown(reported)}; expected a mapping of names to numbers"
             return {prefix: f"{place}: {what}"}
@@ -112,8 +112,7 @@ class PlugMetrics:
             metric = f"{prefix}{name}"
             if name not in declared:
                 known = ", ".join(declared) or "none"
-                why = f"not among its metrics ({known})" if _is_usable(name) else UNUSABLE_NAME
-                wrong[metric] = f"{place} reports {name!r}: {why}"
+                wrong[metric] = f"{place} reports {name!r}: not among its metrics ({known})"
             elif not isinstance(value, Real):
                 wrong[metric] = f"{place}: metric {name!r} is {shown(value)}; expected a number"
             elif not _is_finite(value):
@@ -126,10 +125,6 @@ class PlugMetrics:
         if metric not in self._said:
             self._said.add(metric)
             warn(f"rank {self._dist.rank}: {problem}; left out (said once)")
-
-
-def _is_usable(name: object) -> bool:
-    return isinstance(name, str) and PART_NAME.fullmatch(name) is not None
 
 
 def _is_finite(value: Real) -> bool:

@@ -46,7 +46,7 @@ REWARDS: list[tuple[str, str, str]] = [
     (".R", "class R(Reward): | async def score_group(self): return []",
      "R.score_group ... `def score_group(self)` ... `def score_group(self, inputs_G: "),
     (".R", "class R(Reward): | needs_judge = True" + HALF, "judge ... `@classmethod def num_q"),
-    (".R", "class R(Reward): | needs = 'image'" + HALF, "R.needs ... 'image' (str) ... {'image'}"),
+    (".R", "class R(Reward): | needs = 'image'" + HALF, "R.needs ... 'image' (str) ... {'source'}"),
     (".R", "class R(Reward): | unit_parts = {'a/b'}" + HALF, "R.unit_parts ... 'a/b' ... letters"),
     (".R", "class R(Reward): | def num_questions(self, config): return 1" + HALF,
      "R.num_questions ... `@classmethod def num_questions(cls, config"),
@@ -58,16 +58,16 @@ REWARDS: list[tuple[str, str, str]] = [
     (".f", "def f(:", "SyntaxError: invalid syntax ("),
     (".f", "import sys; sys.exit(3)", "SystemExit: 3 ("),
     (".R", "class R(Reward): | metrics = ['hits']" + HALF,
-     "R.metrics ... ['hits'] (list) ... {'name': Metric("),
+     "R.metrics ... ['hits'] (list) ... {'a': Metric("),
     (".R", "class R(Reward): | metrics = {'a/b': Metric('1', 'hits')}" + REPORTS + HALF,
      "R.metrics ... 'a/b' ... letters"),
     (".R", "class R(Reward): | metrics = {'hits': 'share'}" + REPORTS + HALF,
-     "R.metrics ... 'hits' ... 'share' (str) ... {'name': Metric("),
+     "R.metrics ... 'hits' ... 'share' (str) ... {'a': Metric("),
     (".R", "class R(Reward): | metrics = {'hits': Metric('', 'hits')}", "ValueError ... ''"),
     (".R", "class R(Reward): | metrics = {'hits': Metric('1', 'hits')}" + HALF,
      "R declares metrics ... `def take_metrics(self) -> Mapping[str, fl"),
     (".R", "class R(Reward): | def take_metrics(self): return {'hits': 1}" + HALF,
-     "R has take_metrics ... metrics = {'name': Metric("),
+     "R has take_metrics ... metrics: Mapping ... {'a': Metric("),
     (".R", "class R(Reward): | metrics = {'hits': Metric('1', 'hits')}"
      " | def take_metrics(self, done): return {}" + HALF,
      "`def take_metrics(self, done)` ... `def take_metrics(self) -> Map"),
@@ -76,8 +76,8 @@ REWARDS: list[tuple[str, str, str]] = [
     (".f", "def f(x): return 'good'", "f raised TypeError ... 'good' (str) ... finite"),
     (".f", "def f(x): return float('nan')", "f raised TypeError ... nan (float) ... finite"),
     (".f", "def f(x): return RewardOutput(0.5, {'a b': 1})", "ValueError ... part 'a b' ... name"),
-    (".f", "async def f(x): return 1 / 0", "f raised ZeroDivisionError: division by zero (File "),
-    (".f", "def f(x): raise SystemExit(0)", "f raised SystemExit: 0 (File "),
+    (".f", "async def f(x): return 1 / 0", "f raised ZeroDivisionError: division by zero ("),
+    (".f", "def f(x): raise SystemExit(0)", "f raised SystemExit: 0 ("),
     (".R", "class R(Reward): | def score_group(self, xs): return {'a': 1}",
      "R raised TypeError ... score_group ... {'a': 1} (dict) ... list"),
     (".R", "class R(Reward): | def grade(self, x): return 1.0 | def close(self): 1 / 0",
@@ -85,10 +85,29 @@ REWARDS: list[tuple[str, str, str]] = [
     (".R", "class R(Reward): | def grade(self, x): ... | def score_group(self, xs): ...",
      "grade and score_group ... keep"),
     ("s.one", "def f(x): return 0.5\ndef _g(x): ...", "function ... (f)"),
-    (".f", "def f(x): return x.sample.hidden['a']", "f raised KeyError: 'a' (File "),
+    (".f", "def f(x): return x.sample.hidden['a']", "f raised KeyError: 'a' ("),
     (".f", "@reward(unit_parts={'level'})\ndef f(x): return 0.5", "'level' ... unit_parts"),
     (".R", "class R(Reward): | def score_group(self, xs): return [0.5]",
      "R raised ValueError ... 1 scores ... 2 pictures"),
+    # Where it is written, and what is most likely meant:
+    (".f", "def f(x): return 73.0", "outside [0, 1] ... stranger.py, line 12)"),
+    (".f", "def f(x): | return [ | y for y in x.no_such_name]", "stranger.py, line 14) ... image"),
+    (".f", "def f(completions, **more): return len(completions) / 9", "line 12) ... RewardInput"),
+    (".f", "def f(x): | import numpy | return numpy.full(1, 0.5)", "array([0.5]) ... `.item()`"),
+    (".f", "def f(x): return lambda: 0.5", "<lambda> at ... call it"),
+    (".f", "def f(x): return {1: 0.5}", "{1: 0.5} (dict) ... stranger.py, line 12)"),
+    (".f", "def f(x): return RewardOutput(0.5, [1])", "parts are [1] (list) ... line 12)"),
+    (".f", "class Odd: | def __repr__(self): 1 / 0\ndef f(x): return Odd()", "ZeroDiv ... (Odd)"),
+    (".f", "@reward(needs={'img'})\ndef f(x): return 0.5", "'img' ... column ... 'image'"),
+    (".py", "def f(x): return 0.5", "no 'py' ... drop '.py'"),
+    (".f", "import json\nimport json.no_such_part", "'json.no_such_part' ... line 13"),
+    (".f", "raise ModuleNotFoundError('Could not import CLIPModel')", "CLIPModel ... line 12"),
+    (".R", "class R(Reward): | def __init__(self, config, resources): self.judge = resources.judge"
+     " | async def grade(self, x): return await self.judge.ask(1, 2)", "line 14) ... needs_judge"),
+    (".R", "class R(Reward): | def __init__(self, config, resources): ..."
+     " | def grade(self, x): return self.config.no", "'config' ... line 14) ... super().__init__"),
+    (".R", "class R(Reward): | def grade(self, x): return self.ask().value"
+     " | async def ask(self): ...", "'value' ... line 13) ... `async def`"),
 ]  # fmt: skip
 """The end of `type`, the plug (' | ' is a new line of its class), and what the message names."""
 
@@ -97,8 +116,9 @@ def problems_of(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, **chan
     monkeypatch.syspath_prepend(folder)
     for name in [name for name in sys.modules if name.startswith("stranger")]:
         del sys.modules[name]
-    (folder / "strangers").mkdir()
-    for file in ("stranger.py", "strangers/one.py"):
+    (folder / "strangers" / "pkg").mkdir(parents=True)
+    (folder / "strangers/pkg/__init__.py").write_text("from .inner import *\n")
+    for file in ("stranger.py", "strangers/one.py", "strangers/pkg/inner.py"):
         (folder / file).write_text(HEAD + code.replace(" | ", "\n    ") + "\n")
     path = tiny_config.write(folder, tiny_config.real(folder, **changes))
     return report.problems(load_config(path))
@@ -122,7 +142,7 @@ DATA: list[tuple[str, str]] = [
     (ROWS + "... | metrics = {'n': Metric('1', 'rows')} | async def take_metrics(self): return {}",
      "D.take_metrics ... async ... `def take_metrics(self) -> Mapping[str, float]`"),
     (DATA_CLASS + "... | @classmethod | def provides(cls, config): return {'sauce'}",
-     "D.provides ... {'sauce'} (set) ... {'source'}"),
+     "D.provides ... 'sauce' (str) ... 'source'"),
     ("class D: pass", "D is no DataSource ... rl.api.data.DataSource"),
     ("class D(DataSource): | def __getitem__(self, index): ...",
      "D has no __len__ ... `def __len__(self) -> int`"),
@@ -136,6 +156,11 @@ DATA: list[tuple[str, str]] = [
      "D.count ... ZeroDivisionError: division by zero ("),
     (DATA_CLASS + "... | metrics = {'': Metric('rows', 'read')}" + REPORTS,
      "D.metrics ... '' ... letters"),
+    (ROWS + "return Sample('same', 'a')", "rows 0, 1, 2 ... 'same' ... own"),
+    (ROWS + "return int('x')", "stranger.D ... invalid literal ... stranger.py, line "),
+    (ROWS + "return Sample(str(index), 'a') if index < 2 else None", "row 2 is None ... Sample"),
+    (ROWS + "return Sample(str(index), 'a') | def close(self): 1 / 0", "closing ... ZeroDivision"),
+    (ROWS + "... | @classmethod | def count(cls, config): return -1", "D.count ... -1 ... int >="),
 ]  # fmt: skip
 
 
@@ -145,9 +170,9 @@ PICTURE = "(number of the job, RGB picture)"
 RENDERERS: list[tuple[str, str]] = [
     ("class R(Renderer): | accepts = 'text'", "no render ... `def render(self, jobs: "),
     ("class R(Renderer): | def render(self, jobs): ...",
-     "no accepts ... 'hidden_states', 'text', 'image_tokens'"),
+     "no accepts ... 'hidden_states' ... 'text' ... 'image_tokens'"),
     ("class R(Renderer): | accepts = 'words' | def render(self, jobs): ...",
-     "R.accepts ... 'words' (str) ... 'hidden_states', 'text', 'image_tokens'"),
+     "R.accepts ... 'words' (str) ... 'hidden_states' ... 'text' ... 'image_tokens'"),
     (DRAWS.replace("jobs", "job, seed") + "...",
      "`def render(self, job, seed)` ... `def render(self, jobs: Iterable[Rend"),
     (DRAWS.replace("def", "async def") + "yield 1",
@@ -156,7 +181,7 @@ RENDERERS: list[tuple[str, str]] = [
      "`def __init__(self, config, device, dtype)` ... "
      "`def __init__(self, config: Config, resources: Resources) -> None`"),
     (DRAWS + "... | @classmethod | def prompt_template(cls, config): return '{image}'",
-     "R.prompt_template ... '{image}' (str) ... PromptTemplate ... None"),
+     "R.prompt_template ... '{image}' (str) ... PromptTemplate | None"),
     (DRAWS + "return 1 / 0", "ZeroDivisionError: division by z"),
     (DRAWS + "return [Image.new('RGB', (4, 4)) for _ in jobs]", f"(Image) ... {PICTURE}"),
     (DRAWS + "yield 0, 'a picture'", f"'a picture' (str) ... {PICTURE}"),
@@ -164,9 +189,9 @@ RENDERERS: list[tuple[str, str]] = [
     (DRAWS + "yield 1, Image.new('RGB', (4, 4))", "jobs [1] of 0, 1 ... (number"),
     (DRAWS + "import numpy; yield 0, numpy.zeros((4, 4, 3))", f"(ndarray) ... {PICTURE}"),
     (DRAWS + "... | @classmethod | def savings(cls, c): ...",
-     "R.savings ... None (NoneType) ... list of Saving"),
+     "R.savings ... None (NoneType) ... Sequence[Saving]"),
     (DRAWS + "... | @classmethod | def reads_from(cls, config): return 3",
-     "R.reads_from ... 3 (int) ... list"),
+     "R.reads_from ... 3 (int) ... Sequence[str]"),
     (DRAWS + "... | @classmethod | def negative_prompt(cls, config): raise SystemExit(0)",
      "R.negative_prompt ... SystemExit: 0 ("),
     (DRAWS + "raise SystemExit(3)", "SystemExit: 3 ("),
@@ -175,6 +200,10 @@ RENDERERS: list[tuple[str, str]] = [
      "class R(Renderer[C]): | accepts = 'text' | def render(self, jobs): ...",
      "renderer: R.Config ... KeyError: 'no' ("),
 ]  # fmt: skip
+TERMS = (
+    "from rl.api.loss import LossTerms\n\ndef f(x): | weights = {} | "
+    "return LossTerms(-x.advantages * x.logprobs, weights, x.mask.float(), x.mask & False)"
+)
 LOSSES: list[tuple[str, str]] = [
     ("def f(x, y): ...", "`def f(x, y)` ... `def f(x: LossInputs) -> LossTerms`"),
     ("async def f(x): ...", "f is async ... `def f(x: LossInputs) -> LossTerms`"),
@@ -182,6 +211,14 @@ LOSSES: list[tuple[str, str]] = [
     ("f = 3", "3 (int) ... `def it(x: LossInputs) -> LossTerms`"),
     ("def f(x): return x.logprobs.sum()", "tensor(0., grad_fn=<SumBackward0>) (Tensor)"),
     ("def f(x): raise ValueError('no')", "ValueError: no ("),
+    (TERMS.format("1 / x.denominators.num_tokens"), "weights is 0.125 (float) ... tensor"),
+    (TERMS.format("None"), "weights is None (NoneType) ... tensor"),
+    (TERMS.format("x.mask.sum(1) / 9"), "weights has shape (2,) ... (2, 3)"),
+    (TERMS.format("x.mask / x.mask.sum()"), "micro-batches ... x.denominators"),
+    (TERMS.format("x.mask / len(x.mask)"), "micro-batches ... x.denominators"),
+    (TERMS.format("x.mask / x.mask.shape[1]"), "micro-batches ... x.denominators"),
+    (TERMS.format("x.mask * (x.advantages - x.advantages.mean())"), "micro-batches ... x.denom"),
+    (TERMS.format("x.masks"), "'masks' ... stranger.py, line 15) ... LossInputs, which has adv"),
 ]
 NO_REWARD = {"mine": {"type": "tiny_plugs.nothing"}}
 MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -227,13 +264,13 @@ def test_a_renderer_that_edits_needs_pictures(tmp_path, monkeypatch) -> None:
 ENGINE = "class P(Engine): | def generate(self, *x): ... | def load_weights(self"
 OTHERS: list[tuple[str, str, str]] = [
     ("policy", "class P(Policy): pass", "P has no build_prompt ... `def build_prompt(self, "),
-    ("policy", "class P(Policy): pass", "P has no emits ... 'hidden_states', "),
+    ("policy", "class P(Policy): pass", "P has no emits ... 'hidden_states' ... 'text'"),
     ("policy", "class P(Policy): | Config = PlugConfig", "P.Config ... 'device' ... PolicyConfig"),
     ("engine", "class P(Engine): pass", "P has no generate ... `def generate(self, prompts_P"),
     ("engine", ENGINE + "): ...",
      "P.load_weights ... `def load_weights(self)` ... `def load_weights(self, weights: Pol"),
     ("engine", ENGINE + ", w): ... | @classmethod | def memory(cls, config): return 0.4",
-     "P.memory ... 0.4 (float) ... EngineMemory, or None"),
+     "P.memory ... 0.4 (float) ... EngineMemory | None"),
 ]  # fmt: skip
 
 
@@ -250,6 +287,40 @@ def test_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
     code = DRAWS.replace("'text'", "'hidden_states' | state_kind = 'pre_norm'") + "..."
     [found] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
     assert names(found, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
+
+
+@pytest.mark.parametrize("name", ["stranger/one.py", "./stranger/one.py", "stranger/one"])
+def test_a_path_is_told_its_dotted_form(tmp_path, monkeypatch, name: str) -> None:
+    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
+    assert names(found, f"rewards.mine.type: ... {name!r} ... 'stranger.one'")
+
+
+def test_a_package_is_a_plugin(tmp_path, monkeypatch) -> None:
+    code = "class R(Reward):" + HALF
+    rewards = {"mine": {"type": "strangers.pkg"}, "other": {"type": "strangers.pkg.inner"}}
+    assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
+
+
+def test_a_file_that_hides_anothers_module_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "colorsys.py").write_text("")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    code = "from colorsys import rgb_to_hsv"
+    [found] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": {"type": "stranger.f"}})
+    monkeypatch.delitem(sys.modules, "colorsys")
+    assert names(
+        found, f"rewards.mine.type: ... 'rgb_to_hsv' ... {tmp_path}/colorsys.py ... rename"
+    )
+
+
+def test_a_member_that_nearly_has_a_name_that_is_read_is_told(tmp_path, monkeypatch) -> None:
+    code = "class R(Reward): | need = {'image'} | def garde(self, x): ... | own = 3" + HALF
+    rewards = {"mine": {"type": "stranger.R"}}
+    assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
+    remarks = report.remarks(load_config(next(tmp_path.glob("*.jsonnet"))))
+    idle = [line for lines in remarks.values() for line in lines]
+    found = [line for line in idle if line.startswith("rewards.mine")]
+    assert len(found) == 2 and names(found, "R.need: ... 'needs' ... R.garde: ... 'grade'")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +349,7 @@ from rl.api.loss import LossInputs, LossTerms
 from rl.api.types import Completion, PolicyWeights, Prompt, RenderJob, SamplingParams
 from collections.abc import Iterable, Iterator, Sequence
 
+@reward
 def plain(x: RewardInput) -> float:
     return min(1.0, len(x.text) / 100)
 

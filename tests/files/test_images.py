@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import base64
-import gc
 import io
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from tiny_run import episode, run_config
 
-from rl.files import images
-from rl.files.images import png_bytes
+from rl.api.types import RewardInput, Sample
+from rl.files.images import digest, own_pictures, png_bytes
 from rl.judge.question import picture_part
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
@@ -46,7 +46,7 @@ def test_the_record_writes_the_bytes_that_the_judge_got(
     tmp_path: Path, encoded: Counter[tuple[int, int]], mode: str
 ) -> None:
     image = Image.effect_noise((40, 30), 60).convert(mode)
-    got = sent(image, 40)
+    got = [sent(own_pictures(image), 40) for _ in range(2)][-1]
     record = RunRecord(tmp_path, run_config(), Dist())
     record.write_episodes(1, [[episode(image=image)]], [[1.0]])
     assert (tmp_path / "images/it_000001/rank0_g00_m0.png").read_bytes() == got
@@ -63,15 +63,32 @@ def test_a_judge_that_gets_a_smaller_picture_changes_nothing_of_the_record(
     assert encoded == {(20, 15): 1, (40, 30): 1}
 
 
-def test_what_was_encoded_goes_with_its_picture() -> None:
-    gc.collect()
-    before = len(images._encoded)
-    for shade in range(50):  # others come to lie where earlier ones lay
-        image = Image.new("L", (8, 8), shade)
-        assert Image.open(io.BytesIO(png_bytes(image))).getpixel((0, 0)) == (shade,) * 3
-    assert len(images._encoded) == before + 1
-    del image
-    assert len(images._encoded) == before
+def test_a_digest_tells_pictures_apart() -> None:
+    grey = Image.new("L", (4, 6), 7)
+    tall, palette = Image.new("L", (6, 4), 7), Image.new("P", (4, 6), 7)
+    recoloured, drawn_on = palette.copy(), grey.copy()
+    recoloured.putpalette([9] * 768)
+    drawn_on.putpixel((1, 1), 8)
+    see_through = grey.copy()
+    see_through.info["transparency"] = 7
+    others = [tall, palette, recoloured, drawn_on, see_through, grey.convert("RGB")]
+    assert len({digest(picture) for picture in [grey, *others]}) == 7
+    assert digest(grey) == digest(own_pictures(grey))
+
+
+def test_whoever_is_handed_pictures_changes_copies() -> None:
+    image, codes = Image.new("RGB", (8, 8), "white"), np.zeros((2, 2), np.int32)
+    sample = Sample("a", "x", (image,), image, codes, hidden={"boxes": [image, (1, 2)]})
+    given = own_pictures([RewardInput(sample, "x", image)])[0]
+    assert given.sample.hidden == {"boxes": [image, (1, 2)]}
+    for picture in (given.image, given.sample.target, *given.sample.sources):
+        picture.putpixel((0, 0), (0, 0, 0))
+    given.sample.hidden["boxes"][0].putpixel((0, 0), (0, 0, 0))
+    given.sample.hidden["boxes"].clear()
+    given.sample.source_codes[0, 0] = 5
+    assert image.getcolors() == [(64, (255, 255, 255))]
+    assert codes.sum() == 0
+    assert sample.hidden == {"boxes": [image, (1, 2)]}
 
 
 def test_a_transparent_picture_is_sent_over_white() -> None:

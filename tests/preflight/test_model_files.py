@@ -248,4 +248,4 @@ def test_a_strangers_plug_says_what_it_loads(tmp_path, monkeypatch) -> None:
         problem,
         f"renderer.weights: {tiny_config.WEIGHTS}/clip/config.json ... 'clip' ... 'my_model'",
     )
-    assert names(problems("clip")[0], "'clip' (str) ... list of ModelFiles")
+    assert names(problems("clip")[0], "'clip' (str) ... Sequence[ModelFiles]")

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import pvariance
 from typing import Any
@@ -16,8 +16,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
+from tiny_messages import names
 from tiny_rollout import Painter, run_config, word
 
 from rl.api.reward import Reward
@@ -26,6 +27,7 @@ from rl.api.types import (
     Completion,
     Episode,
     Prompt,
+    RenderJob,
     RewardInput,
     RewardOutput,
     Row,
@@ -39,6 +41,7 @@ from rl.learner.micro_batches import pack_groups
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.console import PhaseTimer
+from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.graded_groups import Advantages, train_sequences
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
@@ -210,7 +213,7 @@ def test_pictures_known_only_as_codes_are_drawn_before_anyone_looks(
     context.renderer.decode_sources = lambda samples: [drawn for _ in samples]
     [episode, other] = roll(context, word("a"), word("c"))
     assert episode.prompt.sample is drawn and episode.prompt is other.prompt
-    assert context.renderer.jobs[0].sample is drawn
+    assert context.renderer.jobs[0].sample.category == "drawn"
 
 
 @pytest.mark.parametrize(
@@ -470,37 +473,8 @@ def test_a_reward_that_raises_leaves_that_picture_ungraded(context: RolloutConte
     assert (good.status, good.parts["mine"]) == (Status.SCORED, 0.25), "a plain def is fine"
     assert bad.status is Status.UNGRADED and bad.reward is None and bad.failure is not None
     first, *traceback = bad.failure.split("\n")
-    assert first == "mine: raised KeyError: 'nothing there'"
+    assert names(first, "mine: raised KeyError: 'nothing there' ... test_rollout.py, line ")
     assert "in grade" in "".join(traceback) and traceback[-1] == "KeyError: 'nothing there'"
-
-
-class Draws(Raises):
-    def grade(self, reward_input: RewardInput) -> float:
-        assert reward_input.image is not None
-        for picture in (reward_input.image, *reward_input.sample.sources):
-            picture.paste("white", (0, 0, *picture.size))
-        return 0.5
-
-
-class DrawsOnAll(Draws):
-    async def score_group(self, inputs_G: Sequence[RewardInput]) -> list[float]:
-        return [Draws.grade(self, one) for one in inputs_G]
-
-
-@pytest.mark.parametrize("kind", [Draws, DrawsOnAll])
-def test_a_reward_may_draw_on_its_pictures_and_nobody_else_sees_it(
-    context: RolloutContext, kind: type[Draws]
-) -> None:
-    batch, source = sampled(word("a"), word("c")), Image.new("RGB", (8, 8), "red")
-    sample = replace(batch.prompts[0].sample, sources=(source,))
-    batch = replace(batch, prompts=[replace(batch.prompts[0], sample=sample)])
-    alone = collect(context, batch).episodes[0]
-    both = collect(replace(context, rewards={"mine": kind(), "level": Level()}), batch).episodes[0]
-    for before, after in zip(alone, both, strict=True):
-        assert before.parts["level"] == after.parts["level"] and after.parts["mine"] == 0.5
-        assert before.image is not None and after.image is not None
-        assert before.image.tobytes() == after.image.tobytes()
-    assert source.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_a_reward_that_finds_its_gpu_lost_ends_the_run(context: RolloutContext) -> None:
@@ -520,6 +494,7 @@ def test_a_reward_that_returns_nonsense_leaves_the_picture_ungraded(
 
     [episode] = roll(replace(context, rewards={"odd": Odd()}), word("a"))
     assert episode.status is Status.UNGRADED and episode.failure.startswith("odd: ")
+    assert wrong is not None or episode.failure == "odd: gave no value (None)"
 
 
 @pytest.mark.parametrize("counts", [{}, {"level": 1.0}])
@@ -551,6 +526,119 @@ def test_a_renderer_that_fails_too_often_stops_the_run(
         trouble = pytest.raises(TooManyRenderFailuresError, match=match)
     with trouble:
         list(run.graded_groups(start(run, "a", "b", "c", "d", "xa", "xb", "ya", iteration=7)))
+
+
+def by_pixel(picture: Image.Image) -> None:
+    picture.load()[0, 0] = (1, 2, 3)
+
+
+SPOILT: list[Callable[[Image.Image], object]] = [
+    lambda picture: ImageDraw.Draw(picture).rectangle((0, 0, 7, 7), fill="black"),
+    lambda picture: picture.paste((0, 0, 0), (0, 0, 8, 8)),
+    lambda picture: picture.thumbnail((2, 2)),
+    lambda picture: picture.frombytes(bytes(len(picture.tobytes()))),
+    lambda picture: ImageDraw.floodfill(picture, (0, 0), (9, 9, 9)),
+    lambda picture: picture.putalpha(0),
+    by_pixel,
+]
+
+
+class Spoils(Raises):
+    """Draws on all that it is shown, and empties the hidden keys."""
+
+    def __init__(self, way: Callable[[Image.Image], object]) -> None:
+        self.way = way
+
+    def grade(self, x: RewardInput) -> float:
+        for picture in (x.image, *x.sample.sources, x.sample.target, x.sample.hidden["mask"][0]):
+            before = picture.tobytes()
+            self.way(picture)
+            assert picture.tobytes() != before, "a plugin draws on its own as it likes"
+        x.sample.hidden.clear()
+        return 1.0
+
+
+class SpoilsGroups(Spoils):
+    def score_group(self, inputs_G: Sequence[RewardInput]) -> list[float]:
+        return [super(SpoilsGroups, self).grade(x) for x in inputs_G]
+
+
+class OneCanvas(Painter):
+    """Paints over its sources, and one picture over the other."""
+
+    def __init__(self, way: Callable[[Image.Image], object]) -> None:
+        super().__init__()
+        self.way = way
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image.Image]]:
+        canvas = Image.new("RGB", (8, 8))
+        for number, job in enumerate(jobs):
+            self.way(job.sample.sources[0])
+            canvas.paste((200 + number, 0, 0), (0, 0, 8, 8))
+            yield number, canvas
+
+
+@pytest.mark.parametrize("way", SPOILT)
+def test_a_plugin_that_draws_on_its_pictures_draws_for_itself_alone(
+    context: RolloutContext, way: Callable[[Image.Image], object]
+) -> None:
+    seen = []
+
+    class Sees(Raises):
+        async def grade(self, x: RewardInput) -> float:
+            await asyncio.sleep(0.02)  # the others are done
+            white = [picture.getpixel((1, 1)) for picture in (x.sample.source, x.sample.target)]
+            seen.append((x.image.size, x.image.getpixel((1, 1)), white, set(x.sample.hidden)))
+            return 1.0
+
+    white = [Image.new("RGB", (8, 8), "white") for _ in range(3)]
+    hidden = {"mask": [white[2]]}
+    [prompt] = sampled().prompts
+    sample = replace(prompt.sample, sources=(white[0],), target=white[1], hidden=hidden)
+    batch = replace(sampled(word("a"), word("b")), prompts=[replace(prompt, sample=sample)])
+    rewards = {"group": SpoilsGroups(way), "one": Spoils(way), "other": Spoils(way), "sees": Sees()}
+    mine = replace(context, rewards=rewards, renderer=OneCanvas(way))
+    episodes = collect(mine, batch).episodes[0]
+    assert [episode.reward for episode in episodes] == [1.0, 1.0], episodes[0].failure
+    shade, pure = (201, 0, 0), [(255, 255, 255)] * 2
+    assert sorted(seen) == [((8, 8), (200, 0, 0), pure, {"mask"}), ((8, 8), shade, pure, {"mask"})]
+    assert {picture.getpixel((0, 0)) for picture in white} == {(255, 255, 255)}
+    assert [episode.image.getpixel((0, 0)) for episode in episodes] == [(200, 0, 0), shade]
+
+
+class Works(Raises):
+    def __init__(self, verb: Callable[[float], object]) -> None:
+        self.verb = verb
+
+    async def grade(self, x: RewardInput) -> float:
+        found = self.verb(0.03)
+        if found is not None:
+            await found
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("verb", "blocks"),
+    [
+        (time.sleep, True),
+        (asyncio.sleep, False),
+        (lambda seconds: asyncio.to_thread(time.sleep, seconds), False),
+    ],
+)
+def test_an_async_reward_that_blocks_the_loop_is_named_once(
+    context: RolloutContext, monkeypatch, capsys, verb: Callable[[float], object], blocks: bool
+) -> None:
+    monkeypatch.setattr(grading, "BLOCKED_S", 0.02)
+    monkeypatch.setattr(grading, "_named", set())
+    timer = PhaseTimer()
+    batch = sampled(word("a"), word("b"))
+    mine = replace(context, rewards={"mine": Works(verb)})
+    pending = begin(mine, batch, MicroBatches(batch), timer)
+    [(_, episodes)] = pending.groups(timer)
+    said = capsys.readouterr().err
+    assert said.count("reward mine: ") == blocks
+    assert not blocks or names(said, "blocked ... 0.0 s ... `def` ... asyncio.to_thread")
+    assert all(episode.judge_s >= 0.03 for episode in episodes)
 
 
 class Longest(Raises):

@@ -160,7 +160,7 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     ("report", "message"),
     [
         ({"hit": 1}, "'hit' ... metrics (hits)"),
-        ({"a/b": 1}, "'a/b' ... letters, digits"),
+        ({"a/b": 1}, "'a/b' ... metrics (hits)"),
         ({3: 1}, "reports 3"),
         ({"hits": "many"}, "'hits' ... 'many' (str) ... number"),
         ({"hits": None}, "'hits' ... None (NoneType) ... number"),

@@ -6,7 +6,6 @@ twice, and the two sides cannot read a picture differently.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 
 from rl.algorithm.image_grammar import forced_tokens
 from rl.api.types import Completion, ImageVocabulary, Prompt
+from rl.files.images import digest
 
 
 def engine_input(
@@ -36,10 +36,7 @@ def engine_input(
         return tokens_input(ids)
     assert image_token_id is not None, "it reads ids only"
     # By a picture's name the engine finds what it has encoded: a group's members share it.
-    names = [
-        hashlib.blake2b(picture.tobytes(), key=repr(picture.size).encode()).hexdigest()
-        for picture in prompt.images
-    ]
+    names = [digest(picture).hex() for picture in prompt.images]
     places = _places(ids, image_token_id)
     assert len(places) == len(names), "each picture has a place of its own"
     grids = prompt.model_inputs["image_grid_thw"]

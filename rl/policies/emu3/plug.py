@@ -1,7 +1,5 @@
 """Emu3 as a policy: reads a picture as tokens and an instruction, writes words and a picture.
 
-What not: sampling (engines), the update (learner), pictures out of codes (renderer).
-
 transformers' `Emu3ForCausalLM` holds the weights of BAAI/Emu3-Gen, BAAI/Emu3-Stage1 and models
 tuned from them; the code in those repositories is never run.
 

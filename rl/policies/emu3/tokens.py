@@ -1,8 +1,5 @@
 """Pictures as Emu3 spells them: codes to token ids and back.
 
-What not: words (`prompts.py`), which id may come next while sampling
-(`algorithm/image_grammar.py`).
-
 A picture of h x w codes is: image start, 'h*w', image token, h rows of w visual tokens each closed
 by end-of-row, end-of-frame, image end; 32 x 32 codes are 1,065 tokens.
 """

@@ -1,8 +1,5 @@
 """A Qwen-VL's module: what the vision tower makes of a row's pictures, M-RoPE positions, and which
-states are handed on.
-
-What not: which pictures are encoded anew (`pictures.py`), what a family's tower gives (`tower.py`).
-"""
+states are handed on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What the Qwen-VL policies share: one reads pictures and an instruction, writes words.
 
-Its conditioning states come from the forward that gives the log-probs. What not: sampling
-(engines), the update (learner), rendering.
+Its conditioning states come from the forward that gives the log-probs.
 
 Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rl.api.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
+from rl.files.images import digest
 from rl.policies.shared import prompting
 from rl.policies.shared.packing import pack, positions
 
@@ -238,8 +238,5 @@ class QwenPrompts:
         """Of each of its pictures, by content: two sets of data may call different pictures by one
         id, and one picture may come with several instructions."""
         if prompt not in self._picture_keys:
-            self._picture_keys[prompt] = tuple(
-                hashlib.blake2b(f"{image.size}".encode() + image.tobytes(), digest_size=16).digest()
-                for image in prompt.images
-            )
+            self._picture_keys[prompt] = tuple(map(digest, prompt.images))
         return self._picture_keys[prompt]

@@ -1,7 +1,5 @@
 """Thinking before writing, for the Qwen-VL policies: prompts that ask for it, what it leaves.
 
-What not: where a marker ends (`shared/thought.py`).
-
 Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
 """
 

@@ -1,7 +1,4 @@
-"""What a family's vision tower gives, and what it costs: a family derives its own.
-
-What not: when a tower runs (`pictures.py`), where its features enter (`module.py`).
-"""
+"""What a family's vision tower gives, and what it costs: a family derives its own."""
 
 from __future__ import annotations
 

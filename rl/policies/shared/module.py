@@ -1,9 +1,5 @@
 """The one nn.Module of a policy: a micro-batch in, log-probs and hidden states out.
 
-What: `TrainedModule`, whose forward runs the backbone once and projects completion positions only.
-Everything happens inside that forward, so that ZeRO can wrap the module. What not: prompts,
-parsing, the loss, one token at a time (`decoder.py`).
-
 Axes: `_B` rows, `_C` completion tokens, `_S` tokens of the packed row, `_N` completion tokens of
 all rows together.
 """

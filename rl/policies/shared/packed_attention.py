@@ -1,10 +1,5 @@
 """Attention of packed rows, as transformers calls it: a group's prompt is read once, not G times.
 
-What: `Packing`, the runs that attention is cut into, and the attention function that the policies'
-models are loaded with. What not: the kernels (`rl/algorithm/attention_kernels.py`). Called by
-transformers' layers, to which the `Packing` travels as an argument of the forward; without one
-(token by token, with a key-value cache) it is plain attention.
-
 Own runs and prompts are attended to apart, and joined by their log-sum-exps: no key is ever
 copied per completion, no padding is computed, and nothing of size [S, S] exists. For the backward
 only q, k, v and the result are kept, as of a plain row.

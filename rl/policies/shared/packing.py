@@ -1,8 +1,5 @@
 """A packed row's arithmetic: which token lies where, sees what, and predicts which other.
 
-What: rows -> groups and ids, positions, and where log-probs are read. What not: attention
-(`packed_attention.py`), pictures.
-
 A row is [prompt | completion | completion | ... | prompt | completion | ...], without padding. A
 prompt attends to itself, a completion to its prompt and to itself, both causally:
 

@@ -1,8 +1,5 @@
 """A completion's thought told from its words, and how a prompt asks for one.
 
-What: where the marker ends in what was written, which tokens lie on either side, why there are no
-words. What not: what the renderer reads of them (each policy).
-
 The marker is looked for in the decoded text: ids tell nothing, since a tokenizer may end one inside
 a token ('</think>' and two line breaks are three tokens of Qwen2.5's, the last of them '>' with the
 breaks). Only what the policy wrote is looked through, so no user's words are ever a marker.

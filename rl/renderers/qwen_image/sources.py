@@ -8,6 +8,8 @@ import torch
 from cachetools import LRUCache
 from PIL.Image import Image
 
+from rl.files.images import digest
+
 NUM_KEPT_SOURCES = 64
 """Latents kept between batches and calls (0.5 MB each at 1024^2 in bfloat16)."""
 
@@ -22,17 +24,16 @@ class SourceLatents:
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
-        self._kept: LRUCache[tuple[int, Size], tuple[Image, torch.Tensor]]
+        self._kept: LRUCache[tuple[bytes, Size], torch.Tensor]
         self._kept = LRUCache(NUM_KEPT_SOURCES)
 
     def of(self, pictures_B: Sequence[Image], size: Size) -> torch.Tensor:
-        """[B, tokens, channels], each picture object encoded once; the new ones together."""
-        keys_B = [(id(picture), size) for picture in pictures_B]
+        """[B, tokens, channels], each picture encoded once; the new ones together."""
+        keys_B = [(digest(picture), size) for picture in pictures_B]
         found = {key: self._kept[key] for key in keys_B if key in self._kept}
         new = {k: p for k, p in zip(keys_B, pictures_B, strict=True) if k not in found}
         if new:
             latents = self._encode(list(new.values()), size)
-            # Pictures are kept beside their latents: a freed one's id could be another's later.
-            found |= zip(new, zip(new.values(), latents.split(1), strict=True), strict=True)
+            found |= zip(new, latents.split(1), strict=True)
         self._kept.update((key, found[key]) for key in keys_B)
-        return torch.cat([found[key][1] for key in keys_B])
+        return torch.cat([found[key] for key in keys_B])

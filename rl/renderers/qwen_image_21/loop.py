@@ -20,7 +20,7 @@ from PIL import Image
 
 from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
-from rl.files.images import over_white
+from rl.files.images import digest, over_white
 from rl.meter import flop_meter
 from rl.renderers.qwen_image.denoising import denoise, prepared
 from rl.renderers.qwen_image.sources import SourceLatents
@@ -58,8 +58,8 @@ class Row:
     states: torch.Tensor
     """[L, C]."""
     shown: tuple[Shown, ...]
-    sources: tuple[Image.Image, ...]
-    """The pictures themselves."""
+    digests: tuple[bytes, ...]
+    """Of the pictures."""
 
     @property
     def start(self) -> int:
@@ -69,8 +69,7 @@ class Row:
     def begins_like(self, other: Row) -> bool:
         """The same pictures in the same places, and the same states between them, bit for bit."""
         return (
-            len(self.sources) == len(other.sources)
-            and all(a is b for a, b in zip(self.sources, other.sources, strict=True))
+            self.digests == other.digests
             and [one.place for one in self.shown] == [one.place for one in other.shown]
             and torch.equal(self.states[: self.start], other.states[: self.start])
         )
@@ -232,7 +231,8 @@ class QwenImage21Loop:
             Shown(place, self._sources.of([source], size)[0], in_latents(size))
             for place, source, size in zip(job.payload.pictures, sources, sizes, strict=True)
         )
-        return Row(states.to(transformer.device, transformer.dtype), shown, sources)
+        digests = tuple(map(digest, sources))
+        return Row(states.to(transformer.device, transformer.dtype), shown, digests)
 
     def _forward(self, rows: Sequence[Row], shape: tuple[int, int]) -> Forward:
         groups = [
