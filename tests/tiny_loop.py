@@ -10,8 +10,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+from filelock import FileLock
 
 from benchmarks.faults.inject import end_at, end_at_phase
 from rl.config.jsonnet import evaluate
@@ -27,6 +31,21 @@ JUDGE = ["{python}", "-m", "tiny_world.judge_server", "{url_file}", "{model}"]
 
 NOT_REPEATED = ("time/", "seconds/", "judge/", "work/", "memory/")
 """Metrics of the clock, of the process, and of what a replayed journal saved."""
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder of that name, which the first test process that asks for it fills."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared_{name}"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            make(folder)
+    return folder
+
+
+def run_once(factory: pytest.TempPathFactory, name: str, write: Callable[[Path], Path]) -> Path:
+    """The folder of a finished run of the config that `write` writes."""
+    return made_once(factory, name, lambda folder: run(write(folder))) / "tiny"
 
 
 def save_models(folder: Path) -> dict[str, str]:

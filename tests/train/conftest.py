@@ -11,12 +11,15 @@ import tiny_loop
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Random ones, by what they are for; see `tiny_loop.save_models`."""
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
+    folder = tiny_loop.made_once(tmp_path_factory, "models", tiny_loop.save_models)
+    return {"policy": str(folder / "policy"), "editor": str(folder / "editor")}
 
 
 @pytest.fixture(scope="session")
 def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of `tiny_loop.config_of`."""
-    folder = tmp_path_factory.mktemp("straight")
-    tiny_loop.run(tiny_loop.write_config(folder, tiny_loop.config_of(models, folder)))
-    return folder / "tiny"
+
+    def write(folder: Path) -> Path:
+        return tiny_loop.write_config(folder, tiny_loop.config_of(models, folder))
+
+    return tiny_loop.run_once(tmp_path_factory, "straight", write)

@@ -33,10 +33,10 @@ IN_CI = (0, 5, 7, 11)
 
 @pytest.fixture(scope="module")
 def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight")
-    config = tiny_loop.config_of(models, folder, **EVERY)
-    tiny_loop.run(tiny_loop.write_config(folder, config))
-    return folder / "tiny"
+    def write(folder: Path) -> Path:
+        return tiny_loop.write_config(folder, tiny_loop.config_of(models, folder, **EVERY))
+
+    return tiny_loop.run_once(tmp_path_factory, "straight_saving_often", write)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def test_a_rank_in_a_deadlock_is_named_and_the_others_save(
 @pytest.mark.parametrize(
     ("retries", "saved"),
     [
-        pytest.param(2, "step_000003", marks=pytest.mark.slow),
-        pytest.param(1, "step_000002", marks=pytest.mark.campaign),
+        pytest.param(2, "step_000003", marks=pytest.mark.campaign),
+        pytest.param(1, "step_000002", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_is_started_again_while_the_run_goes_on(

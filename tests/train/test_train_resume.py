@@ -172,9 +172,9 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
 
 @pytest.fixture(scope="module")
 def straight_with_vllm(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight_with_vllm")
-    tiny_loop.run(with_vllm(models, folder))
-    return folder / "tiny"
+    return tiny_loop.run_once(
+        tmp_path_factory, "straight_with_vllm", lambda folder: with_vllm(models, folder)
+    )
 
 
 def with_vllm(models: dict[str, str], folder: Path) -> Path:

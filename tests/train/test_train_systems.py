@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,9 @@ def test_three_iterations_have_the_recorded_numbers(system: str, tmp_path: Path)
         assert rows[0]["eval/gain_over_stock"] == 0, "its own start"
 
 
-@pytest.mark.parametrize(
-    ("system", "engine"),
-    [
-        pytest.param("tiny_qwen_image_21", "vllm", marks=pytest.mark.slow),
-        *(
-            pytest.param(system, engine, marks=pytest.mark.campaign)
-            for system, engine in product(SYSTEMS, ("transformers", "vllm"))
-            if (system, engine) != ("tiny_qwen_image_21", "vllm")
-        ),
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_killed_and_resumed_is_straight_through(system: str, engine: str, tmp_path: Path) -> None:
     straight, broken = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
     tiny_loop.run(straight)
