@@ -3,8 +3,9 @@ renderer, judge), else the mean over the completion's pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -17,17 +18,13 @@ from rl.api.types import (
     Episode,
     Prompt,
     RenderFailure,
+    RewardInput,
     RewardOutput,
     Sample,
     Status,
 )
 from rl.config.schema import RunConfig
-
-PictureKey = tuple[int, tuple[int, ...], int]
-"""(prompt index, token ids that it is drawn from, picture number): equal keys are one picture."""
-VerdictKey = tuple[PictureKey, tuple[int, ...]]
-"""(its picture, completion's token ids): equal keys are one verdict. One picture has several where
-equal words were thought about differently, which rewards that read may see."""
+from rl.rollout.grading import Grades
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Verdict:
 
     image: Image | None
     failure: RenderFailure | None = None
-    grades: Mapping[str, RewardOutput] = field(default_factory=dict)
+    grades: Grades = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,43 @@ def picture_outcome(
     return PictureOutcome(sample.id, size_px, failure, num_sources=len(sample.sources))
 
 
+@dataclass(eq=False)
+class Picture:
+    """One picture to render. Completions of a group that draw from the same token ids share it."""
+
+    p: int
+    """Index of its prompt."""
+    number: int
+    """Of `images_per_completion`, from 0; pictures of a group with one number share their noise."""
+    readings: dict[tuple[int, ...], Reading] = field(default_factory=dict)
+    """By the completion's token ids."""
+    outcome: Image | RenderFailure | None = None
+    is_made: bool = False
+    grades: Future[Grades] | None = None
+    """By rewards that do not read thoughts."""
+    compared: tuple[Future[list[Grades]], int] | None = None
+    """The same of rewards that compare a group, and this picture's place in it."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """A picture beside the completion it was drawn for, thought included. Completions with the same
+    token ids share it. `grades` and `compared` are those of rewards that read thoughts."""
+
+    picture: Picture
+    about: RewardInput
+    """Without the picture."""
+    grades: Future[Grades] | None = None
+    compared: tuple[Future[list[Grades]], int] | None = None
+    verdict: Verdict | None = None
+    """Once every grade is in."""
+
+    @property
+    def reward_input(self) -> RewardInput:
+        assert not isinstance(self.picture.outcome, RenderFailure)
+        return replace(self.about, image=self.picture.outcome)
+
+
 @dataclass(frozen=True)
 class Arm:
     """One completion on its way to an episode."""
@@ -79,12 +113,8 @@ class Arm:
     action: Action
     failure: str | None
     """Why nothing is rendered."""
-    verdicts: tuple[VerdictKey, ...]
-    """On its pictures, which are to be rendered; none when it failed."""
-
-    @property
-    def pictures(self) -> tuple[PictureKey, ...]:
-        return tuple(picture for picture, _ in self.verdicts)
+    readings: Sequence[Reading]
+    """Of its pictures; none when it failed."""
 
 
 def why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
@@ -96,15 +126,10 @@ def why_not_rendered(config: RunConfig, completion: Completion, action: Action) 
     return None
 
 
-def episode_of(
-    config: RunConfig,
-    arm: Arm,
-    group_id: str,
-    noise_seed: int,
-    verdict_of: Mapping[VerdictKey, Verdict],
-) -> Episode:
-    """Fold one completion's pictures into its episode: rewards and parts are their means."""
-    verdicts = [verdict_of[key] for key in arm.verdicts]
+def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> Episode:
+    """One completion's episode once its verdicts are in: rewards and parts are means over its
+    pictures."""
+    verdicts = [reading.verdict for reading in arm.readings if reading.verdict is not None]
 
     def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
         image = next((v.image for v in verdicts if v.image is not None), None)

@@ -10,11 +10,11 @@ Axes: `_P` prompts on this rank, `_G` completions in a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL.Image import Image
 
@@ -22,7 +22,16 @@ from rl.api.plug import shown
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import Completion, Episode, Prompt, RenderFailure, RenderJob, RewardInput
+from rl.api.types import (
+    Action,
+    Completion,
+    Episode,
+    Prompt,
+    RenderFailure,
+    RenderJob,
+    RewardInput,
+    RewardOutput,
+)
 from rl.config.schema import RunConfig
 from rl.files.images import own_pictures
 from rl.judge.background import BackgroundLoop
@@ -34,15 +43,17 @@ from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import (
     Arm,
-    PictureKey,
+    Picture,
     PictureOutcome,
+    Reading,
     Verdict,
-    VerdictKey,
     episode_of,
     picture_outcome,
     why_not_rendered,
 )
 from rl.rollout.waiting import Waiting
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -202,17 +213,9 @@ def _jobs(
             if p < 0:  # a filler
                 continue
             completion = arms_PG[p][g]
-            failure = why_not_rendered(context.config, completion, action)
-            num_pictures = 0 if failure else context.config.images_per_completion
-            ids = completion.token_ids
-            source = ids if action.drawn_from is None else action.drawn_from
-            verdicts = tuple(((p, source, m), ids) for m in range(num_pictures))
-            # Without the payload: a batch's hidden states are a gigabyte beside the step.
-            understood = replace(action, payload=None)
-            arm = Arm(sampled.prompts[p], completion, understood, failure, verdicts)
-            for key in pending.expect((p, g), arm):
-                noise_seed = _noise(sampled.noise_seeds[p], key[2])
-                yield RenderJob(own_pictures(arm.prompt.sample), action.payload, noise_seed)
+            for picture in pending.expect((p, g), sampled.prompts[p], completion, action):
+                noise_seed = _noise(sampled.noise_seeds[p], picture.number)
+                yield RenderJob(own_pictures(sampled.prompts[p].sample), action.payload, noise_seed)
 
 
 def _noise(group_seed: int, picture: int) -> int:
@@ -221,7 +224,7 @@ def _noise(group_seed: int, picture: int) -> int:
 
 
 class PendingRollout:
-    """A batch whose pictures have been made, or are being made, and whose verdicts come in."""
+    """A batch whose pictures are rendered and graded, in part already."""
 
     def __init__(self, context: RolloutContext, sampled: Sampled) -> None:
         self.renderer_metrics: Mapping[str, float] | Exception = {}
@@ -229,113 +232,112 @@ class PendingRollout:
         self._sampled = sampled
         self._arms_P = sampled.arms
         self._arms: dict[Member, Arm] = {}
-        self._arm_of: dict[VerdictKey, Arm] = {}
-        """Any one of equal arms."""
-        self._verdicts_on: dict[PictureKey, list[VerdictKey]] = {}
-        self._handed_out: list[PictureKey] = []
-        """To the renderer, in its order."""
-        self._outcomes: dict[PictureKey, Image | RenderFailure | None] = {}
-        self._seen: dict[PictureKey, Future[grading.Grades]] = {}
-        """By the rewards that thoughts say nothing to."""
-        self._read: dict[VerdictKey, Future[grading.Grades]] = {}
-        """By the others."""
-        self._compared: dict[tuple[int, int, bool], Future[list[grading.Grades]]] = {}
-        """(prompt index, picture number, reads thoughts) -> of `_group_of` it, by `_comparing`."""
-        comparing = {name: r for name, r in context.rewards.items() if r.scores_groups()}
-        self._comparing: dict[bool, dict[str, Reward]] = {
-            reads: {name: r for name, r in comparing.items() if r.reads_thoughts == reads}
-            for reads in sorted({r.reads_thoughts for r in comparing.values()})
+        self._distinct: dict[tuple[int, tuple[int, ...], int], Picture] = {}
+        """By prompt index, the token ids that it is drawn from, and its number."""
+        self._pictures: list[Picture] = []
+        """The same in the renderer's order."""
+        self._rewards = {
+            reads: {name: r for name, r in context.rewards.items() if r.reads_thoughts == reads}
+            for reads in (False, True)
         }
-        """The rewards that compare, by whether they read thoughts."""
-        self._outputs: dict[VerdictKey, grading.Grades] = {}
-        """Of the verdicts that are in."""
+        """By whether they read thoughts."""
+        self._comparing = [
+            reads
+            for reads, rewards in self._rewards.items()
+            if any(reward.scores_groups() for reward in rewards.values())
+        ]
+        self._compared: set[int] = set()
+        """Prompt indices whose pictures were sent to the rewards that compare."""
+        self._futures: list[Future[Any]] = []
+        """Of every grade."""
         self._episodes_PG: list[list[Episode]] = []
 
     @property
     def num_pictures(self) -> int:
-        return len(self._handed_out)
+        return len(self._pictures)
 
-    def expect(self, member: Member, arm: Arm) -> list[PictureKey]:
-        """Note an arm; returns those of its pictures that no equal arm has asked for."""
-        self._arms[member] = arm
-        new = [key for key in arm.pictures if key not in self._verdicts_on]
-        for verdict in arm.verdicts:
-            if verdict not in self._arm_of:
-                self._arm_of[verdict] = arm
-                self._verdicts_on.setdefault(verdict[0], []).append(verdict)
-                if verdict[0] in self._outcomes:
-                    self._ask(verdict)
-        self._handed_out += new
+    def expect(
+        self, member: Member, prompt: Prompt, completion: Completion, action: Action
+    ) -> list[Picture]:
+        """Note a completion; returns those of its pictures that no equal one has asked for."""
+        config, ids = self._context.config, completion.token_ids
+        failure = why_not_rendered(config, completion, action)
+        source_ids = ids if action.drawn_from is None else action.drawn_from
+        about = RewardInput(prompt.sample, action.text, None, action.thought)
+        new, readings = [], []
+        for number in range(0 if failure else config.images_per_completion):
+            key = (member[0], source_ids, number)
+            if key not in self._distinct:
+                self._distinct[key] = Picture(member[0], number)
+                new.append(self._distinct[key])
+            picture = self._distinct[key]
+            if ids not in picture.readings:
+                picture.readings[ids] = Reading(picture, about)
+                if picture.is_made:
+                    self._ask(picture.readings[ids])
+            readings.append(picture.readings[ids])
+        # Without the payload: a batch's hidden states are a gigabyte beside the step.
+        action = replace(action, payload=None)
+        self._arms[member] = Arm(prompt, completion, action, failure, readings)
+        self._pictures += new
         return new
 
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
         """Picture `number` exists: its questions leave for the judge."""
-        key = self._handed_out[number]
+        picture = self._pictures[number]
         # A renderer may draw the next one on the same canvas.
-        self._outcomes[key] = outcome.copy() if isinstance(outcome, Image) else outcome
-        for verdict in self._verdicts_on[key]:
-            self._ask(verdict)
-        self._submit_group(key[0])
+        picture.outcome = outcome.copy() if isinstance(outcome, Image) else outcome
+        picture.is_made = True
+        for reading in picture.readings.values():
+            self._ask(reading)
+        self._compare(picture.p)
 
-    def _ask(self, verdict: VerdictKey) -> None:
+    def _ask(self, reading: Reading) -> None:
         """The rewards about a picture that exists."""
-        picture = verdict[0]
-        if isinstance(self._outcomes[picture], RenderFailure):
+        picture = reading.picture
+        if isinstance(picture.outcome, RenderFailure):
             return
-        rewards, loop = self._context.rewards, self._context.loop
-        shown = self._input(verdict)
-        if picture not in self._seen:
-            seeing = {name: r for name, r in rewards.items() if not r.reads_thoughts}
-            self._seen[picture] = loop.submit(grading.grade(seeing, shown))
-        reading = {name: r for name, r in rewards.items() if r.reads_thoughts}
-        self._read[verdict] = loop.submit(grading.grade(reading, shown))
+        if picture.grades is None:
+            picture.grades = self._future(grading.grade(self._rewards[False], reading.reward_input))
+        reading.grades = self._future(grading.grade(self._rewards[True], reading.reward_input))
+
+    def _future(self, grades: Coroutine[Any, Any, T]) -> Future[T]:
+        future = self._context.loop.submit(grades)
+        self._futures.append(future)
+        return future
 
     def submit_groups(self) -> None:
         """Every picture exists: what was left to compare leaves."""
-        for p in range(len(self._sampled.prompts)):
-            self._submit_group(p)
+        for p in range(len(self._arms_P)):
+            self._compare(p)
 
-    def _submit_group(self, p: int) -> None:
-        """Once all pictures of prompt `p` exist, those of one noise leave together."""
-        members = [(p, g) for g in range(len(self._arms_P[p]))]
-        if not self._comparing or not self._arms.keys() >= set(members):
+    def _compare(self, p: int) -> None:
+        """Send a prompt's pictures, once all exist, to the rewards that compare those of one noise:
+        each picture once, and to a reward that reads thoughts each reading."""
+        if p in self._compared or any(
+            (p, g) not in self._arms for g in range(len(self._arms_P[p]))
+        ):
             return
-        pictures = {picture for picture, _ in self._verdicts_of(p)}
-        if not self._outcomes.keys() >= pictures:
+        readings = self._readings(p)
+        if not all(reading.picture.is_made for reading in readings):
             return
-        numbers = sorted({number for _, _, number in pictures})
-        for number, (reads, rewards) in product(numbers, self._comparing.items()):
-            group = self._group_of(p, number, reads)
-            if group and (p, number, reads) not in self._compared:
-                inputs_G = [self._input(key) for key in group.values()]
-                self._compared[p, number, reads] = self._context.loop.submit(
-                    grading.score_group(rewards, inputs_G)
-                )
+        self._compared.add(p)
+        numbers = sorted({reading.picture.number for reading in readings})
+        for number, reads in product(numbers, self._comparing):
+            group: dict[Picture | Reading, Reading] = {}
+            for reading in readings:
+                if reading.picture.number == number and reading.grades is not None:
+                    group.setdefault(reading if reads else reading.picture, reading)
+            if group:
+                inputs_G = [reading.reward_input for reading in group.values()]
+                future = self._future(grading.score_group(self._rewards[reads], inputs_G))
+                for place, member in enumerate(group):
+                    member.compared = future, place
 
-    def _verdicts_of(self, p: int) -> list[VerdictKey]:
-        """Distinct ones, in the order of the completions."""
+    def _readings(self, p: int) -> list[Reading]:
+        """Distinct ones of a prompt, in the order of its completions."""
         arms = [self._arms[p, g] for g in range(len(self._arms_P[p]))]
-        return list(dict.fromkeys(key for arm in arms for key in arm.verdicts))
-
-    def _group_of(
-        self, p: int, number: int, reads: bool
-    ) -> dict[VerdictKey | PictureKey, VerdictKey]:
-        """Those of them whose pictures exist under one noise, by what is one to a reward: the
-        verdict where it `reads` thoughts, else the picture."""
-        found: dict[VerdictKey | PictureKey, VerdictKey] = {}
-        for key in self._verdicts_of(p):
-            if key[0][2] == number and key in self._read:
-                found.setdefault(key if reads else key[0], key)
-        return found
-
-    def _input(self, key: VerdictKey) -> RewardInput:
-        arm, image = self._arm_of[key], self._outcomes[key[0]]
-        assert not isinstance(image, RenderFailure)
-        return RewardInput(arm.prompt.sample, arm.action.text, image, arm.action.thought)
-
-    @property
-    def _futures(self) -> list[Future[Any]]:
-        return [*self._seen.values(), *self._read.values(), *self._compared.values()]
+        return list(dict.fromkeys(reading for arm in arms for reading in arm.readings))
 
     def cancel(self) -> None:
         for future in self._futures:
@@ -354,20 +356,20 @@ class PendingRollout:
         run, a judge that is down leaves episodes UNGRADED. Raises `Interrupted` soon after
         `should_stop()` turns true.
         """
-        assert len(self._outcomes) == self.num_pictures, "the renderer lost a job"
+        assert all(picture.is_made for picture in self._pictures), "the renderer lost a job"
         sampled = self._sampled
         waiting = Waiting(self._futures, should_stop)
         try:
-            for p, arms_G in enumerate(sampled.arms):
-                arms = [self._arms[p, g] for g in range(len(arms_G))]
+            for p, arms_G in enumerate(self._arms_P):
                 with timer.phase("judge_wait") as phase:
-                    verdicts = {
-                        key: self._verdict(key, waiting) for arm in arms for key in arm.verdicts
-                    }
+                    for reading in self._readings(p):
+                        reading.verdict = self._verdict(reading, waiting)
                     if p == len(sampled.prompts) - 1:
                         phase.note(self._latency())
                 config, group = self._context.config, (sampled.group_ids[p], sampled.noise_seeds[p])
-                episodes = [episode_of(config, arm, *group, verdicts) for arm in arms]
+                episodes = [
+                    episode_of(config, self._arms[p, g], *group) for g in range(len(arms_G))
+                ]
                 self._episodes_PG.append(episodes)
                 yield p, episodes[: len(sampled.completions[p])]
         except BaseException:
@@ -376,29 +378,32 @@ class PendingRollout:
         finally:
             waiting.end()
 
-    def _verdict(self, key: VerdictKey, waiting: Waiting) -> Verdict:
-        picture = key[0]
-        outcome = self._outcomes[picture]
+    def _verdict(self, reading: Reading, waiting: Waiting) -> Verdict:
+        outcome = reading.picture.outcome
         if isinstance(outcome, RenderFailure):
             return Verdict(None, outcome)
-        seen: grading.Grades = waiting.result(self._seen[picture])
-        read: grading.Grades = waiting.result(self._read[key])
-        grades = {**seen, **read}
-        p, _, number = picture
-        for reads in self._comparing:
-            rows_G = waiting.result(self._compared[p, number, reads])
-            group = list(self._group_of(p, number, reads))
-            grades |= rows_G[group.index(key if reads else picture)]
+        grades: dict[str, RewardOutput] = {}
+        for graded in (reading.picture, reading):
+            assert graded.grades is not None
+            alone: grading.Grades = waiting.result(graded.grades)
+            grades.update(alone)
+            if graded.compared is not None:
+                future, place = graded.compared
+                grades |= waiting.result(future)[place]
         # In the config's order, whichever way they were asked.
-        ordered = {name: grades[name] for name in self._context.rewards}
-        self._outputs[key] = ordered
-        return Verdict(outcome, None, ordered)
+        return Verdict(outcome, None, {name: grades[name] for name in self._context.rewards})
+
+    def _graded(self) -> list[grading.Grades]:
+        """Of the verdicts that are in."""
+        readings = [r for p in range(len(self._arms_P)) for r in self._readings(p)]
+        verdicts = [reading.verdict for reading in readings]
+        return [v.grades for v in verdicts if v is not None and v.failure is None]
 
     def _latency(self) -> str:
         """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
         seconds = sorted(
             max((output.seconds for output in grades.values()), default=0.0)
-            for grades in self._outputs.values()
+            for grades in self._graded()
         )
         if not seconds:
             return ""
@@ -414,30 +419,29 @@ class PendingRollout:
                 for bare, episodes in zip(self._sampled.bare, self._episodes_PG, strict=True)
             ],
             self.renderer_metrics,
-            {name: self._errors_of(name) for name in self._context.rewards if self._outputs},
+            self._reward_errors(),
             self._picture_outcomes(),
         )
 
     def _picture_outcomes(self) -> list[PictureOutcome]:
-        if not self._context.makes_images:
-            return []
-        found = (self._picture_outcome(key) for key in self._handed_out)
+        found = []
+        for picture in self._pictures if self._context.makes_images else ():
+            reading = next(iter(picture.readings.values()))
+            sample = reading.about.sample
+            size_px = self._context.renderer.size_bucket(sample)
+            if size_px is None and sample.sources:
+                size_px = sample.sources[-1].size
+            assert reading.verdict is not None
+            found.append(picture_outcome(sample, size_px, reading.verdict))
         return [outcome for outcome in found if outcome is not None]
 
-    def _picture_outcome(self, key: PictureKey) -> PictureOutcome | None:
-        verdict, drawn = self._verdicts_on[key][0], self._outcomes[key]
-        sample = self._arm_of[verdict].prompt.sample
-        size_px = self._context.renderer.size_bucket(sample)
-        if size_px is None and sample.sources:
-            size_px = sample.sources[-1].size
-        if isinstance(drawn, RenderFailure):
-            return picture_outcome(sample, size_px, Verdict(None, drawn))
-        return picture_outcome(sample, size_px, Verdict(drawn, None, self._outputs[verdict]))
-
-    def _errors_of(self, name: str) -> RewardErrors:
-        tracebacks = [grades[name].traceback for grades in self._outputs.values()]
-        raised = [text for text in tracebacks if text]
-        return RewardErrors(len(tracebacks), len(raised), next(iter(raised), ""))
+    def _reward_errors(self) -> dict[str, RewardErrors]:
+        graded = self._graded()
+        errors = {}
+        for name in self._context.rewards if graded else ():
+            raised = [grades[name].traceback for grades in graded if grades[name].traceback]
+            errors[name] = RewardErrors(len(graded), len(raised), next(iter(raised), ""))
+        return errors
 
 
 def _reported(renderer: Renderer) -> Mapping[str, float] | Exception:
