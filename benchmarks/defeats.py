@@ -37,14 +37,14 @@ class Saving:
 
 def _prompt_per_completion(run: Run, folder: Path) -> None:
     """Each row brings a prompt of its own, so that none is shared."""
-    policy: Any = run.policy
+    policy: Any = run.context.policy
     collate = policy.collate
     policy.collate = lambda rows: collate([(replace(prompt), ids) for prompt, ids in rows])
 
 
 def _tower_per_look(run: Run, folder: Path) -> None:
     """No two looks at a picture seem to be at the same one."""
-    features: Any = run.policy.module._features
+    features: Any = run.context.policy.module._features
     look, numbers = features.of, itertools.count()
 
     def of(pictures: Sequence[Any], vl_model: Any) -> Any:
@@ -62,7 +62,7 @@ def _source_per_picture(run: Run, folder: Path) -> None:
 
 def _negative_per_completion(run: Run, folder: Path) -> None:
     """Each completion's negative prompt is forwarded anew."""
-    policy: Any = run.policy
+    policy: Any = run.context.policy
     find = policy._negatives_of
 
     def negatives_of(prompts_B: Sequence[Any]) -> list[Any]:

@@ -76,9 +76,7 @@ def train(run: Run) -> None:
     except BaseException as error:
         run.save_before_leaving(error)
         raise
-    run.writer.flush()
-    run.console.where_time_went(run.timer)
-    run.tracker.log_where_time_went(run.timer)
+    run.recording.end()
 
 
 def roll_out(run: Run, iteration: int) -> PendingStep:
@@ -87,7 +85,7 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
     run.open_journal("iteration", iteration)
     with timer.phase("prompts"):
         prompts_P = run.prompt_order.shard(
-            iteration, dist.rank, dist.world_size, run.policy.build_prompt
+            iteration, dist.rank, dist.world_size, run.context.policy.build_prompt
         )
         first = dist.rank * len(prompts_P)
         groups_P = [f"{iteration}/{first + p}" for p in range(len(prompts_P))]
@@ -118,15 +116,15 @@ def learn_from(run: Run, pending: PendingStep) -> None:
             train_step.accumulate(group.p, group.sequences)
             groups_P.append(group)
         rollout = pending.rollout.finished()
-        metrics = run.rollout_metrics(rollout)
+        metrics = run.checks.metrics(rollout)
         metrics.update(train_step.step())
     run.engine.wake()
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
     with timer.phase("record"):
-        run.finish(done, metrics)
-        run.log_episodes(done, groups_P, rollout.bare_episodes)
-    run.save_if_due(done)
+        run.saving.finish(done, metrics)
+        run.recording.write_episodes(done, groups_P, rollout.bare_episodes)
+    run.saving.save_if_due(done, timer)
     measure(run, done, Metrics())
 
 
@@ -134,7 +132,6 @@ def measure(run: Run, done: int, metrics: Metrics) -> None:
     """The held-out run, if one is due, the line of metrics, and what others see of both."""
     metrics.update(run.evaluate_if_due(done))
     run.log(done, metrics)
-    run.publish(done)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import os
 import signal
 import sys
 from itertools import count
-from typing import Any
 
 import torch
 
 from benchmarks.faults.inject import end_at
 from rl import train
+from rl.algorithm.metrics import Metrics
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeRefused
 from rl.learner import deepspeed
@@ -37,11 +37,10 @@ BETWEEN_BACKWARDS = {"raised": "OutOfMemoryError", "frozen": "SIGSTOP", "deadloc
 
 def note_weights(run: Run, done: int) -> None:
     weights = {name: t.detach().clone() for name, t in run.learner.trainable_tensors().items()}
-    num_sharded = sum(
-        p.numel() == 0 and getattr(p, "ds_numel", 0) > 0 for p in run.policy.module.parameters()
-    )
+    parameters = run.context.policy.module.parameters()
+    num_sharded = sum(p.numel() == 0 and getattr(p, "ds_numel", 0) > 0 for p in parameters)
     noted = {"weights": weights, "sharded": num_sharded, "version": run.learner.version}
-    torch.save(noted, run.run_dir / f"weights_{done}.rank{run.dist.rank}.pt")
+    torch.save(noted, run.config.run_dir / f"weights_{done}.rank{run.dist.rank}.pt")
 
 
 def trouble_last_rank(trouble: str, at: int) -> None:
@@ -66,13 +65,13 @@ def trouble_last_rank(trouble: str, at: int) -> None:
 if __name__ == "__main__":
     deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
     logprobs.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
-    save = Run.save
+    measure = train.measure
 
-    def save_and_note(run: Run, **options: Any) -> None:
-        save(run, **options)
-        note_weights(run, run.last_finished.done)
+    def note_and_measure(run: Run, done: int, metrics: Metrics) -> None:
+        note_weights(run, done)
+        measure(run, done, metrics)
 
-    Run.save = save_and_note  # type: ignore[method-assign]
+    train.measure = note_and_measure
     if "TROUBLE" in os.environ:
         trouble_last_rank(os.environ["TROUBLE"], at=TROUBLED_VERDICT)
     train.main(sys.argv[1:])

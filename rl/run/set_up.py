@@ -33,16 +33,21 @@ from rl.ranks.hang_watch import WATCHED_ELSEWHERE
 from rl.ranks.seeding import seed_everything, set_rng_state
 from rl.record.checkpoint import Checkpoints, read_state
 from rl.record.console import Console, PhaseTimer, warn
+from rl.record.group_panel import GroupPanel
 from rl.record.progress import shown_on
 from rl.record.run_record import RunRecord
 from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
+from rl.run.checks import Checks
 from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page import Page
 from rl.run.plug_metrics import Made, PlugMetrics
+from rl.run.recording import Recording
 from rl.run.run import Run
+from rl.run.saving import Saving
+from rl.run.watch import Watch
 
 
 class NothingToDoError(Exception):
@@ -120,29 +125,50 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             lambda kind, error, trace: page.close(error is None and not signals.stop_heard())
         )
         writer = stack.enter_context(BackgroundWriter(run_dir))
+        timer = PhaseTimer(console, ceilings)
+        sync_dtype = _engine_dtype(resolved)
+        dropout = getattr(policy.config.lora, "dropout", 0.0)
         yield Run(
             config=config,
             dist=dist,
-            run_dir=run_dir,
-            console=console,
-            timer=PhaseTimer(console, ceilings),
-            record=record,
-            tracker=tracker,
-            checkpoints=checkpoints,
-            writer=writer,
-            page=page,
+            timer=timer,
             judge=judge,
             context=context,
-            policy=policy,
             engine=engine,
             learner=learner,
-            last_finished=last_finished,
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
-            plug_metrics=_plug_metrics(resolved, context, engine, sources, dist),
+            checks=Checks(
+                context.config,
+                dist,
+                judge,
+                held_out,
+                _plug_metrics(resolved, context, engine, sources, dist),
+                Watch(context.config, sync_dtype, dropout),
+            ),
+            recording=Recording(
+                dist=dist,
+                console=console,
+                timer=timer,
+                group_panel=GroupPanel(console, config.tracking.show_group_every_n_iterations),
+                record=record,
+                tracker=tracker,
+                page=page,
+                writer=writer,
+                num_iterations=num_iterations,
+            ),
+            saving=Saving(
+                config=record.config,
+                dist=dist,
+                run_dir=run_dir,
+                num_iterations=num_iterations,
+                checkpoints=checkpoints,
+                writer=writer,
+                last_finished=last_finished,
+            ),
             num_iterations=num_iterations,
-            sync_dtype=_engine_dtype(resolved),
+            sync_dtype=sync_dtype,
             num_skipped_rows=num_skipped_rows,
             start=start,
             lacks_line=start == 0 or not dist.broadcast(record.has_line(start)),

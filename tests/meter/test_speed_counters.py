@@ -275,13 +275,14 @@ def num_distinct(rollout: Rollout) -> int:
 
 def num_asked(run: Run) -> int:
     """Questions to the judge; its journal answers those that were asked before."""
-    return int(run.last_metrics["judge/requests"] + run.last_metrics["judge/reused_replies"])
+    line = run.recording.last_metrics
+    return int(line["judge/requests"] + line["judge/reused_replies"])
 
 
 def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
     """Two pictures are edited, with guidance: each is looked at, and encoded, once."""
     with opened("quickstart", tmp_path, num_steps=2, true_cfg_scale=2.0) as run:
-        policy: Any = run.policy
+        policy: Any = run.context.policy
         loop: Any = run.context.renderer.loop
         parts = loop.parts
         prepared = pictures_prepared(policy.prompts.image_processor)
@@ -303,7 +304,7 @@ def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
     read once, and once more without token types, for the arm that does not give them."""
     held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
-        policy: Any = run.policy
+        policy: Any = run.context.policy
         loop: Any = run.context.renderer.loop
         run.sync_engine()
         prepared = pictures_prepared(policy.prompts.image_processor)
@@ -346,7 +347,7 @@ def test_an_iteration_of_the_prompt_writer(tmp_path: Path) -> None:
 def test_an_iteration_of_the_reasoner(tmp_path: Path) -> None:
     """Its pictures are looked at once: in the prompt, whatever is computed of it."""
     with opened("tiny_reasoning", tmp_path) as run:
-        policy: Any = run.policy
+        policy: Any = run.context.policy
         prepared = pictures_prepared(policy.prompts.image_processor)
         looked_at = grids_of_calls(policy.module.base_model.model.visual)
         iterate(run)

@@ -8,14 +8,15 @@ from unittest.mock import MagicMock
 
 import pytest
 from rich.cells import cell_len
-from tiny_run import SAMPLE, episode, run_config
+from tiny_run import SAMPLE, episode
 
+from rl.algorithm.metrics import Metrics
 from rl.api.types import Action, Completion, Episode, Prompt, Status
 from rl.ranks.dist import Dist
 from rl.record.console import Console, PhaseTimer
 from rl.record.group_panel import GroupPanel, chosen, group_rows
 from rl.rollout.graded_groups import GradedGroup
-from rl.run.run import Run
+from rl.run.recording import Recording
 
 HOSTILE = "[red]no[/red] [/] :smile: \x1b[31mred\x1b[0m \u202eturned\u200f \x07 " + "w" * 400
 
@@ -159,18 +160,13 @@ def test_it_is_shown_every_n_iterations_once_and_by_one_rank() -> None:
 
 def test_a_run_shows_it_under_the_line_of_its_iteration() -> None:
     stream = io.StringIO()
-    run = Run.__new__(Run)
-    run.config = run_config(tracking={"show_group_every_n_iterations": 2})
-    run.dist, run.console, run.judge, run.num_iterations = Dist(), Console(True, stream), None, 4
-    run.timer, run.num_skipped_rows = PhaseTimer(run.console), 0
-    run.writer = run.record = run.tracker = run.prompt_order = MagicMock()
-    run.prompt_order.num_replaced = 0
-    run.last_finished = MagicMock(metrics={"reward/mean": 0.5})
-    run.plug_metrics = MagicMock(rows={})
-    run.watch = MagicMock()
-    run.watch.sentences.return_value = []
+    console, rest = Console(True, stream), MagicMock()
+    panel = GroupPanel(console, 2)
+    timer = PhaseTimer(console)
+    recording = Recording(Dist(), console, timer, panel, rest, rest, rest, rest, 4)
     for done in (1, 2):
-        run.log_episodes(done, [GradedGroup(0, [wrote("a", 1.0)], [0.0], [None])])
-        run.log(done, MagicMock(state=dict))
+        recording.write_episodes(done, [GradedGroup(0, [wrote("a", 1.0)], [0.0], [None])])
+        line = recording.line(Metrics(), {"reward/mean": 0.5})
+        recording.write_line(done, line, was_evaluated=False)
     lines = stream.getvalue().split("\n")
     assert [line.partition(" ")[0] for line in lines[:3]] == ["[1/4]", "[2/4]", "----"]

@@ -45,6 +45,7 @@ from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.graded_groups import Advantages, train_sequences
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
+from rl.run.checks import Checks
 from rl.run.episode_metrics import (
     BrokenRewardError,
     TooManyFailuresError,
@@ -54,6 +55,7 @@ from rl.run.episode_metrics import (
 )
 from rl.run.lost_pictures import TooManyRenderFailuresError
 from rl.run.run import PendingStep, Run
+from rl.run.watch import Watch
 
 
 class Speller:
@@ -358,9 +360,9 @@ class Refusing(Reward):
 def run_of(context: RolloutContext) -> Run:
     """As much of a run as a rollout touches."""
     run = Run.__new__(Run)
-    run.said = set()
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
-    run.policy, run.judge = context.policy, None
+    watch = Watch(run.config, "float32", 0.0)
+    run.checks = Checks(run.config, run.dist, None, [], Mock(), watch)
     return run
 
 

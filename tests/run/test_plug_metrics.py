@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -27,8 +26,11 @@ from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import Rollout
 from rl.run import metric_table
+from rl.run.checks import Checks
 from rl.run.plug_metrics import PlugMetrics
+from rl.run.recording import Recording
 from rl.run.run import Run
+from rl.run.watch import Watch
 
 STRANGER = """
 from rl.api.data import DataSource
@@ -121,25 +123,21 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "run" / "wandb"))
     config, dist = resolved.config, Dist()
     made = made_of(resolved)
-    run = Run.__new__(Run)
-    run.said, run.held_out = set(), []
-    run.dist, run.timer, run.console, run.judge = dist, PhaseTimer(), Console(True), None
-    run.num_skipped_rows, run.num_iterations = 0, 3
-    run.prompt_order = SimpleNamespace(num_replaced=0)
-    run.last_finished = SimpleNamespace(metrics={})
-    run.policy, run.sync_dtype = SimpleNamespace(config=SimpleNamespace(lora=None)), "float32"
-    run.config, run.context = config, SimpleNamespace(config=config)
-    run.policy, run.sync_dtype = SimpleNamespace(config=SimpleNamespace(lora=None)), "float32"
-    run.record = RunRecord(tmp_path / "run", config, dist)
-    run.tracker = Tracker(tmp_path / "run", config, dist, run.record.config)
-    run.writer = BackgroundWriter(tmp_path / "run")
-    run.plug_metrics = PlugMetrics(resolved, made, dist)
-    assert run.tracker.mode == "offline"
+    record = RunRecord(tmp_path / "run", config, dist)
+    tracker = Tracker(tmp_path / "run", config, dist, record.config)
+    writer, rest = BackgroundWriter(tmp_path / "run"), MagicMock()
+    watch = Watch(config, "float32", 0.0)
+    checks = Checks(config, dist, None, [], PlugMetrics(resolved, made, dist), watch)
+    console = Console(True)
+    recording = Recording(dist, console, PhaseTimer(), rest, record, tracker, rest, writer, 3)
+    assert tracker.mode == "offline"
     _ = made[1][1][0]
-    run.record.run_dir.mkdir(exist_ok=True)
-    run.log(1, run.rollout_metrics(Rollout([], [], {"strokes": 12.0})))
-    run.writer.flush()
-    run.tracker.close()
+    record.run_dir.mkdir(exist_ok=True)
+    line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
+    checks.line(line, is_last=False)
+    recording.write_line(1, line, was_evaluated=False)
+    writer.flush()
+    tracker.close()
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert [line[name] for name in NAMES] == [12.0, 0.5, 1.5]
     [uploaded] = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
@@ -222,15 +220,14 @@ def test_what_was_not_for_an_iteration_is_forgotten(resolved: build.Resolved) ->
 def test_a_held_out_run_reports_nothing(resolved: build.Resolved, monkeypatch) -> None:
     made = made_of(resolved)
     run = Run.__new__(Run)
-    run.said, run.held_out = set(), []
     run.config = resolved.config.model_copy(
         update={
             "evaluation": resolved.config.evaluation.model_copy(update={"every_n_iterations": 1})
         }
     )
     run.judge, run.held_out, run.num_iterations = None, [MagicMock()], 3
-    run.context = run.engine = run.run_dir = run.dist = run.timer = run.writer = MagicMock()
-    run.plug_metrics = PlugMetrics(resolved, made, Dist())
+    run.context = run.engine = run.dist = run.timer = run.saving = MagicMock()
+    run.checks = MagicMock(plug_metrics=PlugMetrics(resolved, made, Dist()))
 
     def evaluate(*_: object) -> Metrics:
         _ = made[1][1][0]
@@ -238,7 +235,7 @@ def test_a_held_out_run_reports_nothing(resolved: build.Resolved, monkeypatch) -
 
     monkeypatch.setattr("rl.run.run.evaluate", evaluate)
     run.evaluate_if_due(1)
-    assert NAMES[2] not in taken(run.plug_metrics)
+    assert NAMES[2] not in taken(run.checks.plug_metrics)
 
 
 def ranks_report(folder: str, first: Any, second: Any) -> Any:

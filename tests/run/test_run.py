@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,30 +20,35 @@ from rl.api.types import Status
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.rollout.graded_groups import GradedGroup
+from rl.run.checks import Checks
+from rl.run.recording import Recording
 from rl.run.run import PendingStep, Run
+from rl.run.saving import Saving
+from rl.run.watch import Watch
+
+
+def saving_in(folder: Path, save: Callable[..., Path | None], held: Any) -> Saving:
+    """`held`: what the last finished iteration holds in host memory."""
+    checkpoints: Any = SimpleNamespace(save=save, save_alone=save)
+    last: Any = SimpleNamespace(read=lambda: held, held=lambda: held, done=1)
+    return Saving({}, Dist(), folder, 9, checkpoints, BackgroundWriter(folder), last)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path, is_held: bool) -> None:
-    run = Run.__new__(Run)
-    run.said = set()
     outcomes = iter([None, tmp_path / "checkpoints/step_000001"])
-    save = lambda *_, **__: next(outcomes)  # noqa: E731
-    run.checkpoints = SimpleNamespace(save=save, save_alone=save)
     held = SimpleNamespace(iteration=1) if is_held else None
-    run.last_finished = SimpleNamespace(read=lambda: held, held=lambda: held, done=1)
-    run.writer = BackgroundWriter(tmp_path)
-    run.dist, run.run_dir = Dist(), tmp_path
+    saving = saving_in(tmp_path, lambda *_, **__: next(outcomes), held)
     journals = [tmp_path / f"judge/iteration_00000{i}.rank0.jsonl" for i in (0, 1)]
     journals[0].parent.mkdir()
     others = [journals[0].with_name(name) for name in ("my_notes.rank0.jsonl", "a_000000.jsonl")]
     for journal in [*journals, *others]:
         journal.touch()
-    run.save()
-    run.writer.flush()
+    saving.save()
+    saving.writer.flush()
     assert all(journal.exists() for journal in journals), "nothing was saved"
-    run.save()
-    run.writer.flush()
+    saving.save()
+    saving.writer.flush()
     assert [journal.exists() for journal in journals] == [False, True]
     assert all(other.exists() for other in others), "not of our making"
 
@@ -60,9 +66,8 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(monkeypatch) -> No
     monkeypatch.setattr(train, "roll_out", roll_out)
     monkeypatch.setattr(train, "learn_from", lambda run, pending: None)
     run = Run.__new__(Run)
-    run.said = set()
     run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
-    run.console = run.timer = run.tracker = run.writer = MagicMock()
+    run.timer = run.recording = MagicMock()
     run.lacks_line = False
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
     train.train(run)
@@ -72,8 +77,10 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(monkeypatch) -> No
 def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The run goes on without them: a night's log has to say so."""
     run = Run.__new__(Run)
-    run.said = set()
-    run.config, run.policy, run.dist, run.said = run_config(), MagicMock(), Dist(), set()
+    run.config, run.dist = run_config(), Dist()
+    run.timer = run.context = MagicMock()
+    watch = Watch(run.config, "float32", 0.0)
+    run.checks = Checks(run.config, run.dist, None, [], MagicMock(), watch)
     good = episode()
     lost = replace(
         good, status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'"
@@ -81,7 +88,6 @@ def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture
     rollout = SimpleNamespace(episodes=[[good] * 9 + [lost]], reward_errors={}, pictures=[])
     rollout.groups = lambda timer, stop: iter(enumerate(rollout.episodes))
     rollout.finished = lambda: rollout
-    run.timer = MagicMock()
     for iteration in range(2):
         assert len(list(run.graded_groups(PendingStep(iteration, rollout, MagicMock())))) == 1
     assert capsys.readouterr().err == (
@@ -103,16 +109,12 @@ def test_a_checkpoint_is_sealed_behind_the_record_of_its_iteration(tmp_path: Pat
         return tmp_path
 
     for held, final in ((None, False), (SimpleNamespace(iteration=1), False), (None, True)):
-        run = Run.__new__(Run)
-        run.said = set()
-        run.checkpoints = SimpleNamespace(save=save, save_alone=save)
-        run.last_finished = SimpleNamespace(read=MagicMock(), held=lambda held=held: held, done=1)
-        run.dist, run.run_dir, run.writer = Dist(), tmp_path, BackgroundWriter(tmp_path)
-        run.writer.put("pictures", fail)
+        saving = saving_in(tmp_path, save, held)
+        saving.writer.put("pictures", fail)
         with pytest.raises(OSError, match="Input/output"):
-            run.save(final)
-            run.writer.flush()
-        run.writer.flush()
+            saving.save(final)
+            saving.writer.flush()
+        saving.writer.flush()
         assert done == ["pictures", "checkpoint"]
         done.clear()
 
@@ -121,18 +123,15 @@ def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_pat
     on_device = MagicMock()
     kept = episode()
     kept = replace(kept, prompt=replace(kept.prompt, model_inputs={"pixels": on_device}))
-    run = Run.__new__(Run)
-    run.said = set()
     seen: list[Any] = []
 
     def write(done: int, episodes_PG: Any, advantages_PG: Any, bare_P: Any) -> None:
         seen.extend([*episodes_PG[0], *bare_P])
 
-    run.record = SimpleNamespace(write_episodes=write)
-    run.tracker = run.console = MagicMock()
-    run.config = run_config()
-    run.writer = BackgroundWriter(tmp_path)
-    run.log_episodes(1, [GradedGroup(0, [kept], [1.0], [])], [kept])
-    run.writer.flush()
+    rest, writer = MagicMock(), BackgroundWriter(tmp_path)
+    record: Any = SimpleNamespace(write_episodes=write)
+    recording = Recording(Dist(), rest, rest, rest, record, rest, rest, writer, 9)
+    recording.write_episodes(1, [GradedGroup(0, [kept], [1.0], [])], [kept])
+    writer.flush()
     assert len(seen) == 2, "the group's completion and its bare arm"
     assert all(one.image is kept.image and not one.prompt.model_inputs for one in seen)

@@ -21,7 +21,7 @@ from rl.run.run import Run
 
 ROLL_OUT = ["prompts", "wake", "generate", "sleep", "begin", "render"]
 LEARN = ["prefetch_reference", "graded 0", "accumulate 0", "graded 1", "accumulate 1", "step"]
-RECORD = ["wake", "sync", "finish", "episodes", "save", "evaluate", "log", "publish"]
+RECORD = ["wake", "sync", "finish", "episodes", "save", "evaluate", "log"]
 
 
 @pytest.fixture
@@ -37,10 +37,11 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
         return lambda *_: (said.append(name), result)[1]
 
     run = Run.__new__(Run)
-    run.said = set()
     run.dist, run.timer, run.start, run.num_iterations = Dist(), PhaseTimer(), 0, 2
-    run.console = run.tracker = run.writer = MagicMock()
-    run.policy = MagicMock()
+    run.context = MagicMock()
+    run.recording = MagicMock(write_episodes=verb("episodes"))
+    run.saving = MagicMock(finish=verb("finish"), save_if_due=verb("save"))
+    run.checks = MagicMock(metrics=lambda rollout: Metrics())
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
     run.prompt_order = SimpleNamespace(shard=verb("prompts", prompts))
     completions = [[Completion((3,), (-0.5,), "stop")] for _ in prompts]
@@ -64,14 +65,9 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
         "bare_arms": lambda prompts_P: [None for _ in prompts_P],
         "render": verb("render", MagicMock()),
         "graded_groups": graded_groups,
-        "rollout_metrics": lambda rollout: Metrics(),
         "sync_engine": verb("sync", Metrics()),
-        "finish": verb("finish"),
         "evaluate_if_due": verb("evaluate", Metrics()),
-        "log_episodes": verb("episodes"),
         "log": verb("log"),
-        "save_if_due": verb("save"),
-        "publish": verb("publish"),
         "may_sample": lambda sampled, done: (
             sampled - done <= run.config.max_staleness and sampled < run.num_iterations
         ),
@@ -84,8 +80,8 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_on_policy_the_two_verbs_alternate(run: Run, said: list[str]) -> None:
     run.config = run_config()
     train.train(run)
-    assert said[:4] == ["sync", *RECORD[-3:]], "what was measured before training"
-    assert said[4:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
+    assert said[:3] == ["sync", *RECORD[-2:]], "what was measured before training"
+    assert said[3:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
 
 
 def test_one_step_off_the_next_rollout_comes_before_the_last_is_learnt(
@@ -93,7 +89,7 @@ def test_one_step_off_the_next_rollout_comes_before_the_last_is_learnt(
 ) -> None:
     run.config = run_config(max_staleness=1)
     train.train(run)
-    assert said[4:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
+    assert said[3:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
 
 
 def test_nothing_but_the_learner_calls_a_backward() -> None:

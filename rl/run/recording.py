@@ -1,0 +1,88 @@
+"""What a run writes and shows of its iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from rl.algorithm.metrics import Metrics
+from rl.api.types import Episode
+from rl.ranks.dist import Dist
+from rl.record.console import Console, PhaseTimer
+from rl.record.group_panel import GroupPanel
+from rl.record.run_record import RunRecord
+from rl.record.tracking import Tracker
+from rl.record.writer import BackgroundWriter
+from rl.rollout.graded_groups import GradedGroup
+from rl.run.page import Page
+from rl.run.rank_times import rank_times
+
+
+@dataclass(eq=False)
+class Recording:
+    """Of one run, on every rank."""
+
+    dist: Dist
+    console: Console
+    timer: PhaseTimer
+    group_panel: GroupPanel
+    record: RunRecord
+    tracker: Tracker
+    page: Page
+    writer: BackgroundWriter
+    """Through which all that is written of an iteration goes, in order."""
+    num_iterations: int
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last line written."""
+
+    def line(self, metrics: Metrics, finished: Mapping[str, float]) -> dict[str, float]:
+        """One line of metrics, of all ranks: these, what the iteration was finished with, and where
+        its time went. Collective."""
+        of_ranks = self.dist.gather((metrics.state(), self.timer.own_seconds()))
+        return {
+            **Metrics.merge([state for state, _ in of_ranks]),
+            **finished,
+            **self.timer.lap(),
+            **rank_times([seconds for _, seconds in of_ranks]),
+        }
+
+    def write_line(self, done: int, line: Mapping[str, float], was_evaluated: bool) -> None:
+        """Write it to every place that shows it."""
+        self.last_metrics = line
+        # Apart: what is put may be called again, and a line is there once.
+        write = partial(self.record.write_metrics, done, line)
+        self.writer.put(f"the metrics of iteration {done}", write)
+        show = partial(self.tracker.log, done, line)
+        self.writer.put(f"the metrics of iteration {done} for wandb", show)
+        if self.dist.is_main and was_evaluated:
+            self.writer.put(f"the page after iteration {done}", self.page.refresh)
+        self.console.iteration(done, self.num_iterations, line)
+        self.group_panel.show()
+
+    def write_episodes(
+        self, done: int, groups_P: Sequence[GradedGroup], bare_P: Sequence[Episode | None] = ()
+    ) -> None:
+        """Provenance and pictures of an iteration. `bare_P`: the bare arms, by the groups' p."""
+        episodes_PG = [[_off_device(episode) for episode in group.episodes] for group in groups_P]
+        advantages_PG = [group.advantages for group in groups_P]
+        arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
+        recorded_P = [None if arm is None else _off_device(arm) for arm in arms_P]
+        self.group_panel.note(done, episodes_PG, advantages_PG)
+
+        def write() -> None:
+            self.record.write_episodes(done, episodes_PG, advantages_PG, recorded_P)
+            self.tracker.log_episodes(done, episodes_PG, advantages_PG)
+
+        self.writer.put(f"the record of iteration {done}", write)
+
+    def end(self) -> None:
+        """All of it is on disk; the console and wandb show where the time went."""
+        self.writer.flush()
+        self.console.where_time_went(self.timer)
+        self.tracker.log_where_time_went(self.timer)
+
+
+def _off_device(episode: Episode) -> Episode:
+    """Without tensors on the device, which an episode that waits to be written would hold."""
+    return replace(episode, prompt=replace(episode.prompt, images=(), model_inputs={}))

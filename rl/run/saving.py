@@ -1,0 +1,87 @@
+"""When and how a run's finished iterations reach its checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl.algorithm.metrics import Metrics
+from rl.ranks.dist import Dist
+from rl.record.checkpoint import Checkpoints, ResumePoint
+from rl.record.console import PhaseTimer
+from rl.record.model_card import model_card
+from rl.record.writer import BackgroundWriter
+from rl.run.last_finished import LastFinished
+
+_JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
+
+
+@dataclass(eq=False)
+class Saving:
+    """Of one run, on every rank."""
+
+    config: Mapping[str, Any]
+    """As it may be published."""
+    dist: Dist
+    run_dir: Path
+    num_iterations: int
+    checkpoints: Checkpoints
+    writer: BackgroundWriter
+    """Through which all that is written of an iteration goes, in order."""
+    last_finished: LastFinished
+    last_save: Future[None] | None = None
+    """The last checkpoint that the writer was given."""
+
+    def finish(self, done: int, metrics: Metrics) -> None:
+        """Iteration `done` is applied and synced: from here on it is not lost. Collective."""
+        self.last_finished.note(done, self.dist.reduce(metrics))
+
+    def save_if_due(self, done: int, timer: PhaseTimer) -> None:
+        """A checkpoint by cadence, and after the last iteration. Collective."""
+        last = done == self.num_iterations
+        if last or self.checkpoints.due(done):
+            with timer.phase("checkpoint"):
+                self.save(final=last)
+
+    def save(self, final: bool = False) -> None:
+        """Write the checkpoint of the last finished iteration, after what was recorded of it.
+        Collective. Where its state is held it is written beside training, unless `final`."""
+        held = self.last_finished.held()
+        if held is not None and not final:
+            if not self.dist.is_main:
+                return
+            if self.last_save is not None:
+                self.last_save.result()  # no more than two states in memory, and one being made
+            what = f"the checkpoint of iteration {held.iteration}"
+            self.last_save = self.writer.put(what, partial(self._save_held, held))
+            return
+        self.writer.drain()
+        point = self.last_finished.read()
+        if self.checkpoints.save(point, final=final) is not None and self.dist.is_main:
+            self._forget_journals(self.last_finished.done)
+        self.writer.flush()  # an error before this does not keep what is finished off the disk
+
+    def _save_held(self, point: ResumePoint) -> None:
+        if self.checkpoints.save_alone(point) is not None:
+            self._forget_journals(point.iteration)
+
+    def _forget_journals(self, done: int) -> None:
+        """Replies of iterations that a checkpoint now covers are in the episode records."""
+        for path in (self.run_dir / "judge").glob("*.jsonl"):
+            match = _JOURNAL.fullmatch(path.name)
+            if match and int(match[1]) < done:
+                path.unlink()
+
+    def publish(self, done: int, metrics: Mapping[str, float], final: bool = False) -> None:
+        """The model card of that iteration's checkpoint, if there is one, and a push to the hub if
+        one is due. `metrics`: the last line written."""
+        if self.dist.is_main:
+            card = partial(model_card, self.config, done, metrics)
+            final = final or done == self.num_iterations
+            publish = partial(self.checkpoints.publish, done, card, final)
+            self.writer.put(f"the model card of iteration {done}", publish)
