@@ -24,6 +24,7 @@ from rl.run.checks import Checks
 from rl.run.recording import Recording
 from rl.run.run import PendingStep, Run
 from rl.run.saving import Saving
+from rl.run.set_up import _restore
 from rl.run.watch import Watch
 
 
@@ -117,6 +118,17 @@ def test_a_checkpoint_is_sealed_behind_the_record_of_its_iteration(tmp_path: Pat
         saving.writer.flush()
         assert done == ["pictures", "checkpoint"]
         done.clear()
+
+
+def test_a_resumed_run_has_the_metrics_that_its_iteration_was_finished_with() -> None:
+    metrics = {"loss/total": 0.25}
+    loaded = SimpleNamespace(
+        iteration=3, tensors={}, meta={"learner": {}, "metrics": metrics}, rng=None
+    )
+    checkpoints, last_finished = MagicMock(load=lambda newest: loaded), MagicMock()
+    done = _restore(checkpoints, Path("step_000003"), MagicMock(), last_finished, MagicMock())
+    assert done == 3
+    last_finished.note.assert_called_once_with(3, metrics)
 
 
 def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from tiny_policy import make_qwen, move
 from tiny_rounding import PRODUCT
 from tiny_run import episode, run_config
 
-from rl.algorithm.metrics import Metrics
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
 from rl.judge.background import BackgroundLoop
@@ -35,7 +34,6 @@ from rl.record.console import PhaseTimer
 from rl.record.writer import BackgroundWriter
 from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext
-from rl.run.drift import add_falls, state_distance
 from rl.run.evaluation import evaluate
 from rl.run.paired import paired
 from rl.run.stock import Stock
@@ -324,34 +322,3 @@ def test_who_writes_pictures_is_measured_against_its_own_start(tmp_path: Path) -
     assert rewards(0, 0.25, None) == first
     assert rewards(10, 0.75, 0.5) == first, "its own start is not to be had later"
     assert rewards(0, 0.25, 0.5) == [{"stock": 0.25}, {"stock": 0.5}]
-
-
-# Numbers, by hand
-
-
-def test_states_are_compared_token_by_token() -> None:
-    base = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    states = torch.tensor([[3.0, 4.0], [2.0, 0.0]])
-    # Distances 0 and |(2, -2)| / 2 = sqrt 2; cosines 1 and 0.
-    assert state_distance(states, base) == (pytest.approx(2**0.5 / 2), pytest.approx(0.5))
-    assert state_distance(base.bfloat16(), base.bfloat16())[0] == 0.0
-
-
-def test_a_fall_is_said_and_a_healthy_run_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    untrained_P = [{"stock": 0.5, "bare": reward} for reward in (0.9, 0.7, 0.8, 0.8)] * 3
-
-    def told(*today: float | None) -> tuple[dict[str, float], str]:
-        metrics = Metrics()
-        episodes = [episode(reward=reward) for reward in today * 3]
-        shown_P = [[str(i)] for i in range(len(episodes))]
-        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 12, episodes)}, shown_P, Dist())
-        return Dist().reduce(metrics), capsys.readouterr().err
-
-    metrics, said = told(0.9, 0.7, 0.8, 0.7)
-    assert metrics["drift/bare_fall"] == pytest.approx(0.025) and metrics["drift/alarm"] == 0
-    assert not said
-    metrics, said = told(0.4, 0.2, 0.4, None)
-    # 0.5, 0.5, 0.4, three times: mean 0.467, standard deviation 0.05, over the root of 9
-    assert metrics["drift/bare_fall_error"] == pytest.approx(0.05 / 9**0.5, rel=1e-3)
-    assert metrics["drift/alarm"] == 1
-    assert names(said, "20 iterations ... 0.467 +- 0.017 (9 samples")

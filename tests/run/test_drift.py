@@ -1,0 +1,68 @@
+"""What training moved, and whose rewards it is compared with: numbers by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_messages import names
+from tiny_run import episode
+
+from rl.algorithm.metrics import Metrics
+from rl.api.types import Sample
+from rl.ranks.dist import Dist
+from rl.run.drift import add_falls, state_distance
+from rl.run.stock import Stock
+
+
+def test_the_stock_arm_of_a_sample_is_known_by_all_that_the_sample_holds() -> None:
+    white, black = Image.new("RGB", (4, 4), "white"), Image.new("RGB", (4, 4))
+    sample = Sample("a", "x", (white,), white, np.zeros((2, 2)), np.zeros((2, 2)), "colours")
+    changes: list[dict[str, Any]] = [
+        {"id": "b"},
+        {"instruction": "y"},
+        {"category": "shapes"},
+        {"hidden": {"answer": 1}},
+        {"sources": (black,)},
+        {"sources": (white, white)},
+        {"target": black},
+        {"source_codes": np.zeros((1, 4))},
+        {"target_codes": np.ones((2, 2))},
+    ]
+    stock = Stock.__new__(Stock)
+    stock._settings = ""
+    others = [replace(sample, **change) for change in changes]
+    assert stock._key(sample) == stock._key(replace(sample, sources=(white.copy(),)))
+    assert len({stock._key(one) for one in [sample, *others]}) == 1 + len(changes)
+
+
+def test_states_are_compared_token_by_token() -> None:
+    base = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    states = torch.tensor([[3.0, 4.0], [2.0, 0.0]])
+    # Distances 0 and |(2, -2)| / 2 = sqrt 2; cosines 1 and 0.
+    assert state_distance(states, base) == (pytest.approx(2**0.5 / 2), pytest.approx(0.5))
+    assert state_distance(base.bfloat16(), base.bfloat16())[0] == 0.0
+
+
+def test_a_fall_is_said_and_a_healthy_run_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    untrained_P = [{"stock": 0.5, "bare": reward} for reward in (0.9, 0.7, 0.8, 0.8)] * 3
+
+    def told(*today: float | None) -> tuple[dict[str, float], str]:
+        metrics = Metrics()
+        episodes = [episode(reward=reward) for reward in today * 3]
+        shown_P = [[str(i)] for i in range(len(episodes))]
+        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 12, episodes)}, shown_P, Dist())
+        return Dist().reduce(metrics), capsys.readouterr().err
+
+    metrics, said = told(0.9, 0.7, 0.8, 0.7)
+    assert metrics["drift/bare_fall"] == pytest.approx(0.025) and metrics["drift/alarm"] == 0
+    assert not said
+    metrics, said = told(0.4, 0.2, 0.4, None)
+    # 0.5, 0.5, 0.4, three times: mean 0.467, standard deviation 0.05, over the root of 9
+    assert metrics["drift/bare_fall_error"] == pytest.approx(0.05 / 9**0.5, rel=1e-3)
+    assert metrics["drift/alarm"] == 1
+    assert names(said, "20 iterations ... 0.467 +- 0.017 (9 samples")
