@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
 from rl.config.jsonnet import evaluate
 from rl.config.schema import RunConfig
-from rl.judge import question
+from rl.files.images import png_bytes
 from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
 from rl.renderers.emu3_vq.codec import Emu3Codec
@@ -119,14 +119,15 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
     plug: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What all of a group share comes first, byte for byte: the judge reads it once."""
-    encoded: Counter[int] = Counter()
-    encode = question.picture_part
+    encoded: Counter[bytes] = Counter()
+    save = Image.Image.save
 
-    def counted(image: Image.Image, side_px: int) -> bytes:
-        encoded[id(image)] += 1
-        return encode(image, side_px)
+    def counted(image: Image.Image, *arguments: Any, **options: Any) -> None:
+        encoded[image.tobytes()] += 1
+        save(image, *arguments, **options)
 
-    monkeypatch.setattr(question, "picture_part", counted)
+    png_bytes.cache.clear()
+    monkeypatch.setattr(Image.Image, "save", counted)
     pictures = [noise_picture(seed) for seed in range(4)]
     with FaultyJudge(after=REPLY) as judge:
         ask_about_group(plug, judge, pictures)
