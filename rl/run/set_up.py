@@ -62,7 +62,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     Raises ConfigError or ValueError for what the user can mend, and NothingToDoError, before
     anything heavy is loaded.
     """
-    run_dir = Path(config.base_exp_dir) / config.run_name
+    run_dir = config.run_dir
     resolved = build.resolve(config)
     console = Console(dist.is_main)
     with ExitStack() as stack:
@@ -118,14 +118,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         for place in rendezvous.open_to_others():
             if rendezvous.is_one_node():
                 warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
-        tracker = Tracker(run_dir, config, dist, record.config)
-        stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
-        page = Page(run_dir, dist.is_main and config.tracking.page)
-        stack.push(
-            lambda kind, error, trace: page.close(error is None and not signals.stop_heard())
-        )
-        writer = stack.enter_context(BackgroundWriter(run_dir))
         timer = PhaseTimer(console, ceilings)
+        recording = _open_recording(config, dist, console, timer, record, num_iterations, stack)
         sync_dtype = _engine_dtype(resolved)
         dropout = getattr(policy.config.lora, "dropout", 0.0)
         yield Run(
@@ -147,24 +141,14 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
                 _plug_metrics(resolved, context, engine, sources, dist),
                 Watch(context.config, sync_dtype, dropout),
             ),
-            recording=Recording(
-                dist=dist,
-                console=console,
-                timer=timer,
-                group_panel=GroupPanel(console, config.tracking.show_group_every_n_iterations),
-                record=record,
-                tracker=tracker,
-                page=page,
-                writer=writer,
-                num_iterations=num_iterations,
-            ),
+            recording=recording,
             saving=Saving(
                 config=record.config,
                 dist=dist,
                 run_dir=run_dir,
                 num_iterations=num_iterations,
                 checkpoints=checkpoints,
-                writer=writer,
+                writer=recording.writer,
                 last_finished=last_finished,
             ),
             num_iterations=num_iterations,
@@ -173,6 +157,32 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             start=start,
             lacks_line=start == 0 or not dist.broadcast(record.has_line(start)),
         )
+
+
+def _open_recording(
+    config: RunConfig,
+    dist: Dist,
+    console: Console,
+    timer: PhaseTimer,
+    record: RunRecord,
+    num_iterations: int,
+    stack: ExitStack,
+) -> Recording:
+    tracker = Tracker(config.run_dir, config, dist, record.config)
+    stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
+    page = Page(config.run_dir, dist.is_main and config.tracking.page)
+    stack.push(lambda kind, error, trace: page.close(error is None and not signals.stop_heard()))
+    return Recording(
+        dist=dist,
+        console=console,
+        timer=timer,
+        group_panel=GroupPanel(console, config.tracking.show_group_every_n_iterations),
+        record=record,
+        tracker=tracker,
+        page=page,
+        writer=stack.enter_context(BackgroundWriter(config.run_dir)),
+        num_iterations=num_iterations,
+    )
 
 
 def _refuse_finished(run_name: str, done: int, num_iterations: int) -> None:
