@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rl.api.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
-from rl.files.images import digest
 from rl.policies.shared import prompting
 from rl.policies.shared.packing import pack, positions
 
@@ -237,6 +236,8 @@ class QwenPrompts:
     def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
         """Of each of its pictures, by content: two sets of data may call different pictures by one
         id, and one picture may come with several instructions."""
+        from rl.files.images import digest
+
         if prompt not in self._picture_keys:
             self._picture_keys[prompt] = tuple(map(digest, prompt.images))
         return self._picture_keys[prompt]
