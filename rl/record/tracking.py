@@ -95,25 +95,19 @@ class Tracker:
             return image and downscale(image, _TABLE_IMAGE_SIDE_PX)
 
         parts = sorted({name for episode, _ in pairs for name in episode.parts})
-        words = ("instruction", "completion", "status", "failure")
         most = max(1, *(len(episode.prompt.sample.sources) for episode, _ in pairs))
-        sources = ["source", *(f"source {number}" for number in range(2, most + 1))]
-        columns = [*sources, "target", "rendered", *words, "reward", *parts, "advantage"]
-        rows: list[list[Cell]] = [
-            [
-                *(picture(s) for s in (*episode.prompt.sample.sources, *[None] * most)[:most]),
-                picture(episode.prompt.sample.target),
-                picture(episode.image),
-                scrub(episode.prompt.sample.instruction),
-                scrub(episode.action.text),
-                episode.status.value,
-                scrub(episode.failure or ""),
-                episode.reward,
-                *(episode.parts.get(name) for name in parts),
-                advantage,
-            ]
-            for episode, advantage in pairs
-        ]
+        columns = ["source", *(f"source {number}" for number in range(2, most + 1))]
+        columns += ["target", "rendered", "instruction", "completion", "status", "failure"]
+        columns += ["reward", *parts, "advantage"]
+        rows: list[list[Cell]] = []
+        for episode, advantage in pairs:
+            sample = episode.prompt.sample
+            images = [*sample.sources, *[None] * (most - len(sample.sources))]
+            images += [sample.target, episode.image]
+            words = [sample.instruction, episode.action.text, episode.status.value]
+            words.append(episode.failure or "")
+            values = [episode.reward, *map(episode.parts.get, parts), advantage]
+            rows.append([*map(picture, images), *map(scrub, words), *values])
         return columns, rows
 
     def _on_each(self, what: str, call: Callable[[Page], object]) -> None:

@@ -20,6 +20,7 @@ from tiny_run import episode, run_config
 from rl.ranks.dist import Dist
 from rl.record.console import PhaseTimer
 from rl.record.run_record import RunRecord
+from rl.record.trackers import page as page_module
 from rl.record.trackers import wandb_page
 from rl.record.trackers.wandb_page import allowed_by_env, page_id
 from rl.record.tracking import Tracker
@@ -96,15 +97,6 @@ def test_a_resumed_run_continues_its_page(tmp_path):
         page.close()
     assert page_ids == [page_id(tmp_path / "run")] * 2
     assert page_id(tmp_path / "other") != page_ids[0]
-
-
-@pytest.mark.slow
-def test_the_table_keeps_to_its_limit(tmp_path):
-    page = tracker(tmp_path, "offline")
-    page.log_episodes(1, [[episode()] * 5], [[0.0] * 5])
-    page.close()
-    (table,) = (tmp_path / "run").glob(f"{TABLES}/episodes_*.json")
-    assert len(json.loads(table.read_text())["data"]) == 3
 
 
 def test_off_and_other_ranks_never_import_wandb(tmp_path, monkeypatch):
@@ -241,7 +233,7 @@ def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd
     run, hangs = wandb.run, _Hangs()
     finish = run.finish
     monkeypatch.setattr(run, "finish", hangs.finish)
-    monkeypatch.setattr(wandb_page, "FINISH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(page_module, "FINISH_TIMEOUT_S", 0.2)
     page.close()
     assert hangs.began.is_set() and not hangs.ended.is_set()
     assert "no answer in 0.2 s" in capfd.readouterr().err

@@ -5,22 +5,23 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from PIL.Image import Image
 
 from rl.record.console import warn
 from rl.record.scrub import scrub
 
+FINISH_TIMEOUT_S = 60.0
 Cell = str | float | Image | None
-"""Of a table."""
+"""One cell of a table."""
 
 
 class Page(ABC):
-    """Of one run at one tracker. Any method may raise anything: the page is given up then."""
+    """One run at one tracker. Any method may raise anything: the page is given up then."""
 
     name: ClassVar[str]
-    """Of the tracker, as warnings say it."""
+    """The tracker's."""
 
     @abstractmethod
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -41,6 +42,26 @@ class Page(ABC):
         """The run has ended; waits for a bounded time."""
 
 
+class ServicePage(Page):
+    """A page of wandb, or of trackio, which has its interface: a module with `Table` and `Image`,
+    and a run with `log` and `finish`."""
+
+    def __init__(self, module: Any, run: Any) -> None:
+        self._module, self._run = module, run
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Any:
+        """In the module's own type."""
+        cells = [[self._module.Image(c) if is_picture(c) else c for c in row] for row in rows]
+        return self._module.Table(columns=list(columns), data=cells)
+
+    def finish(self, failed: bool) -> None:
+        """May take any time."""
+        self._run.finish()
+
+    def close(self, failed: bool) -> None:
+        call_within(lambda: self.finish(failed), FINISH_TIMEOUT_S)
+
+
 def is_picture(cell: Cell) -> TypeGuard[Image]:
     return isinstance(cell, Image)
 
@@ -55,21 +76,20 @@ def tried(name: str, what: str, call: Callable[[], object]) -> bool:
     return True
 
 
-def call_within(call: Callable[[], object], seconds: float) -> str | None:
-    """None when `call` returned in time, else what went wrong.
-
-    A name look-up takes no timeout, so it gets a daemon thread, which may be abandoned.
-    """
-    outcome: list[str | None] = [f"no answer in {seconds:g} s"]
+def call_within(call: Callable[[], object], seconds: float) -> None:
+    """Run `call` in a daemon thread, which is abandoned when it does not return in time (a name
+    look-up takes no timeout). Raises what it raised, or TimeoutError."""
+    outcome: list[Exception | None] = [TimeoutError(f"no answer in {seconds:g} s")]
 
     def run() -> None:
         try:
             call()
             outcome[0] = None
         except Exception as error:
-            outcome[0] = repr(error)
+            outcome[0] = error
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return outcome[0]
+    if outcome[0] is not None:
+        raise outcome[0]

@@ -1,8 +1,4 @@
-"""TensorBoard event files in `<run>/tensorboard`.
-
-Each start begins a file; its first step purges what an earlier start wrote from there on, so that
-an iteration that is done again is shown once.
-"""
+"""TensorBoard event files in `<run>/tensorboard`."""
 
 from __future__ import annotations
 
@@ -21,13 +17,13 @@ MAX_CELL_CHARS = 600
 
 
 class TensorboardPage(Page):
-    """See the module."""
+    """Each start of a run begins a file, whose first step purges what earlier starts wrote from
+    there on: an iteration that is done again is shown once."""
 
     name = "tensorboard"
 
     def __init__(self, folder: Path, written: Mapping[str, Any]) -> None:
-        self._folder = folder
-        self._written = written
+        self._folder, self._written = folder, written
         self._writer: Any = None
         self._last_iteration = 0
 
@@ -49,8 +45,9 @@ class TensorboardPage(Page):
         writer = self._at(step)
         kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
         head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
-        cells = [[_shown(row[i]) for i in kept] for row in rows]
-        writer.add_text(name, "\n".join(table(head, cells)), step)
+        writer.add_text(
+            name, "\n".join(table(head, [[_words(r[i]) for i in kept] for r in rows])), step
+        )
         for number, row in enumerate(rows):
             pictures = [cell for cell in row if is_picture(cell)]
             if pictures:
@@ -74,14 +71,14 @@ class TensorboardPage(Page):
 def open_page(
     run_dir: Path, config: RunConfig, written: Mapping[str, Any]
 ) -> TensorboardPage | None:
-    """None where none is wanted or its package is missing, which is said."""
+    """None where no page is wanted, or after a warning that the package is missing."""
     if not config.tracking.tensorboard:
         return None
     is_there = tried("tensorboard", "import", lambda: import_module("tensorboard"))
     return TensorboardPage(run_dir / "tensorboard", written) if is_there else None
 
 
-def _shown(cell: Cell) -> str:
+def _words(cell: Cell) -> str:
     if cell is None or is_picture(cell):
         return ""
     return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"
