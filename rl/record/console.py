@@ -12,9 +12,8 @@ from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
-from rich.status import Status
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +44,7 @@ _MAX_FRAME_WIDTH = 110
 
 
 def warn(text: str) -> None:
-    """One loud line on stderr. Callers pick the rank."""
+    """One line on stderr that begins with WARNING. Callers pick the rank."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
@@ -60,10 +59,10 @@ def duration(seconds: float) -> str:
 
 
 class Console:
-    """The run's face. Colours and live lines only where the stream is a terminal."""
+    """Prints for one process. Colours and a live line only where the stream is a terminal."""
 
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
-        """`enabled`: rank 0. `stream`: default stdout."""
+        """`enabled`: whether anything is printed (rank 0). `stream`: default stdout."""
         self._rich = RichConsole(
             file=stream or beneath(sys.stdout),
             quiet=not enabled,
@@ -72,57 +71,37 @@ class Console:
             soft_wrap=True,
         )
         self.enabled = enabled
-        """Whether anything is printed."""
-        self._live = enabled and self._rich.is_terminal
-        self._status: Status | None = None
-        """The live line of the phase under way."""
-        self._own_line: Live | None = None
-        """The live line of what is counted outside of any phase."""
+        self.live_text = ""
+        """What the live line shows; '' where there is none."""
+        self._has_terminal = enabled and self._rich.is_terminal
+        self._live: Live | None = None
         self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
 
     def say(self, text: str) -> None:
         """One plain line."""
         self._rich.print(plain(text), markup=False)
 
-    @contextmanager
-    def status(self, text: str) -> Iterator[Status | None]:
-        """A live line on a terminal while the block runs, else None."""
-        if not self._live:
-            yield None
-            return
-        with self._rich.status(text) as self._status:
-            guard()  # rich has put streams of its own in the place of the guarded ones
-            try:
-                yield self._status
-            finally:
-                self._status = None
-
     def live(self, text: str) -> bool:
-        """Put `text` on the line that is drawn anew, '' what else belongs there; False where there
+        """Show `text` on a line that is redrawn in place, '' removes it; returns False where there
         is no terminal."""
-        if not self._live:
+        if not self._has_terminal:
             return False
-        if self._status is not None:
-            words = ": ".join(filter(None, (heartbeat.phase_names(), text)))
-            self._status.update(escape(plain(words)))
+        self.live_text = text
+        if not text and self._live is not None:
+            self._live.stop()
+            self._live = None
         elif text:
-            if self._own_line is None:
-                # Rows that a program reads stay where they go.
+            line = Spinner("dots", Text(plain(text)))
+            if self._live is None:
+                # Where stdout is a pipe, a program reads rows there: they are not redirected.
                 redirect = beneath(sys.stdout).isatty()
-                self._own_line = Live(
-                    console=self._rich,
-                    auto_refresh=False,
-                    transient=True,
-                    redirect_stdout=redirect,
+                self._live = Live(
+                    line, console=self._rich, transient=True, redirect_stdout=redirect
                 )
-                self._own_line.start()
-                guard()
-            self._own_line.update(
-                Text(plain(text), no_wrap=True, overflow="ellipsis"), refresh=True
-            )
-        elif self._own_line is not None:
-            self._own_line.stop()
-            self._own_line = None
+                self._live.start(refresh=True)
+                guard()  # rich has replaced the guarded streams by its own
+            else:
+                self._live.update(line, refresh=True)
         return True
 
     def phase(self, name: str, seconds: float, note: str) -> None:
@@ -144,30 +123,19 @@ class Console:
         self._rich.print("  ".join(parts), markup=False, style="bold")
 
     def framed(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A block of (label, text), texts wrapped beside their labels: in a frame on a terminal,
-        else plain lines of at most 80 columns between two rules."""
-        width = min(self._rich.width, _MAX_FRAME_WIDTH) if self._live else _LOG_WIDTH
-        if not self._live:
-            self.say(f"---- {title} ".ljust(width, "-"))
-            for line in self._wrapped(rows, width):
-                self.say(line.plain)
-            self.say("-" * width)
-            return
-        body = Text("\n").join(self._wrapped(rows, width - 4))
-        head = Text(plain(title))
-        self._rich.print(Panel(body, title=head, title_align="left", width=width))
-
-    def _wrapped(self, rows: Sequence[tuple[str, str]], width: int) -> list[Text]:
-        """Lines of at most `width` columns; what has no label goes on under the text above it."""
-        indent = max((len(label) for label, _ in rows), default=0) + 2
-        lines = []
+        """A block of (label, text) rows: in a frame on a terminal, else between two rules of 80
+        columns. A label that begins with a space is dim."""
+        table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         for label, text in rows:
-            pieces = Text(plain(text)).wrap(self._rich, width - indent)
-            for number, piece in enumerate(pieces or [Text()]):
-                piece.rstrip()
-                head = (label if number == 0 else "").ljust(indent)
-                lines.append(Text.assemble((head, "dim" if label[:1] == " " else "bold"), piece))
-        return lines
+            table.add_row(Text(label, "dim" if label[:1] == " " else "bold"), Text(plain(text)))
+        if self._has_terminal:
+            width = min(self._rich.width, _MAX_FRAME_WIDTH)
+            head = Text(plain(title))
+            self._rich.print(Panel(table, title=head, title_align="left", width=width))
+        else:
+            self.say(f"---- {title} ".ljust(_LOG_WIDTH, "-"))
+            self._rich.print(table, width=_LOG_WIDTH, soft_wrap=False)
+            self.say("-" * _LOG_WIDTH)
 
     def where_time_went(self, timer: PhaseTimer) -> None:
         """The closing table: every phase's time and FLOPs on this rank, the longest first."""
@@ -192,7 +160,7 @@ class Console:
 
 
 class ClosingRow(NamedTuple):
-    """Of the closing table; None where a phase ran no model that is counted."""
+    """A row of the closing table; None where a phase ran no model that is counted."""
 
     phase: str
     time_s: float
@@ -237,9 +205,8 @@ class Phase:
     """A phase under way."""
 
     name: str
+    console: Console | None
     text: str = ""
-    status: Status | None = None
-    """The live line, which a phase shares with those inside it."""
 
     def note(self, text: str) -> None:
         """What to show beside the seconds; the last call's text stays."""
@@ -248,9 +215,8 @@ class Phase:
 
     def show(self) -> None:
         """Put this phase on the live line."""
-        if self.status is not None:
-            text = f"{self.name}: {self.text}" if self.text else self.name
-            self.status.update(escape(plain(text)))
+        if self.console is not None:
+            self.console.live(f"{self.name}: {self.text}" if self.text else self.name)
 
 
 class PhaseTimer:
@@ -258,12 +224,12 @@ class PhaseTimer:
 
     A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
     time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
-    often. Code that has phases of its own and shall count as one runs with `silent()`.
+    often. Code that has phases and shall count as one gets a timer of its own.
     """
 
     def __init__(self, console: Console | None = None, ceilings: Ceilings | None = None) -> None:
-        """`console`: where lines go; None: nowhere. `ceilings`: of the device that computes;
-        None: no roofline is told."""
+        """`console`: None prints nothing. `ceilings`: of the device that computes; None leaves the
+        roofline out."""
         self._console = console
         self.ceilings = ceilings
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
@@ -283,34 +249,29 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Time a block; a phase entered several times in an iteration adds up."""
-        with heartbeat.phase(name), self._live_line(name) as status:
-            self._settle()
-            phase = Phase(name, self._notes.get(name, ""), status)
-            phase.show()
-            self._under_way.append(phase)
-            try:
+        self._settle()
+        phase = Phase(name, self._console, self._notes.get(name, ""))
+        self._under_way.append(phase)
+        try:
+            with heartbeat.phase(name):
+                phase.show()
                 yield phase
-            finally:
-                self._settle()
-                self._under_way.pop()
-                self._notes[name] = phase.text
-                if self._under_way:
-                    self._under_way[-1].show()
-                else:
-                    unprinted, self._unprinted = self._unprinted, {}
-                    notes, self._notes = self._notes, {}
-        if self._console is not None and not self._under_way:
-            for ended, spent in unprinted.items():
-                self._console.phase(ended, spent.seconds, notes[ended])
+        finally:
+            self._settle()
+            self._under_way.pop()
+            self._notes[name] = phase.text
+            if self._under_way:
+                self._under_way[-1].show()
+            else:
+                self._end_outermost()
 
-    @contextmanager
-    def _live_line(self, name: str) -> Iterator[Status | None]:
-        """The outermost phase's, which ends with it; None where there is no terminal."""
-        if self._under_way or self._console is None:
-            yield self._under_way[0].status if self._under_way else None
-            return
-        with self._console.status(name) as status:
-            yield status
+    def _end_outermost(self) -> None:
+        unprinted, self._unprinted = self._unprinted, {}
+        notes, self._notes = self._notes, {}
+        if self._console is not None:
+            self._console.live("")
+            for name, spent in unprinted.items():
+                self._console.phase(name, spent.seconds, notes[name])
 
     def _settle(self) -> None:
         """Book what was spent since the last settling on the innermost phase under way."""
@@ -326,12 +287,8 @@ class PhaseTimer:
         self._settled_s, self._settled_work = now_s, now_work
         self._settled_waited_s = now_waited_s
 
-    def silent(self) -> PhaseTimer:
-        """A timer for code that runs inside a phase: it prints nothing and counts nowhere."""
-        return PhaseTimer()
-
     def own_seconds(self) -> dict[str, float]:
-        """Of each phase since the last lap, without those in which it waited for other ranks."""
+        """Seconds of each phase since the last lap, without waits for other ranks."""
         return {
             name: spent.seconds - spent.waited_s for name, spent in self._this_iteration.items()
         }
