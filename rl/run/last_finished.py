@@ -1,8 +1,4 @@
-"""Keeps the last finished iteration, so that it is on disk however the run ends.
-
-Finished: its update is applied and synced. Small states (an adapter's) are kept in host memory, so
-that one rank can write them alone; large ones are read from the device by all ranks together.
-"""
+"""Keeps the last finished iteration, so that it is on disk however the run ends."""
 
 from __future__ import annotations
 
@@ -28,25 +24,26 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0
 """For the other ranks to hear that this one leaves, when it has saved alone."""
 LONG_PATIENCE_S = 1800.0
-"""The same where a save needs them all: they hear it when they have their verdicts, or before."""
+"""The same where a save needs them all, who may be waiting for their verdicts."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Finished:
-    """One iteration's end."""
+    """The end of one iteration."""
 
     done: int
     version: int
-    """Of the learner: beyond it the live weights are no finished iteration's."""
+    """The learner's; when it is ahead, the live weights are no finished iteration's."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, float]
-    """Of the iteration, all ranks reduced, as far as known: held-out ones come after."""
+    """All ranks reduced, without the held-out ones, which come after."""
     state: State | None
     """`Learner.state()`; None where it is too large to keep."""
 
 
 class LastFinished:
-    """See the module."""
+    """Finished: the update is applied and synced. Small states (an adapter's) are kept in host
+    memory, so that one rank can write them alone; all ranks read large ones from the device."""
 
     def __init__(self, learner: Learner, policy: Policy, config: Mapping[str, Any], dist: Dist):
         """`config`: as it may be written anywhere."""

@@ -1,4 +1,4 @@
-"""Conditions over several iterations that a run reports once, when they begin. None stops it."""
+"""Alarms over several iterations, each logged when its condition begins. None stops a run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SEVERAL = 3
 TREND = 10
 """Iterations that a share is averaged over: one is a handful of groups."""
 DEAD_SHARE = 0.25
-"""Of the groups, on that average."""
+"""Average share of dead groups that raises the alarm."""
 HIGH_SHARE = 0.9
-"""Of groups without spread, on that average."""
+"""Average share of groups without spread that raises the alarm."""
 FEWEST_VALUES = 8
-"""Of a reward: fewer that are equal may be chance."""
+"""Fewer equal values of a reward may be chance."""
 HALF = 0.5
 """Distinct completions / completions of a group, on average: below it most are copies."""
 FULL_MARKS = 0.99
-"""Of a reward, 0..1, on average."""
+"""Mean reward, 0..1, that counts as solved."""
 MISMATCH_LIMITS = {"float32": (1e-5, 0.999), "float16": (1e-4, 0.99), "bfloat16": (1e-3, 0.95)}
 """Engine dtype -> (largest `mismatch/k3`, nats; smallest `mismatch/ess`) of two sound forwards.
 
@@ -39,14 +39,8 @@ MISMATCH_GROWTH = 10
 """Times the run's first k3, which is rounding alone where the adapter is still 0: the limit where
 that is lower, down to a tenth of the one above."""
 
-
-@dataclass(frozen=True)
-class Range:
-    """Of a reward's values in one iteration."""
-
-    lowest: float
-    highest: float
-    num_values: int
+Range = tuple[float, float, int]
+"""(lowest, highest, number) of a reward's values."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Trained:
 
     metrics: Mapping[str, float]
     ranges: Mapping[str, Range]
-    """Of each reward, or part of one, that counts."""
+    """The values of each reward, or part of one, that counts."""
 
 
 Rule = Callable[[Sequence[Trained]], Mapping[str, str]]
@@ -63,7 +57,7 @@ Rule = Callable[[Sequence[Trained]], Mapping[str, str]]
 
 
 class Watch:
-    """Shown every iteration of a run; reports a condition once, and again after it was gone."""
+    """Sees every iteration of a run; reports a condition once, and again after it was gone."""
 
     def __init__(self, config: RunConfig, engine_dtype: str, lora_dropout: float) -> None:
         """`config`: resolved, so that its weights name what counts."""
@@ -83,24 +77,24 @@ class Watch:
         """`reward/range/<name>` of each reward, or part of one, that counts. Collective."""
         arms = [episode for episodes_G in rollout.episodes for episode in episodes_G]
         arms += [bare for bare in rollout.bare_episodes if bare is not None]
-        mine: dict[str, Range] = {}
+        local: dict[str, Range] = {}
         for name in self._counted:
             values = [episode.parts[name] for episode in arms if name in episode.parts]
             if values:
-                mine[name] = Range(min(values), max(values), len(values))
-        ranks = dist.gather(mine)
-        names = dict.fromkeys(name for found in ranks for name in found)
+                local[name] = min(values), max(values), len(values)
+        by_rank = dist.gather(local)
+        names = dict.fromkeys(name for ranges in by_rank for name in ranges)
         self._ranges = {
-            name: _joined([found[name] for found in ranks if name in found]) for name in names
+            name: _joined([ranges[name] for ranges in by_rank if name in ranges]) for name in names
         }
         metrics = Metrics()
-        for name, found in self._ranges.items():
-            metrics.maximum(f"reward/range/{name}", found.highest - found.lowest)
+        for name, (lowest, highest, _) in self._ranges.items():
+            metrics.maximum(f"reward/range/{name}", highest - lowest)
         return metrics
 
     def sentences(self, metrics: Mapping[str, float], is_last: bool) -> Iterator[str]:
-        """Of each condition that has just begun, in an iteration of these metrics. `is_last`: no
-        other follows."""
+        """A sentence for each condition that begins in an iteration of these metrics. `is_last`:
+        no other iteration follows."""
         if "optimizer/steps" not in metrics:  # measured before training
             return
         self._last.append(Trained(metrics, self._ranges))
@@ -117,17 +111,14 @@ class Watch:
         if is_last and not self._num_moved:
             yield (
                 f"the run ends without an optimiser step: none of the {self._num_seen} iterations "
-                "since it was started moved the weights, and the model saved is the one that was "
+                "since it was started changed the weights, and the saved model is the one that was "
                 f"loaded; in the last {_why_no_step(metrics)}"
             )
 
 
-def _joined(found: Sequence[Range]) -> Range:
-    return Range(
-        min(each.lowest for each in found),
-        max(each.highest for each in found),
-        sum(each.num_values for each in found),
-    )
+def _joined(ranges: Sequence[Range]) -> Range:
+    lows, highs, nums = zip(*ranges, strict=True)
+    return min(lows), max(highs), sum(nums)
 
 
 def _values(last: Sequence[Trained], name: str) -> list[float]:
@@ -139,16 +130,15 @@ def constant_rewards(last: Sequence[Trained]) -> Mapping[str, str]:
     sentences = {}
     for name in dict.fromkeys(name for each in last for name in each.ranges):
         ranges = [each.ranges[name] for each in last if name in each.ranges][-SEVERAL:]
-        found = _joined(ranges)
-        is_constant = found.highest - found.lowest <= SPREAD_TOLERANCE
-        if is_constant and len(ranges) == SEVERAL and found.num_values >= FEWEST_VALUES:
+        lowest, highest, num = _joined(ranges)
+        is_constant = highest - lowest <= SPREAD_TOLERANCE
+        if is_constant and len(ranges) == SEVERAL and num >= FEWEST_VALUES:
             sentences[f"rewards.{name}"] = (
-                f"rewards.{name}: {found.highest:.4g} for each of the {found.num_values} "
-                f"completions of the last {SEVERAL} iterations, so that it prefers none of them "
-                "and teaches nothing: a judge that does not look (read its replies in episodes/; "
-                "is judge.model the right one, does it see the pictures, does a cache answer for "
-                "it?), a reward that is written wrongly, or a task that is solved, or far too hard "
-                f"(reward/range/{name})"
+                f"rewards.{name}: {highest:.4g} for each of the {num} completions of the last "
+                f"{SEVERAL} iterations, so it teaches nothing: a judge that does not look (read "
+                "its replies in episodes/; is judge.model the right one, does it see the pictures, "
+                "does a cache answer for it?), a wrong reward, or a task that is solved or far too "
+                f"hard (reward/range/{name})"
             )
     return sentences
 
@@ -173,30 +163,28 @@ def no_spread(last: Sequence[Trained]) -> Mapping[str, str]:
     if not none_lately and (len(shares) < TREND or fmean(shares) < HIGH_SHARE):
         return {}
     num, share = (SEVERAL, 1.0) if none_lately else (TREND, fmean(shares))
+    metrics = last[-1].metrics
+    if metrics.get("status/policy_failed") == 1:
+        why = "no completion could be used; the causes are in episodes/"
+    elif metrics.get("status/ungraded") == 1:
+        why = "no picture was graded; the causes are in episodes/"
+    elif metrics.get("groups/distinct_completions", 1) < HALF:
+        why = (
+            "most completions of a group are the same words; raise sampling.temperature, or go "
+            "back to a checkpoint before the policy collapsed"
+        )
+    elif metrics.get("reward/mean", 0) >= FULL_MARKS:
+        why = "they all earn full marks; take harder data, or stop here"
+    else:
+        why = (
+            "the rewards do not distinguish completions of one prompt; look at them in episodes/, "
+            "take a finer or another reward, or easier data where all fail"
+        )
     return {
         "spread": f"{share:.0%} of the groups of the last {num} iterations have no spread: all "
         "rewards of a group are equal, and the policy gradient learns nothing from them: "
-        f"{_why_no_spread(last[-1].metrics)} (groups/zero_spread)"
+        f"{why} (groups/zero_spread)"
     }
-
-
-def _why_no_spread(metrics: Mapping[str, float]) -> str:
-    """The likeliest reason, with its remedy."""
-    if metrics.get("status/policy_failed") == 1:
-        return "no completion could be used; the causes are in episodes/"
-    if metrics.get("status/ungraded") == 1:
-        return "no picture was graded; the causes are in episodes/"
-    if metrics.get("groups/distinct_completions", 1) < HALF:
-        return (
-            "most completions of a group are the same words; raise sampling.temperature, or go "
-            "back to a checkpoint before the policy fell in with itself"
-        )
-    if metrics.get("reward/mean", 0) >= FULL_MARKS:
-        return "they all earn full marks; take harder data, or stop here"
-    return (
-        "the rewards do not tell completions of one prompt apart; look at them in episodes/, take "
-        "a finer or another reward, or easier data where all fail"
-    )
 
 
 def _moved(metrics: Mapping[str, float]) -> bool:
@@ -210,7 +198,7 @@ def no_steps(last: Sequence[Trained]) -> Mapping[str, str]:
         return {}
     return {
         "steps": f"no optimiser step in the last {SEVERAL} iterations (optimizer/steps): the "
-        f"weights stand still; {_why_no_step(last[-1].metrics)}"
+        f"weights do not change; {_why_no_step(last[-1].metrics)}"
     }
 
 
@@ -239,8 +227,8 @@ def mismatch(last: Sequence[Trained], dtype: str, first_k3: float | None) -> Map
     if len(k3) < SEVERAL or (min(k3) <= most_k3 and max(ess) >= least_ess):
         return {}
     return {
-        "mismatch": "the inference engine does not sample from the policy that is trained: in each "
-        f"of the last {SEVERAL} iterations their log-probs differ by more than rounding in {dtype} "
+        "mismatch": "the inference engine does not sample from the trained policy: in each of the "
+        f"last {SEVERAL} iterations their log-probs differ by more than rounding in {dtype} "
         f"explains (mismatch/k3 {k3[-1]:.2g} nats, limit {most_k3:.2g}; mismatch/ess "
         f"{ess[-1]:.3f}, limit {least_ess:g}). Adapter weights may arrive scaled, late or in part, "
         "or the engine samples at another temperature or sees other pictures. Rewards, gradients "
