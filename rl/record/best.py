@@ -1,4 +1,4 @@
-"""Tells which checkpoint scored best on held-out samples, by the run's own metrics.jsonl."""
+"""Finds the checkpoint that scored best on held-out samples in the run's metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ def guard(keeps_going: bool = False) -> None:
 
 def open_closed_streams() -> None:
     """Standard streams that are closed (`>&-`, some daemons) become /dev/null, here and in child
-    processes; otherwise files that are opened later would get their descriptors, and with them what
-    C libraries print."""
+    processes: files opened later would get their descriptors, and what C libraries print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one
@@ -82,8 +81,7 @@ class Guarded(_Stream):
 
 
 class Lossy(_Stream):
-    """Writes to `files` too (what C libraries write does not go there). What a full disk, a closed
-    pipe or an encoding refuses is dropped there without an error."""
+    """Writes to `files` too, and drops what a full disk, a closed pipe or an encoding refuses."""
 
     def __init__(self, stream: TextIO, *files: TextIO) -> None:
         super().__init__(stream)
@@ -91,7 +89,7 @@ class Lossy(_Stream):
 
     def write(self, text: str) -> int:
         for place in self._places:
-            with suppress(OSError, ValueError):  # closed, or a character that it cannot spell
+            with suppress(OSError, ValueError):  # closed, or a character that it cannot encode
                 place.write(text)
         return len(text)
 

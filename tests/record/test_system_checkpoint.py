@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import time
@@ -254,28 +253,6 @@ def test_a_failed_save_costs_nothing_but_itself(tmp_path, capfd):
     with pytest.raises(SaveError, match="Input/output error"):
         save(checkpoints, 20, fail, final=True)
     assert save(checkpoints, 20, final=True) is not None
-
-
-def save_on_a_small_disk(folder: Path, answers: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    checkpoints = checkpoints_in(folder)
-    first = save(checkpoints, 1)
-    too_large = save(checkpoints, 2, size=100_000)
-    found = checkpoints.latest()
-    answers.send((first, too_large, found, save(checkpoints, 3)))
-
-
-@pytest.mark.slow
-def test_a_disk_that_refuses_bytes_midway_leaves_the_old_checkpoint(tmp_path):
-    """A real refusal by the kernel: files may not grow beyond 20 kB."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    spawn(save_on_a_small_disk, tmp_path, sender)
-    assert receiver.poll(60)
-    first, too_large, found, third = receiver.recv()
-    assert first == found and first.name == "step_000001"
-    assert too_large is None
-    assert third.name == "step_000003"
-    assert names_in(tmp_path) == ["step_000001", "step_000003"]
 
 
 def save_forever(folder: Path, answers: Connection) -> None:
