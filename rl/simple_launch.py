@@ -1,7 +1,6 @@
-"""Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
+"""Starts a run's ranks and watches them; the same command resumes the run.
 
-A script may also come alone (`rl check-distributed`): it gets N ranks and no config. The same
-command resumes the run from its last checkpoint.
+    python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [key=value ...]
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
 node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _report(config: RunConfig, online: bool) -> int:
-    """`--check ... | head` closes our output early, which changes nothing of what was found."""
+    """Prints the report and returns its exit code, also under `--check ... | head`."""
     text, code = report.report(config, config.gpu_gb, online)
     try:
         print(text, flush=True)
@@ -94,8 +93,8 @@ def _report(config: RunConfig, online: bool) -> int:
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """Against this machine's GPUs, or those that --gpu-gb speaks of; none on a machine without.
-    Others than the config is written for are said, with the size under which it was tried."""
+    """Of a start on this machine's GPUs, or on GPUs of the size --gpu-gb names; [] without GPUs.
+    Where the config is written for another size, says which gpu_gb fits."""
     machine = placement.look_at_machine()
     num_ranks = config.world_size // args.nnodes
     if args.gpu_gb is not None:
@@ -154,18 +153,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
-    if args.nproc is not None and args.nproc < 1:
-        parser.error(f"--nproc {args.nproc}: at least one rank is needed")
-    if args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes:
-        parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
-    if args.nnodes > 1 and not args.rdzv_endpoint:
-        parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
-    if args.retries < 0:
-        parser.error(f"--retries {args.retries}: a number of restarts, 0 for none")
-    if args.retries and args.nnodes > 1:
-        parser.error("--retries starts one node's ranks again; on several, start the same command")
-    if args.online and not args.check:
-        parser.error("--online goes with --check; a start asks the judge by itself")
+    for is_wrong, message in (
+        (args.nproc is not None and args.nproc < 1, f"--nproc {args.nproc}: at least one rank"),
+        (
+            args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes,
+            f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}",
+        ),
+        (
+            args.nnodes > 1 and not args.rdzv_endpoint,
+            "--nnodes > 1 needs --rdzv-endpoint host:port",
+        ),
+        (args.retries < 0, f"--retries {args.retries}: a number of restarts, 0 for none"),
+        (args.retries and args.nnodes > 1, "--retries starts one node's ranks again, not several"),
+        (args.online and not args.check, "--online goes with --check"),
+    ):
+        if is_wrong:
+            parser.error(message)
     words = [_as_here(word) for word in args.words]
     has_script = words[0] == "rl.train" or words[0].endswith(".py")
     args.script = words.pop(0) if has_script else "rl.train"
@@ -194,7 +197,7 @@ def _folder(word: str) -> Path:
 
 
 def _as_here(word: str) -> str:
-    """EARL's launch lines name its own tree; what lies elsewhere here is found under that name."""
+    """Maps the paths of EARL's launch lines to ours."""
     if not word.startswith("rl/") or not_a_file(word) != GONE:
         return word
     if word == "rl/nano_aha_moment.py":
@@ -219,31 +222,27 @@ def launch(
             _say(line)
         if args.retries == 0 or ending.code == 0 or ending.asked:
             break
-        why_not = _why_no_restart(ending, left, before, _iterations_on_disk(config))
+        now = _iterations_on_disk(config)
+        why_not = ""
+        if not ending.by_machine:
+            why_not = "which would come again; --retries is for what the machine does"
+        elif now <= before:
+            why_not = f"and no iteration was saved since the last start (before: {before})"
+        elif left == 0:
+            why_not = "and every restart of --retries is used"
         if why_not:
-            _say(f"not started again: {why_not}")
+            _say(f"not started again: {ending.what}, {why_not}")
             break
         _say(f"started again, {args.retries - left + 1} of {args.retries}: {ending.what}")
     return ending.code
 
 
 def _iterations_on_disk(config: RunConfig | None) -> int:
-    """Those that the newest whole checkpoint holds."""
+    """Iterations in the newest whole checkpoint."""
     from rl.record.checkpoint import find, iteration_of
 
     newest = None if config is None else find(config.run_dir, hashes=False).path
     return 0 if newest is None else iteration_of(newest)
-
-
-def _why_no_restart(ending: endings.Ending, left: int, before: int, now: int) -> str:
-    """Why `--retries` leaves the run ended, or ''."""
-    if not ending.by_machine:
-        return f"{ending.what}, which would come again; --retries is for what the machine does"
-    if now <= before:
-        return f"{ending.what}, and no iteration was saved since the last start (before: {before})"
-    if left == 0:
-        return f"{ending.what}, and every restart of --retries is used"
-    return ""
 
 
 def _one_start(
@@ -274,8 +273,8 @@ def _run_ranks(
     meeting: dict[str, str],
     nodes: NodeWatch | None = None,
 ) -> endings.Ending:
-    """The ranks' processes, started together, watched, and ended together; `nodes` hears why they
-    failed. A signal that asks this process to stop is passed on to them, and waited for."""
+    """Start the ranks, watch them and end them together; `nodes` gets the reason if they fail. A
+    signal that asks this process to stop is passed on to them, and their end is awaited."""
     with signals.noted() as asks:
         processes = _start_ranks(args, num_ranks, log_dir, notes, meeting)
         beats = {rank: notes / heartbeat.file_name(rank) for rank in processes}
@@ -306,7 +305,7 @@ def _run_ranks(
 def _start_ranks(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
 ) -> endings.Processes:
-    """This node's processes by rank, each with its place among all in its environment."""
+    """This node's processes by rank."""
     words = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
     loading.stop()  # rank 0 goes on with such lines
@@ -330,11 +329,8 @@ def _say(line: str) -> None:
 
 
 def _set_environment(num_ranks: int, config: RunConfig | None) -> None:
-    """What has to be there before a rank imports torch; what the user has set stays.
-
-    On the CPU: one thread per rank (more are slower on a shared CPU), and no
-    warnings of torch's C++ parts, which speak of NUMA nodes and host names, nothing to act on.
-    """
+    """Set what has to be there before a rank imports torch, unless the user has set it: on the CPU
+    one thread per rank (more are slower on a shared CPU) and no warnings of torch's C++ parts."""
     import torch
 
     threads = max(1, min(8, (os.cpu_count() or 1) // num_ranks))

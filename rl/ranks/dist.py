@@ -1,9 +1,4 @@
-"""The other ranks: who they are, and every collective the loop uses.
-
-`Dist` is made BEFORE any engine: one that finds no process group makes its own, and then ours
-cannot be made. With one process no group exists and every collective is the identity. A collective
-is called by all ranks or by none. torch is imported on first use only.
-"""
+"""The other ranks, and every collective the loop uses. torch is imported on first use only."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ class _Trouble:
 
 
 class MergeableMetrics(Protocol):
-    """`rl/algorithm/metrics.py`, seen from a room that may not import it."""
+    """`rl/algorithm/metrics.py`, which this room may not import."""
 
     def state(self) -> Any: ...
 
@@ -50,7 +45,12 @@ class MergeableMetrics(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Dist:
-    """This process among its peers."""
+    """This process among its peers.
+
+    Created BEFORE any engine, because an engine that finds no process group creates its own. With
+    one process no group exists and every collective is the identity. All ranks call a collective,
+    or none.
+    """
 
     rank: int = 0
     """0 .. world_size - 1 over all nodes."""
@@ -133,8 +133,8 @@ class Dist:
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank. Values travel pickled.
 
-        Every object collective is this one. Raises `PeerError` when another rank tells that it
-        cannot go on instead of bringing its value.
+        Every object collective is this one. Raises `PeerError` when another rank reports that it
+        cannot go on.
         """
         if self.world_size == 1:
             return [value]
@@ -145,21 +145,21 @@ class Dist:
         return values
 
     def tell(self, trouble: BaseException, patience_s: float) -> bool:
-        """This rank cannot go on: the others raise `PeerError` in the gather that they come to
-        next. Returns whether they have all heard, False after `patience_s`. Collective or not."""
+        """Report that this rank cannot go on: the others raise `PeerError` in their next gather.
+        Returns whether all have received it, False after `patience_s`. Collective or not."""
         if self.world_size == 1 or isinstance(trouble, PeerError):
             return True
-        heard = threading.Event()
+        received = threading.Event()
 
         def send() -> None:
             with suppress(Exception):  # a rank that is gone
                 self._exchange(_Trouble(repr(trouble)))
-                heard.set()
+                received.set()
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         sender.join(patience_s)
-        return heard.is_set()
+        return received.is_set()
 
     def _exchange(self, value: Any) -> list[Any]:
         import torch.distributed as td
@@ -188,8 +188,8 @@ _waited_s = 0.0
 
 
 def waited_s() -> float:
-    """Seconds that this process has spent in collectives until now: nearly all of it the wait for
-    slower ranks. (One on the GPU returns at once, and is waited for in whatever comes next.)"""
+    """Seconds of this process in collectives, nearly all of it waiting for slower ranks. (A
+    collective on the GPU returns at once; its wait shows up in whatever comes next.)"""
     return _waited_s
 
 
@@ -204,12 +204,11 @@ def _waiting() -> Iterator[None]:
 
 
 def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank); one process when torchrun did not start us."""
+    """(rank, world_size, local_rank); one process where no launcher set them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if int(environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1, 0
-    missing = [name for name in names if name not in environ]
-    if missing:
+    if missing := [name for name in names if name not in environ]:
         raise ValueError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start "
             "several ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"

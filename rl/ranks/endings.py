@@ -36,14 +36,14 @@ Processes = Mapping[int, "subprocess.Popen[bytes]"]  # by rank; each leads a pro
 
 @dataclass(frozen=True)
 class Ending:
-    """Of one start of the ranks."""
+    """How one start of the ranks ended."""
 
     code: int
     """The exit code to pass on."""
     what: str
     """'rank 1 was killed by SIGKILL'; '' where nothing failed."""
     by_machine: bool
-    """It died of the machine: a signal, a device, a connection, a hang."""
+    """The machine ended it: a signal, a device, a connection, a hang."""
     lines: tuple[str, ...] = ()
     """What to tell the user."""
     asked: bool = False
@@ -65,8 +65,8 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     first_s = min(failure.at_s for failure in failures.values())
 
     def order(rank: int) -> tuple[bool, bool, int]:
-        # A rank that could not even note its end died hardest; one that SIGTERM ended was asked to,
-        # and so was one that took no notice of it and was killed for that.
+        # A rank that could not even note its end comes first. Ranks that SIGTERM ended were asked
+        # to; so were those that ignored it and were killed for that.
         note, code = _note(notes, rank), failures[rank].exit_code
         late = failures[rank].at_s - first_s > PEERS_TERM_S - 5
         asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and late)
@@ -78,7 +78,7 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     how = f"killed by {name}" if name else f"exit code {code}"
     lines = [f"rank {rank} failed: {how}; logs: {log_dir}"]
     reason = note.get("reason", "")
-    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has said its own
+    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its own
         lines.append(reason)
     return Ending(
         code if code >= 0 else 128 - code,
@@ -171,7 +171,7 @@ def end_alone(
 
 
 def end_leftovers(notes: Path) -> None:
-    """Kill what a rank that died left in its process group (an engine's own workers, say)."""
+    """Kill what a dead rank left in its process group (an engine's own workers, say)."""
     for file in notes.glob("rank_*.json"):
         group = _row(file).get("process_group")
         if isinstance(group, int):

@@ -42,10 +42,10 @@ def calls() -> list[Call]:
 
 
 def _calls_from(frame: FrameType | None) -> list[Call]:
-    found = []
+    calls = []
     while frame is not None:
         spec = frame.f_globals.get("__spec__")
         module = str(spec.name if spec else frame.f_globals.get("__name__"))
-        found.append(Call(module, id(frame.f_code), frame.f_lasti))
+        calls.append(Call(module, id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return found
+    return calls
