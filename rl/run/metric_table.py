@@ -238,20 +238,11 @@ METRICS: dict[str, Metric] = {
     ),
     "time/iteration_max_over_median": Metric("1", "the same of all phases together"),
     "time/slowest_rank": Metric("rank", "the rank whose phases together took longest"),
-    # Cost: what rank 0 computed in that time
-    "work/<phase>_tflop": Metric(
-        "1e12 FLOPs", "matrix products and convolutions of one phase, rank 0"
-    ),
-    "work/<phase>_floor_share": Metric(
+    "work/mfu": Metric(
         "0..1",
-        "share of the roofline: least time that the phase's FLOPs and bytes take at this device's "
-        "measured rates / the phase's time",
-    ),
-    "work/iteration_tflop": Metric("1e12 FLOPs", "the same of the whole iteration"),
-    "work/iteration_floor_share": Metric(
-        "0..1",
-        "share of the roofline of the whole iteration: sum of the phases' least times / "
-        "time/iteration_s: how busy the device was kept",
+        "model FLOPs utilisation: operations of the policy's forward and backward on rank 0's "
+        "groups (closed formulas, nothing recomputed; sampling, rendering and vision tower left "
+        "out) / (time/iteration_s x this device's measured rate of matrix products)",
     ),
     "memory/peak_gb": Metric(
         "GB",
