@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
@@ -17,8 +17,6 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rl.meter import flop_meter
-from rl.meter.flop_meter import Ceilings
 from rl.ranks import heartbeat
 from rl.ranks.dist import waited_s
 from rl.record.terminal import beneath, guard, plain
@@ -138,36 +136,19 @@ class Console:
             self.say("-" * _LOG_WIDTH)
 
     def where_time_went(self, timer: PhaseTimer) -> None:
-        """The closing table: every phase's time and FLOPs on this rank, the longest first."""
-        headings = ("phase", "time", "share of wall", "TFLOP", "roofline", "share of roofline")
-        table = Table(*headings, title="where did the time go (rank 0)")
-        for name, seconds, share, tflop, roofline_s, roofline_share in timer.closing_rows():
-            table.add_row(
-                name,
-                duration(seconds),
-                f"{share:.1%}",
-                "" if tflop is None else f"{tflop:.3g}",
-                "" if roofline_s is None else f"{roofline_s:.3g} s",
-                "" if roofline_share is None else f"{roofline_share:.1%}",
-            )
+        """The closing table: every phase's time on this rank, the longest first."""
+        table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
+        for name, seconds, share in timer.closing_rows():
+            table.add_row(name, duration(seconds), f"{share:.1%}")
         self._rich.print(table)
-        if timer.ceilings is not None:
-            self.say(
-                "roofline: the least time at the rates that this device showed before the run, "
-                f"{timer.ceilings.flops_per_s / 1e12:.3g} TFLOP/s and "
-                f"{timer.ceilings.bytes_per_s / 1e9:.3g} GB/s"
-            )
 
 
 class ClosingRow(NamedTuple):
-    """A row of the closing table; None where a phase ran no model that is counted."""
+    """A row of the closing table."""
 
     phase: str
     time_s: float
     wall_share: float
-    tflop: float | None
-    floor_s: float | None
-    floor_share: float | None
 
 
 @dataclass(frozen=True)
@@ -175,29 +156,11 @@ class Spent:
     """What a phase took."""
 
     seconds: float = 0.0
-    flops: float = 0.0
-    roofline_s: float = 0.0
-    """Seconds that it takes at best; 0 where the device's ceilings are not known."""
     waited_s: float = 0.0
     """Seconds of it spent in collectives, where faster ranks wait for slower ones."""
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            self.seconds + other.seconds,
-            self.flops + other.flops,
-            self.roofline_s + other.roofline_s,
-            self.waited_s + other.waited_s,
-        )
-
-    @property
-    def tflop(self) -> float | None:
-        """None: nothing was counted."""
-        return self.flops / 1e12 or None
-
-    @property
-    def roofline_share(self) -> float | None:
-        """Share of the roofline, 1 at best; None: it is not known."""
-        return self.roofline_s / self.seconds if self.roofline_s else None
+        return Spent(self.seconds + other.seconds, self.waited_s + other.waited_s)
 
 
 @dataclass
@@ -220,20 +183,22 @@ class Phase:
 
 
 class PhaseTimer:
-    """Wall seconds and FLOPs per phase, of this iteration and of the whole run, on this rank.
+    """Wall seconds per phase, of this iteration and of the whole run, on this rank.
 
     A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
     time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
     often. Code that has phases and shall count as one gets a timer of its own.
     """
 
-    def __init__(self, console: Console | None = None, ceilings: Ceilings | None = None) -> None:
-        """`console`: None prints nothing. `ceilings`: of the device that computes; None leaves the
-        roofline out."""
+    def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
+        """`console`: None prints nothing. `flops_per_s`: the device's rate of matrix
+        products; None: no utilisation is computed."""
         self._console = console
-        self.ceilings = ceilings
+        self._flops_per_s = flops_per_s
+        self.model_flops = 0.0
+        """Operations of the policy's training passes since the last lap."""
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
-        self._settled_work, self._settled_waited_s = flop_meter.done(), waited_s()
+        self._settled_waited_s = waited_s()
         self._this_iteration: dict[str, Spent] = {}
         self._unprinted: dict[str, Spent] = {}
         self._notes: dict[str, str] = {}
@@ -275,17 +240,13 @@ class PhaseTimer:
 
     def _settle(self) -> None:
         """Book what was spent since the last settling on the innermost phase under way."""
-        now_s, now_work, now_waited_s = time.perf_counter(), flop_meter.done(), waited_s()
+        now_s, now_waited_s = time.perf_counter(), waited_s()
         if self._under_way:
             name = self._under_way[-1].name
-            piece = now_work - self._settled_work
-            roofline_s = self.ceilings.roofline_s(piece) if self.ceilings else 0.0
-            waited = now_waited_s - self._settled_waited_s
-            spent = Spent(now_s - self._settled_s, piece.flops, roofline_s, waited)
+            spent = Spent(now_s - self._settled_s, now_waited_s - self._settled_waited_s)
             for totals in (self._this_iteration, self._unprinted, self.total):
                 totals[name] = totals.get(name, Spent()) + spent
-        self._settled_s, self._settled_work = now_s, now_work
-        self._settled_waited_s = now_waited_s
+        self._settled_s, self._settled_waited_s = now_s, now_waited_s
 
     def own_seconds(self) -> dict[str, float]:
         """Seconds of each phase since the last lap, without waits for other ranks."""
@@ -294,34 +255,21 @@ class PhaseTimer:
         }
 
     def lap(self) -> dict[str, float]:
-        """`time/<phase>_s`, `work/<phase>_tflop` and `work/<phase>_floor_share` since the last lap,
-        and the same of the whole `iteration`; starts the next one."""
+        """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next
+        one."""
         now_s = time.perf_counter()
-        whole = replace(_sum(self._this_iteration), seconds=now_s - self._lap_s)
-        metrics: dict[str, float] = {}
-        for name, spent in [*self._this_iteration.items(), ("iteration", whole)]:
-            metrics[f"time/{name}_s"] = spent.seconds
-            if spent.tflop is not None:
-                metrics[f"work/{name}_tflop"] = spent.tflop
-            if spent.roofline_share is not None:
-                metrics[f"work/{name}_floor_share"] = spent.roofline_share
-        self._this_iteration, self._lap_s = {}, now_s
+        metrics = {f"time/{name}_s": spent.seconds for name, spent in self._this_iteration.items()}
+        metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s
+        if self._flops_per_s and self.model_flops:
+            metrics["work/mfu"] = self.model_flops / (iteration_s * self._flops_per_s)
+        self._this_iteration, self._lap_s, self.model_flops = {}, now_s, 0.0
         return metrics
 
     def closing_rows(self) -> list[ClosingRow]:
         """Every phase of the run, the longest first, and their sum."""
         wall_s = max(self.wall_s, 1e-9)
-        phases = _sum(self.total)
-        rows = sorted(self.total.items(), key=lambda item: -item[1].seconds)
-        rows.append(("(other)", Spent(max(0.0, wall_s - phases.seconds))))
-        rows.append(("wall", replace(phases, seconds=wall_s)))
-        return [
-            ClosingRow(
-                name, s.seconds, s.seconds / wall_s, s.tflop, s.roofline_s or None, s.roofline_share
-            )
-            for name, s in rows
-        ]
-
-
-def _sum(phases: Mapping[str, Spent]) -> Spent:
-    return sum(phases.values(), Spent())
+        seconds = {name: spent.seconds for name, spent in self.total.items()}
+        rows = sorted(seconds.items(), key=lambda item: -item[1])
+        rows.append(("(other)", max(0.0, wall_s - sum(seconds.values()))))
+        rows.append(("wall", wall_s))
+        return [ClosingRow(name, taken_s, taken_s / wall_s) for name, taken_s in rows]

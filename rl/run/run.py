@@ -23,7 +23,7 @@ from rl.judge.client import JudgeClient
 from rl.learner.learner import Learner
 from rl.learner.train_step import TrainStep
 from rl.learner.weight_sync import SyncReport, sync
-from rl.meter import flop_meter
+from rl.meter.device import take_peak_memory_gb
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint
@@ -219,6 +219,13 @@ class Run:
     def rollout_metrics(self, rollout: Rollout) -> Metrics:
         """What an iteration's episodes show and what its plugs report. Collective."""
         metrics = rollout_metrics(rollout, self.dist)
+        self.timer.model_flops += sum(
+            self.policy.train_flops(
+                len(episodes_G[0].prompt.token_ids),
+                [len(episode.completion.token_ids) for episode in episodes_G],
+            )
+            for episodes_G in rollout.episodes
+        )
         metrics.update(self.lost_pictures.metrics)
         metrics.update(self.watch.add_rewards(rollout, self.dist))
         if self.held_out:
@@ -289,7 +296,7 @@ class Run:
             _add_judge_stats(metrics, self.judge)
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
-        metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
+        metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
         of_ranks = self.dist.gather((metrics.state(), self.timer.own_seconds()))
         reduced = {
             **Metrics.merge([state for state, _ in of_ranks]),

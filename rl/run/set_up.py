@@ -23,7 +23,7 @@ from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
-from rl.meter import flop_meter
+from rl.meter.device import measure_flops_per_s
 from rl.preflight import footprint, memory_plan
 from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.resume import check_resume
@@ -82,7 +82,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             _refuse_finished(config.run_name, done, num_iterations)
         placement.enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
-        ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
+        flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
         with heartbeat.phase(WATCHED_ELSEWHERE):
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
@@ -125,7 +125,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             dist=dist,
             run_dir=run_dir,
             console=console,
-            timer=PhaseTimer(console, ceilings),
+            timer=PhaseTimer(console, flops_per_s),
             record=record,
             tracker=tracker,
             checkpoints=checkpoints,

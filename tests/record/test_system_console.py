@@ -9,8 +9,6 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from rl.files.images import downscale, png_bytes
-from rl.meter import flop_meter
-from rl.meter.flop_meter import Ceilings, Work
 from rl.record import console
 from rl.record.console import Console, PhaseTimer, duration
 from rl.run.metric_table import METRICS, check_known, doc_of, markdown_table
@@ -135,52 +133,41 @@ def test_the_summary_line_says_how_it_goes_and_when_it_ends():
     )
 
 
-def test_work_is_booked_like_time_and_has_a_floor(clock):
-    timer = PhaseTimer(ceilings=Ceilings(flops_per_s=1e12, bytes_per_s=1e9))
-    flop_meter.add(Work(flops=7e12))  # before any phase: nobody's
+def test_a_lap_has_the_seconds_of_each_phase_and_one_utilisation(clock):
+    timer = PhaseTimer(flops_per_s=1e12)
     with timer.phase("render"):
-        flop_meter.add(Work(flops=1e12))
         with timer.phase("condition"):
-            flop_meter.add(Work(flops=1e11, bytes_moved=5e8))
             clock[0] += 1.0
-        flop_meter.add(Work(flops=2e12))
         clock[0] += 9.0
-    with timer.phase("judge_wait"):
-        clock[0] += 2.0
+    timer.model_flops += 3e12
+    clock[0] += 2.0
     metrics = timer.lap()
     check_known(metrics, {})
     assert metrics == {
         "time/render_s": 9.0,
-        "work/render_tflop": 3.0,
-        "work/render_floor_share": pytest.approx(3 / 9),
         "time/condition_s": 1.0,
-        "work/condition_tflop": 0.1,
-        "work/condition_floor_share": 0.5,  # moving its bytes takes longer than computing
-        "time/judge_wait_s": 2.0,
         "time/iteration_s": 12.0,
-        "work/iteration_tflop": pytest.approx(3.1),
-        "work/iteration_floor_share": pytest.approx(3.5 / 12),
+        "work/mfu": 0.25,
     }
+    clock[0] += 1.0
+    assert timer.lap() == {"time/iteration_s": 1.0}
 
 
-def test_the_closing_table_accounts_for_every_second_and_operation(clock):
+def test_the_closing_table_accounts_for_every_second(clock):
     stream = io.StringIO()
-    timer = PhaseTimer(ceilings=Ceilings(flops_per_s=1e12, bytes_per_s=2e9))
-    for name, seconds, tflop in (("learn", 3.0, 0.6), ("render", 6.0, 1.5), ("judge_wait", 0.5, 0)):
+    timer = PhaseTimer()
+    for name, seconds in (("learn", 3.0), ("render", 6.5)):
         with timer.phase(name):
-            flop_meter.add(Work(flops=tflop * 1e12))
             clock[0] += seconds
     clock[0] += 0.5
     Console(True, stream).where_time_went(timer)
     rows = [line.strip("│").split("│") for line in stream.getvalue().splitlines() if "│" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        ["render", "6.0 s", "60.0%", "1.5", "1.5 s", "25.0%"],
-        ["learn", "3.0 s", "30.0%", "0.6", "0.6 s", "20.0%"],
-        ["judge_wait", "0.5 s", "5.0%", "", "", ""],
-        ["(other)", "0.5 s", "5.0%", "", "", ""],
-        ["wall", "10.0 s", "100.0%", "2.1", "2.1 s", "21.0%"],
+        ["render", "6.5 s", "65.0%"],
+        ["learn", "3.0 s", "30.0%"],
+        ["(other)", "0.5 s", "5.0%"],
+        ["wall", "10.0 s", "100.0%"],
     ]
-    assert "1 TFLOP/s and 2 GB/s" in stream.getvalue().splitlines()[-1]
 
 
 def test_other_ranks_are_mute():
