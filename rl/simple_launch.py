@@ -238,7 +238,6 @@ def launch(
 
 
 def _iterations_on_disk(config: RunConfig | None) -> int:
-    """Iterations in the newest whole checkpoint."""
     from rl.record.checkpoint import find, iteration_of
 
     newest = None if config is None else find(config.run_dir, hashes=False).path
@@ -281,20 +280,19 @@ def _run_ranks(
         pids = {rank: process.pid for rank, process in processes.items()}
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
         watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
-        ending = None
+        ranks, ending = endings.Ranks(processes, watch, _say), None
         while ending is None:
             if asks:
-                ending = endings.leave_as_asked(watch, processes, asks, _say)
-            elif failures := endings.failures_of(processes):
-                endings.leave(watch, processes, [signal.SIGTERM], _say, endings.PEERS_TERM_S)
-                failures = endings.failures_of(processes) | failures
-                ending = endings.of_failure(failures, notes, log_dir)
-            elif all(process.poll() == 0 for process in processes.values()):
+                ending = ranks.leave_as_asked(asks)
+            elif failures := ranks.failures():
+                ranks.leave([signal.SIGTERM], endings.PEERS_TERM_S)
+                ending = endings.of_failure(ranks.failures() | failures, notes, log_dir)
+            elif ranks.all_done():
                 ending = endings.Ending(0, "", by_machine=False)
             elif watch.look():
-                ending = endings.end_hung(watch, processes, _say)
+                ending = ranks.end_hung()
             elif nodes is not None and (lost := nodes.lost()):
-                ending = endings.end_alone(lost, watch, processes, _say)
+                ending = ranks.end_alone(lost)
             else:
                 time.sleep(0.2)
         if nodes is not None:
@@ -304,8 +302,7 @@ def _run_ranks(
 
 def _start_ranks(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
-) -> endings.Processes:
-    """This node's processes by rank."""
+) -> dict[int, subprocess.Popen[bytes]]:
     words = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
     loading.stop()  # rank 0 goes on with such lines

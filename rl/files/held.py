@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _held: dict[Path, int] = {}
-"""Folder -> a descriptor of it."""
 
 
 class GoneError(FileNotFoundError):

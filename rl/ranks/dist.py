@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rl.ranks.rendezvous import INIT_METHOD
 
@@ -34,23 +34,11 @@ class _Trouble:
     text: str
 
 
-class MergeableMetrics(Protocol):
-    """`rl/algorithm/metrics.py`, which this room may not import."""
-
-    def state(self) -> Any: ...
-
-    @staticmethod
-    def merge(states: Sequence[Any]) -> dict[str, float]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Dist:
-    """This process among its peers.
-
-    Created BEFORE any engine, because an engine that finds no process group creates its own. With
-    one process no group exists and every collective is the identity. All ranks call a collective,
-    or none.
-    """
+    """This process among its peers. Create it BEFORE any engine, which would else create a process
+    group of its own. With one process every collective is the identity. All ranks call a
+    collective, or none."""
 
     rank: int = 0
     """0 .. world_size - 1 over all nodes."""
@@ -98,7 +86,6 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """The one that decides, writes and prints."""
         return self.rank == 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,10 +98,8 @@ class Dist:
         return tensor
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Elementwise float64 sum over ranks, exactly rounded: free of the ranks' order.
-
-        Raises ValueError when the ranks disagree on the length.
-        """
+        """Elementwise float64 sum over ranks, exactly rounded, so free of their order. Raises
+        ValueError when the ranks disagree on the length."""
         rows = self.gather([float(value) for value in values])
         if len({len(row) for row in rows}) != 1:
             raise ValueError(f"ranks brought {[len(row) for row in rows]} numbers to one sum")
@@ -131,11 +116,8 @@ class Dist:
         return self.gather(value if self.is_main else cast("T", None))[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank. Values travel pickled.
-
-        Every object collective is this one. Raises `PeerError` when another rank reports that it
-        cannot go on.
-        """
+        """Every rank's value, in rank order, on every rank; values travel pickled. Raises
+        `PeerError` when another rank reports that it cannot go on."""
         if self.world_size == 1:
             return [value]
         values = self._exchange(value)
@@ -169,8 +151,8 @@ class Dist:
             td.all_gather_object(values, value, group=self._cpu_group)
         return values
 
-    def reduce(self, metrics: MergeableMetrics) -> dict[str, float]:
-        """One dict for all ranks: each metric over its own global denominator."""
+    def reduce(self, metrics: Any) -> dict[str, float]:
+        """One dict for all ranks: each of the `Metrics` over its own global denominator."""
         return type(metrics).merge(self.gather(metrics.state()))
 
     def barrier(self) -> None:

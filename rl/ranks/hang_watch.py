@@ -21,8 +21,6 @@ Kind = Literal["moves", "judge", "waits", "stuck", "silent", "stopped"]
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank at one look."""
-
     kind: Kind
     idle_s: float
     """For how long it has not moved on."""
@@ -36,8 +34,6 @@ class Seen:
 
 
 class HangWatch:
-    """Watches the ranks of one node."""
-
     def __init__(
         self,
         beats: Mapping[int, Path],
@@ -46,8 +42,7 @@ class HangWatch:
         is_one_node: bool,
         say: Callable[[str], None],
     ) -> None:
-        """`beats`, `pids`: by rank. `limit_s`: how long a rank may hang. `is_one_node`: the ranks
-        wait for nobody elsewhere."""
+        """`beats`, `pids`: by rank. `limit_s`: how long a rank may hang."""
         self._beats, self._pids, self._say = dict(beats), dict(pids), say
         self._limit_s, self._is_one_node = limit_s, is_one_node
         self._said_after_s = min(SAID_AFTER_S, limit_s / 2)

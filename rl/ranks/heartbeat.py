@@ -44,24 +44,19 @@ class Beat:
     """One second of a rank. Times are of the machine's monotonic clock, in s."""
 
     at_s: float
-    """When it was written."""
     phase: str
     """'learn / judge_wait': of `PhaseTimer`, with those around it."""
     phase_since_s: float
-    """When the innermost began."""
     moved_s: float
     """When the main thread last came to a place in the code that was none of its last few."""
     where: str
     """'rl.engines.vllm.plug, in torch'."""
     waits_for_ranks: bool
-    """It is in a collective."""
     has_saved: bool
     """It was asked to stop, and all that it has finished is on disk."""
 
 
 class _Heart:
-    """The state of this process, and the file that it is written to, once there is one."""
-
     def __init__(self) -> None:
         self.phases = [(LOADING, time.monotonic())]
         """Under way, the innermost last, and when each began."""
@@ -70,7 +65,6 @@ class _Heart:
         self.descriptor: int | None = None
 
     def beat(self) -> None:
-        """From any thread."""
         if self.descriptor is None:
             return
         named = self.phases[1:] or self.phases

@@ -46,7 +46,6 @@ class NodeWatch:
         """Node -> when it last counted up; without nodes that have left."""
         self._looked_s = time.monotonic()
         self._silent: set[int] = set()
-        """Nodes reported as silent."""
         self._lost: set[int] = set()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._speak, daemon=True)

@@ -18,22 +18,15 @@ _FORM = re.compile(r"auto|cpu|cuda:\+?\d+")
 
 @dataclass(frozen=True)
 class Claim:
-    """One model that wants a place."""
-
     key: str
-    """The section that states it, e.g. 'renderer'."""
     device: str
     """As stated there; one of `WORDS`."""
     max_memory_gb: float | None = None
-    """Most it may take, GB; None = no limit."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What devices there are."""
-
     cuda_gb: tuple[float, ...] = ()
-    """Size of each CUDA device, GB."""
 
 
 def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
@@ -46,10 +39,8 @@ def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
 
 
 def resolve_device(asked: str, own: str) -> str:
-    """The device a plug loads onto; `own`: the rank's ('cpu', 'cuda:<index>').
-
-    Raises ValueError for 'cuda:+<n>' on a rank that has no CUDA device of its own.
-    """
+    """The device a plugin loads onto; `own`: the rank's ('cpu', 'cuda:<index>'). Raises ValueError
+    for 'cuda:+<n>' on a rank without a CUDA device."""
     if asked == "auto":
         return own
     if not asked.startswith("cuda:+"):
@@ -60,13 +51,8 @@ def resolve_device(asked: str, own: str) -> str:
 
 
 def problems(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | None) -> list[str]:
-    """Everything wrong with the placement of models, each with its key and remedy.
-
-    Args:
-        claims: every rank's, the same for all.
-        owns: the own device of each rank of one machine.
-        machine: None where only the words can be checked (a laptop checks a server's config).
-    """
+    """Everything wrong with the placement of models, each with its key and remedy. `owns`: the own
+    device of each rank of one machine; `machine`: None where only the words can be checked."""
     if unknown := [claim for claim in claims if not _FORM.fullmatch(claim.device)]:
         return [f"{c.key}.device: {c.device!r} is no device; give {WORDS}" for c in unknown]
     cpu = [own for own in owns if not own.startswith("cuda:")]
@@ -173,11 +159,8 @@ def own_devices(own: str, environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def enforce(claims: Sequence[Claim], own: str) -> None:
-    """Refuse what cannot be placed here, then set the memory limits; before any model is loaded.
-
-    A model that reaches its device's limit meets `torch.OutOfMemoryError`, as on a full device.
-    Raises ValueError with every problem.
-    """
+    """Refuse what cannot be placed here (ValueError with every problem), then set the memory
+    limits, before any model is loaded. A model beyond its limit gets `torch.OutOfMemoryError`."""
     machine = look_at_machine()
     found = problems(claims, own_devices(own), machine)
     if found:

@@ -113,7 +113,6 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Family and socket address of node 0."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

@@ -88,8 +88,7 @@ def stop_requested(dist: Dist) -> bool:
 
 
 def stop_heard() -> bool:
-    """Whether THIS rank was asked to stop, for leaving a long stretch without collectives early;
-    `stop_requested` must follow, to tell the others."""
+    """Whether THIS rank was asked to stop; `stop_requested` must follow, to tell the others."""
     return bool(_heard)
 
 

@@ -91,21 +91,20 @@ class _Ending:
 
 
 def _note_end(note: Path, reason: str, **flags: bool) -> None:
-    """The time tells cause from consequence: peers fail milliseconds after the first. But one that
-    has heard of it (`only_heard`) may be gone before the first has saved."""
+    """`ended_ns` tells cause from consequence: peers fail milliseconds later. But a rank that only
+    received another's trouble (`only_heard`) may be gone before that one has saved."""
     _write_note(note, {"ended_ns": time.time_ns(), "reason": reason, **flags})
 
 
-def _write_note(note: Path, told: Mapping[str, Any]) -> None:
-    """Whole or not at all: on a full disk the launcher knows what it was told before."""
+def _write_note(note: Path, row: Mapping[str, Any]) -> None:
+    """Whole or not at all: on a full disk the note before stays."""
     aside = note.with_suffix(".tmp")
     with suppress(OSError):
-        aside.write_text(json.dumps({"process_group": os.getpgid(0), **told}))
+        aside.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
         aside.replace(note)
 
 
 def _own_traceback(error: Exception) -> str:
-    """The traceback from the script's first frame on."""
     frame = error.__traceback__
     while frame and (
         "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__
@@ -115,11 +114,8 @@ def _own_traceback(error: Exception) -> str:
 
 
 def _send_output_to(path: Path, on_console: bool) -> None:
-    """Both streams, in order, into one file that later starts of the run append to.
-
-    With `on_console` the streams keep going where they went. A terminal is then left alone
-    (progress lines redraw themselves many times a second); anything else is copied to the file.
-    """
+    """Both streams into one file that later starts append to. With `on_console` they also keep
+    going where they went, and a terminal, whose lines redraw themselves, is not copied."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if on_console and sys.stdout.isatty():
         return

@@ -22,9 +22,7 @@ class Base:
     """The untrained weights under an adapter."""
 
     path: str
-    """Folder or hub id."""
     revision: str | None = None
-    """Hub revision; None = the newest."""
     subfolder: str = ""
     """Inside a hub repository; for a folder it is part of the path."""
     words: str = ""
@@ -32,14 +30,12 @@ class Base:
 
     @classmethod
     def of_editor(cls, editor: str, subfolder: str, words: str) -> Base:
-        """The text encoder of an editor."""
         if Path(editor).is_dir():
             return cls(f"{editor.rstrip('/')}/{subfolder}", words=words)
         return cls(editor, subfolder=subfolder, words=words)
 
     def policy_keys(self) -> dict[str, Any]:
-        """The keys of a policy section that load it. Raises ValueError when the tokenizer's place
-        is needed and not known."""
+        """The policy section's keys that load it. Raises ValueError when no tokenizer is known."""
         if self.words:
             editor, subfolder = self.path, self.subfolder
             if not subfolder:
@@ -59,10 +55,8 @@ class Base:
 
 
 def noted(base: Base, model_class: str) -> dict[str, Any]:
-    """The keys of an adapter_config.json that name its base, a `model_class` of transformers.
-
-    No task type: with one, PEFT's Auto classes take a class of theirs that reads no pictures.
-    """
+    """The keys of an adapter_config.json that name its base, a `model_class` of transformers. No
+    task type: with one, PEFT's Auto classes take a class of theirs that reads no pictures."""
     own = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: formats.ADAPTER}
     return {
         NAME: base.path,
@@ -77,8 +71,7 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
 
 
 def read_config(adapter: Path) -> dict[str, Any]:
-    """The adapter_config.json of a folder. Raises ValueError for one that is damaged, or that a
-    newer version wrote."""
+    """The adapter_config.json of a folder. Raises ValueError for a damaged or newer one."""
     file = adapter / ADAPTER_CONFIG
     written = row_of(file.read_bytes())
     if written is None:

@@ -62,30 +62,23 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class ResumePoint:
-    """What a checkpoint is written from."""
-
     iteration: int
     """Number of finished iterations."""
     tensors: Mapping[str, torch.Tensor]
     """The learner's, on the CPU, contiguous."""
     meta: Mapping[str, Any]
-    """JSON."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     """`rng_state()` of every rank."""
     write_model: Callable[[Path], None]
     """Fills the folder it gets; no collectives inside."""
     model_card: str
-    """Markdown."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What one rank reads from a checkpoint."""
-
     iteration: int
     """Number of finished iterations; the run goes on with the next."""
     tensors: dict[str, torch.Tensor]
-    """The learner's, on the CPU, the same on every rank."""
     meta: dict[str, Any]
     """The JSON that was handed to `save`."""
     rng: dict[str, Any] | None
@@ -105,8 +98,7 @@ class Checkpoints:
 
     @property
     def folder(self) -> Path:
-        """The checkpoints' folder, also when the run folder was moved. Raises GoneError when it is
-        gone."""
+        """Also when the run folder was moved. Raises GoneError when it is gone."""
         return place(self._run_dir / "checkpoints")
 
     def due(self, iteration: int) -> bool:
@@ -116,10 +108,8 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole (every size and sha256), or None before the first.
-
         Warns of newer ones that are damaged or gone. Raises ValueError when there are or were
-        checkpoints and none is whole: a run never restarts silently from the base weights.
-        """
+        checkpoints and none is whole: a run never restarts silently from the base weights."""
         found = find(self.folder.parent) if self._dist.is_main else Found()
         for remark in found.remarks:
             warn(remark)
@@ -129,11 +119,9 @@ class Checkpoints:
         return found.path
 
     def save(self, point: ResumePoint | None, final: bool = False) -> Path | None:
-        """Write a checkpoint and prune old ones.
-
-        `point` is read on rank 0 only. A failure leaves the older checkpoints as they were, warns
-        and returns None. Raises `SaveError`, on every rank, when `final`.
-        """
+        """Write a checkpoint (`point` is read on rank 0) and prune old ones. A failure leaves the
+        older checkpoints as they were, warns and returns None, or raises `SaveError` on every rank
+        if `final`."""
         path, problem = None, ""
         if self._dist.is_main:
             assert point is not None
@@ -144,13 +132,13 @@ class Checkpoints:
         return path
 
     def save_alone(self, point: ResumePoint) -> Path | None:
-        """`save` without the other ranks, which may be gone; one that saves the same at the same
-        time waits and finds it written. Local."""
+        """`save` without the other ranks, which may be gone. Two that save the same wait for each
+        other."""
         return self._try_write(point)[0]
 
     def publish(self, iteration: int, model_card: Callable[[], str], final: bool = False) -> None:
-        """Write the model card that knows the held-out run into the checkpoint of that iteration,
-        if there is one, and begin a push to the hub when that is due. Rank 0."""
+        """Write the model card that knows the held-out run into that iteration's checkpoint, if
+        there is one, and push to the hub when due. Rank 0."""
         path = self.folder / f"step_{iteration:06d}"
         model = path / MODEL_FOLDER
         if not model.is_dir():
@@ -167,10 +155,8 @@ class Checkpoints:
         self._pusher.close(say)
 
     def load(self, path: Path) -> Loaded:
-        """Read a checkpoint that `latest` found; no pickle is executed.
-
-        Raises ValueError when a rank cannot see the folder.
-        """
+        """Read a checkpoint that `latest` found; no pickle is executed. Raises ValueError when a
+        rank cannot see the folder."""
         from safetensors.torch import load_file
 
         if self._dist.any(not (path / "manifest.json").is_file()):
@@ -187,7 +173,6 @@ class Checkpoints:
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
     def _try_write(self, point: ResumePoint) -> tuple[Path | None, str]:
-        """(the checkpoint, '') or (None, why it could not be written)."""
         from filelock import FileLock
 
         name = f"step_{point.iteration:06d}"
@@ -253,8 +238,8 @@ class Checkpoints:
                 warn(f"checkpoint {name} is written; after it: {error}")
 
     def _prune(self) -> None:
-        """Move out of sight all but the newest two whole checkpoints, the best, the ones kept for
-        ever, and those that somebody else has written into."""
+        """Rename all but the newest two whole checkpoints, the best, the ones kept for ever, and
+        those that somebody else has written into."""
         steps = steps_of(self.folder.parent)
         whole = [path for path in steps if problem_of(path, hashes=False) is None]
         newest, every = whole[-_NUM_NEWEST_KEPT:], self._config.keep_every_n_iterations
@@ -270,7 +255,6 @@ class Checkpoints:
                 path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
 
     def _sweep(self) -> None:
-        """Delete what a kill, a failure or `_prune` left aside."""
         for path in left_aside(self.folder.parent):
             shutil.rmtree(path)
 
@@ -303,10 +287,7 @@ def _write_files(point: ResumePoint, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run may go on from."""
-
     path: Path | None = None
-    """The newest whole checkpoint, or None."""
     remarks: tuple[str, ...] = ()
     """Newer ones that are damaged or gone; an older format."""
     problem: str = ""
@@ -355,10 +336,7 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
     """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
-    samples) or the number of its iterations.
-
-    Raises ValueError, which names those that are there.
-    """
+    samples) or a number of iterations. Raises ValueError, which lists those that are there."""
     by_iteration = {iteration_of(step): step for step in steps_of(run_dir)}
     path, problem = None, f"checkpoint {which!r}: say latest, best, or a number of iterations"
     if which == "latest":
@@ -397,7 +375,7 @@ def left_aside(run_dir: Path) -> list[Path]:
 
 def discard(path: Path) -> None:
     """Delete a checkpoint, or what is left aside of one; a kill meanwhile leaves nothing that looks
-    like a checkpoint."""
+    whole."""
     if _STEP_NAME.fullmatch(path.name):
         path = path.rename(path.with_name(f"{_ASIDE_PREFIX}pruned-{path.name}"))
     shutil.rmtree(path)
@@ -417,8 +395,8 @@ def why_best_stays(run_dir: Path) -> dict[Path, str]:
 
 
 def why_it_stays(path: Path) -> str:
-    """Why a checkpoint's folder is not exactly what a save wrote, so that nothing may delete it; or
-    ''. Sizes are compared, not hashes."""
+    """Why a checkpoint is not exactly what a save wrote, so that nothing may delete it; or ''.
+    Compares sizes, not hashes."""
     if path.is_symlink():
         return "it is a link"
     if problem := problem_of(path, hashes=False):
@@ -433,9 +411,8 @@ def why_it_stays(path: Path) -> str:
 
 
 def model_folder(path: Path) -> Path:
-    """The model's folder in a run (its newest whole checkpoint) or a checkpoint; any other folder
-    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole, and for
-    what a newer version wrote."""
+    """The model's folder in a run (its newest whole checkpoint), a checkpoint, or `path` itself.
+    Raises ValueError when no checkpoint is whole, and for what a newer version wrote."""
     steps = steps_of(path)
     if problem := next(filter(None, map(too_new, [path, *steps[-1:]])), ""):
         raise ValueError(problem)
@@ -446,10 +423,8 @@ def model_folder(path: Path) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, with the run's config in it under today's names.
-
-    Raises ValueError for what a newer version wrote.
-    """
+    """The state.json of a checkpoint, with the run's config under today's names. Raises ValueError
+    for what a newer version wrote."""
     if problem := too_new(path):
         raise ValueError(problem)
     state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -459,11 +434,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:
-    """Why the checkpoint at `path` is not whole, or None when it is.
-
-    Every file's size is compared with the manifest, and with `hashes` its sha256 too (about 1 GB/s,
-    once per start, on rank 0).
-    """
+    """Why the checkpoint at `path` is not whole, or None. Compares every file's size with the
+    manifest, and with `hashes` its sha256 (about 1 GB/s)."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
@@ -503,7 +475,6 @@ def _format_of(file: Path) -> Any:
 
 
 def _seal(folder: Path) -> None:
-    """Make everything in `folder` durable, then write the manifest."""
     manifest = {}
     for path in sorted(folder.rglob("*")):
         fsync(path)
@@ -522,7 +493,6 @@ def _sha256(path: Path) -> str:
 
 
 def iteration_of(path: Path) -> int:
-    """'step_000010' -> 10."""
     return int(path.name.removeprefix("step_"))
 
 

@@ -30,7 +30,6 @@ SUMMARY = {
     "optimizer/grad_norm": "grad",
     "memory/peak_gb": "peak GB",
 }
-"""Metrics of the summary line and what they are called there; absent ones are left out."""
 LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
 """Shares that the line shows where they are not 0."""
 _ETA_WINDOW = 20
@@ -38,7 +37,6 @@ _ETA_WINDOW = 20
 _LOG_WIDTH = 80
 """Columns of a block of text where there is no terminal."""
 _MAX_FRAME_WIDTH = 110
-"""Longer lines are hard to read."""
 
 
 def warn(text: str) -> None:
@@ -76,12 +74,11 @@ class Console:
         self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
 
     def say(self, text: str) -> None:
-        """One plain line."""
         self._rich.print(plain(text), markup=False)
 
     def live(self, text: str) -> bool:
-        """Show `text` on a line that is redrawn in place, '' removes it; returns False where there
-        is no terminal."""
+        """Show `text` on a line that is redrawn in place, '' removes it; False where there is no
+        terminal."""
         if not self._has_terminal:
             return False
         self.live_text = text
@@ -103,7 +100,6 @@ class Console:
         return True
 
     def phase(self, name: str, seconds: float, note: str) -> None:
-        """The line of a finished phase."""
         self.say(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip())
 
     def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
@@ -136,7 +132,6 @@ class Console:
             self.say("-" * _LOG_WIDTH)
 
     def where_time_went(self, timer: PhaseTimer) -> None:
-        """The closing table: every phase's time on this rank, the longest first."""
         table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
         for name, seconds, share in timer.closing_rows():
             table.add_row(name, duration(seconds), f"{share:.1%}")
@@ -144,8 +139,6 @@ class Console:
 
 
 class ClosingRow(NamedTuple):
-    """A row of the closing table."""
-
     phase: str
     time_s: float
     wall_share: float
@@ -153,8 +146,6 @@ class ClosingRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Spent:
-    """What a phase took."""
-
     seconds: float = 0.0
     waited_s: float = 0.0
     """Seconds of it spent in collectives, where faster ranks wait for slower ones."""
@@ -165,8 +156,6 @@ class Spent:
 
 @dataclass
 class Phase:
-    """A phase under way."""
-
     name: str
     console: Console | None
     text: str = ""
@@ -177,22 +166,18 @@ class Phase:
         self.show()
 
     def show(self) -> None:
-        """Put this phase on the live line."""
         if self.console is not None:
             self.console.live(f"{self.name}: {self.text}" if self.text else self.name)
 
 
 class PhaseTimer:
-    """Wall seconds per phase, of this iteration and of the whole run, on this rank.
-
-    A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
-    time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
-    often. Code that has phases and shall count as one gets a timer of its own.
-    """
+    """Wall seconds per phase, of this iteration and of the whole run, on this rank. A phase inside
+    another pauses it, so that phases add up to the wall time. Lines are printed when the outermost
+    phase ends, one per phase. Code that shall count as one phase uses a timer of its own."""
 
     def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
-        """`console`: None prints nothing. `flops_per_s`: the device's rate of matrix
-        products; None: no utilisation is computed."""
+        """`console`: None prints nothing. `flops_per_s`: the device's rate of matrix products;
+        None: no utilisation."""
         self._console = console
         self._flops_per_s = flops_per_s
         self.model_flops = 0.0
@@ -204,11 +189,9 @@ class PhaseTimer:
         self._notes: dict[str, str] = {}
         self._under_way: list[Phase] = []
         self.total: dict[str, Spent] = {}
-        """Since the start, by phase."""
 
     @property
     def wall_s(self) -> float:
-        """Since the start."""
         return time.perf_counter() - self._start_s
 
     @contextmanager
@@ -256,7 +239,7 @@ class PhaseTimer:
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next
-        one."""
+        lap."""
         now_s = time.perf_counter()
         metrics = {f"time/{name}_s": spent.seconds for name, spent in self._this_iteration.items()}
         metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s

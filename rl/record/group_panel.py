@@ -21,7 +21,6 @@ class GroupPanel:
     """Keeps the group to show until the iteration's own line is printed."""
 
     def __init__(self, console: Console, every_n_iterations: int) -> None:
-        """`every_n_iterations`: 0 = never."""
         self._console = console
         self._every = every_n_iterations
         self._noted: tuple[str, list[Row]] | None = None
@@ -32,7 +31,6 @@ class GroupPanel:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
-        """Keep the first group of `iteration` (from 1) if its panel is due."""
         due = self._every > 0 and iteration % self._every == 0 and self._console.enabled
         if due and episodes_PG and episodes_PG[0]:
             rows = group_rows(episodes_PG[0], advantages_PG[0])
@@ -46,7 +44,6 @@ class GroupPanel:
 
 
 def group_rows(episodes_G: Sequence[Episode], advantages_G: Sequence[float | None]) -> list[Row]:
-    """The lines of a panel."""
     first = episodes_G[0]
     sample = shown(first.prompt.sample.id, MAX_TEXT_CHARS)
     rewards = [e.reward for e in episodes_G if e.reward is not None]
@@ -67,8 +64,8 @@ def group_rows(episodes_G: Sequence[Episode], advantages_G: Sequence[float | Non
 
 
 def chosen(episodes_G: Sequence[Episode]) -> list[tuple[str, int]]:
-    """(label, index in the group) of the completions to show, never only the best. Where all
-    rewards are equal, no label says 'best'."""
+    """(label, index in the group) of the completions to show; none is 'best' if all rewards are
+    equal."""
     rewards = {g: e.reward for g, e in enumerate(episodes_G) if e.reward is not None}
     order = sorted(rewards, key=lambda g: (-(rewards[g] or 0.0), g))
     lost = [g for g in range(len(episodes_G)) if g not in rewards][:1]

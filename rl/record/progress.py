@@ -20,8 +20,7 @@ FIRST_LINE_S = 10.0
 MAX_BETWEEN_LINES_S = 600.0
 _console: Console | None = None
 _first_line_s: dict[tuple[str, str], float] = {}
-"""(phase, what) -> when its next repetition gets a first line, FIRST_LINE_S where missing: what
-each iteration repeats is reported later each time."""
+"""(phase, what) -> when its next repetition gets a first line: later each time."""
 
 
 @contextmanager
@@ -39,8 +38,8 @@ class Progress:
     """How many of how many. Belongs to the main thread."""
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
-        """`what`: the things counted, in the plural. `done`: before this began, which does not
-        count for the rate."""
+        """`what`: the things counted, in the plural. `done`: before this began; not part of the
+        rate."""
         self.what, self.total = what, total
         self.done = self._done_before = done
         self._began_s = time.monotonic()
@@ -52,11 +51,9 @@ class Progress:
         self._live_before = self._console.live_text
 
     def step(self, num: int = 1) -> None:
-        """`num` more are done."""
         self.at(self.done + num)
 
     def at(self, done: int) -> None:
-        """`done` are done."""
         self.done = done
         if time.monotonic() >= self._look_s:
             self._report()
@@ -85,8 +82,8 @@ class Progress:
             self._console.say(f"  {text}" if self._phase else text)
 
     def end(self) -> None:
-        """Clears the live line. Work that began with a line in the log ends with one, unless its
-        phase prints its own."""
+        """Clears the live line, and ends work that had a line in the log with one, outside of
+        phases."""
         loading.note("")
         if self._is_live:
             self._console.live(self._live_before)
@@ -109,8 +106,7 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Progress]:
 
 @contextmanager
 def weights_counted() -> Iterator[None]:
-    """Inside, transformers' bars of loading weights are replaced by ours; the hub's bars of
-    downloads stay."""
+    """Inside, transformers' bars of loading weights are ours; the hub's bars of downloads stay."""
     from transformers.utils import logging
 
     def count(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -26,14 +26,11 @@ _IN_USE: dict[Use, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What to delete of one run."""
-
     run_dir: Path
     going: Sequence[Path] = ()
     """Folders of checkpoints, and what a kill left of one."""
     num_bytes: int = 0
     left: Sequence[str] = ()
-    """What is left alone, and why."""
 
 
 def plan(summary: Summary) -> Plan:
@@ -46,8 +43,8 @@ def plan(summary: Summary) -> Plan:
 
 
 def remove(planned: Plan, say: Callable[[str], None]) -> int:
-    """Delete what was planned and may still go; returns the bytes that are free. `say` gets a
-    sentence for each that could not be deleted."""
+    """Delete what was planned and may still go; returns the freed bytes. `say` gets the
+    failures."""
     freed = 0
     with to_oneself(planned.run_dir) as use:
         if why := _IN_USE.get(use):

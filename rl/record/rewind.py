@@ -20,7 +20,6 @@ from rl.files.atomic import lines_of, row_of, write_atomically
 
 SET_ASIDE = "set_aside"
 MAX_NUMBERS = 10
-"""Iterations listed in a sentence."""
 ENTRY_NAMES = {
     "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
     "images": re.compile(r"it_(\d{6,})"),
@@ -32,8 +31,8 @@ PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.pn
 
 
 def rewind(run_dir: Path, iteration: int) -> list[str]:
-    """Move everything recorded after `iteration` (-1: all of it), and every line of the metrics
-    that cannot be read, to a new folder; returns what to tell the user."""
+    """Move all that was recorded after `iteration` (-1: everything), and unreadable lines of the
+    metrics, to a new folder; returns what to tell the user."""
     metrics = run_dir / "metrics.jsonl"
     lines = lines_of(metrics) if metrics.is_file() else []
     read = [(n, iteration_of(line), line) for n, line in enumerate(lines, 1) if line.strip()]
@@ -100,13 +99,11 @@ def _missing(what: str, wanted: range, present: Iterable[int | None]) -> list[st
 
 
 def iteration_of(line: bytes) -> int | None:
-    """The iteration of a line of the metrics; None for a damaged line."""
     done = (row_of(line) or {}).get("iteration")
     return done if type(done) is int else None
 
 
 def _entries(folder: Path) -> dict[Path, int]:
-    """Entry of a folder of the run -> its iteration."""
     if not folder.is_dir():
         return {}
     matches = {entry: ENTRY_NAMES[folder.name].fullmatch(entry.name) for entry in folder.iterdir()}

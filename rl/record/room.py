@@ -25,11 +25,8 @@ _RUST = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")
 def when_there_is_room(
     write: Callable[[], T], folder: Path, what: str, num_bytes: int | None = None
 ) -> T:
-    """What `write` returns, once the disk has room; it is called again from its beginning.
-    `folder`: where it writes; `num_bytes`: about how much, None: as the error says.
-
-    Once asked to stop, it waits no longer and raises the disk's error. Local.
-    """
+    """What `write` returns, called again until the disk has room, or the process is asked to stop:
+    then raises the disk's error. `folder`: where it writes; `num_bytes`: about how much. Local."""
     began_s = warned_s = 0.0
     while True:
         try:

@@ -53,11 +53,8 @@ class RunRecord:
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
 
     def claim(self, wait_s: float = 30.0) -> None:
-        """Hold the run folder for this run; collective, rank 0 holds it for all.
-
-        Two runs under one name would tear each other's files. Waits for a predecessor that is
-        still saving; raises ValueError when the folder is still held after `wait_s`.
-        """
+        """Hold the run folder: two runs under one name would tear each other's files. Waits for a
+        predecessor that is still saving; raises ValueError after `wait_s`. Collective."""
         problem = ""
         if self._dist.is_main:
             self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,7 +77,6 @@ class RunRecord:
         held.hold(self.run_dir)
 
     def release(self) -> None:
-        """Let go of the run folder; the end of the process does it too."""
         held.release(self.run_dir)
         self._lock.release()
 
@@ -95,18 +91,16 @@ class RunRecord:
         held.require_in_place(self.run_dir)
 
     def write_config(self) -> None:
-        """`config.json` (rank 0)."""
         if self._dist.is_main:
             text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
             write_atomically(self.run_dir / "config.json", text)
 
     def rewind(self, iteration: int) -> list[str]:
-        """Set aside what came after `iteration` (-1: all of it), which will be done again (rank 0);
-        returns what to tell the user."""
+        """Set aside what came after `iteration` (-1: everything), which will be done again (rank
+        0); returns what to tell the user."""
         return rewind(self.run_dir, iteration) if self._dist.is_main else []
 
     def has_line(self, iteration: int) -> bool:
-        """Whether the metrics of that iteration are written."""
         path = self.run_dir / "metrics.jsonl"
         rows = read_rows(path)[0] if path.is_file() else []
         return any(row.get("iteration") == iteration for row in rows)
@@ -126,13 +120,10 @@ class RunRecord:
         advantages_PG: Sequence[Sequence[float | None]],
         bare_P: Sequence[Episode | None] = (),
     ) -> None:
-        """This rank's episodes, in a group's first line its bare arm (`bare_P`), and, whole groups
-        first, those of the run's first `images_per_iteration` pictures that are its own; then
-        forget pictures of iterations that `keep_images_of_last_n_iterations` leaves out.
-
-        Every rank calls it; does nothing on iterations that `log_episodes_every_n_iterations`
-        leaves out.
-        """
+        """Write this rank's episodes, with the bare arms (`bare_P`) in their groups' first lines,
+        and its share of the run's first `images_per_iteration` pictures, whole groups first; then
+        delete old pictures (`keep_images_of_last_n_iterations`). Does nothing on iterations that
+        `log_episodes_every_n_iterations` leaves out."""
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
@@ -187,8 +178,8 @@ class RunRecord:
         return f"{stem}.png"
 
     def _forget_images(self, last: int) -> None:
-        """Delete this rank's pictures up to iteration `last`, and on rank 0 their folders once no
-        rank writes there any more. Only entries with exactly a name of the run's."""
+        """Delete this rank's pictures up to iteration `last`, and on rank 0 folders that no rank
+        writes to any more. Only entries with exactly a name of the run's."""
         for folder in (self.run_dir / "images").glob("it_*"):
             named = ENTRY_NAMES["images"].fullmatch(folder.name)
             if named is None or int(named[1]) > last:
@@ -219,9 +210,7 @@ def source_files(files: Sequence[str | None]) -> dict[str, Any]:
 
 def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
     """Everything it takes to trace one reward: what was asked, sampled, drawn, replied, concluded.
-
-    `advantage` is None where the episode teaches nothing (UNGRADED).
-    """
+    `advantage` is None where the episode is UNGRADED."""
     sample, completion, action = episode.prompt.sample, episode.completion, episode.action
     return {
         "sample_id": sample.id,

@@ -28,19 +28,13 @@ class Summary:
 
     path: Path
     problem: str = ""
-    """Why nothing is known of it, or ''."""
     system: str = ""
     """The renderer's plugin, or the policy's where nothing is drawn."""
     done: int = 0
-    """Iterations that have a line of metrics."""
     planned: str = ""
-    """'40', '2 epochs'."""
     held_out: float | None = None
-    """The last reward on held-out data."""
     best: float | None = None
-    """The highest."""
     bytes_of: Mapping[str, int] = field(default_factory=dict)
-    """'checkpoints', 'pictures', 'rest'."""
     written_s: float = 0.0
     """When a file in it was last written, s since 1970."""
     use: Use = "unknown"
@@ -127,7 +121,6 @@ def _system(config: Mapping[str, Any]) -> str:
 
 
 def _is_number(value: object) -> bool:
-    """One that a line has room for."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX
 
 

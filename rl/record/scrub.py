@@ -63,23 +63,19 @@ def scrub(text: str) -> str:
 
 
 def scrubbed(value: Any) -> Any:
-    """`scrub` applied to every string, keys included, in nested dicts, lists and tuples."""
     return _scrubbed(value, _forms(secrets()))
 
 
 def secrets() -> tuple[tuple[str, str], ...]:
-    """(name, secret) of all that the environment holds now, the longest first.
-
-    Secret is the value of a variable that is named like one (`..._KEY`, `DB_PASS`, `GITHUB_PAT`,
-    `COOKIE`) or that was given to `remember`; and in every other variable the password of a URL and
-    what is assigned to a name like these (`...?token=`, JSON).
-    """
+    """(name, secret) of all that the environment holds now, the longest first: values of variables
+    named like a secret (`..._KEY`, `DB_PASS`, `COOKIE`) or given to `remember`; in other variables
+    a URL's password and what is assigned to such a name (`...?token=`, JSON)."""
     return _secrets(tuple(os.environ.items()), frozenset(_named))
 
 
 def environment_without(*needed: str) -> dict[str, str]:
-    """The environment for a helper process: of the variables that hold a secret only `needed`,
-    proxies and APP__ ones, which a user names for the run, are in it."""
+    """The environment for a helper process: of variables with secrets only `needed`, proxies and
+    APP__."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -118,7 +114,6 @@ def _secrets(
 
 
 def _parts(value: str, is_secret: bool) -> Iterator[str]:
-    """What of a variable's value is secret."""
     if is_secret and not (value.startswith(("/", "~")) and os.path.exists(value)):
         yield value
         if found := _SCHEME_WORD.fullmatch(value.strip()):

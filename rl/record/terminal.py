@@ -13,8 +13,8 @@ from rl.record.scrub import scrub
 
 
 def guard(keeps_going: bool = False) -> None:
-    """Guard this process's standard output and error, for good; every program calls it first.
-    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`)."""
+    """Guard standard output and error for good; every program calls it first. `keeps_going`: a line
+    that cannot be printed ends nothing."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -40,7 +40,6 @@ def plain(text: str) -> str:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """The stream itself, without a guard."""
     return stream.beneath if isinstance(stream, Guarded) else stream
 
 

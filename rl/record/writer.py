@@ -13,15 +13,14 @@ from rl.record.console import warn
 from rl.record.room import when_there_is_room
 
 MAX_WAITING = 10
-"""Jobs beside the one under way: two iterations' or more. They hold pictures and weights in host
-memory, so `put` waits beyond that."""
+"""Jobs beside the one under way: two iterations' or more. They hold pictures and weights in
+memory."""
 
 
 class BackgroundWriter:
     """Local; every rank has its own. Belongs to the main thread."""
 
     def __init__(self, folder: Path, max_waiting: int = MAX_WAITING) -> None:
-        """`folder`: the run's."""
         self._folder = folder
         self._places = threading.Semaphore(max_waiting + 1)
         self._thread = ThreadPoolExecutor(1, "writer")
@@ -31,11 +30,8 @@ class BackgroundWriter:
 
     def put(self, what: str, write: Callable[[], object]) -> Future[None]:
         """Have `write` called after all that was put before; what it reads must not change any
-        more. Waits while too much is waiting. The result is done when `write` was called.
-
-        Raises an earlier job's error, once; this job and those that follow are put all the same. On
-        a full disk `write` is called again, from its beginning.
-        """
+        more. Waits while too much is waiting. Raises an earlier job's error, once; all jobs are put
+        all the same. The result is done when `write` was called."""
         if not self._places.acquire(blocking=False):
             if not self._has_waited:
                 self._has_waited = True
@@ -66,8 +62,8 @@ class BackgroundWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Complete what was put, and end. Raises what could not be written, unless another error
-        ends the run already."""
+        """Complete what was put. Raises what could not be written, unless another error ends the
+        run."""
         self.drain()
         self._thread.shutdown()
         if error is None:

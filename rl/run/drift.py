@@ -105,8 +105,8 @@ def add_falls(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """What words that training did not change have lost by it, with a warning where that is more
-    than noise. Collective."""
+    """What words that training did not change have lost by it; warns where it is no noise.
+    Collective."""
     alarms, worths = [], []
     for arm, (_, episodes_P) in fixed.items():
         before_P = [rewards.get(arm) for rewards in untrained_P]

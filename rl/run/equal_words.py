@@ -64,7 +64,7 @@ def check_equal_words(
 
 def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str, bool]]:
     """(distance of the rewards, both as text, whether the pictures are bit-equal) of arms with
-    equal words that were graded by the same rewards."""
+    equal words and the same rewards."""
     scored = [
         (name, arm, arm.reward)
         for name, arm in arms.items()

@@ -29,8 +29,6 @@ LONG_PATIENCE_S = 1800.0
 
 @dataclass(frozen=True, eq=False)
 class _Finished:
-    """The end of one iteration."""
-
     done: int
     version: int
     """The learner's; when it is ahead, the live weights are no finished iteration's."""
@@ -56,12 +54,10 @@ class LastFinished:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the last finished iteration, all ranks reduced, without the held-out ones."""
         return self._finished.metrics if self._finished else {}
 
     @property
     def done(self) -> int:
-        """Iterations, 0 before the first."""
         return self._finished.done if self._finished else 0
 
     def note(self, done: int, metrics: Mapping[str, float]) -> None:
@@ -108,8 +104,8 @@ class LastFinished:
 
 
 def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
-    """On a signal, beside the main thread, which may be where it never returns from. Returns
-    whether all that is finished is on disk. Local."""
+    """On a signal, in another thread than the main one. Returns whether all that is finished is on
+    disk."""
     try:
         held = last.held() if last.done else None
         return not last.done or (held is not None and checkpoints.save_alone(held) is not None)
@@ -121,12 +117,9 @@ def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
 def save_before_leaving(
     last: LastFinished, checkpoints: Checkpoints, dist: Dist, error: BaseException
 ) -> None:
-    """However a run ends, its finished iterations are on disk: by this rank alone where it holds
-    what that takes, else by all of them, if all still answer. The first iteration leaves nothing:
-    its config is likely wrong, and a checkpoint would forbid to mend it under this run_name.
-
-    Never raises: what ended the run is what the user is told.
-    """
+    """Save the finished iterations: by this rank alone where it holds what that takes, else by all,
+    if all answer. The first iteration leaves nothing: a checkpoint would forbid to change its
+    config. Never raises: what ended the run is what the user is told."""
     try:
         held = last.held() if last.done else None
         if held is not None:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 WINDOW_PICTURES = 200
-"""The renderer's failures are counted over the last iterations that together have so many. Fewer
-pictures are measured as if they were so many: at a limit of 0.05 a run stops at the eleventh lost
-one, and neither one failure in a tiny iteration nor one batch that breaks once stops it."""
+"""The last iterations with so many pictures together are judged; fewer pictures count as so many,
+so that one failure in a tiny iteration, or one batch that breaks once, stops no run."""
 FEWEST_LOST = 4
 """Pictures of a size, before it is held to fail always."""
 FEWEST_ITERATIONS = 2
@@ -38,10 +37,8 @@ class LostPictures:
     """Sees every iteration's pictures of all ranks, and is the same on each."""
 
     def __init__(self, limit: float) -> None:
-        """`limit`: `max_render_failure_rate`."""
         self.limit = limit
         self.metrics = Metrics()
-        """The last iteration's."""
         self._window: deque[tuple[int, int]] = deque()
         """(pictures that the renderer lost, pictures) of each iteration."""
         self._lost: Counter[Size] = Counter()
@@ -51,10 +48,8 @@ class LostPictures:
         self._named: set[Size] = set()
 
     def add(self, pictures: Sequence[PictureOutcome], dist: Dist) -> None:
-        """Take in an iteration's pictures. Collective.
-
-        Raises `TooManyRenderFailuresError` on every rank.
-        """
+        """Take in an iteration's pictures. Raises `TooManyRenderFailuresError` on every rank.
+        Collective."""
         local = [replace(p, failure=p.failure and shown(p.failure, SHOWN_CHARS)) for p in pictures]
         everywhere = [picture for of_rank in dist.gather(local) for picture in of_rank]
         self.metrics = Metrics()

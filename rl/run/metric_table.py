@@ -77,7 +77,6 @@ def markdown_table(rows: Mapping[str, Metric]) -> str:
 
 
 def shipped_rows() -> dict[str, Metric]:
-    """The metrics that the shipped plugins declare."""
     rows = {}
     for room, place in _PLACES.items():
         for name in build.plugs_of(room):

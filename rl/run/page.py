@@ -13,7 +13,6 @@ from rl.record.console import warn
 from rl.record.scrub import environment_without
 
 MAX_WAIT_S = 40.0
-"""For the last page at the end of a run."""
 BUSY = 75
 """Exit code of `rl report --refresh` while another report is being made."""
 _YIELDING = ("nice", "-n", "15")
@@ -34,7 +33,7 @@ class Page:
             self._start(_YIELDING)
 
     def close(self, finished: bool = True) -> None:
-        """Make the last page and wait for it, unless the run failed or was asked to stop. Leaves no
+        """Make the last page and wait for it, unless the run failed or was stopped. Leaves no
         process."""
         # One that yields to others may take long; the pages it has made are not made again.
         self._end()

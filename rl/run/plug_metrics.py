@@ -31,8 +31,7 @@ Made = Sequence[tuple[Plug[Any], PlugBase[Any]]]
 
 
 def prefix_of(key: str) -> str:
-    """The prefix of a plugin's metrics by its config key: 'rewards.bright' ->
-    'reward/metric/bright/'."""
+    """A plugin's prefix by its config key: 'rewards.bright' -> 'reward/metric/bright/'."""
     room, _, place = key.partition(".")
     return _PREFIXES[room].format(place=place)
 
@@ -54,7 +53,6 @@ class PlugMetrics:
     def __init__(self, resolved: Resolved, made: Made, dist: Dist) -> None:
         """`made`: all plugins but the renderer, which reports with its pictures."""
         self.rows = rows_of(resolved)
-        """Rows for the table of metrics."""
         self._renderer = resolved.renderer
         self._made = made
         self._dist = dist
@@ -68,12 +66,9 @@ class PlugMetrics:
                 instance.take_metrics()
 
     def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
-        """What this rank's plugins report, with what the renderer returned or raised.
-
-        The first call, which is collective, raises ValueError on every rank for all that is not as
-        declared; later calls leave that out with one warning, because a plugin's mistake must not
-        end a long run. A value that is not finite is always left out so.
-        """
+        """What this rank's plugins report, with what the renderer returned or raised. The first
+        call, which is collective, raises ValueError on every rank for all that is not as declared;
+        later calls, and always for values that are not finite, leave that out with one warning."""
         metrics = Metrics()
 
         def renderers() -> Mapping[str, float]:

@@ -17,19 +17,16 @@ if TYPE_CHECKING:
     from rl.rollout.stream import Rollout
 
 SEVERAL = 3
-"""Iterations in a row."""
 TREND = 10
 """Iterations that a share is averaged over: one is a handful of groups."""
 DEAD_SHARE = 0.25
 """Average share of dead groups that raises the alarm."""
 HIGH_SHARE = 0.9
-"""Average share of groups without spread that raises the alarm."""
 FEWEST_VALUES = 8
 """Fewer equal values of a reward may be chance."""
 HALF = 0.5
 """Distinct completions / completions of a group, on average: below it most are copies."""
 FULL_MARKS = 0.99
-"""Mean reward, 0..1, that counts as solved."""
 MISMATCH_LIMITS = {"float32": (1e-5, 0.999), "float16": (1e-4, 0.99), "bfloat16": (1e-3, 0.95)}
 """Engine dtype -> (largest `mismatch/k3`, nats; smallest `mismatch/ess`) of two sound forwards.
 
@@ -45,8 +42,6 @@ Range = tuple[float, float, int]
 
 @dataclass(frozen=True)
 class Trained:
-    """One trained iteration."""
-
     metrics: Mapping[str, float]
     ranges: Mapping[str, Range]
     """The values of each reward, or part of one, that counts."""
@@ -93,8 +88,7 @@ class Watch:
         return metrics
 
     def sentences(self, metrics: Mapping[str, float], is_last: bool) -> Iterator[str]:
-        """A sentence for each condition that begins in an iteration of these metrics. `is_last`:
-        no other iteration follows."""
+        """A sentence for each condition that begins in an iteration of these metrics."""
         if "optimizer/steps" not in metrics:  # measured before training
             return
         self._last.append(Trained(metrics, self._ranges))
@@ -144,7 +138,6 @@ def constant_rewards(last: Sequence[Trained]) -> Mapping[str, str]:
 
 
 def dead_groups(last: Sequence[Trained]) -> Mapping[str, str]:
-    """Groups that fail as a whole."""
     shares = _values(last, "groups/dead")
     if len(shares) < TREND or fmean(shares) <= DEAD_SHARE:
         return {}
@@ -156,8 +149,8 @@ def dead_groups(last: Sequence[Trained]) -> Mapping[str, str]:
 
 
 def no_spread(last: Sequence[Trained]) -> Mapping[str, str]:
-    """Groups whose rewards are all equal: every one for `SEVERAL` iterations, or nearly every one
-    on the average of `TREND`."""
+    """Groups without spread: all of them for `SEVERAL` iterations, or nearly all on average of
+    `TREND`."""
     shares = _values(last, "groups/zero_spread")
     none_lately = len(shares) >= SEVERAL and min(shares[-SEVERAL:]) == 1
     if not none_lately and (len(shares) < TREND or fmean(shares) < HIGH_SHARE):
@@ -193,7 +186,6 @@ def _moved(metrics: Mapping[str, float]) -> bool:
 
 
 def no_steps(last: Sequence[Trained]) -> Mapping[str, str]:
-    """Iterations that left the weights as they were."""
     if len(last) < SEVERAL or any(_moved(each.metrics) for each in last[-SEVERAL:]):
         return {}
     return {
@@ -219,8 +211,8 @@ def _why_no_step(metrics: Mapping[str, float]) -> str:
 
 
 def mismatch(last: Sequence[Trained], dtype: str, first_k3: float | None) -> Mapping[str, str]:
-    """An engine that samples from another distribution than the trainer computes. Only where both
-    are meant to be one: on-policy, without a truncated distribution, without dropout."""
+    """An engine that samples from another distribution than the trainer computes, where both are
+    meant to be one: on-policy, without truncation, without dropout."""
     most_k3, least_ess = MISMATCH_LIMITS[dtype]
     most_k3 = min(most_k3, max(most_k3 / 10, MISMATCH_GROWTH * (first_k3 or 0.0)))
     k3, ess = _values(last, "mismatch/k3")[-SEVERAL:], _values(last, "mismatch/ess")[-SEVERAL:]

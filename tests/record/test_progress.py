@@ -62,23 +62,6 @@ def test_a_log_has_plain_lines_at_rising_intervals_and_one_of_the_end(clock, log
     ]
 
 
-def test_slow_things_are_told_by_the_minute_and_before_the_first_without_a_rate(clock, log) -> None:
-    with counted("pictures", 4) as under_way:
-        clock[0] += 30
-        under_way.at(0)
-        clock[0] += 60
-        under_way.step()
-        clock[0] += 60
-        under_way.step()
-        clock[0] += 15
-    assert log.getvalue().split("\n") == [
-        "0 of 4 pictures",
-        "1 of 4 pictures, 0.7/min, 4 min 30 s left",
-        "2 of 4 pictures after 2 min 45 s",
-        "",
-    ]
-
-
 def test_its_line_names_the_phase_also_of_a_timer_that_is_mute(clock, log) -> None:
     timer = PhaseTimer()
     with timer.phase("evaluate"), PhaseTimer().phase("render"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from PIL.Image import Image
 
@@ -14,28 +14,28 @@ from rl.record.scrub import scrub
 
 FINISH_TIMEOUT_S = 60.0
 Cell = str | float | Image | None
-"""One cell of a table."""
+
+
+class Table(NamedTuple):
+    name: str
+    iteration: int | None
+    """None: of the whole run."""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
 
 
 class Page(ABC):
     """One run at one tracker. Any method may raise anything: the page is given up then."""
 
     name: ClassVar[str]
-    """The tracker's."""
 
     @abstractmethod
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Scalars under their stable names."""
 
     @abstractmethod
-    def log_table(
-        self,
-        name: str,
-        iteration: int | None,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-    ) -> None:
-        """Rows of words, numbers and pictures, without keys; `iteration` None: of the whole run."""
+    def log_table(self, table: Table) -> None:
+        """Rows of words, numbers and pictures, without keys."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:
@@ -43,14 +43,12 @@ class Page(ABC):
 
 
 class ServicePage(Page):
-    """A page of wandb, or of trackio, which has its interface: a module with `Table` and `Image`,
-    and a run with `log` and `finish`."""
+    """A page of wandb, or of trackio, which has its interface."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Any:
-        """In the module's own type."""
         cells = [[self._module.Image(c) if is_picture(c) else c for c in row] for row in rows]
         return self._module.Table(columns=list(columns), data=cells)
 
@@ -77,8 +75,8 @@ def tried(name: str, what: str, call: Callable[[], object]) -> bool:
 
 
 def call_within(call: Callable[[], object], seconds: float) -> None:
-    """Run `call` in a daemon thread, which is abandoned when it does not return in time (a name
-    look-up takes no timeout). Raises what it raised, or TimeoutError."""
+    """Run `call` in a daemon thread, abandoned when it takes longer (a name look-up takes no
+    timeout). Raises what it raised, or TimeoutError."""
     outcome: list[Exception | None] = [TimeoutError(f"no answer in {seconds:g} s")]
 
     def run() -> None:

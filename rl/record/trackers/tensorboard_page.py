@@ -10,8 +10,9 @@ from typing import Any
 from PIL import Image
 
 from rl.config.schema import RunConfig
-from rl.record.markdown import code, table, text
-from rl.record.trackers.page import Cell, Page, is_picture, tried
+from rl.record.markdown import code, text
+from rl.record.markdown import table as markdown_table
+from rl.record.trackers.page import Cell, Page, Table, is_picture, tried
 
 MAX_CELL_CHARS = 600
 
@@ -33,32 +34,24 @@ class TensorboardPage(Page):
             writer.add_scalar(name, value, iteration)
         writer.flush()
 
-    def log_table(
-        self,
-        name: str,
-        iteration: int | None,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-    ) -> None:
+    def log_table(self, table: Table) -> None:
         """Words and numbers as a table of text, a row's pictures side by side as one picture."""
-        step = self._last_iteration if iteration is None else iteration
-        writer = self._at(step)
+        step = self._last_iteration if table.iteration is None else table.iteration
+        writer, columns, rows = self._at(step), table.columns, table.rows
         kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
         head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
-        writer.add_text(
-            name, "\n".join(table(head, [[_words(r[i]) for i in kept] for r in rows])), step
-        )
+        lines = markdown_table(head, [[_words(row[i]) for i in kept] for row in rows])
+        writer.add_text(table.name, "\n".join(lines), step)
         for number, row in enumerate(rows):
-            pictures = [cell for cell in row if is_picture(cell)]
-            if pictures:
-                writer.add_image(f"{name}/{number:02d}", _sheet(pictures), step, dataformats="HWC")
+            if pictures := [cell for cell in row if is_picture(cell)]:
+                tag = f"{table.name}/{number:02d}"
+                writer.add_image(tag, _sheet(pictures), step, dataformats="HWC")
 
     def close(self, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
 
     def _at(self, step: int) -> Any:
-        """The writer, opened at the first step that is written."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

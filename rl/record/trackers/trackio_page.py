@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rl.config.schema import RunConfig
 from rl.files.private import unshare
 from rl.record.console import warn
 from rl.record.markdown import text
-from rl.record.trackers.page import Cell, ServicePage, call_within, tried
+from rl.record.trackers.page import ServicePage, Table, call_within, tried
 
 PLACES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
 """Environment variables that would have trackio send a run's data elsewhere."""
@@ -39,24 +39,21 @@ class TrackioPage(ServicePage):
         if iteration >= self._first_step:
             self._run.log({**metrics, **waiting}, step=iteration)
 
-    def log_table(
-        self,
-        name: str,
-        iteration: int | None,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-    ) -> None:
+    def log_table(self, table: Table) -> None:
         # trackio reads words as Markdown.
-        escaped = [[text(c, MAX_CELL_CHARS) if isinstance(c, str) else c for c in r] for r in rows]
-        table = self.table(columns, escaped)
-        if iteration is None:
-            self._run.log({name: table}, step=self._last_iteration)
+        rows = [
+            [text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else cell for cell in row]
+            for row in table.rows
+        ]
+        shown = self.table(table.columns, rows)
+        if table.iteration is None:
+            self._run.log({table.name: shown}, step=self._last_iteration)
         else:
-            self._waiting[name] = table
+            self._waiting[table.name] = shown
 
 
 def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> TrackioPage | None:
-    """The page of a run with the scrubbed config `written`; None where none is wanted, or after a
+    """The page with the scrubbed config `written`; None where none is wanted, or after a
     warning."""
     if not config.tracking.trackio:
         return None

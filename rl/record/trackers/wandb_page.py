@@ -7,7 +7,7 @@ import netrc
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from rl.config.schema import RunConfig
 from rl.files.atomic import write_atomically
 from rl.record.console import warn
-from rl.record.trackers.page import FINISH_TIMEOUT_S, Cell, ServicePage, call_within, tried
+from rl.record.trackers.page import FINISH_TIMEOUT_S, ServicePage, Table, call_within, tried
 
 REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 30.0
@@ -38,15 +38,11 @@ class WandbPage(ServicePage):
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, "iteration": iteration})
 
-    def log_table(
-        self,
-        name: str,
-        iteration: int | None,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-    ) -> None:
-        table = {name: self.table(columns, rows)}
-        self._run.log(table if iteration is None else {**table, "iteration": iteration})
+    def log_table(self, table: Table) -> None:
+        row = {table.name: self.table(table.columns, table.rows)}
+        if table.iteration is not None:
+            row["iteration"] = table.iteration
+        self._run.log(row)
 
     def finish(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -54,7 +50,7 @@ class WandbPage(ServicePage):
 
 
 def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> WandbPage | None:
-    """The page of a run with the scrubbed config `written`; None where none is wanted, or after a
+    """The page with the scrubbed config `written`; None where none is wanted, or after a
     warning."""
     wanted = config.tracking.wandb
     if wanted == "off":
@@ -110,11 +106,8 @@ def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
 
 
 def page_id(run_dir: Path) -> str:
-    """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell.
-
-    A new run takes WANDB_RUN_ID where that is set. A resumed run keeps its id: a WANDB_RUN_ID that
-    is still exported for another run must not split its page.
-    """
+    """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell,
+    even if WANDB_RUN_ID is exported for another run; a new run takes that id."""
     path = run_dir / "wandb_id.txt"
     wanted = os.environ.get("WANDB_RUN_ID", "").strip()
     if path.exists():
@@ -137,8 +130,7 @@ def allowed_by_env(wanted: Mode) -> Mode:
 
 
 def _why_not_online(base_url: str) -> str:
-    """What keeps wandb from going online, found in seconds (its own first call blocks for 100 s
-    without a network), or ''."""
+    """Why wandb cannot go online, found in seconds (its own call would block for 100 s), or ''."""
     url = os.environ.get("WANDB_BASE_URL") or base_url
     host = urlsplit(url).hostname or url
     netrc_file = os.environ.get("NETRC", str(Path.home() / ".netrc"))
