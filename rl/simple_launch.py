@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
     if args.jsonnet_root is not None:
-        os.environ[ROOT_VARIABLE] = str(args.jsonnet_root)  # ranks read the config too
+        os.environ[ROOT_VARIABLE] = str(args.jsonnet_root.resolve())  # ranks read the config too
     if args.gpu_gb is not None:
         # Ranks read the config too, and what it derives from the size follows.
         args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
@@ -143,32 +143,32 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--online", action="store_true", help="with --check: ask the judge one real question too")
     add(
         "--gpu-gb",
-        type=_gigabytes,
+        type=float,
         help="sets the config's gpu_gb; a start is then held to it, not to the GPUs it finds",
     )
     add(
         "--jsonnet-root",
-        type=_folder,
+        type=Path,
         help="folder whose files the config may import (default: its git clone, else its folder)",
     )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
-    for is_wrong, message in (
-        (args.nproc is not None and args.nproc < 1, f"--nproc {args.nproc}: at least one rank"),
-        (
-            args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes,
-            f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}",
-        ),
-        (
-            args.nnodes > 1 and not args.rdzv_endpoint,
-            "--nnodes > 1 needs --rdzv-endpoint host:port",
-        ),
-        (args.retries < 0, f"--retries {args.retries}: a number of restarts, 0 for none"),
-        (args.retries and args.nnodes > 1, "--retries starts one node's ranks again, not several"),
-        (args.online and not args.check, "--online goes with --check"),
-    ):
-        if is_wrong:
-            parser.error(message)
+    if args.nproc is not None and args.nproc < 1:
+        parser.error(f"--nproc {args.nproc}: at least one rank is needed")
+    if args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes:
+        parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
+    if args.nnodes > 1 and not args.rdzv_endpoint:
+        parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
+    if args.retries < 0:
+        parser.error(f"--retries {args.retries}: a number of restarts, 0 for none")
+    if args.retries and args.nnodes > 1:
+        parser.error("--retries starts one node's ranks again; on several, start the same command")
+    if args.online and not args.check:
+        parser.error("--online goes with --check; a start asks the judge by itself")
+    if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
+        parser.error(f"--gpu-gb {args.gpu_gb} is no size in GB")
+    if args.jsonnet_root is not None and not args.jsonnet_root.is_dir():
+        parser.error(f"--jsonnet-root {args.jsonnet_root} is no folder")
     words = [_as_here(word) for word in args.words]
     has_script = words[0] == "rl.train" or words[0].endswith(".py")
     args.script = words.pop(0) if has_script else "rl.train"
@@ -181,19 +181,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.retries and args.config is None:
         parser.error("--retries goes on from a run's checkpoints, and no config names a run")
     return args
-
-
-def _gigabytes(word: str) -> float:
-    value = float(word)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{word} is no size in GB")
-    return value
-
-
-def _folder(word: str) -> Path:
-    if not Path(word).is_dir():
-        raise argparse.ArgumentTypeError(f"{word!r} is no folder")
-    return Path(word).resolve()
 
 
 def _as_here(word: str) -> str:

@@ -76,18 +76,14 @@ def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[File
         with open(descriptor, "ab", buffering=0) as file:
             with suppress(OSError):  # a file system without locks: better no guard than no file
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_there(file, aside):
+            try:
+                is_there = os.path.samestat(os.fstat(descriptor), os.lstat(aside))
+            except FileNotFoundError:
+                is_there = False
+            if is_there:
                 file.truncate(0)
                 yield file
                 return
-
-
-def _is_there(file: FileIO, path: Path) -> bool:
-    """Whether that open file is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    except FileNotFoundError:
-        return False
 
 
 @contextmanager

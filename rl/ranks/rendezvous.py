@@ -73,9 +73,12 @@ def on_several_nodes(
     host, port = _split(endpoint)
     store = _host(host, port, say) if node == 0 else _join(host, port, say)
     _check_in(store, node, num_nodes, num_local_ranks, say)
-    interface = interface_of(_own_address(host, port))
+    family, address = _resolve(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        interface = interface_of(str(probe.getsockname()[0]))  # on the way to node 0
     environment = {
-        "MASTER_ADDR": _resolve(host, port)[1][0],
+        "MASTER_ADDR": address[0],
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # or rank 0 would host one, on every interface
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
@@ -187,14 +190,6 @@ def _check_in(
         "with its own --node-rank",
         say,
     )
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to node 0. Nothing is sent."""
-    family, address = _resolve(host, port)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 def _wait_until(

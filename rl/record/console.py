@@ -211,15 +211,12 @@ class PhaseTimer:
             if self._under_way:
                 self._under_way[-1].show()
             else:
-                self._end_outermost()
-
-    def _end_outermost(self) -> None:
-        unprinted, self._unprinted = self._unprinted, {}
-        notes, self._notes = self._notes, {}
-        if self._console is not None:
-            self._console.live("")
-            for name, spent in unprinted.items():
-                self._console.phase(name, spent.seconds, notes[name])
+                unprinted, self._unprinted = self._unprinted, {}
+                notes, self._notes = self._notes, {}
+                if self._console is not None:
+                    self._console.live("")
+                    for ended, spent in unprinted.items():
+                        self._console.phase(ended, spent.seconds, notes[ended])
 
     def _settle(self) -> None:
         """Book what was spent since the last settling on the innermost phase under way."""

@@ -50,7 +50,11 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
         missing += _missing(f"{run_dir / 'episodes'} has none", last, recorded)
     if not past and not any(entries.values()):
         return missing
-    folder = _new_folder(run_dir / SET_ASIDE)
+    name = time.strftime("%Y%m%d-%H%M%S")
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    places = (run_dir / SET_ASIDE / name for name in names)
+    folder = next(place for place in places if not place.exists())
+    folder.mkdir(parents=True)
     if past:
         write_atomically(folder / "metrics.jsonl", b"".join(past))
         write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
@@ -108,11 +112,3 @@ def _entries(folder: Path) -> dict[Path, int]:
         return {}
     matches = {entry: ENTRY_NAMES[folder.name].fullmatch(entry.name) for entry in folder.iterdir()}
     return {entry: int(match[1]) for entry, match in matches.items() if match}
-
-
-def _new_folder(parent: Path) -> Path:
-    name = time.strftime("%Y%m%d-%H%M%S")
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    folder = next(parent / name for name in names if not (parent / name).exists())
-    folder.mkdir(parents=True)
-    return folder

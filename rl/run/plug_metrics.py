@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
@@ -109,7 +108,7 @@ class PlugMetrics:
                 wrong[metric] = f"{place} reports {name!r}: not among its metrics ({known})"
             elif not isinstance(value, Real):
                 wrong[metric] = f"{place}: metric {name!r} is {shown(value)}; expected a number"
-            elif not _is_finite(value):
+            elif not -1e300 < value < 1e300:  # nan, infinite, or a whole number beyond floats
                 self._leave_out(metric, f"{place}: metric {name!r} is {value}")
             else:
                 metrics.add(metric, float(value))
@@ -119,10 +118,3 @@ class PlugMetrics:
         if metric not in self._warned:
             self._warned.add(metric)
             warn(f"rank {self._dist.rank}: {problem}; left out (said once)")
-
-
-def _is_finite(value: Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond floats
-        return False
