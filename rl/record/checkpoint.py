@@ -338,7 +338,8 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
     """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
     samples) or a number of iterations. Raises ValueError, which lists those that are there."""
     by_iteration = {iteration_of(step): step for step in steps_of(run_dir)}
-    path, problem = None, f"checkpoint {which!r}: say latest, best, or a number of iterations"
+    path: Path | None = None
+    problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
     if which == "latest":
         found = find(run_dir)
         path, problem = found.path, found.problem or "there is no checkpoint yet"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,16 +144,6 @@ class ClosingRow(NamedTuple):
     wall_share: float
 
 
-@dataclass(frozen=True)
-class Spent:
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    """Seconds of it spent in collectives, where faster ranks wait for slower ones."""
-
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(self.seconds + other.seconds, self.waited_s + other.waited_s)
-
-
 @dataclass
 class Phase:
     name: str
@@ -184,11 +174,14 @@ class PhaseTimer:
         """Operations of the policy's training passes since the last lap."""
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
         self._settled_waited_s = waited_s()
-        self._this_iteration: dict[str, Spent] = {}
-        self._unprinted: dict[str, Spent] = {}
+        self._this_iteration: defaultdict[str, float] = defaultdict(float)
+        self._waited: defaultdict[str, float] = defaultdict(float)
+        """Seconds of this iteration in collectives, where faster ranks wait for slower ones."""
+        self._unprinted: defaultdict[str, float] = defaultdict(float)
         self._notes: dict[str, str] = {}
         self._under_way: list[Phase] = []
-        self.total: dict[str, Spent] = {}
+        self.total: defaultdict[str, float] = defaultdict(float)
+        """Seconds by phase since the start."""
 
     @property
     def wall_s(self) -> float:
@@ -211,45 +204,42 @@ class PhaseTimer:
             if self._under_way:
                 self._under_way[-1].show()
             else:
-                unprinted, self._unprinted = self._unprinted, {}
+                unprinted, self._unprinted = self._unprinted, defaultdict(float)
                 notes, self._notes = self._notes, {}
                 if self._console is not None:
                     self._console.live("")
-                    for ended, spent in unprinted.items():
-                        self._console.phase(ended, spent.seconds, notes[ended])
+                    for ended, seconds in unprinted.items():
+                        self._console.phase(ended, seconds, notes[ended])
 
     def _settle(self) -> None:
         """Book what was spent since the last settling on the innermost phase under way."""
         now_s, now_waited_s = time.perf_counter(), waited_s()
         if self._under_way:
             name = self._under_way[-1].name
-            spent = Spent(now_s - self._settled_s, now_waited_s - self._settled_waited_s)
+            self._waited[name] += now_waited_s - self._settled_waited_s
             for totals in (self._this_iteration, self._unprinted, self.total):
-                totals[name] = totals.get(name, Spent()) + spent
+                totals[name] += now_s - self._settled_s
         self._settled_s, self._settled_waited_s = now_s, now_waited_s
 
     def own_seconds(self) -> dict[str, float]:
         """Seconds of each phase since the last lap, without waits for other ranks."""
-        return {
-            name: spent.seconds - spent.waited_s for name, spent in self._this_iteration.items()
-        }
+        return {name: s - self._waited[name] for name, s in self._this_iteration.items()}
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next
         lap."""
         now_s = time.perf_counter()
-        metrics = {f"time/{name}_s": spent.seconds for name, spent in self._this_iteration.items()}
+        metrics = {f"time/{name}_s": seconds for name, seconds in self._this_iteration.items()}
         metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s
         if self._flops_per_s and self.model_flops:
             metrics["work/mfu"] = self.model_flops / (iteration_s * self._flops_per_s)
-        self._this_iteration, self._lap_s, self.model_flops = {}, now_s, 0.0
+        self._this_iteration, self._waited = defaultdict(float), defaultdict(float)
+        self._lap_s, self.model_flops = now_s, 0.0
         return metrics
 
     def closing_rows(self) -> list[ClosingRow]:
         """Every phase of the run, the longest first, and their sum."""
         wall_s = max(self.wall_s, 1e-9)
-        seconds = {name: spent.seconds for name, spent in self.total.items()}
-        rows = sorted(seconds.items(), key=lambda item: -item[1])
-        rows.append(("(other)", max(0.0, wall_s - sum(seconds.values()))))
-        rows.append(("wall", wall_s))
+        rows = sorted(self.total.items(), key=lambda row: -row[1])
+        rows += [("(other)", max(0.0, wall_s - sum(self.total.values()))), ("wall", wall_s)]
         return [ClosingRow(name, taken_s, taken_s / wall_s) for name, taken_s in rows]
