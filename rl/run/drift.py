@@ -131,10 +131,9 @@ def add_falls(
     if alarms and dist.is_main:
         warn(
             f"held-out run after {iteration} iterations: {' and '.join(alarms)} of the reward that "
-            "they had before training: what the renderer reads has drifted. Where bare_reward "
-            "falls reward_gain rises, eval/gain_over_stock does not. Begin again with a lower "
-            "optimizer.learning_rate or a higher algorithm.kl_coeff, or go on from this adapter "
-            "(policy.adapter_path) with policy.conditioning 'base'"
+            "they had before training: what the renderer reads has drifted. Begin again with a "
+            "lower optimizer.learning_rate or a higher algorithm.kl_coeff, or go on from this "
+            "adapter (policy.adapter_path) with policy.conditioning 'base'"
         )
 
 
