@@ -219,5 +219,6 @@ def mismatch(last: Sequence[Trained], dtype: str, first_k3: float | None) -> str
         f"{SEVERAL} iterations their log-probs differ by more than rounding in {dtype} explains "
         f"(mismatch/k3 {k3[-1]:.2g} nats, limit {most_k3:.2g}; mismatch/ess {ess[-1]:.3f}, limit "
         f"{least_ess:g}). Adapter weights may arrive scaled, late or in part, or the engine "
-        "samples at another temperature or sees other pictures. Compare with engine.type 'transformers'"
+        "samples at another temperature or sees other pictures: compare with engine.type "
+        "'transformers'"
     )
