@@ -24,14 +24,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 
 class PeerError(RuntimeError):
-    """This rank could go on; another cannot."""
-
-
-@dataclass(frozen=True)
-class _Trouble:
-    """What a rank that cannot go on sends in place of a value."""
-
-    text: str
+    """This rank could go on; another cannot. That one sends it in place of a value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +115,8 @@ class Dist:
             return [value]
         values = self._exchange(value)
         for rank, brought in enumerate(values):
-            if isinstance(brought, _Trouble):
-                raise PeerError(f"rank {rank} cannot go on: {brought.text}")
+            if isinstance(brought, PeerError):
+                raise PeerError(f"rank {rank} cannot go on: {brought}")
         return values
 
     def tell(self, trouble: BaseException, patience_s: float) -> bool:
@@ -135,7 +128,7 @@ class Dist:
 
         def send() -> None:
             with suppress(Exception):  # a rank that is gone
-                self._exchange(_Trouble(repr(trouble)))
+                self._exchange(PeerError(repr(trouble)))
                 received.set()
 
         sender = threading.Thread(target=send, daemon=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from rich.filesize import decimal
+
 from rl.files.atomic import FULL
 from rl.ranks import heartbeat, signals
 from rl.record.console import duration, warn
@@ -39,7 +41,7 @@ def when_there_is_room(
             if not warned_s or now_s - warned_s >= SAY_EVERY_S:
                 warned_s = now_s
                 num_bytes = num_bytes or getattr(error, "num_bytes", None)
-                wants = f"{what} wants {_size(num_bytes) if num_bytes else 'room'}"
+                wants = f"{what} wants {decimal(num_bytes) if num_bytes else 'room'}"
                 since = f", for {duration(now_s - began_s)} now" if now_s - began_s >= 1 else ""
                 warn(
                     f"the disk of {folder} is full: {wants}, {_free(folder)}. The run "
@@ -69,13 +71,6 @@ def is_full(error: BaseException) -> bool:
 def _free(folder: Path) -> str:
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
-        return f"{_size(shutil.disk_usage(there).free)} are free"
+        return f"{decimal(shutil.disk_usage(there).free)} are free"
     except OSError:
         return "what is free is unknown"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
