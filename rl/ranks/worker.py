@@ -28,7 +28,8 @@ from rl.record.terminal import Lossy
 
 def main() -> None:
     """Run the script as `__main__`, with `sys.argv` as if it had been started directly."""
-    ending = _Ending()
+    exit_codes: list[int] = []
+    atexit.register(_leave, exit_codes)  # the first to register is the last to be called
     die_with_parent()
     terminal.open_closed_streams()
     log_dir, note_dir, target, *args = sys.argv[1:]
@@ -52,10 +53,12 @@ def main() -> None:
             runpy.run_path(target, run_name="__main__")
         else:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
-        ending.code = 0
+        exit_codes.append(0)
     except SystemExit as error:
         _note_end(note, f"SystemExit: {error.code}")
-        ending.code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        exit_codes.append(
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
         raise
     except Exception as error:
         trace = _own_traceback(error)
@@ -70,24 +73,17 @@ def main() -> None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:
                 print(terminal.plain(trace), file=file)
         print(text or trace, file=sys.stderr)
-        ending.code = 1
+        exit_codes.append(1)
         sys.exit(1)
 
 
-class _Ending:
-    """Ends the process with `code`, if the script came to one, before the destructors of C++
-    libraries (Gloo's, vLLM's), which have aborted runs that were done."""
-
-    code: int | None = None
-
-    def __init__(self) -> None:
-        atexit.register(self._leave)  # the first to register is the last to be called
-
-    def _leave(self) -> None:
-        if self.code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
+def _leave(codes: list[int]) -> None:
+    """Ends the process, if the script came to an end, before the destructors of C++ libraries
+    (Gloo's, vLLM's), which have aborted runs that were done."""
+    if codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
 
 
 def _note_end(note: Path, reason: str, **flags: bool) -> None:

@@ -234,7 +234,7 @@ class Checkpoints:
         ):
             try:
                 step()
-            except OSError as error:
+            except Exception as error:
                 warn(f"checkpoint {name} is written; after it: {error}")
 
     def _prune(self) -> None:
