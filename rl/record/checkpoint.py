@@ -353,7 +353,7 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
         path = by_iteration.get(int(which))
         problem = f"there is no checkpoint of {which} iterations"
     if path is not None and which != "latest" and (broken := problem_of(path)):
-        path, problem = None, f"{path.name} is damaged ({broken})"
+        problem, path = f"{path.name} is damaged ({broken})", None
     if path is None:
         names = ", ".join(map(str, by_iteration)) or "none"
         raise ValueError(f"{run_dir}: {problem}; checkpoints there, by iterations: {names}")
