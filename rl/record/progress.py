@@ -62,7 +62,8 @@ class Progress:
         parts = [f"{self.done} of {self.total} {self.what}"]
         rate = (self.done - self._done_before) / max(time.monotonic() - self._began_s, 1e-9)
         if rate > 0:
-            parts.append(f"{rate:.{int(rate < 10)}f}/s" if rate >= 1 else f"{rate * 60:.1f}/min")
+            per_s = f"{rate:.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
+            parts.append(per_s if rate >= 1 else f"{rate * 60:.1f}/min")
             if self.done < self.total:
                 parts.append(f"{duration((self.total - self.done) / rate)} left")
         return ", ".join(parts)
