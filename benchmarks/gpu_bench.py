@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.report import table
-from rl.meter import flop_meter
-from rl.meter.flop_meter import Ceilings, Work
+from rl.meter.device import measure_flops_per_s, take_peak_memory_gb
 from rl.ranks.dist import Dist
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Line:
     what: str
     ms: float | None = None
     floor_ms: float | None = None
-    """What the same work takes at the ceilings measured on this device."""
+    """What the same operations take at the rate of matrix products measured on this device."""
     peer_ratio: float | None = None
     """The peer's time over this one, in the same run."""
     peak_gb: float | None = None
@@ -153,14 +152,9 @@ class Bench:
         """Of all weights."""
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
-    @property
-    def ceilings(self) -> Ceilings:
-        """Measured once a process."""
-        return flop_meter.measure_ceilings(self.device, self.dtype)
-
-    def floor_ms(self, what: Work) -> float:
-        """At those ceilings."""
-        return 1e3 * self.ceilings.roofline_s(what)
+    def floor_ms(self, flops: float) -> float:
+        """At the rate of matrix products, which is measured once a process."""
+        return 1e3 * flops / measure_flops_per_s(self.device, self.dtype)
 
     def tell(self, what: str, *numbers: float | None, **more: Any) -> None:
         """A line of the item under way: `Line`'s fields from `what` on."""
@@ -177,11 +171,11 @@ class Bench:
         self,
         what: str,
         timing: Timing,
-        floor: Work | None = None,
+        floor: float | None = None,
         peer: Timing | None = None,
         note: str = "",
     ) -> None:
-        """A line of a race's outcome; `floor`: the least work, `peer`: who did the same."""
+        """A line of a race's outcome; `floor`: the least operations, `peer`: who did the same."""
         self.tell(
             what,
             timing.ms,
@@ -212,9 +206,9 @@ def race(
     end_s = time.perf_counter() + seconds
     while running:
         for name, call in running.items():
-            flop_meter.take_peak_memory_gb(device)
+            take_peak_memory_gb(device)
             times_s[name].append(timed_s(device, call))
-            peaks_gb[name] = max(peaks_gb[name], flop_meter.take_peak_memory_gb(device))
+            peaks_gb[name] = max(peaks_gb[name], take_peak_memory_gb(device))
         if time.perf_counter() >= end_s:
             break
     timings = {
@@ -244,13 +238,6 @@ def free(device: str) -> None:
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-
-
-def work_of(call: Call) -> Work:
-    """What a call counts."""
-    before = flop_meter.done()
-    call()
-    return flop_meter.done() - before
 
 
 def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:

@@ -14,13 +14,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks import toy
-from benchmarks.gpu_bench import Bench, cleared, free, work_of
+from benchmarks.flop_counter import flops_of
+from benchmarks.gpu_bench import Bench, cleared, free
 from benchmarks.gpu_models import (
     editor_parts,
     make_group,
@@ -88,6 +90,7 @@ def iterations(bench: Bench) -> None:
     with cleared(bench.device):
         parts = editor_parts(bench)
         policies: dict[int, Policy] = {}
+        flops: dict[tuple[int, int], int] = {}
         spent_s = 0.0
         for case in cases(bench):
             if spent_s > bench.seconds:
@@ -98,28 +101,40 @@ def iterations(bench: Bench) -> None:
                 free(bench.device)
                 policies[case.side_px] = make_policy(bench, run_config(bench, case.side_px))
             start_s = time.perf_counter()
-            _run(bench, case, policies[case.side_px], parts)
+            run = partial(_run, bench, case, policies[case.side_px], parts)
+            key = case.side_px, case.num_steps
+            if key not in flops:
+                flops[key] = flops_of(partial(run, f"counted_{case.side_px}", num_iterations=1))
+            name = f"{case.side_px}_{case.latency_s:g}_{case.max_staleness}"
+            timed = run(name, num_iterations=case.num_iterations)
+            _tell(bench, case, timed[NUM_WARM_UP:][:NUM_TIMED], flops[key])
             spent_s += time.perf_counter() - start_s
 
 
-def _run(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> None:
-    name = f"{case.side_px}_{case.latency_s:g}_{case.max_staleness}"
+def _run(
+    bench: Bench,
+    case: Case,
+    policy: Policy,
+    parts: EditorParts,
+    name: str,
+    num_iterations: int,
+) -> list[dict[str, float]]:
+    """The metrics of each iteration."""
     with judge_process(case.latency_s) as api_base:
         config = run_config(
             bench,
             case.side_px,
             num_steps=case.num_steps,
             api_base=api_base,
-            run_name=name,
-            num_iterations=case.num_iterations,
+            run_name=f"{name}_{case.num_steps}",
+            num_iterations=num_iterations,
             max_staleness=case.max_staleness,
         )
         with _made_before(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
             with nothing_on_disk(), open_run(config, bench.dist) as run:
                 train(run)
             timed, _ = read_rows(run.run_dir / "metrics.jsonl")
-    timed = [row for row in timed if "loss/total" in row][NUM_WARM_UP:][:NUM_TIMED]
-    _tell(bench, case, timed)
+    return [row for row in timed if "loss/total" in row]
 
 
 @contextlib.contextmanager
@@ -150,15 +165,15 @@ class DictatedEngine(TransformersEngine):
         return [said(self._policy, prompt, self._shape) for prompt in prompts_P]
 
 
-def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]]) -> None:
+def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int) -> None:
     def median(key: str) -> float:
         return statistics.median(row.get(key, 0.0) for row in rows)
 
-    seconds, share = median("time/iteration_s"), median("work/iteration_floor_share")
+    seconds, floor_ms = median("time/iteration_s"), bench.floor_ms(flops)
     wait_s, peak_gb = median("time/judge_wait_s"), median("memory/peak_gb")
     compiled = ", blocks compiled" if bench.compile_blocks else ""
     note = f"waits {wait_s:.2f} s for the judge{compiled}"
-    bench.tell(case.name, 1e3 * seconds, 1e3 * seconds * share, peak_gb=peak_gb, note=note)
+    bench.tell(case.name, 1e3 * seconds, floor_ms, peak_gb=peak_gb, note=note)
     facts = bench.report.facts
     facts["iteration_peak_gb"] = max(peak_gb, facts.get("iteration_peak_gb", 0.0))
     if case.latency_s != bench.size.latencies_s[0]:
@@ -166,7 +181,9 @@ def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]]) -> None:
     few_steps = case.side_px < 1024
     wanted = 0.55 if few_steps else (0.70 if case.max_staleness else 0.65)
     bench.report.at_least(
-        f"D8 iteration without sampling, floor over time, {case.name}", wanted, share
+        f"D8 iteration without sampling, floor over time, {case.name}",
+        wanted,
+        floor_ms / (1e3 * seconds),
     )
 
 
@@ -235,7 +252,7 @@ def _measure_sampler(
     if "rollout" in timings:
         size = bench.size
         what = f"2 prompts x {size.group} completions of at most {size.completion_tokens} tokens"
-        bench.tell_time(what, timings["rollout"], work_of(rollout))
+        bench.tell_time(what, timings["rollout"])
 
 
 def _free_gb(device: str) -> float:

@@ -12,22 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_bench import Bench, Timing, cleared, synchronize, work_of
+from benchmarks.gpu_bench import Bench, Timing, cleared, synchronize
 from benchmarks.gpu_models import make_group, make_policy, random_policy_model, run_config
 from benchmarks.our_side import SAMPLER_LOGPROB
 from rl.algorithm.attention_kernels import VARLEN, choose_kernel
 from rl.api.types import Prompt, TrainSequence
 from rl.files.weights import fingerprint
 from rl.learner.learner import Learner
-from rl.meter import flop_meter
-from rl.meter.flop_meter import Work
+from rl.meter.flops import prefix_tree_pairs
 from rl.policies.qwen2_5_vl import Config as PolicyConfig
 from rl.policies.qwen_vl import loading
 from rl.policies.shared.logprobs import token_logprobs
@@ -86,7 +85,8 @@ class Ours:
     """One variant, measured."""
 
     timing: Timing
-    floor: Work
+    floor: float
+    """Operations: training, and the reference pass; the vision tower is left out."""
     prompt: Prompt
     completions: list[tuple[int, ...]]
     """_G, their ids."""
@@ -103,9 +103,6 @@ class Group:
             optimizer={"gradient_checkpointing": checkpointing},
         )
         self.policy: Any = make_policy(bench, config)
-        # What a backward does again is no part of the least work.
-        module: Any = self.policy.module
-        module.sizes = replace(module.sizes, recompute=False)
         self.learner = Learner(self.policy, config, bench.dist, NUM_ITERATIONS)
         self.examples = [make_group(bench, self.policy, side_px, i) for i in range(2)]
         self._turns = cycle(self.examples)
@@ -150,10 +147,10 @@ def _ours(bench: Bench, side_px: int, kernel: Any, checkpointing: bool | str) ->
     timings = bench.race({name: group.step}, SHARE)
     if name not in timings:
         raise RuntimeError(f"{name} does not run here")
-    floor = work_of(group.step)
+    floor = _least_flops(group.policy, prompt, ids_G)
     bench.tell_time(name, timings[name], floor)
-    for part, ms, done in _parts_of(bench, group):
-        bench.tell(f"- {part}", ms, bench.floor_ms(done))
+    for part, ms in _parts_of(bench, group):
+        bench.tell(f"- {part}", ms)
     return Ours(timings[name], floor, prompt, ids_G)
 
 
@@ -161,17 +158,24 @@ def _size_of(prompt: Prompt, ids_G: list[tuple[int, ...]]) -> str:
     return f"P={len(prompt.token_ids)} G={len(ids_G)} T={len(ids_G[0])}"
 
 
-def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float, Work]]:
-    """(part, ms, work) of one step, the device idle between the parts."""
+def _least_flops(policy: Any, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> float:
+    prompt_len, lens_G = len(prompt.token_ids), [len(ids) for ids in ids_G]
+    sizes, pairs = policy.module.sizes, prefix_tree_pairs(prompt_len, lens_G)
+    reference = sizes.forward_flops(prompt_len + sum(lens_G), pairs) + sizes.head_flops(sum(lens_G))
+    return float(policy.train_flops(prompt_len, lens_G) + reference)
+
+
+def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float]]:
+    """(part, ms) of one step, the device idle between the parts."""
     parts = []
 
     @contextmanager
     def phase(part: str) -> Iterator[None]:
         synchronize(bench.device)
-        start_s, before = time.perf_counter(), flop_meter.done()
+        start_s = time.perf_counter()
         yield
         synchronize(bench.device)
-        parts.append((part, 1e3 * (time.perf_counter() - start_s), flop_meter.done() - before))
+        parts.append((part, 1e3 * (time.perf_counter() - start_s)))
 
     group.step(phase)
     return parts
@@ -269,7 +273,7 @@ def weight_sync(bench: Bench) -> None:
         num_bytes = 2 * sum(matrix.nbytes for matrix in held.values())
         bench.tell_time("adapter exported, with fingerprint", timings["export"])
         merged = f"adapter merged, {num_bytes / 1e9:.1f} GB read and written"
-        bench.tell_time(merged, timings["merge"], Work(bytes_moved=num_bytes))
+        bench.tell_time(merged, timings["merge"])
         if base() != before:
             bench.report.fail("6: training or merging changed the frozen base")
         total_ms = timings["export"].ms + timings["merge"].ms

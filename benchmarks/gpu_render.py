@@ -14,24 +14,22 @@ from typing import Any
 
 import torch
 
+from benchmarks.flop_counter import flops_of
 from benchmarks.gpu_bench import (
     Bench,
     cleared,
     first_line,
     relative_error,
     timed_s,
-    work_of,
 )
 from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
 from benchmarks.stock import StockDenoiser, StockVae
-from rl.meter.flop_meter import Work
 from rl.renderers.qwen_image.attention import CANDIDATES, attention_of
 from rl.renderers.qwen_image.config import PATCH_PX
 from rl.renderers.qwen_image.denoiser import Denoiser
 from rl.renderers.qwen_image.fp8 import round_blocks
 from rl.renderers.qwen_image.modulation import StepModulation, build_table
 from rl.renderers.qwen_image.vae2d import FrameVae
-from rl.renderers.shared.cost import denoising_work
 
 NUM_STEPS = 8
 TIMESTEP = 1000.0
@@ -71,16 +69,6 @@ class Forward:
         """One step; what a batch prepares once is prepared once."""
         given = denoiser.prepare(self.states, self.sources, self.shapes)
         return lambda: denoiser.velocity(self.latents, given, modulation)
-
-    def work(self, transformer: Any) -> Work:
-        """The least that one step takes."""
-        return denoising_work(
-            transformer.config,
-            self.latents.shape[1],
-            self.sources.shape[1],
-            [len(states) for states in self.states],
-            self.latents.element_size(),
-        )
 
 
 def make_forward(bench: Bench, transformer: Any, side_px: int, num_words: Sequence[int]) -> Forward:
@@ -135,7 +123,7 @@ def _modulation(transformer: Any) -> StepModulation:
 def _attention_backends(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
     side, batch = bench.size.render[0]
     forward = make_forward(bench, transformer, side, [bench.size.num_words(side)] * batch)
-    calls = {}
+    calls, floor = {}, None
     for backend in CANDIDATES:
         try:
             denoiser = Denoiser(transformer, attention_of(backend, transformer.device))
@@ -143,8 +131,10 @@ def _attention_backends(bench: Bench, transformer: Any, modulation: StepModulati
             bench.tell(f"attention {backend}", note=first_line(error))
         else:
             calls[f"attention {backend}"] = forward.ours(denoiser, modulation)
+            if backend == CANDIDATES[0]:
+                floor = flops_of(calls[f"attention {backend}"])
     for name, timing in bench.race(calls, share=0.2).items():
-        bench.tell_time(f"{forward.name}, {name}", timing, forward.work(transformer))
+        bench.tell_time(f"{forward.name}, {name}", timing, floor)
 
 
 def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
@@ -161,18 +151,18 @@ def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -
         }
         _check_equal(bench, forward.name, calls["diffusers"], calls["ours"])
         timings = bench.race(calls, share=0.6 / len(all_cases))
-        floor, stock = forward.work(transformer), timings.get("diffusers")
+        floor, stock = flops_of(calls["ours"]), timings.get("diffusers")
         for name, timing in timings.items():
             peer = None if name == "diffusers" else stock
             bench.tell_time(f"{forward.name}, {name}", timing, floor, peer)
         _goals(bench, forward, floor, {n: t.ms for n, t in timings.items() if n != "diffusers"})
 
 
-def _goals(bench: Bench, forward: Forward, floor: Work, ours_ms: dict[str, float]) -> None:
+def _goals(bench: Bench, forward: Forward, floor: float, ours_ms: dict[str, float]) -> None:
     if not ours_ms or "different" in forward.name:
         return
     bench.compile_blocks = min(ours_ms, key=ours_ms.__getitem__) != "ours"
-    share = floor.flops / bench.ceilings.flops_per_s / (min(ours_ms.values()) / 1e3)
+    share = bench.floor_ms(floor) / min(ours_ms.values())
     wanted = 0.78 if forward.side_px >= 1024 else 0.65
     if forward.side_px >= 1024 or len(forward.states) >= 4:
         bench.report.at_least(f"D1 {forward.name}, share of the matmul rate", wanted, share)
@@ -258,7 +248,7 @@ def _vae_at(bench: Bench, stock: StockVae, ours: FrameVae, side_px: int) -> None
         _check_equal(bench, what, theirs, mine)
         share = 1 / (2 * len(bench.size.vae_px))
         timings = bench.race({"diffusers": theirs, "ours": mine}, share)
-        floor, peer = work_of(mine), timings.get("diffusers")
+        floor, peer = flops_of(mine), timings.get("diffusers")
         if peer is not None:
             bench.tell_time(f"{what}, diffusers", peer, floor)
         if "ours" in timings:

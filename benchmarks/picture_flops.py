@@ -3,44 +3,28 @@ them.
 
     python -m benchmarks.picture_flops > benchmarks/results/picture_flops.md
 
-From the shapes of the released models (2.1's are diffusers' class defaults, not read from a
-checkpoint), by the formulas that a run's own counter adds up; the VAEs are counted operation by
-operation on the meta device. Matrix products, convolutions and attention alone.
+Our own forwards run on the meta device, in the shapes of the released models (diffusers' class
+defaults, not read from a checkpoint), under torch's counter of operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from functools import cache
 from typing import Any
 
 import torch
 
-from rl.meter.flop_count import FlopCount
+from benchmarks.flop_counter import flops_of
+from rl.algorithm.attention_kernels import choose_kernel
 from rl.renderers.qwen_image.config import PATCH_PX
+from rl.renderers.qwen_image.denoiser import Denoiser
+from rl.renderers.qwen_image.modulation import StepModulation
 from rl.renderers.qwen_image.vae2d import FrameVae
-from rl.renderers.qwen_image_21.cost import Sizes, preparing_work, step_work
-from rl.renderers.qwen_image_21.layout import Piece
+from rl.renderers.qwen_image_21 import denoiser as image_21_denoiser
 from rl.renderers.qwen_image_21.vae import PictureVae
-from rl.renderers.shared.cost import denoising_work
 
-IMAGE_21 = SimpleNamespace(
-    num_layers=32,
-    num_attention_heads=32,
-    attention_head_dim=128,
-    mlp_ratio=3,
-    context_in_dim=4096,
-    in_channels=64,
-    out_channels=64,
-)
-EDIT = SimpleNamespace(
-    num_layers=60,
-    num_attention_heads=24,
-    attention_head_dim=128,
-    patch_size=2,
-    in_channels=64,
-    out_channels=16,
-)
+META = torch.device("meta")
 GROUP = 8
 WORDS = 300
 """Tokens of a row's own text: instruction and description."""
@@ -51,42 +35,82 @@ SEEN_BY_EDIT, SEEN_BY_PLUS = 28 * 28, 196
 PETA = 1e15
 
 
+@cache
+def _transformer(name: str) -> Any:
+    import diffusers
+
+    with META:
+        return getattr(diffusers, name)().eval()
+
+
+@torch.no_grad()
 def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
     """FLOPs of a picture in a group of `GROUP`."""
-    shape = (side_px // PATCH_PX, side_px // PATCH_PX)
-    pieces: list[Piece] = [LEAD_IN, shape] * num_sources
-    sizes = Sizes([pieces], [[WORDS] * GROUP], shape[0] * shape[1])
+    side = side_px // PATCH_PX
+    transformer = _transformer("QwenImage21Transformer2DModel")
+    config = transformer.config
+    denoiser = image_21_denoiser.Denoiser(transformer, choose_kernel("sdpa", "cpu", torch.float32))
+    places = [range(LEAD_IN * i + i - 1, LEAD_IN * i + i) for i in range(1, num_sources + 1)]
+    shown = tuple(
+        image_21_denoiser.Shown(place, _empty(side * side, config.in_channels), (side, side))
+        for place in places
+    )
+    states = _empty(places[-1].stop if places else 0, config.context_in_dim)
+    words = tuple(_empty(WORDS, config.context_in_dim) for _ in range(GROUP))
+    groups = [image_21_denoiser.Group(states, shown, words)]
+    given: list[Any] = []
+    once = flops_of(lambda: given.append(denoiser.prepare(groups, (side, side))))
+    latents = _empty(GROUP, side * side, config.in_channels)
+    step = flops_of(lambda: denoiser.velocity(latents, given[0], _empty()))
     encoding, decoding = vae_flops(side_px, of_edit=False)
-    once = preparing_work(IMAGE_21, sizes, 2).flops + num_sources * encoding
-    steps = num_steps * step_work(IMAGE_21, sizes, 2).flops
-    return (once + steps) / GROUP + decoding
+    return (once + num_sources * encoding + num_steps * step) / GROUP + decoding
 
 
+@torch.no_grad()
 def edit(side_px: int, num_seen: int, num_steps: int, guided: bool) -> float:
     """The same of Edit or Plus with one source, of which the text holds `num_seen` tokens."""
-    tokens = (side_px // PATCH_PX) ** 2
-    words = [WORDS + num_seen] * (2 if guided else 1)
+    side = side_px // PATCH_PX
+    transformer = _transformer("QwenImageTransformer2DModel")
+    config = transformer.config
+    width, blocks = config.num_attention_heads * config.attention_head_dim, config.num_layers
+
+    def attend(*heads: torch.Tensor) -> torch.Tensor:
+        heads_first = (tensor.transpose(1, 2) for tensor in heads)
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+
+    num_rows = 2 if guided else 1
+    latents = _empty(num_rows, side * side, config.in_channels)
+    states = [_empty(WORDS + num_seen, config.joint_attention_dim)] * num_rows
+    denoiser = Denoiser(transformer, attend)
+    given = denoiser.prepare(states, latents, [(1, side, side)] * 2)
+    modulation = _empty(blocks, 1, 6, width)
+    table = StepModulation(modulation, modulation, _empty(2, width))
+    step = flops_of(lambda: denoiser.velocity(latents, given, table))
     encoding, decoding = vae_flops(side_px, of_edit=True)
-    step = denoising_work(EDIT, tokens, tokens, words, 2).flops
     return num_steps * step + encoding / GROUP + decoding
 
 
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device=META)
+
+
+@cache
+@torch.no_grad()
 def vae_flops(side_px: int, *, of_edit: bool) -> tuple[float, float]:
     """(of encoding one picture, of decoding one)."""
     from diffusers import AutoencoderKLQwenImage, AutoencoderKLQwenImage21
 
-    with torch.device("meta"):
+    with META:
         vae: Any = (
             FrameVae(AutoencoderKLQwenImage())
             if of_edit
             else PictureVae(AutoencoderKLQwenImage21())
         )
     channels = 3 if of_edit else 4
-    with torch.no_grad(), FlopCount() as encoded:
-        latents = vae.encode(torch.empty(1, channels, side_px, side_px, device="meta"))
-    with torch.no_grad(), FlopCount() as decoded:
-        vae.decode(latents)
-    return encoded.flops, decoded.flops
+    latents: list[torch.Tensor] = []
+    pixels = _empty(1, channels, side_px, side_px)
+    encoding = flops_of(lambda: latents.append(vae.encode(pixels)))
+    return encoding, flops_of(lambda: vae.decode(latents[0]))
 
 
 def table(side_px: int) -> Iterator[str]:

@@ -11,8 +11,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.flop_counter import flop_counter
 from benchmarks.meter import Meter, Spent
-from rl.meter.flop_count import FlopCount
 
 POLICY = "policy side"
 """Preprocessing, conditioning, log-probs, reference, forward, backward, optimiser step."""
@@ -71,7 +73,7 @@ class Post:
         self._connection = connection
         self._names = names
         self._counting = ExitStack()
-        self._counter: FlopCount | None = None
+        self._counter: FlopCounterMode | None = None
         self._baseline_mb: float | None = None
         self._process_s = 0.0
         self.flush: Callable[[], None] = lambda: None
@@ -79,7 +81,7 @@ class Post:
         self.meter = Meter(flops_so_far=self._flops_so_far)
 
     def _flops_so_far(self) -> float:
-        return self._counter.flops if self._counter else 0.0
+        return self._counter.get_total_flops() if self._counter else 0.0
 
     def begin(self) -> None:
         """Wait for the next order; what follows is measured."""
@@ -88,7 +90,7 @@ class Post:
             self._baseline_mb = resident_mb()
             forget_peak()
         if order.flops:
-            self._counter = self._counting.enter_context(FlopCount())
+            self._counter = self._counting.enter_context(flop_counter())
         self._process_s = time.process_time()
         self.meter.reset()
 

@@ -1,7 +1,6 @@
-"""Start a run: `python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [k=v]`.
+"""Starts a run's ranks and watches them; the same command resumes the run.
 
-A script may also come alone (`rl check-distributed`): it gets N ranks and no config. The same
-command resumes the run from its last checkpoint.
+    python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [key=value ...]
 
 Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
 node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
     if args.jsonnet_root is not None:
-        os.environ[ROOT_VARIABLE] = str(args.jsonnet_root)  # ranks read the config too
+        os.environ[ROOT_VARIABLE] = str(args.jsonnet_root.resolve())  # ranks read the config too
     if args.gpu_gb is not None:
         # Ranks read the config too, and what it derives from the size follows.
         args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _report(config: RunConfig, online: bool) -> int:
-    """`--check ... | head` closes our output early, which changes nothing of what was found."""
+    """Prints the report and returns its exit code, also under `--check ... | head`."""
     text, code = report.report(config, config.gpu_gb, online)
     try:
         print(text, flush=True)
@@ -94,8 +93,8 @@ def _report(config: RunConfig, online: bool) -> int:
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """Against this machine's GPUs, or those that --gpu-gb speaks of; none on a machine without.
-    Others than the config is written for are said, with the size under which it was tried."""
+    """Of a start on this machine's GPUs, or on GPUs of the size --gpu-gb names; [] without GPUs.
+    Where the config is written for another size, says which gpu_gb fits."""
     machine = placement.look_at_machine()
     num_ranks = config.world_size // args.nnodes
     if args.gpu_gb is not None:
@@ -144,12 +143,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--online", action="store_true", help="with --check: ask the judge one real question too")
     add(
         "--gpu-gb",
-        type=_gigabytes,
+        type=float,
         help="sets the config's gpu_gb; a start is then held to it, not to the GPUs it finds",
     )
     add(
         "--jsonnet-root",
-        type=_folder,
+        type=Path,
         help="folder whose files the config may import (default: its git clone, else its folder)",
     )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
@@ -166,6 +165,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--retries starts one node's ranks again; on several, start the same command")
     if args.online and not args.check:
         parser.error("--online goes with --check; a start asks the judge by itself")
+    if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
+        parser.error(f"--gpu-gb {args.gpu_gb} is no size in GB")
+    if args.jsonnet_root is not None and not args.jsonnet_root.is_dir():
+        parser.error(f"--jsonnet-root {args.jsonnet_root} is no folder")
     words = [_as_here(word) for word in args.words]
     has_script = words[0] == "rl.train" or words[0].endswith(".py")
     args.script = words.pop(0) if has_script else "rl.train"
@@ -180,21 +183,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _gigabytes(word: str) -> float:
-    value = float(word)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{word} is no size in GB")
-    return value
-
-
-def _folder(word: str) -> Path:
-    if not Path(word).is_dir():
-        raise argparse.ArgumentTypeError(f"{word!r} is no folder")
-    return Path(word).resolve()
-
-
 def _as_here(word: str) -> str:
-    """EARL's launch lines name its own tree; what lies elsewhere here is found under that name."""
+    """Maps the paths of EARL's launch lines to ours."""
     if not word.startswith("rl/") or not_a_file(word) != GONE:
         return word
     if word == "rl/nano_aha_moment.py":
@@ -219,31 +209,26 @@ def launch(
             _say(line)
         if args.retries == 0 or ending.code == 0 or ending.asked:
             break
-        why_not = _why_no_restart(ending, left, before, _iterations_on_disk(config))
+        now = _iterations_on_disk(config)
+        why_not = ""
+        if not ending.by_machine:
+            why_not = "which would come again; --retries is for what the machine does"
+        elif now <= before:
+            why_not = f"and no iteration was saved since the last start (before: {before})"
+        elif left == 0:
+            why_not = "and every restart of --retries is used"
         if why_not:
-            _say(f"not started again: {why_not}")
+            _say(f"not started again: {ending.what}, {why_not}")
             break
         _say(f"started again, {args.retries - left + 1} of {args.retries}: {ending.what}")
     return ending.code
 
 
 def _iterations_on_disk(config: RunConfig | None) -> int:
-    """Those that the newest whole checkpoint holds."""
     from rl.record.checkpoint import find, iteration_of
 
     newest = None if config is None else find(config.run_dir, hashes=False).path
     return 0 if newest is None else iteration_of(newest)
-
-
-def _why_no_restart(ending: endings.Ending, left: int, before: int, now: int) -> str:
-    """Why `--retries` leaves the run ended, or ''."""
-    if not ending.by_machine:
-        return f"{ending.what}, which would come again; --retries is for what the machine does"
-    if now <= before:
-        return f"{ending.what}, and no iteration was saved since the last start (before: {before})"
-    if left == 0:
-        return f"{ending.what}, and every restart of --retries is used"
-    return ""
 
 
 def _one_start(
@@ -274,28 +259,27 @@ def _run_ranks(
     meeting: dict[str, str],
     nodes: NodeWatch | None = None,
 ) -> endings.Ending:
-    """The ranks' processes, started together, watched, and ended together; `nodes` hears why they
-    failed. A signal that asks this process to stop is passed on to them, and waited for."""
+    """Start the ranks, watch them and end them together; `nodes` gets the reason if they fail. A
+    signal that asks this process to stop is passed on to them, and their end is awaited."""
     with signals.noted() as asks:
         processes = _start_ranks(args, num_ranks, log_dir, notes, meeting)
         beats = {rank: notes / heartbeat.file_name(rank) for rank in processes}
         pids = {rank: process.pid for rank, process in processes.items()}
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
         watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
-        ending = None
+        ranks, ending = endings.Ranks(processes, watch, _say), None
         while ending is None:
             if asks:
-                ending = endings.leave_as_asked(watch, processes, asks, _say)
-            elif failures := endings.failures_of(processes):
-                endings.leave(watch, processes, [signal.SIGTERM], _say, endings.PEERS_TERM_S)
-                failures = endings.failures_of(processes) | failures
-                ending = endings.of_failure(failures, notes, log_dir)
-            elif all(process.poll() == 0 for process in processes.values()):
+                ending = ranks.leave_as_asked(asks)
+            elif failures := ranks.failures():
+                ranks.leave([signal.SIGTERM], endings.PEERS_TERM_S)
+                ending = endings.of_failure(ranks.failures() | failures, notes, log_dir)
+            elif ranks.all_done():
                 ending = endings.Ending(0, "", by_machine=False)
             elif watch.look():
-                ending = endings.end_hung(watch, processes, _say)
+                ending = ranks.end_hung()
             elif nodes is not None and (lost := nodes.lost()):
-                ending = endings.end_alone(lost, watch, processes, _say)
+                ending = ranks.end_alone(lost)
             else:
                 time.sleep(0.2)
         if nodes is not None:
@@ -305,8 +289,7 @@ def _run_ranks(
 
 def _start_ranks(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
-) -> endings.Processes:
-    """This node's processes by rank, each with its place among all in its environment."""
+) -> dict[int, subprocess.Popen[bytes]]:
     words = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
     loading.stop()  # rank 0 goes on with such lines
@@ -330,11 +313,8 @@ def _say(line: str) -> None:
 
 
 def _set_environment(num_ranks: int, config: RunConfig | None) -> None:
-    """What has to be there before a rank imports torch; what the user has set stays.
-
-    On the CPU: one thread per rank (more are slower on a shared CPU), and no
-    warnings of torch's C++ parts, which speak of NUMA nodes and host names, nothing to act on.
-    """
+    """Set what has to be there before a rank imports torch, unless the user has set it: on the CPU
+    one thread per rank (more are slower on a shared CPU) and no warnings of torch's C++ parts."""
     import torch
 
     threads = max(1, min(8, (os.cpu_count() or 1) // num_ranks))

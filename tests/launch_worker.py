@@ -76,17 +76,14 @@ elif MODE == "graceful":
     time.sleep(0.5)  # the checkpoint
     note("saved", signals.name_of(heard[0]))
     sys.exit(0)
-elif MODE in ("stopped", "frozen", "deadlocked"):
+elif MODE == "frozen":
     signals.install()
     signals.at_once(lambda: note("saved", "at once"))
     with heartbeat.phase("generate"):
         note("began", str(time.monotonic()))
-        if LAST and MODE == "frozen":  # as under a debugger: SIGCONT does not help
+        if LAST:  # as under a debugger: SIGCONT does not help
             signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
-        if MODE == "frozen" or (LAST and MODE == "stopped"):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif LAST:
-            threading.Event().wait()
+        os.kill(os.getpid(), signal.SIGSTOP)
         while not signals.stop_heard():
             exec("time.sleep(0.02)\n" * 10)  # at ten places in the code: it moves
     note("left", "")

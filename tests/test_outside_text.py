@@ -113,7 +113,7 @@ def test_a_judges_body_and_headers_are_read_or_refused(body: bytes, value: Any, 
 
 
 @few
-@given(words, words, st.sampled_from([KEY, KEY.replace("/", "\\/"), "%73k-0123%2f456789%2bab"]))
+@given(words, words, st.sampled_from([KEY, KEY.replace("/", "\\/"), "sk-0123%2f456789%2bab"]))
 def test_any_text_is_shown_and_printed_without_commands_and_keys(a: str, b: str, key: str) -> None:
     line = shown(a + key + b, 100)
     assert line.isprintable() and len(line) <= 103

@@ -19,16 +19,16 @@ from rl.api.plug import Resources
 from rl.api.types import RenderJob, RewardInput, Sample
 from rl.config.schema import load_config
 from rl.preflight import report
-from rl.run.metric_table import page, shipped_rows
+from rl.run.metric_table import markdown_table, shipped_rows
 from rl.simple_launch import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_page_of_metrics_is_the_one_in_the_code() -> None:
-    held = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    assert held == page(shipped_rows()), "python -m rl.run.metric_table > docs/metrics.md"
+def test_the_page_of_metrics_has_what_shipped_plugins_report() -> None:
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    assert page.endswith(markdown_table(shipped_rows())), "python -m rl.run.metric_table"
     assert "(docs/metrics.md)" in README
 
 

@@ -245,6 +245,11 @@ class Policy(RunPlug[PolicyConfigT]):
         where that is not the rows themselves."""
         return None
 
+    def train_flops(self, prompt_len: int, completion_lens: Sequence[int]) -> float:
+        """Operations to train on one group: a forward and a backward over its tokens, the prompt
+        once, with nothing recomputed; 0: not known. For the metric `work/mfu`."""
+        return 0.0
+
     # --- what an inference engine asks --------------------------------------------------------
 
     @abstractmethod

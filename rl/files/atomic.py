@@ -24,8 +24,8 @@ MAX_NESTING = 64
 """Levels of objects and lists; a run's own files have a dozen."""
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
-"""What `str.splitlines` takes for the end of a line and JSON does not escape by itself; and half
-characters, which a judge may spell in JSON and UTF-8 cannot hold."""
+"""Line ends of `str.splitlines` that JSON does not escape; and surrogates, which UTF-8 cannot
+hold."""
 
 
 def fsync(path: Path) -> None:
@@ -41,7 +41,6 @@ class NoRoomError(OSError):
     """A full disk did not take a file, of which nothing is left."""
 
     def __init__(self, error: OSError, path: Path, num_bytes: int) -> None:
-        """`num_bytes`: of the file."""
         super().__init__(error.errno, error.strerror, str(path))
         self.num_bytes = num_bytes
 
@@ -50,8 +49,7 @@ def write_atomically(
     path: Path, content: str | bytes, opener: Callable[[str, int], int] = itself
 ) -> None:
     """Replace `path`'s contents, whole or not at all; makes the folders above it. `opener` as in
-    `open`. Raises NoRoomError where the disk is full, GoneError below a folder that is gone
-    (`held.py`), and OSError for what else the system may say."""
+    `open`. Raises NoRoomError (full disk), GoneError (`held.py`) and other OSErrors."""
     path = place(path)
     data = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.tmp")
@@ -71,26 +69,21 @@ def write_atomically(
 
 @contextmanager
 def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
-    """An empty file of that name, which no other process or thread writes: it waits until this one
-    has been renamed or removed. What a kill left there is taken over, so that there is one at most.
-    """
+    """An empty file of that name, which no other process or thread writes until it is renamed or
+    removed. What a kill left there is taken over."""
     while True:
         descriptor = opener(str(aside), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with open(descriptor, "ab", buffering=0) as file:
             with suppress(OSError):  # a file system without locks: better no guard than no file
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_there(file, aside):
+            try:
+                is_there = os.path.samestat(os.fstat(descriptor), os.lstat(aside))
+            except FileNotFoundError:
+                is_there = False
+            if is_there:
                 file.truncate(0)
                 yield file
                 return
-
-
-def _is_there(file: FileIO, path: Path) -> bool:
-    """Whether that open file is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    except FileNotFoundError:
-        return False
 
 
 @contextmanager
@@ -107,15 +100,14 @@ def _named(path: Path, num_bytes: int) -> Iterator[None]:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """One line of strict JSON, whatever its reader takes for the end of one: NaN and infinities,
-    which JSON has not, become null."""
+    """One line of strict JSON to any reader; NaN and infinities become null."""
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
     return _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file that may end in half of one, which is left as a line of its own. A line
-    that cannot be written leaves nothing. Raises as `write_atomically`."""
+    """Add a line, after half a line as a line of its own; one that cannot be written leaves
+    nothing. Raises as `write_atomically`."""
     path = place(path)
     with _named(path, len(line)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,15 +133,15 @@ def append(file: FileIO, data: bytes) -> None:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file with their ends, which are b'\\n' and nothing else: a value may hold any
-    other character that Python takes for one (U+2028, a lone \\r)."""
+    """The lines of a file with their ends, which are b'\\n' alone: values may hold U+2028 or a lone
+    \\r."""
     with path.open("rb") as file:
         return file.readlines()
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None for anything else, and for what is nested deeper than any
-    file of a run: whoever walks it may do so by recursion."""
+    """The JSON object of a line; None for anything else, and for one nested too deep for
+    recursion."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -174,8 +166,8 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects of a JSONL file, and the numbers (from 1) of the lines that hold none; blank
-    lines are neither."""
+    """The objects of a JSONL file, and the numbers (from 1) of damaged lines; blank lines are
+    neither."""
     rows: list[dict[str, Any]] = []
     damaged: list[int] = []
     for number, line in enumerate(lines_of(path), start=1):

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _held: dict[Path, int] = {}
-"""Folder -> a descriptor of it."""
 
 
 class GoneError(FileNotFoundError):
@@ -29,8 +28,18 @@ def place(path: Path) -> Path:
     """Where to write `path`: below a held folder that was moved, its place in there now. Raises
     GoneError below one that was deleted."""
     for folder, descriptor in _held.items():
-        if folder in (path, *path.parents):
-            return _now(folder, descriptor) / path.relative_to(folder)
+        if folder not in (path, *path.parents):
+            continue
+        for now in (folder, Path(os.readlink(f"/proc/self/fd/{descriptor}"))):
+            with suppress(OSError):
+                if os.path.samestat(os.stat(now), os.fstat(descriptor)):
+                    return now / path.relative_to(folder)
+        raise GoneError(
+            f"{folder} is gone: it was deleted, or moved to another disk, while the run was using "
+            "it. Nothing is written there any more, and what was not in it yet is lost. With a "
+            "copy put back there, the same command goes on from its last checkpoint; else it "
+            "begins anew"
+        )
     return path
 
 
@@ -43,15 +52,3 @@ def require_in_place(folder: Path) -> None:
             f"{folder} is gone: it was moved to {now} while the run was using it. The finished "
             f"iterations are saved there: {other} it back, and the same command goes on"
         )
-
-
-def _now(folder: Path, descriptor: int) -> Path:
-    for now in (folder, Path(os.readlink(f"/proc/self/fd/{descriptor}"))):
-        with suppress(OSError):
-            if os.path.samestat(os.stat(now), os.fstat(descriptor)):
-                return now
-    raise GoneError(
-        f"{folder} is gone: it was deleted, or moved to another disk, while the run was using it. "
-        "Nothing is written there any more, and what was not in it yet is lost. With a copy put "
-        "back there, the same command goes on from its last checkpoint; else it begins anew"
-    )

@@ -14,16 +14,14 @@ from cachetools import LRUCache, cached
 from PIL.Image import Image, Resampling, alpha_composite, new
 
 MAX_AREA_PX = 50_000_000
-"""Of a picture that is decoded. A file of 1 KB can hold any number of pixels, and a decoder takes
-up to 20 bytes for each."""
+"""Of a decoded picture: a file of 1 KB can hold any number of pixels, at up to 20 bytes each."""
 
 T = TypeVar("T")
 
 
 def own_pictures(value: T) -> T:
     """`value`, a picture or anything that holds some (a `Sample`, `RewardInput`, list, dict), with
-    its pictures, arrays, lists and dicts copied: a plugin may change its own, and nobody else sees
-    it."""
+    its pictures, arrays, lists and dicts copied, so that a plugin changes only its own."""
     given: Any = value
     if is_dataclass(given) and not isinstance(given, type):
         held = {f.name: own_pictures(getattr(given, f.name)) for f in fields(given) if f.init}
@@ -45,12 +43,9 @@ def digest(image: Image) -> bytes:
 
 
 def open_picture(file: Path | IO[bytes], formats: tuple[str, ...] = ("PNG",)) -> Image:
-    """A picture, not decoded yet; the only place where Pillow opens one (tests/test_layout.py).
-
-    `formats` are Pillow's names, PNG being what a run writes. Formats that start a program (EPS
-    starts Ghostscript) or hold a picture of another format (IPTC, ICO, ICNS, MIC) are not to be
-    named. Raises DecompressionBombError for more than `MAX_AREA_PX`, and what Pillow raises.
-    """
+    """A picture, not decoded yet; the only place where Pillow opens one. `formats` are Pillow's
+    names; never name one that starts a program (EPS) or holds another format (IPTC, ICO, ICNS,
+    MIC). Raises DecompressionBombError for more than `MAX_AREA_PX`, and what Pillow raises."""
     image = PIL.Image.open(file, formats=formats)
     if image.width * image.height > MAX_AREA_PX:
         image.close()
@@ -78,12 +73,8 @@ def downscale(image: Image, side_px: int) -> Image:
 
 @cached(LRUCache(256 * 2**20, getsizeof=len), key=digest, condition=Condition())
 def png_bytes(image: Image) -> bytes:
-    """Lossless RGB, over white, without metadata: whoever reads it sees the pixels and no place or
-    owner.
-
-    Level 1 makes files a third larger than the default and takes a fifth of the time. The last
-    256 MiB are kept: a picture that several questions and the record show is encoded once.
-    """
+    """Lossless RGB, over white, without metadata. Level 1: files a third larger, in a fifth of the
+    time. The last 256 MiB are kept, since questions and the record show the same pictures."""
     bare = over_white(image)
     bare.info.clear()
     buffer = io.BytesIO()

@@ -1,5 +1,5 @@
-"""Whether a model's files are there, whole, and those of the model that is wanted: from names,
-sizes and headers alone, without the network."""
+"""Checks from names, sizes and headers alone whether a model's files are there, whole, and its
+own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KIND_KEYS = ("model_type", "_class_name")
 
 
 def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
-    """What keeps them from being loaded, as 'key: what, remedy'. Of parts of one folder that are
-    another model's only the first is told, and only that."""
+    """What keeps them from being loaded, as 'key: what, remedy'. Of a folder that holds another
+    model only that is said."""
     places = defaultdict(list)
     for model in models:
         places[model.key, model.path].append(model)
@@ -39,8 +39,8 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
 
 
 def missing_model(key: str, path: str) -> list[str]:
-    """What is wrong with a model's path: [] for a folder that is there and for what looks like a
-    hub id ('owner/name', taken on trust: a config is checked without the network)."""
+    """What is wrong with a model's path; [] for a folder that is there and for what looks like a
+    hub id."""
     why = not_a_file(path) if path else GONE
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
     if why == FOLDER or (is_hub_id and why == GONE):

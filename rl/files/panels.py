@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 CRISP_BELOW_PX = 256
 """Pictures smaller than this are enlarged pixel by pixel."""
 PICTURE_CHARS, PICTURE_LINES = 34, 4
-"""Of the words below a picture."""
 WORDS_CHARS, WORDS_LINES = 22, 10
-"""Of the words in its place."""
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot`, which draws into files. Settings are matplotlib's own: it reads a
-    `matplotlibrc` of the working folder, which may be a stranger's and have it start LaTeX."""
+    """`matplotlib.pyplot`, drawing into files, without a `matplotlibrc` of the working folder,
+    which may start LaTeX."""
     import matplotlib
 
     matplotlib.rcdefaults()
@@ -37,8 +35,7 @@ def pyplot() -> Any:
 def panel(
     axes: Axes, images: Image | Sequence[Image] | None, title: str, words: str | None
 ) -> None:
-    """Draw one, or several in its place under their numbers; what a terminal would act upon is
-    escaped here too. `words` None: it has none, and nothing says so."""
+    """Draw one picture, or several under their numbers. `words` None: nothing is written."""
     axes.axis("off")
     if isinstance(images, Sequence):
         _tiles(axes, images)
@@ -71,7 +68,6 @@ def _picture(axes: Axes, image: Image) -> None:
 
 
 def _tiles(axes: Axes, images: Sequence[Image]) -> None:
-    """In rows of about as many as there are rows."""
     axes.set_box_aspect(1)
     num_across = math.ceil(math.sqrt(len(images)))
     num_down = math.ceil(len(images) / num_across)

@@ -17,11 +17,8 @@ _REFUSED = {
 
 
 def itself(path: str, flags: int, mode: int = 0o666) -> int:
-    """`open(..., opener=itself)`: a folder that came from elsewhere may hold links in the place of
-    what is written there, or pipes, which nobody reads. Raises OSError for either (ELOOP, ENXIO).
-    A file with a second name (a hard link) is replaced by a copy, and the second name keeps the old
-    content.
-    """
+    """`open(..., opener=itself)` writes through no link or pipe in the file's place: raises OSError
+    (ELOOP, ENXIO). A file with a second name (a hard link) is replaced by a copy first."""
     # A regular file takes no notice of O_NONBLOCK; a pipe's writer would wait for a reader.
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -51,9 +48,8 @@ def unshare(path: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """`open(..., opener=private)`: as `itself`, and nobody else reads the file, whatever bits it
-    had before and whatever the umask leaves a new one. For what holds completions, replies or logs.
-    (Another user's file, and a file system without such bits, stay as they are.)"""
+    """`open(..., opener=private)`: as `itself`, and readable by this user only, whatever bits it
+    had. For completions, replies and logs. Another user's file stays as it is."""
     descriptor = itself(path, flags, 0o600)
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)

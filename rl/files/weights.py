@@ -1,5 +1,4 @@
-"""Weights: how many a file holds and whether it is whole, from its header alone; where they lie
-once loaded; the sums of their bits."""
+"""Weights: their number and wholeness from a file's header, alignment in memory, sums of bits."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ ALIGNMENT_BYTES = 64
 NUM_COLUMNS = 1024
 """Of the matrix in which `bit_sums` lays a tensor out, 64-bit numbers."""
 LFS_POINTER = b"version https://git-lfs"
-"""How a file begins that was cloned without its content."""
 
 
 def num_parameters(
@@ -37,8 +35,8 @@ class NotFiniteError(ValueError):
 
 
 def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> None:
-    """Raise NotFiniteError naming `owner`, and the first of its named `weights` that holds NaN or
-    infinity; 8-bit ones have their scales beside them, and are left out."""
+    """Raise NotFiniteError naming `owner` and its first weight with NaN or infinity; 8-bit ones,
+    with scales beside them, are left out."""
     for name, weight in weights:
         if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
             are_numbers = weight.detach().isfinite()
@@ -51,15 +49,10 @@ def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> N
 
 
 def align_weights(module: torch.nn.Module, device: str) -> None:
-    """Where the CPU computes, give weights the alignment of memory that PyTorch allocates.
-
-    Loaded weights are pages of their file, at whatever offset its header leaves, and some of MKL's
-    kernels (one row in float32, on AMD or with SSE4.2) add up in another order at an address that
-    is no multiple of 16 bytes. A run would then hang on how its models' files were written. On a
-    GPU every weight is a copy, aligned; what is left behind on the CPU stays pages.
-
-    Every model that is loaded comes by here: raises NotFiniteError for one that holds NaN.
-    """
+    """Where the CPU computes, give weights the alignment of memory that PyTorch allocates: loaded
+    weights are pages of their file, and some of MKL's kernels (one row in float32, on AMD or with
+    SSE4.2) add up in another order at addresses that are no multiple of 16 bytes. Every model that
+    is loaded comes by here: raises NotFiniteError for one that holds NaN."""
     require_finite(module.named_parameters(), type(module).__name__)
     if device != "cpu":
         return
@@ -70,11 +63,8 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     """[3] int64 on the tensor's device: its bytes read as 64-bit numbers and laid out as a matrix,
-    weighed by row, by column, and what is left over; [1] where that is all.
-
-    A changed bit, and a value or a row in another's place, changes them. Nothing the size of the
-    tensor is made or leaves the device: two reads of it, where a hash would bring it to the host.
-    """
+    weighed by row, by column, and what is left over; [1] where that is all. A changed bit, and a
+    value or a row in another's place, changes them. Nothing the size of the tensor is made."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -100,8 +90,8 @@ def _line_weights(length: int, device: torch.device) -> torch.Tensor:
 
 
 def damage_of(file: Path) -> str:
-    """Why a file of weights is not whole, or ''; only of safetensors is more known than that it is
-    empty, or a pointer of Git LFS."""
+    """Why a file of weights is not whole, or ''; of other formats than safetensors only whether it
+    is empty or a pointer of Git LFS."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))
@@ -119,8 +109,7 @@ def damage_of(file: Path) -> str:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The first 8 bytes are the length of a JSON header. Raises ValueError where it is longer than
-    the file."""
+    """The JSON after 8 bytes of its length. Raises ValueError where that is more than the file."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
@@ -130,8 +119,8 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    """blake2b over names, dtypes, shapes and `bit_sums`, in name order: what comes to the host is
-    24 bytes a tensor at most, at once."""
+    """blake2b over names, dtypes, shapes and `bit_sums`, in name order; only the sums come to the
+    host."""
     import torch
 
     names = sorted(tensors)

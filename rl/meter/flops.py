@@ -1,5 +1,4 @@
-"""What a language model's passes cost, from its sizes alone (Qwen2.5, Emu3: gated MLPs, grouped
-keys and values).
+"""Closed formulas for the cost of a language model's passes (gated MLPs, grouped keys and values).
 
 A multiply-add is two operations. A pair is one query that attends to one key. Norms, activations
 and rotary embeddings are left out: below a hundredth at real sizes.
@@ -9,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from rl.meter.flop_meter import Work
+from typing import Any, Literal, NamedTuple
 
 Recompute = bool | Literal["mlp"]
 """As `optimizer.gradient_checkpointing`: nothing, whole layers, or the insides of the MLPs."""
 STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """A layer's matrices in the order in which a token passes them; attention lies behind the first."""
+
+
+class Work(NamedTuple):
+    """The cost of a computation."""
+
+    flops: float
+    bytes_moved: float
+    """Between memory and the device."""
 
 
 @dataclass(frozen=True)
@@ -176,16 +181,15 @@ def sampling_work(
     """
     weights = model.num_weights * bytes_per_value
     cached = model.num_cached * bytes_per_value
-    cost = Work(bytes_moved=weights)
-    for prompt_len in prompt_lens_P:
-        pairs = prefix_tree_pairs(prompt_len, ())
-        cost += Work(model.forward_flops(prompt_len, pairs) + model.head_flops(1))
+    flops = 0.0
     num_steps = max((max(lens_G, default=0) for lens_G in completion_lens_PG), default=0) - 1
-    cost += Work(bytes_moved=weights * max(0, num_steps))
+    bytes_moved = weights * (1 + max(0, num_steps))
     for prompt_len, lens_G in zip(prompt_lens_P, completion_lens_PG, strict=True):
+        flops += model.forward_flops(prompt_len, prefix_tree_pairs(prompt_len, ()))
+        flops += model.head_flops(1)
         fed_G = [max(0, length - 1) for length in lens_G]
         written = sum(fed * (fed + 1) // 2 for fed in fed_G)
         pairs = prompt_len * sum(fed_G) + written
-        flops = model.forward_flops(sum(fed_G), pairs) + model.head_flops(sum(fed_G))
-        cost += Work(flops, cached * (prompt_len * max(fed_G, default=0) + written))
-    return cost
+        flops += model.forward_flops(sum(fed_G), pairs) + model.head_flops(sum(fed_G))
+        bytes_moved += cached * (prompt_len * max(fed_G, default=0) + written)
+    return Work(flops, bytes_moved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rl.api.types import Completion, Prompt
 from rl.policies.qwen_vl.config import Config
@@ -17,20 +16,6 @@ class WindowedTower(Tower):
     """Patches see their window, in some layers their whole picture; its MLPs are gated."""
 
     linear_layers = frozenset({"qkv", "proj"})
-    mlp_matrices = 3
-
-    def num_pairs(self, config: Any, rows: int, columns: int) -> int:
-        merge, num_full = config.spatial_merge_size, len(config.fullatt_block_indexes)
-        side = config.window_size // config.patch_size // merge
-        windows = _squares(rows // merge, side) * _squares(columns // merge, side)
-        whole: int = num_full * (rows * columns) ** 2
-        return whole + (config.depth - num_full) * windows * int(merge) ** 4
-
-
-def _squares(length: int, window: int) -> int:
-    """Sum of the squared sizes of the windows that a side is cut into."""
-    full, rest = divmod(length, window)
-    return full * window**2 + rest**2
 
 
 class Qwen25VL(QwenVL[Config]):

@@ -34,7 +34,6 @@ class DeepstackTower(Tower):
     layer's first."""
 
     linear_layers = frozenset({"qkv", "proj", "linear_fc1", "linear_fc2"})
-    mlp_matrices = 2
 
     def features(self, encoded: Any) -> Sequence[torch.Tensor]:
         import torch
@@ -47,16 +46,11 @@ class DeepstackTower(Tower):
             BaseModelOutputWithDeepstackFeatures,
         )
 
+        num_levels = 1 + len(config.deepstack_visual_indexes)
         last, *others = zip(
-            *(picture.chunk(self.num_mergers(config), dim=1) for picture in features), strict=True
+            *(picture.chunk(num_levels, dim=1) for picture in features), strict=True
         )
         return BaseModelOutputWithDeepstackFeatures(pooler_output=last, deepstack_features=others)
-
-    def num_mergers(self, config: Any) -> int:
-        return 1 + len(config.deepstack_visual_indexes)
-
-    def num_pairs(self, config: Any, rows: int, columns: int) -> int:
-        return int(config.depth) * (rows * columns) ** 2
 
 
 class Qwen3VL(QwenVL[Config]):

@@ -1,9 +1,4 @@
-"""The other ranks: who they are, and every collective the loop uses.
-
-`Dist` is made BEFORE any engine: one that finds no process group makes its own, and then ours
-cannot be made. With one process no group exists and every collective is the identity. A collective
-is called by all ranks or by none. torch is imported on first use only.
-"""
+"""The other ranks, and every collective the loop uses. torch is imported on first use only."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rl.ranks.rendezvous import INIT_METHOD
 
@@ -29,28 +24,14 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 
 class PeerError(RuntimeError):
-    """This rank could go on; another cannot."""
-
-
-@dataclass(frozen=True)
-class _Trouble:
-    """What a rank that cannot go on sends in place of a value."""
-
-    text: str
-
-
-class MergeableMetrics(Protocol):
-    """`rl/algorithm/metrics.py`, seen from a room that may not import it."""
-
-    def state(self) -> Any: ...
-
-    @staticmethod
-    def merge(states: Sequence[Any]) -> dict[str, float]: ...
+    """This rank could go on; another cannot. That one sends it in place of a value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dist:
-    """This process among its peers."""
+    """This process among its peers. Create it BEFORE any engine, which would else create a process
+    group of its own. With one process every collective is the identity. All ranks call a
+    collective, or none."""
 
     rank: int = 0
     """0 .. world_size - 1 over all nodes."""
@@ -98,7 +79,6 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """The one that decides, writes and prints."""
         return self.rank == 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,10 +91,8 @@ class Dist:
         return tensor
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Elementwise float64 sum over ranks, exactly rounded: free of the ranks' order.
-
-        Raises ValueError when the ranks disagree on the length.
-        """
+        """Elementwise float64 sum over ranks, exactly rounded, so free of their order. Raises
+        ValueError when the ranks disagree on the length."""
         rows = self.gather([float(value) for value in values])
         if len({len(row) for row in rows}) != 1:
             raise ValueError(f"ranks brought {[len(row) for row in rows]} numbers to one sum")
@@ -131,35 +109,32 @@ class Dist:
         return self.gather(value if self.is_main else cast("T", None))[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank. Values travel pickled.
-
-        Every object collective is this one. Raises `PeerError` when another rank tells that it
-        cannot go on instead of bringing its value.
-        """
+        """Every rank's value, in rank order, on every rank; values travel pickled. Raises
+        `PeerError` when another rank reports that it cannot go on."""
         if self.world_size == 1:
             return [value]
         values = self._exchange(value)
         for rank, brought in enumerate(values):
-            if isinstance(brought, _Trouble):
-                raise PeerError(f"rank {rank} cannot go on: {brought.text}")
+            if isinstance(brought, PeerError):
+                raise PeerError(f"rank {rank} cannot go on: {brought}")
         return values
 
     def tell(self, trouble: BaseException, patience_s: float) -> bool:
-        """This rank cannot go on: the others raise `PeerError` in the gather that they come to
-        next. Returns whether they have all heard, False after `patience_s`. Collective or not."""
+        """Report that this rank cannot go on: the others raise `PeerError` in their next gather.
+        Returns whether all have received it, False after `patience_s`. Collective or not."""
         if self.world_size == 1 or isinstance(trouble, PeerError):
             return True
-        heard = threading.Event()
+        received = threading.Event()
 
         def send() -> None:
             with suppress(Exception):  # a rank that is gone
-                self._exchange(_Trouble(repr(trouble)))
-                heard.set()
+                self._exchange(PeerError(repr(trouble)))
+                received.set()
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         sender.join(patience_s)
-        return heard.is_set()
+        return received.is_set()
 
     def _exchange(self, value: Any) -> list[Any]:
         import torch.distributed as td
@@ -169,8 +144,8 @@ class Dist:
             td.all_gather_object(values, value, group=self._cpu_group)
         return values
 
-    def reduce(self, metrics: MergeableMetrics) -> dict[str, float]:
-        """One dict for all ranks: each metric over its own global denominator."""
+    def reduce(self, metrics: Any) -> dict[str, float]:
+        """One dict for all ranks: each of the `Metrics` over its own global denominator."""
         return type(metrics).merge(self.gather(metrics.state()))
 
     def barrier(self) -> None:
@@ -188,8 +163,8 @@ _waited_s = 0.0
 
 
 def waited_s() -> float:
-    """Seconds that this process has spent in collectives until now: nearly all of it the wait for
-    slower ranks. (One on the GPU returns at once, and is waited for in whatever comes next.)"""
+    """Seconds of this process in collectives, nearly all of it waiting for slower ranks. (A
+    collective on the GPU returns at once; its wait shows up in whatever comes next.)"""
     return _waited_s
 
 
@@ -204,12 +179,11 @@ def _waiting() -> Iterator[None]:
 
 
 def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank); one process when torchrun did not start us."""
+    """(rank, world_size, local_rank); one process where no launcher set them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if int(environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1, 0
-    missing = [name for name in names if name not in environ]
-    if missing:
+    if missing := [name for name in names if name not in environ]:
         raise ValueError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start "
             "several ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"

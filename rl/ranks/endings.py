@@ -31,29 +31,23 @@ HUNG_CODE = 124
 PEERS_TERM_S = 30
 """After a failure the others have so long to end by SIGTERM, then they are killed."""
 
-Processes = Mapping[int, "subprocess.Popen[bytes]"]  # by rank; each leads a process group
-
 
 @dataclass(frozen=True)
 class Ending:
-    """Of one start of the ranks."""
+    """How one start of the ranks ended."""
 
     code: int
-    """The exit code to pass on."""
     what: str
     """'rank 1 was killed by SIGKILL'; '' where nothing failed."""
     by_machine: bool
-    """It died of the machine: a signal, a device, a connection, a hang."""
+    """The machine ended it: a signal, a device, a connection, a hang."""
     lines: tuple[str, ...] = ()
-    """What to tell the user."""
     asked: bool = False
     """The launcher was asked to stop: no restart."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's process that ended with an error."""
-
     exit_code: int
     """Negative: the signal that killed it."""
     at_s: float
@@ -65,8 +59,8 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     first_s = min(failure.at_s for failure in failures.values())
 
     def order(rank: int) -> tuple[bool, bool, int]:
-        # A rank that could not even note its end died hardest; one that SIGTERM ended was asked to,
-        # and so was one that took no notice of it and was killed for that.
+        # A rank that could not even note its end comes first. Ranks that SIGTERM ended were asked
+        # to; so were those that ignored it and were killed for that.
         note, code = _note(notes, rank), failures[rank].exit_code
         late = failures[rank].at_s - first_s > PEERS_TERM_S - 5
         asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and late)
@@ -78,7 +72,7 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     how = f"killed by {name}" if name else f"exit code {code}"
     lines = [f"rank {rank} failed: {how}; logs: {log_dir}"]
     reason = note.get("reason", "")
-    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has said its own
+    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its own
         lines.append(reason)
     return Ending(
         code if code >= 0 else 128 - code,
@@ -88,90 +82,90 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     )
 
 
-def failures_of(processes: Processes) -> dict[int, Failure]:
-    """The ranks that have ended with an error so far, as seen now."""
-    now_s = time.monotonic()
-    return {r: Failure(code, now_s) for r, each in processes.items() if (code := each.poll())}
+class Ranks:
+    """The processes of this node's ranks, each the leader of a process group."""
+
+    def __init__(
+        self,
+        processes: Mapping[int, subprocess.Popen[bytes]],
+        watch: HangWatch,
+        say: Callable[[str], None],
+    ) -> None:
+        """`processes`: by rank. `say` prints a line."""
+        self._processes, self._watch, self._say = processes, watch, say
+
+    def all_done(self) -> bool:
+        return all(process.poll() == 0 for process in self._processes.values())
+
+    def failures(self) -> dict[int, Failure]:
+        """The ranks that have ended with an error so far, as seen now."""
+        now_s = time.monotonic()
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: Failure(code, now_s) for rank, code in codes.items() if code}
+
+    def end_hung(self) -> Ending:
+        """All ranks write their stacks, save, and leave or are killed."""
+        hung = ", ".join(f"rank {rank}" for rank in self._watch.hung)
+        self._say(
+            f"{hung} hung for too long (hang_limit_s): the stacks of all ranks go to their logs, "
+            "what is finished is saved, and the run ends"
+        )
+        for process in self._processes.values():
+            process.send_signal(heartbeat.ASKS_STACKS)
+        can_wake = all(map(self._watch.is_stopped, self._watch.hung))
+        self.leave([signal.SIGTERM], GRACE_S if can_wake else HUNG_GRACE_S)
+        return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
+
+    def end_alone(self, lost: str) -> Ending:
+        """`lost`: which node is out of reach. All ranks here save and leave or are killed."""
+        self._say(
+            f"{lost} (machine, launcher or network): the ranks here save and end; the same command "
+            "on every node resumes the run"
+        )
+        self.leave([signal.SIGTERM], ALONE_GRACE_S)
+        return Ending(1, lost, by_machine=True)
+
+    def leave_as_asked(self, asks: list[int]) -> Ending:
+        """Pass on the signals by which the launcher was asked to stop; they may become more."""
+        self.leave(asks)
+        why = f"stopped by {name_of(asks[0])}; the same command resumes the run from its last "
+        return Ending(128 + asks[0], "", by_machine=False, lines=(why + "checkpoint",))
+
+    def leave(self, asks: list[int], grace_s: float = GRACE_S) -> None:
+        """Send the ranks the signals `asks`, which may grow; continue stopped ranks. Wait until all
+        have saved and left; kill the others after `grace_s`, or sooner where one hangs."""
+        began_s, num_sent, watch = time.monotonic(), 0, self._watch
+        while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
+            if num_sent < len(asks):
+                _send(living, *asks[num_sent:], signal.SIGCONT)
+                num_sent = len(asks)
+            watch.look()
+            stopped = {rank for rank in living if watch.is_stopped(rank)}
+            limit_s = min(grace_s, HUNG_GRACE_S) if stopped else grace_s
+            if (stopped or watch.hung) and all(map(watch.has_saved, living.keys() - stopped)):
+                limit_s = LEAVE_S
+            if time.monotonic() - began_s > limit_s:
+                names = ", ".join(f"rank {r}{' (stopped)' if r in stopped else ''}" for r in living)
+                self._say(
+                    f"killed, as they have not left within {limit_s:g} s of being asked to: {names}"
+                )
+                _send(living, signal.SIGKILL)
+                for process in living.values():
+                    with suppress(subprocess.TimeoutExpired):  # it waits for a dead disk
+                        process.wait(KILL_S)
+                return
+            time.sleep(0.2)
 
 
-def end_hung(watch: HangWatch, processes: Processes, say: Callable[[str], None]) -> Ending:
-    """All ranks write their stacks, save, and leave or are killed."""
-    hung = ", ".join(f"rank {rank}" for rank in watch.hung)
-    say(
-        f"{hung} hung for too long (hang_limit_s): the stacks of all ranks go to their logs, what "
-        "is finished is saved, and the run ends"
-    )
-    for process in processes.values():
-        process.send_signal(heartbeat.ASKS_STACKS)
-    can_wake = all(map(watch.is_stopped, watch.hung))
-    grace_s = GRACE_S if can_wake else HUNG_GRACE_S
-    leave(watch, processes, [signal.SIGTERM], say, grace_s)
-    return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
-
-
-def leave_as_asked(
-    watch: HangWatch, processes: Processes, asks: list[int], say: Callable[[str], None]
-) -> Ending:
-    """The launcher was asked to stop by these signals, which may become more: so are the ranks."""
-    leave(watch, processes, asks, say)
-    line = (
-        f"stopped by {name_of(asks[0])}; the same command resumes the run from its last checkpoint"
-    )
-    return Ending(128 + asks[0], "", by_machine=False, lines=(line,))
-
-
-def leave(
-    watch: HangWatch,
-    processes: Processes,
-    asks: list[int],
-    say: Callable[[str], None],
-    grace_s: float = GRACE_S,
-) -> None:
-    """Send the ranks the signals `asks`, which may grow, and wait until all have saved and left;
-    kill those that have not after `grace_s`, or sooner where one hangs. A rank that is stopped is
-    continued for it: then all leave together."""
-    began_s, num_sent = time.monotonic(), 0
-    while living := {rank: each for rank, each in processes.items() if each.poll() is None}:
-        if num_sent < len(asks):
-            _send(living, *asks[num_sent:], signal.SIGCONT)
-            num_sent = len(asks)
-        watch.look()
-        stopped = {rank for rank in living if watch.is_stopped(rank)}
-        limit_s = min(grace_s, HUNG_GRACE_S) if stopped else grace_s
-        if (stopped or watch.hung) and all(map(watch.has_saved, living.keys() - stopped)):
-            limit_s = LEAVE_S
-        if time.monotonic() - began_s > limit_s:
-            names = ", ".join(f"rank {r}{' (stopped)' if r in stopped else ''}" for r in living)
-            say(f"killed, as they have not left within {limit_s:g} s of being asked to: {names}")
-            _send(living, signal.SIGKILL)
-            for process in living.values():
-                with suppress(subprocess.TimeoutExpired):  # it waits for a dead disk
-                    process.wait(KILL_S)
-            return
-        time.sleep(0.2)
-
-
-def _send(living: Processes, *signums: int) -> None:
+def _send(living: Mapping[int, subprocess.Popen[bytes]], *signums: int) -> None:
     for process in living.values():
         for signum in signums:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signum)
 
 
-def end_alone(
-    lost: str, watch: HangWatch, processes: Processes, say: Callable[[str], None]
-) -> Ending:
-    """`lost`: which node is out of reach. All ranks here save and leave or are killed."""
-    say(
-        f"{lost} (machine, launcher or network): the ranks here save and end; the same command on "
-        "every node resumes the run"
-    )
-    leave(watch, processes, [signal.SIGTERM], say, ALONE_GRACE_S)
-    return Ending(1, lost, by_machine=True)
-
-
 def end_leftovers(notes: Path) -> None:
-    """Kill what a rank that died left in its process group (an engine's own workers, say)."""
+    """Kill what a dead rank left in its process group (an engine's own workers, say)."""
     for file in notes.glob("rank_*.json"):
         group = _row(file).get("process_group")
         if isinstance(group, int):

@@ -30,7 +30,6 @@ REMEDIES = {
 }
 """Of what the operating system refuses, by its number: what to do about it."""
 _MACHINE_ERRORS = {"AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Of torch."""
 _BY_MACHINE = ("CUDA error: ", "NCCL error", "closed by peer", "Connection reset by peer")
 _BY_PROGRAM = (
     "out of memory",
@@ -53,12 +52,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def sentence(error: BaseException) -> str | None:
-    """What to tell the user; None for an error that nobody foresaw, whose traceback is needed.
-
-    Foreseen is what a `raise` statement of this package raised, and what a disk, a folder, a port
-    or memory may do at any time, whoever met it. Its asserts, and what else a library or a user's
-    own plug raises, are not.
-    """
+    """What to tell the user; None for an error whose traceback is needed. A sentence are errors
+    that a `raise` statement of this package raised, and what a disk, a folder, a port or memory may
+    do at any time; not asserts, nor what a library or a user's plugin raises."""
     if isinstance(error, OSError) and error.errno in REMEDIES:
         path = error.filename2 or error.filename  # of a renaming: where it goes
         where = f"{path}: " if path else ""
@@ -83,8 +79,8 @@ def sentence(error: BaseException) -> str | None:
 
 
 def is_machines(error: BaseException) -> bool:
-    """Whether a device or a connection failed, which need not come again: of CUDA, NCCL or gloo,
-    and neither for want of memory nor by what the program asked for."""
+    """Whether a device or a connection failed (CUDA, NCCL, gloo), which need not happen again; not
+    for want of memory, nor by what the program asked for."""
     text = str(error)
     names = {cls.__name__ for cls in type(error).__mro__}
     said = any(words in text for words in _BY_MACHINE) or bool(names & _MACHINE_ERRORS)

@@ -21,8 +21,6 @@ Kind = Literal["moves", "judge", "waits", "stuck", "silent", "stopped"]
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank at one look."""
-
     kind: Kind
     idle_s: float
     """For how long it has not moved on."""
@@ -36,8 +34,6 @@ class Seen:
 
 
 class HangWatch:
-    """Over the ranks of one node."""
-
     def __init__(
         self,
         beats: Mapping[int, Path],
@@ -46,8 +42,7 @@ class HangWatch:
         is_one_node: bool,
         say: Callable[[str], None],
     ) -> None:
-        """`beats`, `pids`: by rank. `limit_s`: after which a rank that hangs is one too many.
-        `is_one_node`: the ranks wait for nobody elsewhere."""
+        """`beats`, `pids`: by rank. `limit_s`: how long a rank may hang."""
         self._beats, self._pids, self._say = dict(beats), dict(pids), say
         self._limit_s, self._is_one_node = limit_s, is_one_node
         self._said_after_s = min(SAID_AFTER_S, limit_s / 2)
@@ -58,7 +53,7 @@ class HangWatch:
         """The ranks that hang, as of the last look."""
 
     def look(self) -> bool:
-        """Say what is new; whether a rank has hung for longer than the limit."""
+        """Log what is new; returns whether a rank has hung for longer than the limit."""
         now_s = time.monotonic()
         if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # all of us were stopped, by Ctrl-Z say
             self._awake_s = now_s
@@ -103,8 +98,8 @@ class HangWatch:
         return Seen(kind, idle_s, beat, self._pids[rank])
 
     def _hung_of(self, seen: Mapping[int, Seen]) -> dict[int, Seen]:
-        """Those to blame. Of several that are stuck it is the first: on a GPU a rank waits for
-        others in whatever call comes next."""
+        """The ranks to blame: of several stuck ones the first, because on a GPU a rank waits for
+        others in any call."""
         dead = {rank: one for rank, one in seen.items() if one.kind in ("silent", "stopped")}
         if dead:
             return dead
@@ -118,7 +113,7 @@ class HangWatch:
         return {last: seen[last]}
 
     def _may_end(self, one: Seen) -> bool:
-        """Of ranks elsewhere this launcher does not know whether they wait for the judge."""
+        """This launcher does not know whether ranks of other nodes wait for the judge."""
         return one.kind != "waits" or self._is_one_node
 
     def _sentence(self, rank: int, seen: Mapping[int, Seen], now_s: float) -> str:

@@ -18,7 +18,6 @@ from typing import TextIO
 
 from rl.ranks import main_thread
 from rl.ranks.loading import under_way
-from rl.ranks.main_thread import Call
 
 ASKS_STACKS = signal.SIGRTMAX
 """Not SIGUSR1, by which people and batch systems ask a run to stop. faulthandler answers it in C:
@@ -27,17 +26,17 @@ EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
 """10 Hz: cheap, and still sees a thread that spends 95 % of its time in one call outside of it."""
 FEW_PLACES = 4
-"""A main thread that for long was only at so few places waits, or goes in a circle."""
+"""A main thread that was only at so few places for long hangs or loops."""
 LONG_GAP_S = 10.0
-"""Between two looks: the process was stopped itself, and what was seen before counts no more."""
+"""Between two looks: this process was stopped itself; what was seen before does not count."""
 LOADING = "loading"
 BETWEEN = "between phases"
 _BYTES = 1024
-"""Of the file, which is written in place: a full disk, or a kill, changes nothing."""
-_MAX_WORDS = 200
-_TELLERS = (__name__, "contextlib", "rl.record.console")
+"""Size of the file, which is written in place: neither a full disk nor a kill matters."""
+_MAX_CHARS = 200
+_REPORTERS = (__name__, "contextlib", "rl.record.console")
 _PEERS = "torch.distributed.distributed_c10d"
-"""In whose functions a rank waits for others: gloo's and the barriers of NCCL."""
+"""A rank in one of its functions waits for others (gloo, and the barriers of NCCL)."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +44,19 @@ class Beat:
     """One second of a rank. Times are of the machine's monotonic clock, in s."""
 
     at_s: float
-    """When it was written."""
     phase: str
     """'learn / judge_wait': of `PhaseTimer`, with those around it."""
     phase_since_s: float
-    """When the innermost began."""
     moved_s: float
     """When the main thread last came to a place in the code that was none of its last few."""
     where: str
     """'rl.engines.vllm.plug, in torch'."""
     waits_for_ranks: bool
-    """It is in a collective."""
     has_saved: bool
     """It was asked to stop, and all that it has finished is on disk."""
 
 
 class _Heart:
-    """What this process knows of itself, and the file that it tells it in, once there is one."""
-
     def __init__(self) -> None:
         self.phases = [(LOADING, time.monotonic())]
         """Under way, the innermost last, and when each began."""
@@ -71,17 +65,17 @@ class _Heart:
         self.descriptor: int | None = None
 
     def beat(self) -> None:
-        """From any thread."""
         if self.descriptor is None:
             return
         named = self.phases[1:] or self.phases
         calls = main_thread.calls()
+        outside = dropwhile(lambda call: call.module in _REPORTERS, calls)
         beat = Beat(
             at_s=time.monotonic(),
-            phase=" / ".join(name for name, _ in named)[:_MAX_WORDS],
+            phase=" / ".join(name for name, _ in named)[:_MAX_CHARS],
             phase_since_s=named[-1][1],
             moved_s=self.moved_s,
-            where=under_way(_outside_of_tellers(calls))[:_MAX_WORDS],
+            where=under_way(list(outside))[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in calls),
             has_saved=self.has_saved,
         )
@@ -111,13 +105,12 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_names() -> str:
-    """'learn / judge_wait': what the main thread is at, with what is around it; '' outside of any
-    phase."""
+    """'learn / judge_wait': the main thread's phase and those around it; '' outside of any."""
     return " / ".join(name for name, _ in _heart.phases[1:])
 
 
 def note_wait() -> None:
-    """What this process waits for is said elsewhere, and is no hang however long it takes."""
+    """What this process waits for is no hang, however long it takes."""
     _heart.moved_s = time.monotonic()
 
 
@@ -133,8 +126,8 @@ def file_name(rank: int) -> str:
 
 
 def start(file: Path, log: TextIO) -> None:
-    """Beat into `file` until this process ends; stacks, and those of a crash, go to `log`, which
-    stays open. Once, early."""
+    """Beat into `file` until this process ends; stacks, also of a crash, go to `log`, which stays
+    open. Call it once, early."""
     faulthandler.enable(log)
     faulthandler.register(ASKS_STACKS, log)
     _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -150,9 +143,8 @@ def read(file: Path) -> Beat | None:
 
 
 def _watch_main_thread() -> None:
-    """A mishap in it must not seem to be one of the rank's."""
     places: OrderedDict[int, None] = OrderedDict()
-    looked_s = told_s = 0.0
+    looked_s = written_s = 0.0
     while True:
         now_s, place = time.monotonic(), hash(tuple(main_thread.calls()))
         if place not in places or now_s - looked_s > LONG_GAP_S:
@@ -162,12 +154,8 @@ def _watch_main_thread() -> None:
         if len(places) > FEW_PLACES:
             places.popitem(last=False)
         looked_s = now_s
-        if now_s - told_s >= EVERY_S:
-            told_s = now_s
-            with suppress(Exception):
+        if now_s - written_s >= EVERY_S:
+            written_s = now_s
+            with suppress(Exception):  # an error of this thread must not look like the rank's
                 _heart.beat()
         time.sleep(LOOK_EVERY_S)
-
-
-def _outside_of_tellers(calls: list[Call]) -> list[Call]:
-    return list(dropwhile(lambda call: call.module in _TELLERS, calls))

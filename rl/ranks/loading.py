@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from itertools import takewhile
 
 from rl.ranks import main_thread
 from rl.ranks.main_thread import Call
@@ -14,11 +13,11 @@ from rl.ranks.main_thread import Call
 EVERY_S = 4.0
 _stopped = threading.Event()
 _stopped.set()
-_far = ""
+_progress = ""
 
 
 def start(first_s: float | None = None) -> None:
-    """From now on, the first line after `first_s`; nothing when lines are printed already."""
+    """Print from now on, the first line after `first_s`; does nothing when it prints already."""
     global _stopped
     if _stopped.is_set():
         _stopped = threading.Event()
@@ -30,35 +29,32 @@ def stop() -> None:
     _stopped.set()
 
 
-def is_told() -> bool:
-    """Whether lines are being printed."""
+def is_printing() -> bool:
     return not _stopped.is_set()
 
 
-def note(far: str) -> None:
-    """How far that is which loads, for the lines to come; '' when it is done."""
-    global _far
-    _far = far
+def note(progress: str) -> None:
+    """How far the loading is, for the lines to come; '' when it is done."""
+    global _progress
+    _progress = progress
 
 
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
-    began, wait_s = time.monotonic(), first_s
+    began_s, wait_s = time.monotonic(), first_s
     while not stopped.wait(wait_s):
-        what = under_way(main_thread.calls())
-        far = f": {_far}" if _far else ""
-        print(f"[{time.monotonic() - began:3.0f} s] loading: {what}{far}", flush=True)
+        what = ": ".join(filter(None, (under_way(main_thread.calls()), _progress)))
+        print(f"[{time.monotonic() - began_s:3.0f} s] loading: {what}", flush=True)
         wait_s = EVERY_S
 
 
 def under_way(calls: Sequence[Call]) -> str:
     """'rl.engines.vllm.plug, in torch': the innermost module of ours among `calls`, innermost
     first, and the package that it called."""
-    modules = [call.module for call in calls]
-    is_ours = [name.split(".")[0] == "rl" for name in modules]
-    ours = modules[is_ours.index(True)] if True in is_ours else "Python"
-    called = list(takewhile(lambda name: name.split(".")[0] != "rl", modules))
-    packages = [name.split(".")[0] for name in called if name.split(".")[0] not in _STANDARD]
-    return f"{ours}, in {packages[-1]}" if packages else ours
-
-
-_STANDARD = {*sys.stdlib_module_names, "__main__", "None"}
+    package = ""
+    for call in calls:
+        top = call.module.split(".")[0]
+        if top == "rl":
+            return f"{call.module}, in {package}" if package else call.module
+        if top not in sys.stdlib_module_names and top not in ("__main__", "None"):
+            package = top
+    return f"Python, in {package}" if package else "Python"

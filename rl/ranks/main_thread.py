@@ -12,23 +12,17 @@ _one_reader = threading.Lock()
 
 
 class Call(NamedTuple):
-    """One call on the stack of the main thread."""
-
     module: str
     """'rl.run.loop', also for the module that Python runs as `__main__`."""
     code: int
-    """Identity of its code object."""
     instruction: int
     """Byte offset of the instruction that it is at."""
 
 
 def calls() -> list[Call]:
-    """The calls of the main thread, the innermost first.
-
-    Python 3.11 makes a frame object for each call that another thread reads. That may start a
-    garbage collection, whose finalizers let the main thread run on in the middle of it: a
-    segmentation fault. So collections wait while a thread other than the main one reads.
-    """
+    """The calls of the main thread, the innermost first. No garbage is collected while another
+    thread reads: Python 3.11 makes frame objects for it, a collection's finalizers would let the
+    main thread run on meanwhile, and the process would crash."""
     if threading.current_thread() is threading.main_thread():
         return _calls_from(sys._getframe(1))
     with _one_reader:
@@ -42,10 +36,10 @@ def calls() -> list[Call]:
 
 
 def _calls_from(frame: FrameType | None) -> list[Call]:
-    found = []
+    calls = []
     while frame is not None:
         spec = frame.f_globals.get("__spec__")
         module = str(spec.name if spec else frame.f_globals.get("__name__"))
-        found.append(Call(module, id(frame.f_code), frame.f_lasti))
+        calls.append(Call(module, id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return found
+    return calls

@@ -1,7 +1,7 @@
 """Whether the other nodes of a run are still there, and why they ended.
 
-A cut cable says nothing: ranks on both sides wait in their next collective for hours. So the
-launchers count up in the rendezvous' store: node 0 looks at all others, and they at node 0.
+Ranks do not notice a cut cable: they wait in a collective for hours. So the launchers count up in
+the rendezvous' store; node 0 reads all other counters, and they read node 0's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SAID_S = 20.0
 LOST_S = 60.0
 """Silence of a node after which it is lost. TCP is back from an interruption half as long."""
 STOPPED_S = 10.0
-"""Between two looks at the others: this launcher was stopped itself (Ctrl-Z), and listens anew."""
+"""Between two looks: this launcher was stopped itself (Ctrl-Z), and counts silence anew."""
 LEAVE_S = 60.0
 """How long node 0 keeps the store for nodes that end after it."""
 
 
 class NodeWatch:
-    """One node's view of the others. From `__init__` on its thread alone speaks with the store,
-    which does not return while the line is cut."""
+    """One node's view of the others. Only its own thread uses the store, whose calls do not return
+    while the line is cut."""
 
     def __init__(
         self, store: TCPStore, node: int, num_nodes: int, num_ranks: int, say: Callable[[str], Any]
@@ -43,18 +43,17 @@ class NodeWatch:
         self._others = [other for other in range(num_nodes) if other != node]
         self._beats = dict.fromkeys(self._others if node == 0 else [0], -1)
         self._heard_s = dict.fromkeys(self._beats, time.monotonic())
-        """When each node that this one looks at was heard of last; who has left is in no more."""
+        """Node -> when it last counted up; without nodes that have left."""
         self._looked_s = time.monotonic()
         self._silent: set[int] = set()
-        """Whose silence was said."""
         self._lost: set[int] = set()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._speak, daemon=True)
         self._thread.start()
 
     def lost(self) -> str:
-        """Which node is out of reach for `LOST_S`, in words; '' while all are there. To be asked
-        every second: it says which node falls silent, and which is back."""
+        """The node that is out of reach for `LOST_S`, in words, or ''. Call it every second: it
+        logs which node falls silent and which is back."""
         now_s = time.monotonic()
         if now_s - self._looked_s > STOPPED_S:
             self._heard_s = dict.fromkeys(self._heard_s.copy(), now_s)
@@ -76,8 +75,7 @@ class NodeWatch:
         return ""
 
     def leave(self) -> None:
-        """The ranks here have ended: tell the others, say why theirs failed, and keep the store
-        for them on node 0."""
+        """The ranks here have ended: tell the others why, and keep the store for them on node 0."""
         self._leaving.set()
         self._thread.join(BEAT_S if 0 in self._lost else LEAVE_S + BEAT_S)
 
@@ -104,7 +102,7 @@ class NodeWatch:
                 self._beats[node], self._heard_s[node] = beats, time.monotonic()
 
     def _hear_endings(self) -> None:
-        """Why others failed. Node 0 waits for all that are not lost, the others for some beats."""
+        """Log why others failed. Node 0 waits for all but the lost, others for some beats."""
         patience_s = LEAVE_S if self._node == 0 else 2 * BEAT_S if self.ending else 0.0
         deadline = time.monotonic() + patience_s
         missing = [node for node in self._others if node not in self._lost]

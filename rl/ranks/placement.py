@@ -1,4 +1,4 @@
-"""Which model lies on which device, and how much memory (GB: 1e9 bytes) each may take there."""
+"""Which model is on which device, and how much memory (GB: 1e9 bytes) each may take there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,15 @@ _FORM = re.compile(r"auto|cpu|cuda:\+?\d+")
 
 @dataclass(frozen=True)
 class Claim:
-    """One model that wants a place."""
-
     key: str
-    """The section that states it, e.g. 'renderer'."""
     device: str
     """As stated there; one of `WORDS`."""
     max_memory_gb: float | None = None
-    """Most it may take, GB; None = no limit."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What devices there are."""
-
     cuda_gb: tuple[float, ...] = ()
-    """Size of each CUDA device, GB."""
 
 
 def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
@@ -46,10 +39,8 @@ def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
 
 
 def resolve_device(asked: str, own: str) -> str:
-    """The device a plug loads onto; `own`: the rank's ('cpu', 'cuda:<index>').
-
-    Raises ValueError for 'cuda:+<n>' on a rank that has no CUDA device of its own.
-    """
+    """The device a plugin loads onto; `own`: the rank's ('cpu', 'cuda:<index>'). Raises ValueError
+    for 'cuda:+<n>' on a rank without a CUDA device."""
     if asked == "auto":
         return own
     if not asked.startswith("cuda:+"):
@@ -60,94 +51,67 @@ def resolve_device(asked: str, own: str) -> str:
 
 
 def problems(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | None) -> list[str]:
-    """Everything wrong with where models are to lie, each with its key and remedy.
-
-    Args:
-        claims: of every rank, the same for all.
-        owns: the own device of each rank of one machine.
-        machine: what it has; None where only the words can be checked (a laptop that checks a
-            server's config).
-    """
-    found = [
-        f"{claim.key}.device: {claim.device!r} is no device; give {WORDS}"
-        for claim in claims
-        if not _FORM.fullmatch(claim.device)
-    ]
-    if found:
-        return found
+    """Everything wrong with the placement of models, each with its key and remedy. `owns`: the own
+    device of each rank of one machine; `machine`: None where only the words can be checked."""
+    if unknown := [claim for claim in claims if not _FORM.fullmatch(claim.device)]:
+        return [f"{c.key}.device: {c.device!r} is no device; give {WORDS}" for c in unknown]
     cpu = [own for own in owns if not own.startswith("cuda:")]
-    if cpu:
-        found = [
+    if cpu and (relative := [claim for claim in claims if "+" in claim.device]):
+        return [
             f"{claim.key}.device: {claim.device!r} counts from the rank's own CUDA device, which "
             f"is {cpu[0]}; give 'auto', or the device itself"
-            for claim in claims
-            if "+" in claim.device
+            for claim in relative
         ]
-    return (
-        found
-        or _missing(claims, owns, machine)
-        or [*_shared(claims, owns), *_unlimited(claims, owns[0], machine)]
-    )
+    if machine is not None and (missing := [*_missing(claims, owns, machine)]):
+        return missing
+    return [*_shared(claims, owns), *_unlimited(claims, owns[0], machine)]
 
 
-def _missing(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | None) -> list[str]:
-    if machine is None:
-        return []
-    found = []
+def _missing(claims: Sequence[Claim], owns: Sequence[str], machine: Machine) -> Iterator[str]:
+    count = len(machine.cuda_gb)
+    there = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
     for claim in claims:
         for device in dict.fromkeys(resolve_device(claim.device, own) for own in owns):
-            given = f"{claim.key}.device: {claim.device!r} given"
-            if claim.device not in (device, "auto"):
-                given += f", which is {device} for one of the ranks"
-            if device.startswith("cuda:") and int(device[5:]) >= len(machine.cuda_gb):
-                count = len(machine.cuda_gb)
-                there = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
-                found.append(
-                    f"{given}, this machine shows {count} CUDA devices; give 'auto' or {there}"
-                )
-    return found
+            if device.startswith("cuda:") and int(device[5:]) >= count:
+                given = f"{claim.key}.device: {claim.device!r} given"
+                if claim.device not in (device, "auto"):
+                    given += f", which is {device} for one of the ranks"
+                yield f"{given}, this machine shows {count} CUDA devices; give 'auto' or {there}"
 
 
-def _shared(claims: Sequence[Claim], owns: Sequence[str]) -> list[str]:
+def _shared(claims: Sequence[Claim], owns: Sequence[str]) -> Iterator[str]:
     """Two ranks on one CUDA device: each would load its own copy there, unseen by the other."""
-    found = []
     for claim in claims:
-        users: dict[str, list[int]] = defaultdict(list)
-        for rank, own in enumerate(owns):
-            users[resolve_device(claim.device, own)].append(rank)
-        for device, ranks in users.items():
-            others = [rank for rank, own in enumerate(owns) if own == device and rank not in ranks]
-            if device.startswith("cuda:") and len(ranks) + len(others) > 1:
-                crowd = ", ".join(map(str, sorted([*ranks, *others])))
-                found.append(
-                    f"{claim.key}.device: {claim.device!r} puts models of ranks {crowd} on "
-                    f"{device}; give 'auto' (each rank's own device), or 'cuda:+{len(owns)}' (its "
-                    f"number plus {len(owns)}: the devices behind the ranks' own)"
+        places = [resolve_device(claim.device, own) for own in owns]
+        for device in dict.fromkeys(places):
+            ranks = [str(r) for r, own in enumerate(owns) if device in (places[r], own)]
+            if device.startswith("cuda:") and len(ranks) > 1:
+                yield (
+                    f"{claim.key}.device: {claim.device!r} puts models of ranks "
+                    f"{', '.join(ranks)} on {device}; give 'auto' (each rank's own device), or "
+                    f"'cuda:+{len(owns)}' (its number plus {len(owns)}: the devices behind the "
+                    "ranks' own)"
                 )
                 break
-    return found
 
 
-def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> list[str]:
+def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> Iterator[str]:
     """Limits that cannot be kept: the allocator knows devices, not models."""
-    found = []
     for device, sharing in _by_device(claims, own).items():
         limited = [claim for claim in sharing if claim.max_memory_gb is not None]
         free = [claim.key for claim in sharing if claim.max_memory_gb is None]
         if device == "cpu" or not limited:
             continue
         key = f"{limited[0].key}.max_memory_gb"
+        total = sum(claim.max_memory_gb or 0 for claim in sharing)
+        size = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
         if free:
-            found.append(
+            yield (
                 f"{key}: {device} also holds {', '.join(free)}, without a limit, so that none can "
                 "be kept there; place it apart, or among models that all have one, or drop this key"
             )
-            continue
-        total = sum(claim.max_memory_gb or 0 for claim in sharing)
-        size = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
-        if total > size:
-            found.append(f"{key}: {total:g} GB on {device} (all models there), which has {size:g}")
-    return found
+        elif total > size:
+            yield f"{key}: {total:g} GB on {device} (all models there), which has {size:g}"
 
 
 def _by_device(claims: Sequence[Claim], own: str) -> dict[str, list[Claim]]:
@@ -195,11 +159,8 @@ def own_devices(own: str, environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def enforce(claims: Sequence[Claim], own: str) -> None:
-    """Refuse what cannot be placed here, then set the memory limits; before any model is loaded.
-
-    A model that reaches its device's limit meets `torch.OutOfMemoryError`, as on a full device.
-    Raises ValueError with every problem.
-    """
+    """Refuse what cannot be placed here (ValueError with every problem), then set the memory
+    limits, before any model is loaded. A model beyond its limit gets `torch.OutOfMemoryError`."""
     machine = look_at_machine()
     found = problems(claims, own_devices(own), machine)
     if found:

@@ -36,23 +36,18 @@ class RendezvousError(Exception):
 
 def on_one_node(folder: Path) -> Environment:
     """What a rank needs to meet its peers in `folder`, which must be readable by this user only.
-
-    A user's GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME do not count here: clusters set them for jobs
-    of several nodes, and nobody on another node has anything to say to this run.
+    Overrides GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which clusters set for several nodes.
     """
+    loopback = interface_of("127.0.0.1")
     return {
         INIT_METHOD: (folder / "rendezvous").absolute().as_uri(),
-        "GLOO_SOCKET_IFNAME": loopback(),
-        "NCCL_SOCKET_IFNAME": f"={loopback()}",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": f"={loopback}",
     }
 
 
 def is_one_node() -> bool:
     return INIT_METHOD in os.environ
-
-
-def loopback() -> str:
-    return interface_of("127.0.0.1")
 
 
 def interface_of(address: str) -> str:
@@ -69,19 +64,21 @@ def interface_of(address: str) -> str:
 def on_several_nodes(
     endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Callable[[str], Any]
 ) -> Iterator[tuple[Environment, NodeWatch]]:
-    """What a rank of this node needs, and who looks after the other nodes; entered once all are
+    """What a rank of this node needs, and the watch over other nodes; entered once all nodes are
     there, left when they have ended.
 
-    `endpoint`: host:port of node 0, as given on every node. `say` prints a line while one waits.
-    Interfaces that the user names in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stay. Raises
-    RendezvousError.
+    `endpoint`: host:port of node 0, as given on every node. `say` prints a line during waits.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as the user set them. Raises RendezvousError.
     """
     host, port = _split(endpoint)
     store = _host(host, port, say) if node == 0 else _join(host, port, say)
     _check_in(store, node, num_nodes, num_local_ranks, say)
-    interface = interface_of(_own_address(host, port))
+    family, address = _resolve(host, port)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        interface = interface_of(str(probe.getsockname()[0]))  # on the way to node 0
     environment = {
-        "MASTER_ADDR": _resolve(host, port)[1][0],
+        "MASTER_ADDR": address[0],
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # or rank 0 would host one, on every interface
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
@@ -98,17 +95,15 @@ def open_to_others() -> list[str]:
     """`address:port` of everything that this process and its children let other machines reach."""
     import psutil
 
-    own = psutil.Process()
-    found = []
-    for process in (own, *own.children(recursive=True)):
+    this, places = psutil.Process(), []
+    for process in (this, *this.children(recursive=True)):
         with suppress(psutil.Error):  # it has just ended
-            found += [
-                f"{socket_.laddr.ip}:{socket_.laddr.port}"
-                for socket_ in process.net_connections("inet")
-                if socket_.status == psutil.CONN_LISTEN
-                and not ipaddress.ip_address(socket_.laddr.ip).is_loopback
-            ]
-    return found
+            for socket_ in process.net_connections("inet"):
+                address = socket_.laddr
+                is_local = address and ipaddress.ip_address(address.ip).is_loopback
+                if socket_.status == psutil.CONN_LISTEN and not is_local:
+                    places.append(f"{address.ip}:{address.port}")
+    return places
 
 
 def _split(endpoint: str) -> tuple[str, int]:
@@ -121,7 +116,6 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Family and socket address of node 0."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -168,56 +162,46 @@ def _join(host: str, port: int, say: Callable[[str], Any]) -> TCPStore:
             return True
         return False
 
-    if not _wait_until(answers, JOIN_S, f"waiting for node 0 at {host}:{port}", say):
-        raise RendezvousError(
-            f"nobody answers at --rdzv-endpoint {host}:{port} for {JOIN_S:.0f} s: start the same "
-            "command with --node-rank 0 there, and let the port through"
-        )
+    _wait_until(
+        answers,
+        f"waiting for node 0 at {host}:{port}",
+        f"nobody answers at --rdzv-endpoint {host}:{port} for {JOIN_S:.0f} s: start the same "
+        "command with --node-rank 0 there, and let the port through",
+        say,
+    )
     return TCPStore(address[0], port, is_master=False, timeout=timedelta(seconds=60))
 
 
 def _check_in(
     store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, say: Callable[[str], Any]
 ) -> None:
-    """Meet all the others, and hold what they were told against what we were."""
-    own = f"{num_nodes} nodes of {num_local_ranks} ranks"
-    told = store.compare_set("plan", "", own).decode()
-    if told != own:
-        raise RendezvousError(f"this node was told of {own}, another of {told}")
+    """Meet all the other nodes, and compare what they were started with."""
+    plan = f"{num_nodes} nodes of {num_local_ranks} ranks"
+    theirs = store.compare_set("plan", "", plan).decode()
+    if theirs != plan:
+        raise RendezvousError(f"this node was told of {plan}, another of {theirs}")
     if store.add(f"node/{node}", 1) > 1:
         raise RendezvousError(f"another node was started with --node-rank {node} too")
     store.add("joined", 1)
-    if not _wait_until(
-        lambda: store.add("joined", 0) >= num_nodes, JOIN_S, f"waiting for all of {own}", say
-    ):
-        raise RendezvousError(
-            f"{store.add('joined', 0)} of {num_nodes} nodes came within {JOIN_S:.0f} s: start the "
-            "same command on each, with its own --node-rank"
-        )
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to node 0. Nothing is sent."""
-    family, address = _resolve(host, port)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    _wait_until(
+        lambda: store.add("joined", 0) >= num_nodes,
+        f"waiting for all of {plan}",
+        f"fewer than {num_nodes} nodes came within {JOIN_S:.0f} s: start the same command on each, "
+        "with its own --node-rank",
+        say,
+    )
 
 
 def _wait_until(
-    condition: Callable[[], bool],
-    seconds: float,
-    line: str = "",
-    say: Callable[[str], Any] | None = None,
-) -> bool:
-    """Poll; False when the time is up. `say` gets `line` every half a minute."""
-    start = last_line = time.monotonic()
+    condition: Callable[[], bool], line: str, problem: str, say: Callable[[str], Any]
+) -> None:
+    """Poll for `JOIN_S`; `say` the line every half a minute. Raises RendezvousError(problem)."""
+    began_s = line_s = time.monotonic()
     while not condition():
-        now = time.monotonic()
-        if now - start > seconds:
-            return False
-        if say is not None and now - last_line > _LINE_EVERY_S:
-            say(f"{line} ({now - start:.0f} s)")
-            last_line = now
+        now_s = time.monotonic()
+        if now_s - began_s > JOIN_S:
+            raise RendezvousError(problem)
+        if now_s - line_s > _LINE_EVERY_S:
+            say(f"{line} ({now_s - began_s:.0f} s)")
+            line_s = now_s
         time.sleep(0.1)
-    return True

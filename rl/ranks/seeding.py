@@ -1,9 +1,8 @@
 """Randomness: seeds derived from names, and the global generators' state for checkpoints.
 
-`derive_seed` is the ONLY source of seeds in the loop. A seed is a hash of what it is for, never the
-next draw of a stream: a stream's position would depend on everything drawn before it, so a resume,
-a retry, another batch order or another number of ranks would change all later draws. Model code's
-dropout does draw from the global generators; their state is therefore saved per rank (`rng_state`).
+`derive_seed` is the ONLY source of seeds in the loop. A seed hashes its purpose: the next draw of a
+stream would depend on all draws before it, so on a resume, a retry or the number of ranks. Only
+model code's dropout draws from the global generators, whose state is saved per rank (`rng_state`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ signed 32 bits that some samplers take."""
 def derive_seed(*parts: str | int) -> int:
     """A seed in [0, 2**31 - 2**16) from what it is for, e.g. `derive_seed(run_seed, "noise", 12)`.
 
-    JSON of the list is the encoding: ('a', 'bc') and ('ab', 'c'), or 1 and '1', are different.
-    The value is part of every run's record, hence never changes between versions.
+    The parts are encoded as JSON: ('a', 'bc') and ('ab', 'c'), or 1 and '1', differ. The value is
+    part of every run's record and never changes between versions.
     """
     assert parts and all(type(part) in (str, int) for part in parts), parts
     encoded = json.dumps(parts, ensure_ascii=True).encode()
@@ -40,11 +39,8 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global generators, as tensors and plain values only.
-
-    So `torch.load(weights_only=True)` reads it back and no pickle has to be trusted. CUDA: the
-    current device, which is the policy's; a run on the CPU leaves the GPUs of its machine alone.
-    """
+    """State of the global generators, as tensors and plain values, so that no pickle has to be
+    trusted. CUDA: of the current device, the policy's; a CPU run leaves the GPUs alone."""
     import numpy as np
     import torch
 
@@ -59,10 +55,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back to where `rng_state` found them.
-
-    A checkpoint from a CPU run restores on CUDA (and the other way round) what both have.
-    """
+    """Restore what `rng_state` returned; between CPU and CUDA, what both have."""
     import numpy as np
     import torch
 

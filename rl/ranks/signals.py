@@ -24,13 +24,12 @@ STOP_SIGNALS = tuple(sorted(signal.valid_signals() - _OTHERS))
 INSISTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """One of these sent twice ends a process at once. (The kernel repeats XCPU by itself.)"""
 ECHO_S = 3.0
-"""Ctrl-C reaches a rank twice within milliseconds (from the terminal and from the launcher); only
-the same signal later than this after the first means impatience."""
+"""Ctrl-C reaches a rank twice within milliseconds, from the terminal and from the launcher; only a
+later repetition is a request to end at once."""
 _PR_SET_PDEATHSIG = 1
 
-
 _heard: dict[int, float] = {}
-"""Stop signal that this process has heard -> when first, `time.monotonic`."""
+"""Stop signal that this process got -> when first, `time.monotonic`."""
 
 
 def name_of(signum: int) -> str:
@@ -43,10 +42,7 @@ def name_of(signum: int) -> str:
 
 def install() -> None:
     """Take over the stop signals, and ask for one when the launcher dies. Main thread, once, early.
-
-    The first signal sets the flag. One of `INSISTS` again, at least `ECHO_S` later, ends the
-    process at once.
-    """
+    The first sets the flag; one of `INSISTS` again, `ECHO_S` later, ends the process at once."""
     for signum in _ours():
         signal.signal(signum, _handle)
     die_with_parent()
@@ -54,31 +50,30 @@ def install() -> None:
 
 @contextmanager
 def noted() -> Iterator[list[int]]:
-    """The stop signals that this process hears inside, in a list that grows. Main thread."""
-    heard: list[int] = []
+    """The stop signals that this process gets inside, in a list that grows. Main thread."""
+    received: list[int] = []
     before = {signum: signal.getsignal(signum) for signum in _ours()}
     if before.get(signal.SIGHUP) is signal.SIG_IGN:  # under nohup it stays ignored
         del before[signal.SIGHUP]
     for signum in before:
-        signal.signal(signum, lambda number, _: heard.append(number))
+        signal.signal(signum, lambda number, _: received.append(number))
     try:
-        yield heard
+        yield received
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
 def at_once(save: Callable[[], bool]) -> None:
-    """Have `save` called in a thread of its own once this process is asked to stop, even while the
-    main thread is in a call that does not return (a collective whose peer is gone). It returns
-    whether all that is finished is on disk, and must not raise. Main thread, after `install`, once.
-    """
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)  # Python writes each signal's number
+    """Have `save` called in a thread once this process is asked to stop, even while the main thread
+    is in a call that does not return. It returns whether all that is finished is on disk, and must
+    not raise. Main thread, after `install`, once."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # Python writes each signal's number
 
     def listen() -> None:
-        while os.read(heard, 1)[0] not in STOP_SIGNALS:
+        while os.read(reader, 1)[0] not in STOP_SIGNALS:
             pass
         if save():
             heartbeat.note_saved()
@@ -87,17 +82,13 @@ def at_once(save: Callable[[], bool]) -> None:
 
 
 def stop_requested(dist: Dist) -> bool:
-    """True on every rank once any rank was asked to stop.
-
-    Collective, at the price of one small message: ranks that look at their own flag only would
-    leave at different iterations and hang each other.
-    """
+    """True on every rank once any rank was asked to stop. Collective: ranks that look at their own
+    flag only would leave at different iterations and hang each other."""
     return dist.any(stop_heard())
 
 
 def stop_heard() -> bool:
-    """Whether THIS rank was asked to stop, for leaving a long stretch without collectives early;
-    `stop_requested` must follow, to tell the others."""
+    """Whether THIS rank was asked to stop; `stop_requested` must follow, to tell the others."""
     return bool(_heard)
 
 

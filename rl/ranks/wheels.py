@@ -23,8 +23,7 @@ _declared: list[Any] = []
 
 
 class _Finder:
-    """Finds those packages as Python does, and puts `_load` around their own loading. Costs
-    nothing until one of them is imported."""
+    """Finds those packages as Python does, and puts `_load` around their loading."""
 
     @staticmethod
     def find_spec(

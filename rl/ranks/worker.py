@@ -28,7 +28,8 @@ from rl.record.terminal import Lossy
 
 def main() -> None:
     """Run the script as `__main__`, with `sys.argv` as if it had been started directly."""
-    ending = _Ending()
+    exit_codes: list[int] = []
+    atexit.register(_leave, exit_codes)  # the first to register is the last to be called
     die_with_parent()
     terminal.open_closed_streams()
     log_dir, note_dir, target, *args = sys.argv[1:]
@@ -52,10 +53,12 @@ def main() -> None:
             runpy.run_path(target, run_name="__main__")
         else:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
-        ending.code = 0
+        exit_codes.append(0)
     except SystemExit as error:
         _note_end(note, f"SystemExit: {error.code}")
-        ending.code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        exit_codes.append(
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
         raise
     except Exception as error:
         trace = _own_traceback(error)
@@ -70,42 +73,34 @@ def main() -> None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:
                 print(terminal.plain(trace), file=file)
         print(text or trace, file=sys.stderr)
-        ending.code = 1
+        exit_codes.append(1)
         sys.exit(1)
 
 
-class _Ending:
-    """Ends the process with `code`, if the script came to one, before the destructors of C++
-    libraries (Gloo's, vLLM's), which have aborted runs that were done."""
-
-    code: int | None = None
-
-    def __init__(self) -> None:
-        atexit.register(self._leave)  # the first to register is the last to be called
-
-    def _leave(self) -> None:
-        if self.code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
+def _leave(codes: list[int]) -> None:
+    """Ends the process, if the script came to an end, before the destructors of C++ libraries
+    (Gloo's, vLLM's), which have aborted runs that were done."""
+    if codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
 
 
 def _note_end(note: Path, reason: str, **flags: bool) -> None:
-    """The time tells cause from consequence: peers fail milliseconds after the first. But one that
-    has heard of it (`only_heard`) may be gone before the first has saved."""
+    """`ended_ns` tells cause from consequence: peers fail milliseconds later. But a rank that only
+    received another's trouble (`only_heard`) may be gone before that one has saved."""
     _write_note(note, {"ended_ns": time.time_ns(), "reason": reason, **flags})
 
 
-def _write_note(note: Path, told: Mapping[str, Any]) -> None:
-    """Whole or not at all: on a full disk the launcher knows what it was told before."""
+def _write_note(note: Path, row: Mapping[str, Any]) -> None:
+    """Whole or not at all: on a full disk the note before stays."""
     aside = note.with_suffix(".tmp")
     with suppress(OSError):
-        aside.write_text(json.dumps({"process_group": os.getpgid(0), **told}))
+        aside.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
         aside.replace(note)
 
 
 def _own_traceback(error: Exception) -> str:
-    """The traceback from the script's first frame on."""
     frame = error.__traceback__
     while frame and (
         "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__
@@ -115,11 +110,8 @@ def _own_traceback(error: Exception) -> str:
 
 
 def _send_output_to(path: Path, on_console: bool) -> None:
-    """Both streams, in order, into one file that later starts of the run append to.
-
-    With `on_console` the streams keep going where they went. A terminal is then left alone
-    (progress lines redraw themselves many times a second); anything else is copied to the file.
-    """
+    """Both streams into one file that later starts append to. With `on_console` they also keep
+    going where they went, and a terminal, whose lines redraw themselves, is not copied."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if on_console and sys.stdout.isatty():
         return

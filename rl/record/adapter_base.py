@@ -1,13 +1,4 @@
-"""Which weights an adapter belongs to, as its `adapter_config.json` says it.
-
-What: `Base`, how it is written so that PEFT and transformers load it (`noted`), and how it is read
-back (`base_of`, our older spelling too). What not: the adapter's tensors and shape
-(`policies/shared/adapters.py`).
-
-Loaders hand `base_model_name_or_path` to the hub as it is, so it is a folder or a repository's id
-and nothing else. They know no field for a subfolder, and warn of any key that is not theirs; what
-`auto_mapping` holds beside the class they read is left alone (PEFT 0.21).
-"""
+"""Which base weights an adapter belongs to, as PEFT's `adapter_config.json` names them."""
 
 from __future__ import annotations
 
@@ -20,10 +11,10 @@ from rl.config import formats
 from rl.files.atomic import row_of
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's name for it."""
 NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
+"""Loaders hand the former to the hub as it is: a folder or a repository's id, nothing else."""
 SUBFOLDER, WORDS, FORMAT = "base_model_subfolder", "base_model_tokenizer", "format"
-"""Keys of ours in `auto_mapping`."""
+"""Keys of ours in `auto_mapping`, where PEFT 0.21 ignores them; it warns of them elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +22,20 @@ class Base:
     """The untrained weights under an adapter."""
 
     path: str
-    """Folder or hub id."""
     revision: str | None = None
-    """Hub revision; None = the newest."""
     subfolder: str = ""
-    """Of the hub's repository; a folder names it in its path."""
+    """Inside a hub repository; for a folder it is part of the path."""
     words: str = ""
     """Folder or hub id of tokenizer and image processor; '' = the same."""
 
     @classmethod
     def of_editor(cls, editor: str, subfolder: str, words: str) -> Base:
-        """The text encoder of an editor."""
         if Path(editor).is_dir():
             return cls(f"{editor.rstrip('/')}/{subfolder}", words=words)
         return cls(editor, subfolder=subfolder, words=words)
 
     def policy_keys(self) -> dict[str, Any]:
-        """The keys of a policy section that load it. Raises ValueError when the tokenizer's place
-        is needed and not known."""
+        """The policy section's keys that load it. Raises ValueError when no tokenizer is known."""
         if self.words:
             editor, subfolder = self.path, self.subfolder
             if not subfolder:
@@ -68,11 +55,8 @@ class Base:
 
 
 def noted(base: Base, model_class: str) -> dict[str, Any]:
-    """The keys of an adapter_config.json that name its base, of that class of transformers.
-
-    No task type: with one, PEFT's Auto classes take a class of their own, which knows no model
-    that reads pictures.
-    """
+    """The keys of an adapter_config.json that name its base, a `model_class` of transformers. No
+    task type: with one, PEFT's Auto classes take a class of theirs that reads no pictures."""
     own = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: formats.ADAPTER}
     return {
         NAME: base.path,
@@ -87,22 +71,20 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
 
 
 def read_config(adapter: Path) -> dict[str, Any]:
-    """The adapter_config.json of a folder. Raises ValueError for one that is damaged, or that a
-    newer version wrote."""
+    """The adapter_config.json of a folder. Raises ValueError for a damaged or newer one."""
     file = adapter / ADAPTER_CONFIG
     written = row_of(file.read_bytes())
     if written is None:
         raise ValueError(f"{file} is damaged: it holds no JSON object")
     if written.get("megatron_config"):  # PEFT then imports the module that the file names
         raise ValueError(f"{file} names megatron_config, which is not supported; remove it")
-    number = _own(written).get(FORMAT, 1)
+    number = _mapping(written).get(FORMAT, 1)
     if problem := formats.refusal(str(file), number, formats.ADAPTER):
         raise ValueError(problem)
     return written
 
 
-def _own(adapter_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where keys of ours may be."""
+def _mapping(adapter_config: Mapping[str, Any]) -> Mapping[str, Any]:
     mapping = adapter_config.get(MAPPING)
     return mapping if isinstance(mapping, Mapping) else {}
 
@@ -112,7 +94,7 @@ def base_of(adapter_config: Mapping[str, Any]) -> Base:
     path = adapter_config.get(NAME)
     if not isinstance(path, str) or not path:
         raise ValueError(f"adapter_config.json names no base ({NAME})")
-    mapping = _own(adapter_config)
+    mapping = _mapping(adapter_config)
     subfolder = mapping.get(SUBFOLDER, "")
     repository, _, last = path.rpartition("/")
     if last == "text_encoder" and repository.count("/") == 1 and is_hub_id(repository):
@@ -124,7 +106,7 @@ def base_of(adapter_config: Mapping[str, Any]) -> Base:
 
 def model_class_of(adapter_config: Mapping[str, Any]) -> str:
     """transformers' class of the base; '' where the file does not say."""
-    name = _own(adapter_config).get("base_model_class")
+    name = _mapping(adapter_config).get("base_model_class")
     return name if isinstance(name, str) else ""
 
 

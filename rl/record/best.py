@@ -1,4 +1,4 @@
-"""Tells which checkpoint scored best on held-out samples, by the run's own metrics.jsonl."""
+"""Finds the checkpoint that scored best on held-out samples in the run's metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rl.files.atomic import read_rows
 
 
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
-    """Iterations done -> mean reward on held-out samples then, 0 to 1; None where that iteration
-    has a line and was not measured. Iterations without a readable line are left out."""
+    """Iterations done -> mean held-out reward, 0..1, or None where it was not measured; without
+    iterations that have no readable line."""
     file = run_dir / "metrics.jsonl"
     rewards: dict[int, float | None] = {0: None}  # before training there may be no line
     for row in map(formats.recorded, read_rows(file)[0] if file.is_file() else []):

@@ -1,17 +1,13 @@
 """Resume points: written aside, proven by a manifest, renamed into place; never half of one loaded.
 
-    <run>/checkpoints/step_000010/
-        state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
-        state.json             iteration, world size, and whatever JSON the loop hands over
-        rng_rank0000.pt ...    every rank's generators, tensors and plain values only
-        model/                 PEFT adapter or transformers folder, with its model card
-        manifest.json          size and sha256 of every file above but the card, written last
-    <run>/last_checkpoint.txt  the name of the last one, outside: a run whose checkpoints are gone
-                               is told from one that never had any
-
-Nothing is deleted but folders that hold exactly what a save wrote (`why_it_stays`). Rank 0 writes,
-and the others hear the outcome; any rank may `save_alone` when the others are gone. The run folder
-has to be on a file system that all nodes see.
+<run>/checkpoints/step_000010/
+    state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
+    state.json             iteration, world size, and whatever JSON the loop hands over
+    rng_rank0000.pt ...    every rank's generators, tensors and plain values only
+    model/                 PEFT adapter or transformers folder, with its model card
+    manifest.json          size and sha256 of every file above but the card, written last
+<run>/last_checkpoint.txt  the name of the last one, so that a run whose checkpoints are gone
+                           is not taken for one that never had any
 """
 
 from __future__ import annotations
@@ -21,8 +17,8 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -47,14 +43,13 @@ if TYPE_CHECKING:
 
 MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"
-"""In it; not vouched for by the manifest, since it changes when the held-out run is known."""
+"""In the model's folder; not in the manifest, since it changes when the held-out run is known."""
 BEST = "the best on held-out samples"
 LAST_WRITTEN = "last_checkpoint.txt"
 SAVING = ".saving.lock"
-"""Held by who writes a checkpoint."""
+"""Held by the process that writes a checkpoint."""
 _NUM_NEWEST_KEPT = 2
 _MAX_SHOWN_CHARS = 300
-"""Of what a manifest says."""
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_PREFIX = ".tmp-"
@@ -67,30 +62,23 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class ResumePoint:
-    """What a checkpoint is written from."""
-
     iteration: int
-    """Finished ones."""
+    """Number of finished iterations."""
     tensors: Mapping[str, torch.Tensor]
     """The learner's, on the CPU, contiguous."""
     meta: Mapping[str, Any]
-    """JSON."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     """`rng_state()` of every rank."""
     write_model: Callable[[Path], None]
-    """Fills the folder it is given; no collectives inside."""
+    """Fills the folder it gets; no collectives inside."""
     model_card: str
-    """Markdown."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What one rank reads from a checkpoint."""
-
     iteration: int
-    """Iterations completed when it was written; the run goes on with the next."""
+    """Number of finished iterations; the run goes on with the next."""
     tensors: dict[str, torch.Tensor]
-    """The learner's, on the CPU, the same on every rank."""
     meta: dict[str, Any]
     """The JSON that was handed to `save`."""
     rng: dict[str, Any] | None
@@ -105,12 +93,12 @@ class Checkpoints:
         self._config = config
         self._dist = dist
         self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
-        self._told: set[Path] = set()
-        """Old checkpoints that stay; the user was told why."""
+        self._reported: set[Path] = set()
+        """Old checkpoints that stay; the reason was logged."""
 
     @property
     def folder(self) -> Path:
-        """Where they are, although the run folder was moved. Raises GoneError when it is gone."""
+        """Also when the run folder was moved. Raises GoneError when it is gone."""
         return place(self._run_dir / "checkpoints")
 
     def due(self, iteration: int) -> bool:
@@ -120,11 +108,8 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole (every size and sha256), or None before the first.
-
-        One that is damaged or gone is named in a warning and passed over. Raises ValueError when
-        there are or were checkpoints and none is whole: a run never restarts silently from the base
-        weights.
-        """
+        Warns of newer ones that are damaged or gone. Raises ValueError when there are or were
+        checkpoints and none is whole: a run never restarts silently from the base weights."""
         found = find(self.folder.parent) if self._dist.is_main else Found()
         for remark in found.remarks:
             warn(remark)
@@ -134,12 +119,9 @@ class Checkpoints:
         return found.path
 
     def save(self, point: ResumePoint | None, final: bool = False) -> Path | None:
-        """Write a checkpoint and prune old ones.
-
-        `point` is read on rank 0 only. A failure leaves the older checkpoints as they were, warns
-        and returns None: training is worth more than one resume point. Raises `SaveError`, on every
-        rank, when `final`.
-        """
+        """Write a checkpoint (`point` is read on rank 0) and prune old ones. A failure leaves the
+        older checkpoints as they were, warns and returns None, or raises `SaveError` on every rank
+        if `final`."""
         path, problem = None, ""
         if self._dist.is_main:
             assert point is not None
@@ -149,14 +131,14 @@ class Checkpoints:
             raise SaveError(problem)
         return path
 
-    def publish(
-        self,
-        iteration: int,
-        model_card: Callable[[], str],
-        final: bool = False,
-    ) -> None:
-        """Give the checkpoint of that iteration, if there is one, the card that knows its held-out
-        run (made only then), and begin a push to the hub when that is due. Rank 0."""
+    def save_alone(self, point: ResumePoint) -> Path | None:
+        """`save` without the other ranks, which may be gone. Two that save the same wait for each
+        other."""
+        return self._try_write(point)[0]
+
+    def publish(self, iteration: int, model_card: Callable[[], str], final: bool = False) -> None:
+        """Write the model card that knows the held-out run into that iteration's checkpoint, if
+        there is one, and push to the hub when due. Rank 0."""
         path = self.folder / f"step_{iteration:06d}"
         model = path / MODEL_FOLDER
         if not model.is_dir():
@@ -168,20 +150,13 @@ class Checkpoints:
         if self._push_due(iteration, final):
             self._pusher.push(model, iteration)
 
-    def save_alone(self, point: ResumePoint) -> Path | None:
-        """The same without the other ranks, which may be gone; one that does the same at the same
-        time waits and finds it written. Local."""
-        return self._try_write(point)[0]
-
     def close(self, say: Callable[[str], None]) -> None:
         """Wait, for a bounded time, for pushes under way; `say` tells the user. Local."""
         self._pusher.close(say)
 
     def load(self, path: Path) -> Loaded:
-        """Read a checkpoint that `latest` found; no pickle is executed.
-
-        Raises ValueError when a rank cannot see the folder.
-        """
+        """Read a checkpoint that `latest` found; no pickle is executed. Raises ValueError when a
+        rank cannot see the folder."""
         from safetensors.torch import load_file
 
         if self._dist.any(not (path / "manifest.json").is_file()):
@@ -198,82 +173,74 @@ class Checkpoints:
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
     def _try_write(self, point: ResumePoint) -> tuple[Path | None, str]:
-        """(the checkpoint, '') or (None, why it could not be written)."""
-        try:
-            with self._one_writer():
-                return self._try_write_locked(point)
-        except GoneError as error:
-            warn(f"the checkpoint of iteration {point.iteration} is not written: {error}")
-            return None, str(error)
-
-    @contextmanager
-    def _one_writer(self) -> Iterator[None]:
-        """Ranks that save alone do not know of each other."""
         from filelock import FileLock
 
-        lock = FileLock(self.folder.parent / SAVING, fallback_to_soft=False)
-        with suppress(OSError):  # a file system without locks: better no guard than no save
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _try_write_locked(self, point: ResumePoint) -> tuple[Path | None, str]:
         name = f"step_{point.iteration:06d}"
-        final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
         try:
-            if final.is_dir() and problem_of(final) is None:
-                return final, ""  # an iteration may be due by cadence and by being the last
-            num_bytes = sum(tensor.nbytes for tensor in point.tensors.values()) * 4 // 3
-            when_there_is_room(
-                lambda: self._write_aside(point, aside),
-                self.folder,
-                f"checkpoint {name}",
-                num_bytes,
-            )
-            if final.exists():  # damaged, or it would have been returned above
-                names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
-                kept = next(p for p in map(self.folder.joinpath, names) if not p.exists())
-                final.rename(kept)
-                warn(f"the damaged {name} is {kept} now; delete it if nothing in it is yours")
-            aside.rename(final)
-            fsync(self.folder)
+            # Ranks that save alone do not know of each other.
+            lock = FileLock(self.folder.parent / SAVING, fallback_to_soft=False)
+            with ExitStack() as stack:
+                with suppress(OSError):  # a file system without locks: better no guard than no save
+                    stack.enter_context(lock)
+                final = self._write(point, name)
+                self._tidy(name)
+                return final, ""
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
-            place(self._run_dir)  # raises GoneError if that is why
             problem = f"checkpoint {name} could not be written: {error!r}"
+            try:
+                place(self._run_dir)
+            except GoneError as gone:
+                warn(f"checkpoint {name} is not written: {gone}")
+                return None, str(gone)
             if is_full(error):
                 problem += "; make room on that disk, and the same command goes on"
             warn(f"{problem}. Older checkpoints are intact.")
-            shutil.rmtree(aside, ignore_errors=True)
             return None, problem
-        note = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
-        write_note = partial(when_there_is_room, note, self.folder, LAST_WRITTEN)
-        # What makes room comes first.
-        rest: Sequence[Callable[[], None]] = (self._prune, self._sweep, write_note)
-        for tidy in rest:
-            try:
-                tidy()
-            except OSError as error:
-                warn(f"checkpoint {name} is written; after it: {error}")
-        return final, ""
 
-    def _write_aside(self, point: ResumePoint, aside: Path) -> None:
-        """Nothing is left of it where that fails."""
-        self._sweep()
-        aside.mkdir(parents=True)
-        try:
-            _write(point, aside)
-            _seal(aside)
-        except Exception:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
+    def _write(self, point: ResumePoint, name: str) -> Path:
+        final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
+        if final.is_dir() and problem_of(final) is None:
+            return final  # an iteration may be due by cadence and by being the last
+
+        def write_aside() -> None:
+            self._sweep()
+            aside.mkdir(parents=True)
+            try:
+                _write_files(point, aside)
+                _seal(aside)
+            except Exception:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+
+        num_bytes = sum(tensor.nbytes for tensor in point.tensors.values()) * 4 // 3
+        when_there_is_room(write_aside, self.folder, f"checkpoint {name}", num_bytes)
+        if final.exists():  # damaged, or it would have been returned above
+            names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
+            kept = next(p for p in map(self.folder.joinpath, names) if not p.exists())
+            final.rename(kept)
+            warn(f"the damaged {name} is {kept} now; delete it if nothing in it is yours")
+        aside.rename(final)
+        fsync(self.folder)
+        return final
+
+    def _tidy(self, name: str) -> None:
+        """What follows a checkpoint; it may fail, and what makes room comes first."""
+        note = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
+        for step in (
+            self._prune,
+            self._sweep,
+            lambda: when_there_is_room(note, self.folder, LAST_WRITTEN),
+        ):
+            try:
+                step()
+            except Exception as error:
+                warn(f"checkpoint {name} is written; after it: {error}")
 
     def _prune(self) -> None:
-        """Move out of sight all but the newest two whole checkpoints, the best, the ones kept for
-        ever, and those that somebody else has written into."""
-        steps = _steps(self.folder)
+        """Rename all but the newest two whole checkpoints, the best, the ones kept for ever, and
+        those that somebody else has written into."""
+        steps = steps_of(self.folder.parent)
         whole = [path for path in steps if problem_of(path, hashes=False) is None]
         newest, every = whole[-_NUM_NEWEST_KEPT:], self._config.keep_every_n_iterations
         best = why_best_stays(self.folder.parent)
@@ -281,14 +248,13 @@ class Checkpoints:
             if path in newest or (every and path in whole and iteration_of(path) % every == 0):
                 continue
             if why := best.get(path) or why_it_stays(path):
-                if why != BEST and path not in self._told:
+                if why != BEST and path not in self._reported:
                     warn(f"the old checkpoint {path.name} stays: {why}")
-                self._told.add(path)
+                self._reported.add(path)
             else:
                 path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
 
     def _sweep(self) -> None:
-        """Delete what a kill, a failure or `_prune` left aside."""
         for path in left_aside(self.folder.parent):
             shutil.rmtree(path)
 
@@ -297,13 +263,13 @@ class Checkpoints:
         return every > 0 and (final or iteration % every == 0)
 
 
-def _write(point: ResumePoint, folder: Path) -> None:
+def _write_files(point: ResumePoint, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
     save_file(dict(point.tensors), folder / "state.safetensors")
     for rank, rng in enumerate(point.rng_by_rank):
-        buffer = io.BytesIO()  # torch's own files do not say that a disk is full
+        buffer = io.BytesIO()  # torch's own files do not report a full disk
         torch.save(dict(rng), buffer)
         (folder / _rng_name(rank)).write_bytes(buffer.getvalue())
     state = {
@@ -321,20 +287,16 @@ def _write(point: ResumePoint, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run may go on from."""
-
     path: Path | None = None
-    """The newest whole checkpoint, or None."""
     remarks: tuple[str, ...] = ()
-    """What to tell of it: newer ones are damaged or gone, the format is an older one."""
+    """Newer ones that are damaged or gone; an older format."""
     problem: str = ""
     """Why the run may not start, or ''."""
 
 
 def find(run_dir: Path, hashes: bool = True) -> Found:
     """Look for the checkpoint to go on from. `hashes` as in `problem_of`."""
-    folder = run_dir / "checkpoints"
-    candidates = _steps(folder)
+    folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
     written = run_dir / LAST_WRITTEN
     last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
     way_out = (
@@ -368,57 +330,53 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
         return Found(None, tuple(remarks), problem + way_out)
     if last:
         problem = f"{folder} holds no checkpoint, though {last} was written there: restore it, "
-        return Found(None, (), problem + way_out)
+        return Found(problem=problem + way_out)
     return Found()
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
     """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
-    samples) or the number of its iterations.
-
-    Raises ValueError, which names those that are there.
-    """
-    steps = _steps(run_dir / "checkpoints")
-    path, problem = None, ""
+    samples) or a number of iterations. Raises ValueError, which lists those that are there."""
+    by_iteration = {iteration_of(step): step for step in steps_of(run_dir)}
+    path: Path | None = None
+    problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
     if which == "latest":
         found = find(run_dir)
         path, problem = found.path, found.problem or "there is no checkpoint yet"
     elif which == "best":
-        best = best_of(list(map(iteration_of, steps)), held_out_rewards(run_dir))
-        path = next((step for step in steps if iteration_of(step) == best), None)
+        path = by_iteration.get(best_of(list(by_iteration), held_out_rewards(run_dir)) or 0)
         problem = (
             "no checkpoint that is there was measured by a held-out run (they are where "
             "checkpoint.save_every_n_iterations and evaluation.every_n_iterations meet)"
         )
     elif which.isdecimal():
-        path = next((step for step in steps if iteration_of(step) == int(which)), None)
+        path = by_iteration.get(int(which))
         problem = f"there is no checkpoint of {which} iterations"
-    else:
-        problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
     if path is not None and which != "latest" and (broken := problem_of(path)):
-        problem = f"{path.name} is damaged ({broken})"
-        path = None
+        problem, path = f"{path.name} is damaged ({broken})", None
     if path is None:
-        names = ", ".join(str(iteration_of(step)) for step in steps) or "none"
+        names = ", ".join(map(str, by_iteration)) or "none"
         raise ValueError(f"{run_dir}: {problem}; checkpoints there, by iterations: {names}")
     return path
 
 
 def steps_of(run_dir: Path) -> list[Path]:
     """Checkpoint folders of a run, oldest first, whole or not."""
-    return _steps(run_dir / "checkpoints")
+    entries = (run_dir / "checkpoints").glob("step_*")
+    named = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(named, key=iteration_of)
 
 
 def left_aside(run_dir: Path) -> list[Path]:
     """What a kill or a failure left of checkpoints, which the next save deletes."""
-    found = (run_dir / "checkpoints").glob(f"{_ASIDE_PREFIX}*")
-    named = (path for path in found if _ASIDE_NAME.fullmatch(path.name))
+    entries = (run_dir / "checkpoints").glob(f"{_ASIDE_PREFIX}*")
+    named = (path for path in entries if _ASIDE_NAME.fullmatch(path.name))
     return sorted(path for path in named if path.is_dir() and not path.is_symlink())
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint, or what is left aside of one; a kill meanwhile leaves none that seems to
-    be there."""
+    """Delete a checkpoint, or what is left aside of one; a kill meanwhile leaves nothing that looks
+    whole."""
     if _STEP_NAME.fullmatch(path.name):
         path = path.rename(path.with_name(f"{_ASIDE_PREFIX}pruned-{path.name}"))
     shutil.rmtree(path)
@@ -438,8 +396,8 @@ def why_best_stays(run_dir: Path) -> dict[Path, str]:
 
 
 def why_it_stays(path: Path) -> str:
-    """Why a checkpoint's folder is not exactly what a save wrote, so that nothing may delete it; or
-    ''. Sizes are compared, not hashes."""
+    """Why a checkpoint is not exactly what a save wrote, so that nothing may delete it; or ''.
+    Compares sizes, not hashes."""
     if path.is_symlink():
         return "it is a link"
     if problem := problem_of(path, hashes=False):
@@ -454,10 +412,9 @@ def why_it_stays(path: Path) -> str:
 
 
 def model_folder(path: Path) -> Path:
-    """Where the model lies in a run (its newest whole checkpoint) or a checkpoint; any other folder
-    is taken for the model's own. Raises ValueError when no checkpoint of the run is whole, and for
-    what a newer version wrote."""
-    steps = _steps(path / "checkpoints")
+    """The model's folder in a run (its newest whole checkpoint), a checkpoint, or `path` itself.
+    Raises ValueError when no checkpoint is whole, and for what a newer version wrote."""
+    steps = steps_of(path)
     if problem := next(filter(None, map(too_new, [path, *steps[-1:]])), ""):
         raise ValueError(problem)
     folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
@@ -467,10 +424,8 @@ def model_folder(path: Path) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, with the run's config in it under today's names.
-
-    Raises ValueError for what a newer version wrote.
-    """
+    """The state.json of a checkpoint, with the run's config under today's names. Raises ValueError
+    for what a newer version wrote."""
     if problem := too_new(path):
         raise ValueError(problem)
     state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -480,11 +435,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:
-    """Why the checkpoint at `path` is not whole, or None when it is.
-
-    Every file's size is compared with the manifest, and with `hashes` its sha256 too (about 1 GB/s,
-    once per start, on rank 0).
-    """
+    """Why the checkpoint at `path` is not whole, or None. Compares every file's size with the
+    manifest, and with `hashes` its sha256 (about 1 GB/s)."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
@@ -492,25 +444,20 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         return f"no readable manifest.json: {shown(str(error), _MAX_SHOWN_CHARS)}"
     if not files:
         return "manifest.json names no file"
-    differences = (_difference(path, name, *entry, hashes) for name, entry in files.items())
-    return next(filter(None, differences), None)
-
-
-def _difference(folder: Path, name: str, size: object, sha256: object, hashes: bool) -> str | None:
-    """Of a file from what the manifest says of it."""
-    file = folder / name
-    try:
-        if not_a_file(file):
-            problem = "is missing"
-        elif file.stat().st_size != size:
-            problem = f"has {file.stat().st_size} bytes instead of {size}"
-        elif hashes and _sha256(file) != sha256:
-            problem = "does not match its sha256"
-        else:
-            return None
-    except OSError as error:  # a name longer than a file system takes
-        problem = f"cannot be read ({error.strerror})"
-    return f"{shown(name, _MAX_SHOWN_CHARS)} {problem}"
+    for name, (size, sha256) in files.items():
+        file, problem = path / name, ""
+        try:
+            if not_a_file(file):
+                problem = "is missing"
+            elif file.stat().st_size != size:
+                problem = f"has {file.stat().st_size} bytes instead of {size}"
+            elif hashes and _sha256(file) != sha256:
+                problem = "does not match its sha256"
+        except OSError as error:  # a name longer than a file system takes
+            problem = f"cannot be read ({error.strerror})"
+        if problem:
+            return f"{shown(name, _MAX_SHOWN_CHARS)} {problem}"
+    return None
 
 
 def too_new(folder: Path) -> str:
@@ -529,10 +476,8 @@ def _format_of(file: Path) -> Any:
 
 
 def _seal(folder: Path) -> None:
-    """Make everything in `folder` durable, then write the manifest that vouches for it."""
-    paths = sorted(folder.rglob("*"))
     manifest = {}
-    for path in paths:
+    for path in sorted(folder.rglob("*")):
         fsync(path)
         if path.is_file() and path != folder / MODEL_FOLDER / MODEL_CARD:
             entry = {"size": path.stat().st_size, "sha256": _sha256(path)}
@@ -548,14 +493,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first, whole or not."""
-    named = [path for path in folder.glob("step_*") if _STEP_NAME.fullmatch(path.name)]
-    return sorted((path for path in named if path.is_dir()), key=iteration_of)
-
-
 def iteration_of(path: Path) -> int:
-    """How many are done in the checkpoint of that name."""
     return int(path.name.removeprefix("step_"))
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
-from rich.status import Status
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rl.meter import flop_meter
-from rl.meter.flop_meter import Ceilings
 from rl.ranks import heartbeat
 from rl.ranks.dist import waited_s
 from rl.record.terminal import beneath, guard, plain
@@ -33,7 +30,6 @@ SUMMARY = {
     "optimizer/grad_norm": "grad",
     "memory/peak_gb": "peak GB",
 }
-"""Metrics of the summary line and what they are called there; absent ones are left out."""
 LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
 """Shares that the line shows where they are not 0."""
 _ETA_WINDOW = 20
@@ -41,11 +37,10 @@ _ETA_WINDOW = 20
 _LOG_WIDTH = 80
 """Columns of a block of text where there is no terminal."""
 _MAX_FRAME_WIDTH = 110
-"""Longer lines are hard to read."""
 
 
 def warn(text: str) -> None:
-    """One loud line on stderr. Callers pick the rank."""
+    """One line on stderr that begins with WARNING. Callers pick the rank."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
@@ -60,10 +55,10 @@ def duration(seconds: float) -> str:
 
 
 class Console:
-    """The run's face. Colours and live lines only where the stream is a terminal."""
+    """Prints for one process. Colours and a live line only where the stream is a terminal."""
 
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
-        """`enabled`: rank 0. `stream`: default stdout."""
+        """`enabled`: whether anything is printed (rank 0). `stream`: default stdout."""
         self._rich = RichConsole(
             file=stream or beneath(sys.stdout),
             quiet=not enabled,
@@ -72,61 +67,39 @@ class Console:
             soft_wrap=True,
         )
         self.enabled = enabled
-        """Whether anything is printed."""
-        self._live = enabled and self._rich.is_terminal
-        self._status: Status | None = None
-        """The live line of the phase under way."""
-        self._own_line: Live | None = None
-        """The live line of what is counted outside of any phase."""
+        self.live_text = ""
+        """What the live line shows; '' where there is none."""
+        self._has_terminal = enabled and self._rich.is_terminal
+        self._live: Live | None = None
         self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
 
     def say(self, text: str) -> None:
-        """One plain line."""
         self._rich.print(plain(text), markup=False)
 
-    @contextmanager
-    def status(self, text: str) -> Iterator[Status | None]:
-        """A live line on a terminal while the block runs, else None."""
-        if not self._live:
-            yield None
-            return
-        with self._rich.status(text) as self._status:
-            guard()  # rich has put streams of its own in the place of the guarded ones
-            try:
-                yield self._status
-            finally:
-                self._status = None
-
     def live(self, text: str) -> bool:
-        """Put `text` on the line that is drawn anew, '' what else belongs there; False where there
-        is no terminal."""
-        if not self._live:
+        """Show `text` on a line that is redrawn in place, '' removes it; False where there is no
+        terminal."""
+        if not self._has_terminal:
             return False
-        if self._status is not None:
-            words = ": ".join(filter(None, (heartbeat.phase_names(), text)))
-            self._status.update(escape(plain(words)))
+        self.live_text = text
+        if not text and self._live is not None:
+            self._live.stop()
+            self._live = None
         elif text:
-            if self._own_line is None:
-                # Rows that a program reads stay where they go.
+            line = Spinner("dots", Text(plain(text)))
+            if self._live is None:
+                # Where stdout is a pipe, a program reads rows there: they are not redirected.
                 redirect = beneath(sys.stdout).isatty()
-                self._own_line = Live(
-                    console=self._rich,
-                    auto_refresh=False,
-                    transient=True,
-                    redirect_stdout=redirect,
+                self._live = Live(
+                    line, console=self._rich, transient=True, redirect_stdout=redirect
                 )
-                self._own_line.start()
-                guard()
-            self._own_line.update(
-                Text(plain(text), no_wrap=True, overflow="ellipsis"), refresh=True
-            )
-        elif self._own_line is not None:
-            self._own_line.stop()
-            self._own_line = None
+                self._live.start(refresh=True)
+                guard()  # rich has replaced the guarded streams by its own
+            else:
+                self._live.update(line, refresh=True)
         return True
 
     def phase(self, name: str, seconds: float, note: str) -> None:
-        """The line of a finished phase."""
         self.say(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip())
 
     def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
@@ -144,102 +117,38 @@ class Console:
         self._rich.print("  ".join(parts), markup=False, style="bold")
 
     def framed(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A block of (label, text), texts wrapped beside their labels: in a frame on a terminal,
-        else plain lines of at most 80 columns between two rules."""
-        width = min(self._rich.width, _MAX_FRAME_WIDTH) if self._live else _LOG_WIDTH
-        if not self._live:
-            self.say(f"---- {title} ".ljust(width, "-"))
-            for line in self._wrapped(rows, width):
-                self.say(line.plain)
-            self.say("-" * width)
-            return
-        body = Text("\n").join(self._wrapped(rows, width - 4))
-        head = Text(plain(title))
-        self._rich.print(Panel(body, title=head, title_align="left", width=width))
-
-    def _wrapped(self, rows: Sequence[tuple[str, str]], width: int) -> list[Text]:
-        """Lines of at most `width` columns; what has no label goes on under the text above it."""
-        indent = max((len(label) for label, _ in rows), default=0) + 2
-        lines = []
+        """A block of (label, text) rows: in a frame on a terminal, else between two rules of 80
+        columns. A label that begins with a space is dim."""
+        table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         for label, text in rows:
-            pieces = Text(plain(text)).wrap(self._rich, width - indent)
-            for number, piece in enumerate(pieces or [Text()]):
-                piece.rstrip()
-                head = (label if number == 0 else "").ljust(indent)
-                lines.append(Text.assemble((head, "dim" if label[:1] == " " else "bold"), piece))
-        return lines
+            table.add_row(Text(label, "dim" if label[:1] == " " else "bold"), Text(plain(text)))
+        if self._has_terminal:
+            width = min(self._rich.width, _MAX_FRAME_WIDTH)
+            head = Text(plain(title))
+            self._rich.print(Panel(table, title=head, title_align="left", width=width))
+        else:
+            self.say(f"---- {title} ".ljust(_LOG_WIDTH, "-"))
+            self._rich.print(table, width=_LOG_WIDTH, soft_wrap=False)
+            self.say("-" * _LOG_WIDTH)
 
     def where_time_went(self, timer: PhaseTimer) -> None:
-        """The closing table: every phase's time and FLOPs on this rank, the longest first."""
-        headings = ("phase", "time", "share of wall", "TFLOP", "roofline", "share of roofline")
-        table = Table(*headings, title="where did the time go (rank 0)")
-        for name, seconds, share, tflop, roofline_s, roofline_share in timer.closing_rows():
-            table.add_row(
-                name,
-                duration(seconds),
-                f"{share:.1%}",
-                "" if tflop is None else f"{tflop:.3g}",
-                "" if roofline_s is None else f"{roofline_s:.3g} s",
-                "" if roofline_share is None else f"{roofline_share:.1%}",
-            )
+        table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
+        for name, seconds, share in timer.closing_rows():
+            table.add_row(name, duration(seconds), f"{share:.1%}")
         self._rich.print(table)
-        if timer.ceilings is not None:
-            self.say(
-                "roofline: the least time at the rates that this device showed before the run, "
-                f"{timer.ceilings.flops_per_s / 1e12:.3g} TFLOP/s and "
-                f"{timer.ceilings.bytes_per_s / 1e9:.3g} GB/s"
-            )
 
 
 class ClosingRow(NamedTuple):
-    """Of the closing table; None where a phase ran no model that is counted."""
-
     phase: str
     time_s: float
     wall_share: float
-    tflop: float | None
-    floor_s: float | None
-    floor_share: float | None
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a phase took."""
-
-    seconds: float = 0.0
-    flops: float = 0.0
-    roofline_s: float = 0.0
-    """Seconds that it takes at best; 0 where the device's ceilings are not known."""
-    waited_s: float = 0.0
-    """Seconds of it spent in collectives, where faster ranks wait for slower ones."""
-
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            self.seconds + other.seconds,
-            self.flops + other.flops,
-            self.roofline_s + other.roofline_s,
-            self.waited_s + other.waited_s,
-        )
-
-    @property
-    def tflop(self) -> float | None:
-        """None: nothing was counted."""
-        return self.flops / 1e12 or None
-
-    @property
-    def roofline_share(self) -> float | None:
-        """Share of the roofline, 1 at best; None: it is not known."""
-        return self.roofline_s / self.seconds if self.roofline_s else None
 
 
 @dataclass
 class Phase:
-    """A phase under way."""
-
     name: str
+    console: Console | None
     text: str = ""
-    status: Status | None = None
-    """The live line, which a phase shares with those inside it."""
 
     def note(self, text: str) -> None:
         """What to show beside the seconds; the last call's text stays."""
@@ -247,124 +156,90 @@ class Phase:
         self.show()
 
     def show(self) -> None:
-        """Put this phase on the live line."""
-        if self.status is not None:
-            text = f"{self.name}: {self.text}" if self.text else self.name
-            self.status.update(escape(plain(text)))
+        if self.console is not None:
+            self.console.live(f"{self.name}: {self.text}" if self.text else self.name)
 
 
 class PhaseTimer:
-    """Wall seconds and FLOPs per phase, of this iteration and of the whole run, on this rank.
+    """Wall seconds per phase, of this iteration and of the whole run, on this rank. A phase inside
+    another pauses it, so that phases add up to the wall time. Lines are printed when the outermost
+    phase ends, one per phase. Code that shall count as one phase uses a timer of its own."""
 
-    A phase inside another pauses it: every second belongs to one phase, and they add up to the wall
-    time. Lines are printed when the outermost phase ends: one per phase that ran in it, however
-    often. Code that has phases of its own and shall count as one runs with `silent()`.
-    """
-
-    def __init__(self, console: Console | None = None, ceilings: Ceilings | None = None) -> None:
-        """`console`: where lines go; None: nowhere. `ceilings`: of the device that computes;
-        None: no roofline is told."""
+    def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
+        """`console`: None prints nothing. `flops_per_s`: the device's rate of matrix products;
+        None: no utilisation."""
         self._console = console
-        self.ceilings = ceilings
+        self._flops_per_s = flops_per_s
+        self.model_flops = 0.0
+        """Operations of the policy's training passes since the last lap."""
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
-        self._settled_work, self._settled_waited_s = flop_meter.done(), waited_s()
-        self._this_iteration: dict[str, Spent] = {}
-        self._unprinted: dict[str, Spent] = {}
+        self._settled_waited_s = waited_s()
+        self._this_iteration: defaultdict[str, float] = defaultdict(float)
+        self._waited: defaultdict[str, float] = defaultdict(float)
+        """Seconds of this iteration in collectives, where faster ranks wait for slower ones."""
+        self._unprinted: defaultdict[str, float] = defaultdict(float)
         self._notes: dict[str, str] = {}
         self._under_way: list[Phase] = []
-        self.total: dict[str, Spent] = {}
-        """Since the start, by phase."""
+        self.total: defaultdict[str, float] = defaultdict(float)
+        """Seconds by phase since the start."""
 
     @property
     def wall_s(self) -> float:
-        """Since the start."""
         return time.perf_counter() - self._start_s
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Time a block; a phase entered several times in an iteration adds up."""
-        with heartbeat.phase(name), self._live_line(name) as status:
-            self._settle()
-            phase = Phase(name, self._notes.get(name, ""), status)
-            phase.show()
-            self._under_way.append(phase)
-            try:
+        self._settle()
+        phase = Phase(name, self._console, self._notes.get(name, ""))
+        self._under_way.append(phase)
+        try:
+            with heartbeat.phase(name):
+                phase.show()
                 yield phase
-            finally:
-                self._settle()
-                self._under_way.pop()
-                self._notes[name] = phase.text
-                if self._under_way:
-                    self._under_way[-1].show()
-                else:
-                    unprinted, self._unprinted = self._unprinted, {}
-                    notes, self._notes = self._notes, {}
-        if self._console is not None and not self._under_way:
-            for ended, spent in unprinted.items():
-                self._console.phase(ended, spent.seconds, notes[ended])
-
-    @contextmanager
-    def _live_line(self, name: str) -> Iterator[Status | None]:
-        """The outermost phase's, which ends with it; None where there is no terminal."""
-        if self._under_way or self._console is None:
-            yield self._under_way[0].status if self._under_way else None
-            return
-        with self._console.status(name) as status:
-            yield status
+        finally:
+            self._settle()
+            self._under_way.pop()
+            self._notes[name] = phase.text
+            if self._under_way:
+                self._under_way[-1].show()
+            else:
+                unprinted, self._unprinted = self._unprinted, defaultdict(float)
+                notes, self._notes = self._notes, {}
+                if self._console is not None:
+                    self._console.live("")
+                    for ended, seconds in unprinted.items():
+                        self._console.phase(ended, seconds, notes[ended])
 
     def _settle(self) -> None:
         """Book what was spent since the last settling on the innermost phase under way."""
-        now_s, now_work, now_waited_s = time.perf_counter(), flop_meter.done(), waited_s()
+        now_s, now_waited_s = time.perf_counter(), waited_s()
         if self._under_way:
             name = self._under_way[-1].name
-            piece = now_work - self._settled_work
-            roofline_s = self.ceilings.roofline_s(piece) if self.ceilings else 0.0
-            waited = now_waited_s - self._settled_waited_s
-            spent = Spent(now_s - self._settled_s, piece.flops, roofline_s, waited)
+            self._waited[name] += now_waited_s - self._settled_waited_s
             for totals in (self._this_iteration, self._unprinted, self.total):
-                totals[name] = totals.get(name, Spent()) + spent
-        self._settled_s, self._settled_work = now_s, now_work
-        self._settled_waited_s = now_waited_s
-
-    def silent(self) -> PhaseTimer:
-        """A timer for code that runs inside a phase: it prints nothing and counts nowhere."""
-        return PhaseTimer()
+                totals[name] += now_s - self._settled_s
+        self._settled_s, self._settled_waited_s = now_s, now_waited_s
 
     def own_seconds(self) -> dict[str, float]:
-        """Of each phase since the last lap, without those in which it waited for other ranks."""
-        return {
-            name: spent.seconds - spent.waited_s for name, spent in self._this_iteration.items()
-        }
+        """Seconds of each phase since the last lap, without waits for other ranks."""
+        return {name: s - self._waited[name] for name, s in self._this_iteration.items()}
 
     def lap(self) -> dict[str, float]:
-        """`time/<phase>_s`, `work/<phase>_tflop` and `work/<phase>_floor_share` since the last lap,
-        and the same of the whole `iteration`; starts the next one."""
+        """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next
+        lap."""
         now_s = time.perf_counter()
-        whole = replace(_sum(self._this_iteration), seconds=now_s - self._lap_s)
-        metrics: dict[str, float] = {}
-        for name, spent in [*self._this_iteration.items(), ("iteration", whole)]:
-            metrics[f"time/{name}_s"] = spent.seconds
-            if spent.tflop is not None:
-                metrics[f"work/{name}_tflop"] = spent.tflop
-            if spent.roofline_share is not None:
-                metrics[f"work/{name}_floor_share"] = spent.roofline_share
-        self._this_iteration, self._lap_s = {}, now_s
+        metrics = {f"time/{name}_s": seconds for name, seconds in self._this_iteration.items()}
+        metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s
+        if self._flops_per_s and self.model_flops:
+            metrics["work/mfu"] = self.model_flops / (iteration_s * self._flops_per_s)
+        self._this_iteration, self._waited = defaultdict(float), defaultdict(float)
+        self._lap_s, self.model_flops = now_s, 0.0
         return metrics
 
     def closing_rows(self) -> list[ClosingRow]:
         """Every phase of the run, the longest first, and their sum."""
         wall_s = max(self.wall_s, 1e-9)
-        phases = _sum(self.total)
-        rows = sorted(self.total.items(), key=lambda item: -item[1].seconds)
-        rows.append(("(other)", Spent(max(0.0, wall_s - phases.seconds))))
-        rows.append(("wall", replace(phases, seconds=wall_s)))
-        return [
-            ClosingRow(
-                name, s.seconds, s.seconds / wall_s, s.tflop, s.roofline_s or None, s.roofline_share
-            )
-            for name, s in rows
-        ]
-
-
-def _sum(phases: Mapping[str, Spent]) -> Spent:
-    return sum(phases.values(), Spent())
+        rows = sorted(self.total.items(), key=lambda row: -row[1])
+        rows += [("(other)", max(0.0, wall_s - sum(self.total.values()))), ("wall", wall_s)]
+        return [ClosingRow(name, taken_s, taken_s / wall_s) for name, taken_s in rows]

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from rl.ranks import heartbeat, loading
 from rl.record.console import Console, duration
 from rl.record.terminal import beneath
 
-T = TypeVar("T")
-
 SILENT_S = 3.0
-"""What takes no longer is not told."""
+"""Work that takes no longer is not reported."""
 LIVE_EVERY_S = 0.5
 FIRST_LINE_S = 10.0
-"""In a log; each further line after twice as long as the one before."""
+"""When a log gets the first line; each further line comes after twice the time."""
 MAX_BETWEEN_LINES_S = 600.0
 _console: Console | None = None
 _first_line_s: dict[tuple[str, str], float] = {}
-"""(phase, what) -> when the next of that kind has its first line; FIRST_LINE_S where not here."""
+"""(phase, what) -> when its next repetition gets a first line: later each time."""
 
 
 @contextmanager
 def shown_on(console: Console) -> Iterator[None]:
-    """Inside, what is counted in this process goes to `console`; elsewhere to standard error."""
+    """Inside, this process reports progress on `console`; elsewhere on standard error."""
     global _console
     before, _console = _console, console
     try:
@@ -40,70 +38,66 @@ class Progress:
     """How many of how many. Belongs to the main thread."""
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
-        """`what`: are counted, in the plural; `done`: before this began, which says nothing of the
+        """`what`: the things counted, in the plural. `done`: before this began; not part of the
         rate."""
-        self.what = what
-        self.total = total
+        self.what, self.total = what, total
         self.done = self._done_before = done
         self._began_s = time.monotonic()
         self._look_s = self._began_s + SILENT_S
-        self._kind = heartbeat.phase_names(), what
-        self._first_line_s = self._line_s = _first_line_s.get(self._kind, FIRST_LINE_S)
+        self._phase = heartbeat.phase_names()
+        self._first_line_s = self._line_s = _first_line_s.get((self._phase, what), FIRST_LINE_S)
         self._has_line = self._is_live = False
-        self._console: Console | None = None
+        self._console = _console or Console(True, beneath(sys.stderr))
+        self._live_before = self._console.live_text
 
     def step(self, num: int = 1) -> None:
-        """So many more are done."""
         self.at(self.done + num)
 
     def at(self, done: int) -> None:
-        """So many are done."""
         self.done = done
         if time.monotonic() >= self._look_s:
-            self._tell()
+            self._report()
 
     def __str__(self) -> str:
-        now_s = time.monotonic()
         parts = [f"{self.done} of {self.total} {self.what}"]
-        rate = (self.done - self._done_before) / max(now_s - self._began_s, 1e-9)
+        rate = (self.done - self._done_before) / max(time.monotonic() - self._began_s, 1e-9)
         if rate > 0:
-            parts.append(_rate(rate))
+            per_s = f"{rate:.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
+            parts.append(per_s if rate >= 1 else f"{rate * 60:.1f}/min")
             if self.done < self.total:
                 parts.append(f"{duration((self.total - self.done) / rate)} left")
         return ", ".join(parts)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now_s = time.monotonic()
         self._look_s = now_s + LIVE_EVERY_S
-        if loading.is_told():
-            loading.note(str(self))
-            return
-        if self._console is None:
-            self._console = _console or Console(True, beneath(sys.stderr))
-        self._is_live = self._console.live(str(self))
-        if not self._is_live and now_s - self._began_s >= self._line_s:
+        text = f"{self._phase}: {self}" if self._phase else str(self)
+        if loading.is_printing():
+            loading.note(text)
+        elif self._console.live(text):
+            self._is_live = True
+        elif now_s - self._began_s >= self._line_s:
             while self._line_s <= now_s - self._began_s:
                 self._line_s += min(self._line_s, MAX_BETWEEN_LINES_S)
             self._has_line = True
-            phase = self._kind[0]
-            self._console.say(f"  {phase}: {self}" if phase else str(self))
+            self._console.say(f"  {text}" if self._phase else text)
 
     def end(self) -> None:
-        """Nothing of it stays on a live line; who heard that it began hears how it ended, of a
-        phase by the phase's own line."""
+        """Clears the live line, and ends work that had a line in the log with one, outside of
+        phases."""
         loading.note("")
-        if self._is_live and self._console is not None:
-            self._console.live("")
-        if self._has_line and self._console is not None:
-            _first_line_s[self._kind] = min(2 * self._first_line_s, MAX_BETWEEN_LINES_S)
-            if not self._kind[0]:
+        if self._is_live:
+            self._console.live(self._live_before)
+        if self._has_line:
+            _first_line_s[self._phase, self.what] = min(2 * self._first_line_s, MAX_BETWEEN_LINES_S)
+            if not self._phase:
                 took = duration(time.monotonic() - self._began_s)
                 self._console.say(f"{self.done} of {self.total} {self.what} after {took}")
 
 
 @contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Progress]:
-    """Tell how far it is while the block runs, which calls `step` or `at`."""
+    """Reports progress while the block runs, which calls `step` or `at`."""
     progress = Progress(what, total, done)
     try:
         yield progress
@@ -113,30 +107,21 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Progress]:
 
 @contextmanager
 def weights_counted() -> Iterator[None]:
-    """Inside, transformers' bars of weights that load are ours; that of a download, which is the
-    hub's own, stays."""
+    """Inside, transformers' bars of loading weights are ours; the hub's bars of downloads stay."""
     from transformers.utils import logging
 
     def count(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         bar = make(*args, **{**options, "disable": True})
-        return _each(bar, len(args[0])) if args and isinstance(args[0], Sized) else bar
+        return each(bar, len(args[0])) if args and isinstance(args[0], Sized) else bar
+
+    def each(weights: Any, total: int) -> Iterator[Any]:
+        with counted("weights", total) as progress:
+            for weight in weights:
+                yield weight
+                progress.step()
 
     previous = logging.set_tqdm_hook(count)
     try:
         yield
     finally:
         logging.set_tqdm_hook(previous)
-
-
-def _each(weights: Iterable[T], total: int) -> Iterator[T]:
-    with counted("weights", total) as progress:
-        for weight in weights:
-            yield weight
-            progress.step()
-
-
-def _rate(per_s: float) -> str:
-    """'210/s', '2.1/s', '4.5/min'."""
-    if per_s >= 10:
-        return f"{per_s:.0f}/s"
-    return f"{per_s:.1f}/s" if per_s >= 1 else f"{per_s * 60:.1f}/min"

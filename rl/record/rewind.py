@@ -20,7 +20,6 @@ from rl.files.atomic import lines_of, row_of, write_atomically
 
 SET_ASIDE = "set_aside"
 MAX_NUMBERS = 10
-"""Of iterations, in a sentence."""
 ENTRY_NAMES = {
     "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
     "images": re.compile(r"it_(\d{6,})"),
@@ -28,18 +27,18 @@ ENTRY_NAMES = {
 }
 """Folder of the run -> what an iteration's entry is called in it."""
 PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
-"""Of a picture in a folder of `images`; its number is the rank's."""
+"""A picture in a folder of `images`; its number is the rank's."""
 
 
 def rewind(run_dir: Path, iteration: int) -> list[str]:
-    """Move everything recorded after `iteration` (-1: all of it), and every line of the metrics
-    that cannot be read, to a new folder; returns what to tell the user."""
+    """Move all that was recorded after `iteration` (-1: everything), and unreadable lines of the
+    metrics, to a new folder; returns what to tell the user."""
     metrics = run_dir / "metrics.jsonl"
     lines = lines_of(metrics) if metrics.is_file() else []
     read = [(n, iteration_of(line), line) for n, line in enumerate(lines, 1) if line.strip()]
     past = [line for _, done, line in read if done is None or done > iteration]
     kept = [line for _, done, line in read if done is not None and done <= iteration]
-    damaged = [number for number, done, _ in read if done is None]
+    damaged = [str(number) for number, done, _ in read if done is None]
     entries = {
         name: sorted(entry for entry, done in _entries(run_dir / name).items() if done > iteration)
         for name in ENTRY_NAMES
@@ -51,19 +50,37 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
         missing += _missing(f"{run_dir / 'episodes'} has none", last, recorded)
     if not past and not any(entries.values()):
         return missing
-    folder = _new_folder(run_dir / SET_ASIDE)
+    name = time.strftime("%Y%m%d-%H%M%S")
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    places = (run_dir / SET_ASIDE / name for name in names)
+    folder = next(place for place in places if not place.exists())
+    folder.mkdir(parents=True)
     if past:
         write_atomically(folder / "metrics.jsonl", b"".join(past))
         write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
-    for name, found in entries.items():
-        for entry in found:
+    for name, paths in entries.items():
+        for entry in paths:
             (folder / name).mkdir(exist_ok=True)
             shutil.move(entry, folder / name)  # pictures may lie on another disk
     if (run_dir / "config.json").is_file():
         shutil.copy2(run_dir / "config.json", folder)
     counts = {"lines of metrics.jsonl": len(past) - len(damaged)}
-    counts |= {f"of {name}/": len(found) for name, found in entries.items()}
-    return _sentences(folder, iteration, counts, damaged) + missing
+    counts |= {f"of {name}/": len(paths) for name, paths in entries.items()}
+    sentences = []
+    if listed := ", ".join(f"{num} {what}" for what, num in counts.items() if num):
+        why = f"what was recorded after iteration {iteration} is done again, and"
+        if iteration < 0:
+            why = (
+                "no iteration is in a checkpoint, so the run begins again from the base weights; "
+                "what was recorded before is"
+            )
+        sentences.append(f"{why} set aside in {folder}: {listed}")
+    if damaged:
+        sentences.append(
+            f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
+            f"set aside in {folder}"
+        )
+    return sentences + missing
 
 
 def _is_recorded(run_dir: Path, iteration: int) -> bool:
@@ -76,9 +93,9 @@ def _is_recorded(run_dir: Path, iteration: int) -> bool:
         return False
 
 
-def _missing(what: str, wanted: range, found: Iterable[int | None]) -> list[str]:
-    """What to tell of iterations whose record is gone for good."""
-    gone = sorted(set(wanted).difference(found))
+def _missing(what: str, wanted: range, present: Iterable[int | None]) -> list[str]:
+    """A sentence on iterations whose record is gone for good."""
+    gone = sorted(set(wanted).difference(present))
     if not gone:
         return []
     numbers = ", ".join(map(str, gone[:MAX_NUMBERS])) + ", ..." * (len(gone) > MAX_NUMBERS)
@@ -86,44 +103,12 @@ def _missing(what: str, wanted: range, found: Iterable[int | None]) -> list[str]
 
 
 def iteration_of(line: bytes) -> int | None:
-    """Which iteration a line of the metrics is about; None for one that is damaged."""
     done = (row_of(line) or {}).get("iteration")
     return done if type(done) is int else None
 
 
 def _entries(folder: Path) -> dict[Path, int]:
-    """What iterations have left in a folder of the run -> which."""
     if not folder.is_dir():
         return {}
     matches = {entry: ENTRY_NAMES[folder.name].fullmatch(entry.name) for entry in folder.iterdir()}
     return {entry: int(match[1]) for entry, match in matches.items() if match}
-
-
-def _new_folder(parent: Path) -> Path:
-    name = time.strftime("%Y%m%d-%H%M%S")
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    folder = next(parent / name for name in names if not (parent / name).exists())
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _sentences(
-    folder: Path, iteration: int, counts: dict[str, int], damaged: list[int]
-) -> list[str]:
-    said = []
-    listed = ", ".join(f"{num} {what}" for what, num in counts.items() if num)
-    if listed:
-        why = f"what was recorded after iteration {iteration} is done again, and"
-        if iteration < 0:
-            why = (
-                "no iteration is in a checkpoint, so the run begins again from the base weights; "
-                "what was recorded before is"
-            )
-        said.append(f"{why} set aside in {folder}: {listed}")
-    if damaged:
-        numbers = ", ".join(map(str, damaged))
-        said.append(
-            f"damaged lines of metrics.jsonl (number {numbers}) are left out of it, and set aside "
-            f"in {folder}"
-        )
-    return said

@@ -1,4 +1,4 @@
-"""Tells whether a process uses a run's folder, by the kernel's locks, and keeps others off it."""
+"""Whether a process uses a run's folder, by the kernel's locks; keeps others off it."""
 
 from __future__ import annotations
 

@@ -3,13 +3,11 @@
     <run>/config.json                        resolved config, environment secrets scrubbed
     <run>/metrics.jsonl                      one line per iteration, all ranks reduced
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
-    <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png`, `..._target.png`:
-                                             the group's source (several: `..._source2.png`, ...)
-                                             and reference edit
+    <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png` (`..._source2.png`, ...) and
+                                             `..._target.png`: the group's sources and target
     <run>/set_aside/                         what is done again since (`rewind.py`)
 
-Iterations count from 1; iteration 0 is what was measured before training. Not collective: each rank
-writes its own files. Every file is whole or not there.
+Iterations count from 1; iteration 0 was measured before training. Each rank writes its own files.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from rl.api.types import Action, Episode, Sample
+from rl.api.types import Episode, Sample
 from rl.config.schema import RunConfig
 from rl.files import held
 from rl.files.atomic import append_line, json_line, read_rows, write_atomically
@@ -55,45 +53,36 @@ class RunRecord:
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
 
     def claim(self, wait_s: float = 30.0) -> None:
-        """Hold the run folder for this run; collective, rank 0 holds it for all.
-
-        Two runs under one name would tear each other's files. Waits for a predecessor that is
-        still saving; raises ValueError when the folder is still held after `wait_s`.
-        """
-        problem = self._try_claim(wait_s) if self._dist.is_main else ""
-        problem = self._dist.broadcast(problem)
-        if problem:
+        """Hold the run folder: two runs under one name would tear each other's files. Waits for a
+        predecessor that is still saving; raises ValueError after `wait_s`. Collective."""
+        problem = ""
+        if self._dist.is_main:
+            self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self.run_dir / ".lock"
+            try:
+                self._lock.acquire(wait_s, poll_interval=0.2)
+                owner.write_text(str(os.getpid()))
+            except Timeout:
+                process = owner.read_bytes().decode(errors="replace") or "unknown"
+                problem = (
+                    f"{self.run_dir} is in use by process {process}: wait for it, stop it, or "
+                    "choose another run_name"
+                )
+            except PermissionError:
+                raise
+            except OSError:  # a file system without locks: better no guard than no run
+                pass
+        if problem := self._dist.broadcast(problem):
             raise ValueError(problem)
         held.hold(self.run_dir)
 
-    def _try_claim(self, wait_s: float) -> str:
-        """Why the folder could not be had, or ''."""
-        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = self.run_dir / ".lock"
-        try:
-            self._lock.acquire(wait_s, poll_interval=0.2)
-        except Timeout:
-            process = owner.read_bytes().decode(errors="replace") or "unknown"
-            return (
-                f"{self.run_dir} is in use by process {process}: wait for it, stop it, or choose "
-                "another run_name"
-            )
-        except PermissionError:
-            raise
-        except OSError:  # a file system without locks: better no guard than no run
-            return ""
-        owner.write_text(str(os.getpid()))
-        return ""
-
     def release(self) -> None:
-        """Let go of the run folder; the end of the process does it too."""
         held.release(self.run_dir)
         self._lock.release()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Raise GoneError once the block is done, or fails, in a run folder that is not where it
-        was: what is written lies in the one that was moved."""
+        """Raise GoneError once the block ends if the run folder was moved or deleted meanwhile."""
         try:
             yield
         except OSError:
@@ -102,18 +91,16 @@ class RunRecord:
         held.require_in_place(self.run_dir)
 
     def write_config(self) -> None:
-        """`config.json` (rank 0)."""
         if self._dist.is_main:
             text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
             write_atomically(self.run_dir / "config.json", text)
 
     def rewind(self, iteration: int) -> list[str]:
-        """Set aside what came after `iteration` (-1: all of it), which will be done again (rank 0);
-        returns what to tell the user."""
+        """Set aside what came after `iteration` (-1: everything), which will be done again (rank
+        0); returns what to tell the user."""
         return rewind(self.run_dir, iteration) if self._dist.is_main else []
 
     def has_line(self, iteration: int) -> bool:
-        """Whether the metrics of that iteration are written."""
         path = self.run_dir / "metrics.jsonl"
         rows = read_rows(path)[0] if path.is_file() else []
         return any(row.get("iteration") == iteration for row in rows)
@@ -133,13 +120,10 @@ class RunRecord:
         advantages_PG: Sequence[Sequence[float | None]],
         bare_P: Sequence[Episode | None] = (),
     ) -> None:
-        """This rank's episodes, in a group's first line its bare arm (`bare_P`), and, whole groups
-        first, those of the run's first `images_per_iteration` pictures that are its own; then
-        forget pictures of iterations that `keep_images_of_last_n_iterations` leaves out.
-
-        Every rank calls it; does nothing on iterations that `log_episodes_every_n_iterations`
-        leaves out.
-        """
+        """Write this rank's episodes, with the bare arms (`bare_P`) in their groups' first lines,
+        and its share of the run's first `images_per_iteration` pictures, whole groups first; then
+        delete old pictures (`keep_images_of_last_n_iterations`). Does nothing on iterations that
+        `log_episodes_every_n_iterations` leaves out."""
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
@@ -163,36 +147,28 @@ class RunRecord:
         groups = zip(episodes_PG, advantages_PG, bare_P, strict=True)
         for p, (episodes_G, advantages_G, bare) in enumerate(groups):
             stem = f"images/it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
-            files: dict[str, Any] = {"source_file": None, "target_file": None}
-            if images_left > 0 and episodes_G:
+            with_pictures = images_left > 0
+            shared: dict[str, Any] = {"source_file": None, "target_file": None}
+            if with_pictures and episodes_G:
                 sample = episodes_G[0].prompt.sample
-                files |= source_files(
-                    [
-                        self._write_image(picture, f"{stem}_{name}")
-                        for name, picture in named_sources(sample)
-                    ]
-                )
-                files["target_file"] = self._write_image(sample.target, f"{stem}_target")
-            beside = self._bare_row(bare, stem, images_left > 0)
+                sources = named_sources(sample)
+                shared |= source_files([self._write_image(i, f"{stem}_{n}") for n, i in sources])
+                shared["target_file"] = self._write_image(sample.target, f"{stem}_target")
             for g, (episode, advantage) in enumerate(zip(episodes_G, advantages_G, strict=True)):
                 picture = episode.image if images_left > 0 else None
                 image = self._write_image(picture, f"{stem}_m{g}")
                 images_left -= image is not None
                 row = provenance(episode, advantage)
-                row |= {"rank": self._dist.rank, "member": g}
-                row |= files | {"image_file": image} | (beside if g == 0 else {})
+                row |= {"rank": self._dist.rank, "member": g, **shared, "image_file": image}
+                if g == 0 and bare is not None:
+                    picture = bare.image if with_pictures else None
+                    bare_row = provenance(bare, None)
+                    bare_row["image_file"] = self._write_image(picture, f"{stem}_bare")
+                    del bare_row["judge_s"]  # equal runs have equal lines but for that
+                    row["bare"] = bare_row
                 lines.append(json_line(scrubbed(row)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
         write_atomically(path, "".join(lines), private)
-
-    def _bare_row(self, bare: Episode | None, stem: str, with_picture: bool) -> dict[str, Any]:
-        """What a group's first line says of its bare arm; {} where there is none."""
-        if bare is None:
-            return {}
-        image = self._write_image(bare.image if with_picture else None, f"{stem}_bare")
-        told = provenance(bare, None)
-        del told["judge_s"]  # two runs that are one and the same have the same lines but for that
-        return {"bare": told | {"image_file": image}}
 
     def _write_image(self, image: Image | None, stem: str) -> str | None:
         """Path relative to the run folder, or None without a picture."""
@@ -202,17 +178,17 @@ class RunRecord:
         return f"{stem}.png"
 
     def _forget_images(self, last: int) -> None:
-        """Delete this rank's pictures up to that iteration, and rank 0 their folders too once no
-        rank can be at them any more. Only what bears exactly a name that a run gives."""
+        """Delete this rank's pictures up to iteration `last`, and on rank 0 folders that no rank
+        writes to any more. Only entries with exactly a name of the run's."""
         for folder in (self.run_dir / "images").glob("it_*"):
             named = ENTRY_NAMES["images"].fullmatch(folder.name)
             if named is None or int(named[1]) > last:
                 continue
             with suppress(OSError):  # what cannot be deleted stays
                 for path in folder.iterdir():
-                    made = PICTURE_NAME.fullmatch(path.name)
-                    # Those of ranks that are no more belong to somebody too.
-                    if made and int(made[1]) % self._dist.world_size == self._dist.rank:
+                    ours = PICTURE_NAME.fullmatch(path.name)
+                    # The modulo: pictures of ranks of an earlier, larger start are deleted too.
+                    if ours and int(ours[1]) % self._dist.world_size == self._dist.rank:
                         path.unlink()
                 if self._dist.is_main and int(named[1]) <= last - MAX_WAITING:
                     folder.rmdir()
@@ -227,29 +203,22 @@ def named_sources(sample: Sample) -> list[tuple[str, Image]]:
 
 
 def source_files(files: Sequence[str | None]) -> dict[str, Any]:
-    """What a line says of them; only where there are several it has an `other_source_files`."""
+    """Keys of a line; `other_source_files` only where there are several."""
     first, *others = files or [None]
     return {"source_file": first} | ({"other_source_files": others} if others else {})
 
 
-def _thought_and_words(action: Action) -> dict[str, str]:
-    """Apart, where a completion has both; {}: all of it is words."""
-    return {"thought": action.thought, "words": action.words} if action.thought else {}
-
-
 def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
     """Everything it takes to trace one reward: what was asked, sampled, drawn, replied, concluded.
-
-    `advantage` is None where the episode teaches nothing (UNGRADED).
-    """
-    sample, completion = episode.prompt.sample, episode.completion
+    `advantage` is None where the episode is UNGRADED."""
+    sample, completion, action = episode.prompt.sample, episode.completion, episode.action
     return {
         "sample_id": sample.id,
         "group_id": episode.group_id,
         "category": sample.category,
         "instruction": sample.instruction,
-        "completion": episode.action.text,
-        **_thought_and_words(episode.action),
+        "completion": action.text,
+        **({"thought": action.thought, "words": action.words} if action.thought else {}),
         "finish": completion.finish,
         "status": episode.status.value,
         "failure": episode.failure,

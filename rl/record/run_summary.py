@@ -1,22 +1,17 @@
-"""What lies in a folder of runs: how far each is, how good, how large, and whether it is in use.
-
-What: `look`, at one folder, which changes nothing and raises nothing: a folder that is damaged, of
-a newer version, or no run's says so in `problem`. What not: what may go (`prune.py`), how it is
-shown (`commands/runs.py`).
-"""
+"""Summarises a folder of runs: how far each is, how good, how large, and whether it is in use."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rl.config import formats
 from rl.files.atomic import read_rows, row_of
-from rl.record.checkpoint import Found, find, iteration_of, steps_of, too_new
+from rl.record.checkpoint import find, iteration_of, steps_of, too_new
 from rl.record.run_lock import LOCKS, Use, use_of
 from rl.record.untrusted import shown
 
@@ -33,26 +28,20 @@ class Summary:
 
     path: Path
     problem: str = ""
-    """Why it is not known what lies there, or ''."""
     system: str = ""
-    """What draws, or who writes where nothing is drawn, by the plug's name."""
+    """The renderer's plugin, or the policy's where nothing is drawn."""
     done: int = 0
-    """Iterations that have a line of metrics."""
     planned: str = ""
-    """'40', '2 epochs'."""
     held_out: float | None = None
-    """The last reward on held-out data."""
     best: float | None = None
-    """The highest."""
     bytes_of: Mapping[str, int] = field(default_factory=dict)
-    """'checkpoints', 'pictures', 'rest'."""
     written_s: float = 0.0
     """When a file in it was last written, s since 1970."""
     use: Use = "unknown"
     checkpoint: int | None = None
     """Iterations in the newest checkpoint that is whole, by its files' sizes."""
     damaged: Sequence[int] = ()
-    """Of newer checkpoints that are not."""
+    """Iterations of newer checkpoints that are not."""
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +49,7 @@ class Summary:
 
 
 def look(path: Path) -> Summary:
-    """At the folder of one run, or what may be one."""
+    """Summarise the folder of one run, or of what may be one. Changes and raises nothing."""
     try:
         return _look(path)
     except OSError as error:
@@ -71,7 +60,7 @@ def look(path: Path) -> Summary:
 
 
 def folders(parent: Path) -> list[Path]:
-    """Those that may be runs: `parent` itself where it is one."""
+    """Folders that may be runs: `parent` itself where it is one."""
     if _is_begun(parent):
         return [parent]
     return sorted(entry for entry in parent.iterdir() if entry.is_dir())
@@ -85,42 +74,41 @@ def _look(path: Path) -> Summary:
     if not _is_begun(path):
         return Summary(path, NO_RUN)
     bytes_of, written_s = _sizes(path)
-    use = use_of(path)
-    known = Summary(path, bytes_of=bytes_of, written_s=written_s, use=use)
+    known = Summary(path, bytes_of=bytes_of, written_s=written_s, use=use_of(path))
     if problem := too_new(path):
-        return _with(known, problem=shown(problem, _MAX_SHOWN))
-    config = _config(path)
-    if config is None:
-        is_there = (path / "config.json").is_file()
-        why = "its config.json is damaged" if is_there else "it has no config.json"
-        early = ": it is being loaded, or never was" if not is_there else ""
-        return _with(known, problem=why + early)
+        return replace(known, problem=shown(problem, _MAX_SHOWN))
+    file = path / "config.json"
+    if not file.is_file():
+        return replace(known, problem="it has no config.json: it is being loaded, or never was")
+    config = row_of(file.read_bytes())
+    if config is None or not isinstance(config.get("policy"), dict) or "run_name" not in config:
+        return replace(known, problem="its config.json is damaged")
+    config = formats.stored(config, str(file))
     found = find(path, hashes=False)
-    rows = _rows(path / "metrics.jsonl")
+    checkpoint = None if found.path is None else iteration_of(found.path)
+    metrics = path / "metrics.jsonl"
+    rows = [
+        formats.recorded(row)
+        for row in (read_rows(metrics)[0] if metrics.is_file() else [])
+        if type(it := row.get("iteration")) is int and 0 <= it <= _MAX
+    ]
     rewards = [row["eval/reward"] for row in rows if _is_number(row.get("eval/reward"))]
-    return _with(
+    planned = "?"
+    if _is_number(config.get("num_iterations")):
+        planned = f"{config['num_iterations']:.0f}"
+    elif _is_number(config.get("num_epochs")):
+        planned = f"{config['num_epochs']:g} epochs"
+    newer = [n for n in map(iteration_of, steps_of(path)) if checkpoint is None or n > checkpoint]
+    return replace(
         known,
         system=_system(config),
         done=max((row["iteration"] for row in rows), default=0),
-        planned=_planned(config),
+        planned=planned,
         held_out=rewards[-1] if rewards else None,
         best=max(rewards, default=None),
-        checkpoint=None if found.path is None else iteration_of(found.path),
-        damaged=_damaged(path, found),
+        checkpoint=checkpoint,
+        damaged=newer,
     )
-
-
-def _with(known: Summary, **more: Any) -> Summary:
-    return Summary(**{**vars(known), **more})
-
-
-def _config(path: Path) -> dict[str, Any] | None:
-    """Under today's names; None for none, or one that is damaged."""
-    file = path / "config.json"
-    row = row_of(file.read_bytes()) if file.is_file() else None
-    if row is None or not isinstance(row.get("policy"), dict) or "run_name" not in row:
-        return None
-    return formats.stored(row, str(file))
 
 
 def _system(config: Mapping[str, Any]) -> str:
@@ -132,29 +120,8 @@ def _system(config: Mapping[str, Any]) -> str:
     return "?"
 
 
-def _planned(config: Mapping[str, Any]) -> str:
-    if _is_number(config.get("num_iterations")):
-        return f"{config['num_iterations']:.0f}"
-    return f"{config['num_epochs']:g} epochs" if _is_number(config.get("num_epochs")) else "?"
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    rows = read_rows(file)[0] if file.is_file() else []
-    return [
-        formats.recorded(row)
-        for row in rows
-        if type(it := row.get("iteration")) is int and 0 <= it <= _MAX
-    ]
-
-
 def _is_number(value: object) -> bool:
-    """One that a line has room for."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX
-
-
-def _damaged(path: Path, found: Found) -> list[int]:
-    newest = -1 if found.path is None else iteration_of(found.path)
-    return [number for number in map(iteration_of, steps_of(path)) if number > newest]
 
 
 def _sizes(path: Path) -> tuple[dict[str, int], float]:
@@ -167,7 +134,7 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
         is_picture = top in _PICTURES and file.suffix == ".png"
         kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
         bytes_of[kind] += known.st_size
-        # To look at a run, or to report on it, is not to go on with it.
+        # Looking at a run and reporting on it do not count.
         if top != "report" and str(file.relative_to(path)) not in LOCKS:
             newest_s = max(newest_s, known.st_mtime)
     return bytes_of, newest_s or written_s

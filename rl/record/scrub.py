@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
+import html
+import json
 import os
 import re
-import unicodedata
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
-from html import unescape
 from itertools import pairwise
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 MIN_CHARS = 8
 """Shorter values are not treated as keys: replacing every 'test' would garble the record."""
@@ -39,20 +38,12 @@ _PLACEHOLDER = re.compile(
 )
 _ASSIGNMENT = re.compile(r"""([A-Za-z_][\w-]*)["']?\s*[=:]\s*(?:"([^"]+)"|'([^']+)'|([^\s;&,]+))""")
 _SCHEME_WORD = re.compile(r"(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
-MAX_NESTED = 4
-"""Escapes of escapes: JSON in JSON in a URL."""
-_ESCAPE = re.compile(
-    r"""\\+(?:u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|"""
-    r"""N\{[\w -]{1,80}\}|[0-3]?[0-7]{1,2}|[bfnrt]|[^\sA-Za-z0-9])|%[0-9a-fA-F]{2}|&#?\w{1,32};?|"""
-    "[\0\u00ad\u034f\u200b-\u200f\u2060\ufeff]+"
-)
-"""One character as JSON and Python (however often quoted), URLs and HTML write it; or invisible
-ones between two (zeros: UTF-16 read as bytes)."""
 _BASE64_RUN = re.compile(r"[A-Za-z0-9+/]{10,}={0,2}")
 """Ten characters stand for what is certain of a secret of eight bytes."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
-_Needles = tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
-"""(lower-case form, name) of each secret, and (what base64 makes of it, name)."""
+_EVERY_CHARACTER = ("%{:02x}", "\\u{:04x}", "\\x{:02x}", "&#{};", "&#x{:x};")
+_Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
+"""(a lower-case spelling, its variable), and (its characters in base64, its variable)."""
 
 _named: set[str] = set()
 
@@ -65,31 +56,26 @@ def remember(name: str) -> None:
 def scrub(text: str) -> str:
     """`text` with every secret of the environment replaced by `<NAME>`; JSON stays JSON.
 
-    A secret is found in any case; with some or all characters percent-encoded or escaped as in
-    JSON, Python or HTML, several times over; with invisible characters in between; in hexadecimal;
-    and in base64 of itself or of something around it.
+    A secret is found in any case: as it is, percent-encoded, escaped as in JSON or HTML (where
+    needed, or every character), in hexadecimal, and in base64 of itself or of something around it.
     """
-    return _scrub(text, _needles(secrets()))
+    return _scrub(text, _forms(secrets()))
 
 
 def scrubbed(value: Any) -> Any:
-    """`scrub` applied to every string, keys included, in nested dicts, lists and tuples."""
-    return _scrubbed(value, _needles(secrets()))
+    return _scrubbed(value, _forms(secrets()))
 
 
 def secrets() -> tuple[tuple[str, str], ...]:
-    """(name, secret) of all that the environment holds now, the longest first.
-
-    Secret is the value of a variable that is named like one (`..._KEY`, `DB_PASS`, `GITHUB_PAT`,
-    `COOKIE`) or that was given to `remember`; and in every other variable the password of a URL and
-    what is assigned to a name like these (`...?token=`, JSON).
-    """
+    """(name, secret) of all that the environment holds now, the longest first: values of variables
+    named like a secret (`..._KEY`, `DB_PASS`, `COOKIE`) or given to `remember`; in other variables
+    a URL's password and what is assigned to such a name (`...?token=`, JSON)."""
     return _secrets(tuple(os.environ.items()), frozenset(_named))
 
 
 def environment_without(*needed: str) -> dict[str, str]:
-    """The environment for a helper process: of the variables that hold a secret only `needed`,
-    proxies and APP__ ones, which a user names for the run, are in it."""
+    """The environment for a helper process: of variables with secrets only `needed`, proxies and
+    APP__."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -128,7 +114,6 @@ def _secrets(
 
 
 def _parts(value: str, is_secret: bool) -> Iterator[str]:
-    """What of a variable's value is secret."""
     if is_secret and not (value.startswith(("/", "~")) and os.path.exists(value)):
         yield value
         if found := _SCHEME_WORD.fullmatch(value.strip()):
@@ -148,15 +133,26 @@ def _parts(value: str, is_secret: bool) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def _needles(found: tuple[tuple[str, str], ...]) -> _Needles:
+def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
     plain, coded = [], []
-    for name, secret in found:
+    for name, secret in named_secrets:
         data = secret.encode("utf-8", "surrogateescape")
-        forms = {secret, secret.replace(" ", "+"), data.decode("latin-1"), data.hex()}
-        forms |= {_decoded(form) for form in forms}
-        plain += [(_lower(form), name) for form in sorted(forms) if len(form) >= MIN_CHARS]
+        once = {
+            secret,
+            secret.replace(" ", "+"),
+            data.decode("latin-1"),
+            data.hex(),
+            quote(data, safe=""),
+            quote(data),
+            html.escape(secret),
+            json.dumps(secret)[1:-1],
+            secret.replace("/", "\\/"),
+            *("".join(form.format(ord(char)) for char in secret) for form in _EVERY_CHARACTER),
+        }
+        spellings = once | {form.replace("\\", "\\\\") for form in once}  # JSON in JSON
+        plain += [(_lower(form), name) for form in sorted(spellings) if len(form) >= MIN_CHARS]
         coded += [(_base64_core(data, offset), name) for offset in range(3)]
-    return tuple(plain), tuple(coded)
+    return plain, coded
 
 
 def _base64_core(data: bytes, offset: int) -> str:
@@ -165,46 +161,31 @@ def _base64_core(data: bytes, offset: int) -> str:
     return coded[-(-8 * offset // 6) : (8 * (offset + len(data))) // 6]
 
 
-def _scrubbed(value: Any, needles: _Needles) -> Any:
+def _scrubbed(value: Any, forms: _Forms) -> Any:
     if isinstance(value, (int, float)):  # most of an episode
         return value
     if isinstance(value, str):
-        return _scrub(value, needles)
+        return _scrub(value, forms)
     if isinstance(value, dict):
-        return {_scrubbed(k, needles): _scrubbed(v, needles) for k, v in value.items()}
+        return {_scrubbed(k, forms): _scrubbed(v, forms) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_scrubbed(item, needles) for item in value]
+        return [_scrubbed(item, forms) for item in value]
     return value
 
 
-def _scrub(text: str, needles: _Needles) -> str:
-    if not needles[0] or len(text) < MIN_CHARS:
+def _scrub(text: str, forms: _Forms) -> str:
+    if not forms[0] or len(text) < MIN_CHARS:
         return text
-    # As it is first: decoding may take the first characters of a key for the end of an escape.
-    text = _without(text, _spans(text, needles))
-    spans = _spans(decoded := _decoded(text), needles) if _ESCAPE.search(text) else []
-    if not spans:
-        return text
-    starts = _starts(text, decoded)
-    return _without(text, [(starts[start], starts[end], name) for start, end, name in spans])
-
-
-def _spans(text: str, needles: _Needles) -> list[tuple[int, int, str]]:
-    """(start, end, name) of each secret in `text`."""
     lower, standard = _lower(text), text.translate(_STANDARD_BASE64)
-    spans = []
-    for form, name in needles[0]:
+    spans: list[tuple[int, int, str]] = []
+    for form, name in forms[0]:
         end = 0
         while (start := lower.find(form, end)) >= 0:
             end = start + len(form)
             spans.append((start, end, name))
-    found = [(form, name) for form, name in needles[1] if form in standard]
-    for run in _BASE64_RUN.finditer(standard) if found else ():  # all of it belongs to the key
-        spans += [(*run.span(), name) for form, name in found if form in run[0]]
-    return spans
-
-
-def _without(text: str, spans: list[tuple[int, int, str]]) -> str:
+    present = [(core, name) for core, name in forms[1] if core in standard]
+    for run in _BASE64_RUN.finditer(standard) if present else ():  # all of it belongs to the key
+        spans += [(*run.span(), name) for core, name in present if core in run[0]]
     pieces, done = [], 0
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         if start >= done:
@@ -218,44 +199,3 @@ def _lower(text: str) -> str:
     """Every character keeps its place, which a Turkish I would not."""
     lower = text.lower()
     return lower if len(lower) == len(text) else text.replace("\u0130", "i").lower()
-
-
-def _decoded(text: str) -> str:
-    """`text` without escapes, also of escapes."""
-    for _ in range(MAX_NESTED):
-        before, text = text, _ESCAPE.sub(_character, text)
-        if text == before:
-            break
-    return text
-
-
-def _starts(text: str, decoded: str) -> list[int]:
-    """Where in `text` each character of `decoded` begins, and where the last ends."""
-    starts = list(range(len(text) + 1))
-    while text != decoded:
-        pieces, places, done = [], [], 0
-        for found in _ESCAPE.finditer(text):
-            character = _character(found)
-            pieces += [text[done : found.start()], character]
-            places += starts[done : found.start()] + [starts[found.start()]] * len(character)
-            done = found.end()
-        text, starts = "".join([*pieces, text[done:]]), places + starts[done:]
-    return starts
-
-
-def _character(found: re.Match[str]) -> str:
-    """What an escape stands for."""
-    escape = found[0]
-    if escape[0] == "&":
-        return unescape(escape)
-    if escape[0] not in "\\%":
-        return ""
-    body = escape.lstrip("\\%") or escape[-1]
-    with suppress(ValueError, KeyError, OverflowError):
-        if escape[0] == "%" or (body[0] in "uUx" and len(body) > 1):
-            return chr(int(body.lstrip("uUx").strip("{}"), 16))
-        if body[0] == "N" and len(body) > 1:
-            return unicodedata.lookup(body[2:-1])
-        if body.isdecimal():
-            return chr(int(body, 8))
-    return body

@@ -13,8 +13,8 @@ from rl.record.scrub import scrub
 
 
 def guard(keeps_going: bool = False) -> None:
-    """Guard this process's standard output and error, for good; every program calls it first.
-    `keeps_going`: a line that cannot be printed ends nothing (`Lossy`)."""
+    """Guard standard output and error for good; every program calls it first. `keeps_going`: a line
+    that cannot be printed ends nothing."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -26,8 +26,7 @@ def guard(keeps_going: bool = False) -> None:
 
 def open_closed_streams() -> None:
     """Standard streams that are closed (`>&-`, some daemons) become /dev/null, here and in child
-    processes; otherwise files that are opened later would get their descriptors, and with them what
-    C libraries print."""
+    processes: files opened later would get their descriptors, and what C libraries print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one
@@ -41,7 +40,6 @@ def plain(text: str) -> str:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """The stream itself, without a guard."""
     return stream.beneath if isinstance(stream, Guarded) else stream
 
 
@@ -82,8 +80,7 @@ class Guarded(_Stream):
 
 
 class Lossy(_Stream):
-    """Writes to `files` too (what C libraries write does not go there). What a full disk, a closed
-    pipe or an encoding refuses is dropped there without an error."""
+    """Writes to `files` too, and drops what a full disk, a closed pipe or an encoding refuses."""
 
     def __init__(self, stream: TextIO, *files: TextIO) -> None:
         super().__init__(stream)
@@ -91,7 +88,7 @@ class Lossy(_Stream):
 
     def write(self, text: str) -> int:
         for place in self._places:
-            with suppress(OSError, ValueError):  # closed, or a character that it cannot spell
+            with suppress(OSError, ValueError):  # closed, or a character that it cannot encode
                 place.write(text)
         return len(text)
 

@@ -18,15 +18,14 @@ from rl.ranks.dist import Dist
 from rl.record.console import ClosingRow, PhaseTimer
 from rl.record.scrub import remember, scrub
 from rl.record.trackers import tensorboard_page, trackio_page, wandb_page
-from rl.record.trackers.page import Cell, Page, tried
+from rl.record.trackers.page import Cell, Page, Table, tried
 from rl.record.trackers.wandb_page import WandbPage
 
 _TABLE_IMAGE_SIDE_PX = 384
 
 
 class Tracker:
-    """One page per run name and tracker. Local: only rank 0 has pages, the others' calls do
-    nothing."""
+    """One page per run and tracker. Only rank 0 has pages; the others' calls do nothing."""
 
     def __init__(
         self, run_dir: Path, config: RunConfig, dist: Dist, config_as_written: Mapping[str, Any]
@@ -48,7 +47,6 @@ class Tracker:
         return next((page.mode for page in self._pages if isinstance(page, WandbPage)), "off")
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Scalars under their stable names."""
         self._on_each("log", lambda page: page.log(iteration, metrics))
 
     def log_episodes(
@@ -57,8 +55,7 @@ class Tracker:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
-        """A table of rank 0's first `images_per_iteration` episodes: sources, reference edit,
-        rendered, instruction, completion, reward and its parts, advantage."""
+        """A table of rank 0's first `images_per_iteration` episodes."""
         every = self._tracking.log_episodes_every_n_iterations
         if not self._pages or every == 0 or iteration % every != 0:
             return
@@ -68,18 +65,12 @@ class Tracker:
             for episode, advantage in zip(episodes_G, advantages_G, strict=True)
         ][: self._tracking.images_per_iteration]
         if pairs:
-            columns, rows = self._table(pairs)
-            self._on_each(
-                "episode table", lambda page: page.log_table("episodes", iteration, columns, rows)
-            )
+            table = Table("episodes", iteration, *self._table(pairs))
+            self._on_each("episode table", lambda page: page.log_table(table))
 
     def log_where_time_went(self, timer: PhaseTimer) -> None:
-        """The closing table of this process, as the console prints it."""
-        rows = [list(row) for row in timer.closing_rows()]
-        columns = list(ClosingRow._fields)
-        self._on_each(
-            "closing table", lambda page: page.log_table("where_time_went", None, columns, rows)
-        )
+        table = Table("where_time_went", None, ClosingRow._fields, timer.closing_rows())
+        self._on_each("closing table", lambda page: page.log_table(table))
 
     def close(self, failed: bool = False) -> None:
         """Finish the pages, waiting at most a minute for each that is not uploaded yet."""
@@ -95,29 +86,22 @@ class Tracker:
             return image and downscale(image, _TABLE_IMAGE_SIDE_PX)
 
         parts = sorted({name for episode, _ in pairs for name in episode.parts})
-        words = ("instruction", "completion", "status", "failure")
         most = max(1, *(len(episode.prompt.sample.sources) for episode, _ in pairs))
-        sources = ["source", *(f"source {number}" for number in range(2, most + 1))]
-        columns = [*sources, "target", "rendered", *words, "reward", *parts, "advantage"]
-        rows: list[list[Cell]] = [
-            [
-                *(picture(s) for s in (*episode.prompt.sample.sources, *[None] * most)[:most]),
-                picture(episode.prompt.sample.target),
-                picture(episode.image),
-                scrub(episode.prompt.sample.instruction),
-                scrub(episode.action.text),
-                episode.status.value,
-                scrub(episode.failure or ""),
-                episode.reward,
-                *(episode.parts.get(name) for name in parts),
-                advantage,
-            ]
-            for episode, advantage in pairs
-        ]
+        columns = ["source", *(f"source {number}" for number in range(2, most + 1))]
+        columns += ["target", "rendered", "instruction", "completion", "status", "failure"]
+        columns += ["reward", *parts, "advantage"]
+        rows: list[list[Cell]] = []
+        for episode, advantage in pairs:
+            sample = episode.prompt.sample
+            images = [*sample.sources, *[None] * (most - len(sample.sources))]
+            images += [sample.target, episode.image]
+            words = [sample.instruction, episode.action.text, episode.status.value]
+            words.append(episode.failure or "")
+            values = [episode.reward, *map(episode.parts.get, parts), advantage]
+            rows.append([*map(picture, images), *map(scrub, words), *values])
         return columns, rows
 
     def _on_each(self, what: str, call: Callable[[Page], object]) -> None:
-        """A page that fails is given up."""
         self._pages = [page for page in self._pages if tried(page.name, what, partial(call, page))]
 
 

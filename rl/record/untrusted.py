@@ -7,12 +7,12 @@ from rl.record.scrub import scrub
 
 
 def shown(text: str, max_chars: int) -> str:
-    """`printing.shown` without keys, which are looked for first: half a key, cut off, is not known
-    as one."""
+    """`printing.shown` without keys, which are replaced first: half a key would not be
+    recognised."""
     return printing.shown(scrub(text), max_chars)
 
 
 def without_lone_surrogates(text: str) -> str:
-    """`text` with U+FFFD in place of each half of a surrogate pair, which JSON can spell and UTF-8
+    """`text` with U+FFFD for each half of a surrogate pair, which JSON can write and UTF-8
     cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

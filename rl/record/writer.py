@@ -13,31 +13,25 @@ from rl.record.console import warn
 from rl.record.room import when_there_is_room
 
 MAX_WAITING = 10
-"""Jobs, beside the one under way: two iterations' or more. They hold pictures and weights in host
-memory, so whoever brings more waits."""
+"""Jobs beside the one under way: two iterations' or more. They hold pictures and weights in
+memory."""
 
 
 class BackgroundWriter:
     """Local; every rank has its own. Belongs to the main thread."""
 
     def __init__(self, folder: Path, max_waiting: int = MAX_WAITING) -> None:
-        """`folder`: of the run."""
         self._folder = folder
         self._places = threading.Semaphore(max_waiting + 1)
         self._thread = ThreadPoolExecutor(1, "writer")
-        self._under_way: Future[None] | None = None
-        """The last that was put."""
+        self._last: Future[None] | None = None
         self._errors: deque[Exception] = deque()
         self._has_waited = False
 
     def put(self, what: str, write: Callable[[], object]) -> Future[None]:
         """Have `write` called after all that was put before; what it reads must not change any
-        more. Waits while too much is waiting. Returns what is done when it was called.
-
-        Raises what an earlier one raised, once, and what was said when it happened; this one is put
-        all the same, and so is what follows. On a full disk `write` is called again, from its
-        beginning.
-        """
+        more. Waits while too much is waiting. Raises an earlier job's error, once; all jobs are put
+        all the same. The result is done when `write` was called."""
         if not self._places.acquire(blocking=False):
             if not self._has_waited:
                 self._has_waited = True
@@ -47,20 +41,20 @@ class BackgroundWriter:
                 )
             self._places.acquire()
         earlier = self._errors.popleft() if self._errors else None
-        self._under_way = self._thread.submit(self._write, what, write)
+        self._last = self._thread.submit(self._write, what, write)
         if earlier is not None:
             raise earlier
-        return self._under_way
+        return self._last
 
     def flush(self) -> None:
         """Wait until all is on disk. Raises what could not be written, once."""
         self.drain()
-        self._raise()
+        self._raise_first()
 
     def drain(self) -> None:
         """Wait until all that can be is on disk; what could not is raised later."""
-        if self._under_way is not None:
-            self._under_way.result()
+        if self._last is not None:
+            self._last.result()
 
     def __enter__(self) -> BackgroundWriter:
         return self
@@ -68,14 +62,14 @@ class BackgroundWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Complete what was put, and end. Raises what could not be written, unless something else
-        ends the run already: then that is what the user is told."""
+        """Complete what was put. Raises what could not be written, unless another error ends the
+        run."""
         self.drain()
         self._thread.shutdown()
         if error is None:
-            self._raise()
+            self._raise_first()
 
-    def _raise(self) -> None:
+    def _raise_first(self) -> None:
         if self._errors:
             raise self._errors.popleft()
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Shown = Sequence[str]
 """Hashes of what one sample shows (`contents.shown`)."""
-_WORDS = {"bare": "the user's own words", "reference": "the right words"}
-"""Arms of fixed words."""
+_FIXED = {"bare": "the user's own words", "reference": "the right words"}
+"""Arm -> its words, which no training changes."""
 
 
 def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
@@ -45,13 +45,13 @@ def _compare(
     dist: Dist,
 ) -> Paired | None:
     """Over all ranks' samples that have both; None where there is none. Collective."""
-    differences = [
+    local = [
         (reward - other, shown)
         for reward, other, shown in zip(rewards_P, others_P, shown_P, strict=True)
         if reward is not None and other is not None
     ]
-    found = [pair for of_rank in dist.gather(differences) for pair in of_rank]
-    return paired([difference for difference, _ in found], [shown for _, shown in found])
+    pairs = [pair for of_rank in dist.gather(local) for pair in of_rank]
+    return paired([difference for difference, _ in pairs], [shown for _, shown in pairs])
 
 
 def _add_paired(metrics: Metrics, name: str, found: Paired | None) -> None:
@@ -105,7 +105,7 @@ def add_falls(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """What words that training did not change have lost by it, aloud where it is no noise.
+    """What words that training did not change have lost by it; warns where it is no noise.
     Collective."""
     alarms, worths = [], []
     for arm, (_, episodes_P) in fixed.items():
@@ -119,23 +119,21 @@ def add_falls(
         worths.append(worth.mean)
         if fall.is_alarming:
             alarms.append(
-                f"{_WORDS[arm]} lost {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
+                f"{_FIXED[arm]} lost {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
                 f"{fall.num_clusters} sources)"
             )
         metrics.maximum("drift/alarm", float(bool(alarms)))
     if worths and max(worths) < LEAST_FALL and iteration == 0 and dist.is_main:
         warn(
-            "the user's own words earn nothing under the untrained weights, so drift cannot take "
-            "anything from them: drift/alarm will be silent, and drift/state_l2 says how far the "
-            "states have moved, not whether that hurts"
+            "the user's own words earn nothing under the untrained weights, so drift/alarm cannot "
+            "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
         )
     if alarms and dist.is_main:
         warn(
             f"held-out run after {iteration} iterations: {' and '.join(alarms)} of the reward that "
-            "they had before training: what the renderer reads has drifted. Where bare_reward "
-            "falls reward_gain rises, eval/gain_over_stock does not. Begin again with a lower "
-            "optimizer.learning_rate or a higher algorithm.kl_coeff, or go on from this adapter "
-            "(policy.adapter_path) with policy.conditioning 'base'"
+            "they had before training: what the renderer reads has drifted. Begin again with a "
+            "lower optimizer.learning_rate or a higher algorithm.kl_coeff, or go on from this "
+            "adapter (policy.adapter_path) with policy.conditioning 'base'"
         )
 
 
@@ -148,14 +146,10 @@ def add_state_drift(
     dist: Dist,
 ) -> None:
     """How far the states of those words have moved from the untrained weights'. Collective."""
-    known = [
-        (prompt, words)
-        for prompt, words in zip(prompts_P, words_P, strict=True)
-        if words is not None
-    ]
-    asked, words = [prompt for prompt, _ in known], [words for _, words in known]
-    base_P = stock.states(asked, words)
-    for states, base in zip(word_states(context, asked, words, dist), base_P, strict=True):
+    known = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
+    prompts, words = [prompt for prompt, _ in known], [words for _, words in known]
+    base_P = stock.states(prompts, words)
+    for states, base in zip(word_states(context, prompts, words, dist), base_P, strict=True):
         if states is not None and base is not None:
             moved, cosine = state_distance(states, base)
             metrics.add("drift/state_l2", moved, weight=len(base))

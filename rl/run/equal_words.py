@@ -1,4 +1,4 @@
-"""Checks that equal words earn equal rewards, in whichever arm of a held-out run they stand."""
+"""Checks that equal words earn equal rewards in all arms of a held-out run."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ def check_equal_words(
     """Raise `UnequalRewardsError` on every rank, later than `at_start` warn, where two arms have
     equal words, bit-equal pictures and unequal rewards. Warn where the pictures are not bit-equal
     and rewards differ by more than a judge's noise. Collective."""
-    mine = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
-    pairs = [pair for of_rank in dist.gather(mine) for pair in of_rank]
-    exact = [(gap, text) for gap, text, same_picture in pairs if same_picture]
-    others = [(gap, text) for gap, text, same_picture in pairs if not same_picture]
-    if exact and max(exact)[0] > ROUNDING:
+    local = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
+    pairs = [pair for of_rank in dist.gather(local) for pair in of_rank]
+    exact = max(((gap, text) for gap, text, same in pairs if same), default=(0.0, ""))
+    others = [(gap, text) for gap, text, same in pairs if not same]
+    most, mean = max(others, default=(0.0, "")), fmean([gap for gap, _ in others] or [0.0])
+    if exact[0] > ROUNDING:
         sentence = (
-            f"equal words and equal pictures have unequal rewards: {max(exact)[1]}. Scores go to "
-            "another completion than the one that was graded, or a reward answers one picture "
-            "differently each time: hand back the answers of judge and rewards in the order in "
-            "which they were asked, and make each reward a function of its input"
+            f"equal words and equal pictures have unequal rewards: {exact[1]}. Scores are assigned "
+            "to another completion than the graded one, or a reward answers one picture "
+            "differently each time: return the answers of judge and rewards in the order of the "
+            "questions, and make each reward a function of its input"
         )
         if at_start:
             raise UnequalRewardsError(sentence)
-    elif others and (max(others)[0] > MOST_NOISE or fmean(gap for gap, _ in others) > MEAN_NOISE):
+    elif most[0] > MOST_NOISE or mean > MEAN_NOISE:
         sentence = (
             "equal words have unequal rewards under the same weights and the same noise: "
-            f"{max(others)[1]}, and {fmean(gap for gap, _ in others):.2f} apart on average of "
-            f"{len(others)} pairs. The renderer is given the states of another completion, or "
-            "scores go to another one, or the judge's readings of one picture lie that far apart"
+            f"{most[1]}, and {mean:.2f} apart on average of {len(others)} pairs. The renderer gets "
+            "the states of another completion, or scores are assigned to another one, or the "
+            "judge's readings of one picture differ that much"
         )
     else:
         return
@@ -62,8 +63,8 @@ def check_equal_words(
 
 
 def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str, bool]]:
-    """(distance of their rewards, both in words, whether their pictures are bit-equal) of arms with
-    equal words that were graded by the same rewards."""
+    """(distance of the rewards, both as text, whether the pictures are bit-equal) of arms with
+    equal words and the same rewards."""
     scored = [
         (name, arm, arm.reward)
         for name, arm in arms.items()
@@ -73,14 +74,10 @@ def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str,
         same_words = first.completion.token_ids == second.completion.token_ids
         if same_words and first.parts.keys() == second.parts.keys():
             # An episode holds the first of its pictures.
-            same_picture = images_per_completion == 1 and _look(first) == _look(second)
+            looks = [digest(arm.image) if arm.image else b"" for arm in (first, second)]
             yield (
                 abs(reward - other_reward),
                 f"held-out sample {shown(first.prompt.sample.id, 100)} earns {reward:.3f} ({one}) "
                 f"and {other_reward:.3f} ({other})",
-                same_picture,
+                images_per_completion == 1 and looks[0] == looks[1],
             )
-
-
-def _look(episode: Episode) -> bytes:
-    return digest(episode.image) if episode.image else b""

@@ -1,8 +1,4 @@
-"""Keeps the last finished iteration, so that it is on disk however the run ends.
-
-Finished: its update is applied and synced. Small states (an adapter's) are kept in host memory, so
-that one rank can write them alone; large ones are read from the device by all ranks together.
-"""
+"""Keeps the last finished iteration, so that it is on disk however the run ends."""
 
 from __future__ import annotations
 
@@ -28,25 +24,24 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0
 """For the other ranks to hear that this one leaves, when it has saved alone."""
 LONG_PATIENCE_S = 1800.0
-"""The same where a save needs them all: they hear it when they have their verdicts, or before."""
+"""The same where a save needs them all, who may be waiting for their verdicts."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Finished:
-    """One iteration's end."""
-
     done: int
     version: int
-    """Of the learner: beyond it the live weights are no finished iteration's."""
+    """The learner's; when it is ahead, the live weights are no finished iteration's."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, float]
-    """Of the iteration, all ranks reduced, as far as known: held-out ones come after."""
+    """All ranks reduced, without the held-out ones, which come after."""
     state: State | None
     """`Learner.state()`; None where it is too large to keep."""
 
 
 class LastFinished:
-    """See the module."""
+    """Finished: the update is applied and synced. Small states (an adapter's) are kept in host
+    memory, so that one rank can write them alone; all ranks read large ones from the device."""
 
     def __init__(self, learner: Learner, policy: Policy, config: Mapping[str, Any], dist: Dist):
         """`config`: as it may be written anywhere."""
@@ -59,12 +54,10 @@ class LastFinished:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the last finished iteration, all ranks reduced, without the held-out ones."""
         return self._finished.metrics if self._finished else {}
 
     @property
     def done(self) -> int:
-        """Iterations, 0 before the first."""
         return self._finished.done if self._finished else 0
 
     def note(self, done: int, metrics: Mapping[str, float]) -> None:
@@ -111,8 +104,8 @@ class LastFinished:
 
 
 def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
-    """On a signal, beside the main thread, which may be where it never returns from. Returns
-    whether all that is finished is on disk. Local."""
+    """On a signal, in another thread than the main one. Returns whether all that is finished is on
+    disk."""
     try:
         held = last.held() if last.done else None
         return not last.done or (held is not None and checkpoints.save_alone(held) is not None)
@@ -124,12 +117,9 @@ def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
 def save_before_leaving(
     last: LastFinished, checkpoints: Checkpoints, dist: Dist, error: BaseException
 ) -> None:
-    """However a run ends, its finished iterations are on disk: by this rank alone where it holds
-    what that takes, else by all of them, if all still answer. The first iteration leaves nothing:
-    its config is likely wrong, and a checkpoint would forbid to mend it under this run_name.
-
-    Never raises: what ended the run is what the user is told.
-    """
+    """Save the finished iterations: by this rank alone where it holds what that takes, else by all,
+    if all answer. The first iteration leaves nothing: a checkpoint would forbid to change its
+    config. Never raises: what ended the run is what the user is told."""
     try:
         held = last.held() if last.done else None
         if held is not None:

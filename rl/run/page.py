@@ -13,15 +13,13 @@ from rl.record.console import warn
 from rl.record.scrub import environment_without
 
 MAX_WAIT_S = 40.0
-"""At the end of a run, for the last page; one that takes longer is left to the user."""
 BUSY = 75
 """Exit code of `rl report --refresh` while another report is being made."""
 _YIELDING = ("nice", "-n", "15")
-"""While the run trains."""
 
 
 class Page:
-    """Of rank 0. `refresh` belongs to the writer's thread; `close` comes when that has ended."""
+    """Belongs to rank 0: `refresh` to the writer's thread, `close` comes when that has ended."""
 
     def __init__(self, run_dir: Path, wanted: bool) -> None:
         self._run_dir = run_dir
@@ -29,14 +27,32 @@ class Page:
         self._process: subprocess.Popen[bytes] | None = None
         self._has_warned = False
 
-    @property
-    def _log(self) -> Path:
-        return place(self._run_dir) / "logs" / "report.log"
-
     def refresh(self) -> None:
-        """Have the page made of what is on disk; nothing while an earlier one is still made."""
+        """Have the page made of what is on disk, unless an earlier one is still being made."""
         if self._wanted and not self._is_running():
             self._start(_YIELDING)
+
+    def close(self, finished: bool = True) -> None:
+        """Make the last page and wait for it, unless the run failed or was stopped. Leaves no
+        process."""
+        # One that yields to others may take long; the pages it has made are not made again.
+        self._end()
+        if not (finished and self._wanted):
+            return
+        self._start()
+        if self._process is None:
+            return
+        try:
+            self._process.wait(MAX_WAIT_S)
+            if self._process.returncode == BUSY:
+                self._warn("another report is being made")
+            self._is_running()
+        except subprocess.TimeoutExpired:
+            warn(
+                f"{self._run_dir / 'report'}: the last page takes longer than {MAX_WAIT_S:g} s and "
+                f"is incomplete; rl report {self._run_dir} makes the rest"
+            )
+            self._end()
 
     def _start(self, before: Sequence[str] = ()) -> None:
         program = [sys.executable, "-m", "rl.commands.report"]
@@ -56,29 +72,9 @@ class Page:
         except OSError as error:
             self._warn(str(error))
 
-    def close(self, finished: bool = True) -> None:
-        """The last page, waited for; a run that failed, or was asked to stop, waits for none.
-        Leaves no process."""
-        # What yields to others may wait for long; what it has made is not made again.
-        self._end()
-        if finished and self._wanted:
-            self._start()
-            self._wait()
-
-    def _wait(self) -> None:
-        if self._process is None:
-            return
-        try:
-            self._process.wait(MAX_WAIT_S)
-            if self._process.returncode == BUSY:
-                self._warn("another report is being made")
-            self._is_running()
-        except subprocess.TimeoutExpired:
-            warn(
-                f"{self._run_dir / 'report'}: the last page takes longer than {MAX_WAIT_S:g} s, "
-                f"and is not whole yet; rl report {self._run_dir} makes what is left of it"
-            )
-            self._end()
+    @property
+    def _log(self) -> Path:
+        return place(self._run_dir) / "logs" / "report.log"
 
     def _end(self) -> None:
         if self._is_running() and self._process is not None:
@@ -87,15 +83,13 @@ class Page:
             self._process = None
 
     def _is_running(self) -> bool:
-        """Whether one is made now; the end of one that failed is said."""
-        if self._process is None:
-            return False
-        code = self._process.poll()
+        """Whether one is being made now; warns when the last one failed."""
+        code = None if self._process is None else self._process.poll()
         if code is None:
-            return True
+            return self._process is not None
         self._process = None
         if code not in (0, BUSY):
-            self._warn(f"exit code {code}; {self._log} says why")
+            self._warn(f"exit code {code}; see {self._log}")
         return False
 
     def _warn(self, why: str) -> None:

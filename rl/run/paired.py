@@ -12,16 +12,15 @@ from statistics import NormalDist
 import numpy as np
 
 LEAST_FALL = 0.02
-"""Reward (0..1), a fifth of a judge's mark of ten: less is not worth anybody's attention, however
-sure it is."""
+"""Reward (0..1), a fifth of a judge's mark of ten: a smaller fall is not worth an alarm."""
 NUM_ERRORS = 3.0
 """Standard errors beyond which a fall is no noise: of a run's few dozen held-out evaluations, less
 than one in twenty runs is alarmed by chance (one-sided normal: 0.0013 each)."""
 ALIKE = 0.01
-"""Of their mean: differences no further apart are one difference."""
+"""Share of their mean: values no further apart are equal."""
 NUM_RESAMPLES = 10_000
 _MAX_CELLS = 4_000_000
-"""Of the table of draws x clusters, at a time."""
+"""Largest table of draws x clusters at a time."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ class Paired:
 def paired(
     differences_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None = None
 ) -> Paired | None:
-    """None: nothing to compare. `names_S`: of what each sample shows, at least one; None: nothing
-    is shared. The error is cluster-robust (Liang and Zeger 1986): of samples that share nothing it
-    is the usual one."""
+    """None: nothing to compare. `names_S`: names of what each sample shows, at least one; None:
+    nothing is shared. The error is cluster-robust (Liang and Zeger 1986); where samples share
+    nothing it is the usual one."""
     if not differences_S:
         return None
     sums_C, sizes_C = _by_cluster(differences_S, names_S)
@@ -63,9 +62,9 @@ def paired(
 def interval(
     values_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None = None
 ) -> tuple[float, float] | None:
-    """95 % interval of the mean: percentiles of a bootstrap that draws clusters, always the same
-    draws, further out where clusters are few (Hesterberg 2015, section 4.2). None for one cluster,
-    or values that are all alike: then they say nothing of how far apart others would be."""
+    """95 % interval of the mean: percentiles of a bootstrap over clusters with fixed draws, wider
+    where clusters are few (Hesterberg 2015, section 4.2). None for one cluster, or values that are
+    all alike, which say nothing about their spread."""
     if len(values_S) < 2 or are_alike(values_S):
         return None
     sums_C, sizes_C = _by_cluster(values_S, names_S)

@@ -1,8 +1,7 @@
-"""Metrics that plugs report of themselves: their names, their rows, and asking for them."""
+"""Metrics that plugins report: their names, their rows, and collecting them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
@@ -25,19 +24,21 @@ _PREFIXES = {
     "engine": "engine/",
     "renderer": "renderer/",
 }
-"""'metric' stands where the loop has numbers of its own under the same first word."""
+"""Room -> prefix; 'metric' where the loop has metrics of its own under the same first word."""
+Made = Sequence[tuple[Plug[Any], PlugBase[Any]]]
+"""Plugins of a config, each with its instance."""
 
 
 def prefix_of(key: str) -> str:
-    """By where the plug stands in the config: 'rewards.bright' -> 'reward/metric/bright/'."""
+    """A plugin's prefix by its config key: 'rewards.bright' -> 'reward/metric/bright/'."""
     room, _, place = key.partition(".")
     return _PREFIXES[room].format(place=place)
 
 
 def rows_of(resolved: Resolved) -> dict[str, Metric]:
-    """What the plugs of a run may report, by its name in the run's lines."""
-    rooms: list[Plug[Any]] = [resolved.policy, resolved.engine, resolved.renderer]
-    plugs = [*rooms, *resolved.rewards.values(), *resolved.train]
+    """Name in the run's metrics -> row, of all that the plugins of a run may report."""
+    single: list[Plug[Any]] = [resolved.policy, resolved.engine, resolved.renderer]
+    plugs = [*single, *resolved.rewards.values(), *resolved.train]
     return {
         prefix_of(plug.key) + name: Metric(metric.unit, f"{plug.name}: {metric.meaning}")
         for plug in plugs
@@ -45,46 +46,38 @@ def rows_of(resolved: Resolved) -> dict[str, Metric]:
     }
 
 
-Made = Sequence[tuple[Plug[Any], PlugBase[Any]]]
-"""Plugs, each with what was made of it."""
-
-
 class PlugMetrics:
-    """Asks a run's plugs what there is to report, iteration by iteration."""
+    """Collects what a run's plugins report, iteration by iteration."""
 
     def __init__(self, resolved: Resolved, made: Made, dist: Dist) -> None:
-        """`made`: all but the renderer, which is asked when its pictures are there."""
+        """`made`: all plugins but the renderer, which reports with its pictures."""
         self.rows = rows_of(resolved)
-        """Of the metrics table."""
         self._renderer = resolved.renderer
         self._made = made
         self._dist = dist
         self._is_first = True
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def drop(self) -> None:
         """Forget what there is to report: it was not for a training iteration."""
-        for _, one in self._made:
+        for _, instance in self._made:
             with suppress(Exception):
-                one.take_metrics()
+                instance.take_metrics()
 
     def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
-        """What this rank's plugs have to report, `of_renderer` (what it gave, or raised) among it.
-
-        A plug's mistake must not end a run at night: the first call, which is collective, raises
-        ValueError on every rank for all that is not as declared; a later one leaves that out. A
-        value that is not finite may be bad luck: it is left out at any time. Either is said once.
-        """
+        """What this rank's plugins report, with what the renderer returned or raised. The first
+        call, which is collective, raises ValueError on every rank for all that is not as declared;
+        later calls, and always for values that are not finite, leave that out with one warning."""
         metrics = Metrics()
 
-        def given() -> Mapping[str, float]:
+        def renderers() -> Mapping[str, float]:
             if isinstance(of_renderer, Exception):
                 raise of_renderer
             return of_renderer
 
-        wrong = self._add(metrics, self._renderer, given)
-        for plug, one in self._made:
-            wrong |= self._add(metrics, plug, one.take_metrics)
+        wrong = self._add(metrics, self._renderer, renderers)
+        for plug, instance in self._made:
+            wrong |= self._add(metrics, plug, instance.take_metrics)
         if self._is_first:
             self._is_first = False
             refused = [text for rank in self._dist.gather([*wrong.values()]) for text in rank]
@@ -97,7 +90,7 @@ class PlugMetrics:
     def _add(
         self, metrics: Metrics, plug: Plug[Any], take: Callable[[], Mapping[str, float]]
     ) -> dict[str, str]:
-        """Into `metrics` what is as declared; returns what is not, by its name in the lines."""
+        """Adds what is as declared to `metrics`; returns name -> problem of the rest."""
         place, prefix = f"{plug.key}: {plug.name}", prefix_of(plug.key)
         try:
             reported = take()
@@ -115,20 +108,13 @@ class PlugMetrics:
                 wrong[metric] = f"{place} reports {name!r}: not among its metrics ({known})"
             elif not isinstance(value, Real):
                 wrong[metric] = f"{place}: metric {name!r} is {shown(value)}; expected a number"
-            elif not _is_finite(value):
+            elif not -1e300 < value < 1e300:  # nan, infinite, or a whole number beyond floats
                 self._leave_out(metric, f"{place}: metric {name!r} is {value}")
             else:
                 metrics.add(metric, float(value))
         return wrong
 
     def _leave_out(self, metric: str, problem: str) -> None:
-        if metric not in self._said:
-            self._said.add(metric)
+        if metric not in self._warned:
+            self._warned.add(metric)
             warn(f"rank {self._dist.rank}: {problem}; left out (said once)")
-
-
-def _is_finite(value: Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond floats
-        return False

@@ -8,10 +8,9 @@ from statistics import median
 
 def rank_times(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """`time/<phase>_max_over_median`, the same of the whole `iteration`, and `time/slowest_rank`;
-    {} with one rank, which is as fast as all.
+    {} with one rank.
 
-    `seconds_by_rank`: in rank order, of each phase, without what the rank waited for the others:
-    else all would seem as slow as the slowest.
+    `seconds_by_rank`: seconds of each phase in rank order, without waits for other ranks.
     """
     if len(seconds_by_rank) == 1:
         return {}

@@ -18,7 +18,7 @@ from rl.judge.client import JudgeClient
 from rl.learner.learner import Learner
 from rl.learner.train_step import TrainStep
 from rl.learner.weight_sync import SyncReport, sync
-from rl.meter import flop_meter
+from rl.meter.device import take_peak_memory_gb
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.console import PhaseTimer, warn
@@ -135,7 +135,15 @@ class Run:
             for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_heard):
                 yield from advantages.add(p, episodes_G)
         leave_together(self.dist)
-        self.checks.failures(pending.rollout.finished())
+        rollout = pending.rollout.finished()
+        self.checks.failures(rollout)
+        self.timer.model_flops += sum(
+            self.context.policy.train_flops(
+                len(episodes_G[0].prompt.token_ids),
+                [len(episode.completion.token_ids) for episode in episodes_G],
+            )
+            for episodes_G in rollout.episodes
+        )
         yield from advantages.rest()
 
     def may_sample(self, sampled: int, done: int) -> bool:
@@ -186,7 +194,7 @@ class Run:
             _add_judge_stats(metrics, self.judge)
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
-        metrics.maximum("memory/peak_gb", flop_meter.take_peak_memory_gb(self.dist.device))
+        metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
         line = self.recording.line(metrics, self.saving.last_finished.metrics)
         self.checks.line(line, done == self.num_iterations)
         self.recording.write_line(done, line, self._evaluation_due(done))

@@ -23,7 +23,7 @@ from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
-from rl.meter import flop_meter
+from rl.meter.device import measure_flops_per_s
 from rl.preflight import footprint, memory_plan
 from rl.preflight.ask_judge import Heard, ask_judge
 from rl.preflight.resume import check_resume
@@ -87,7 +87,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             _refuse_finished(config.run_name, done, num_iterations)
         placement.enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
-        ceilings = flop_meter.measure_ceilings(dist.device, dtype) if dist.is_main else None
+        flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
         with heartbeat.phase(WATCHED_ELSEWHERE):
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
@@ -118,7 +118,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         for place in rendezvous.open_to_others():
             if rendezvous.is_one_node():
                 warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
-        timer = PhaseTimer(console, ceilings)
+        timer = PhaseTimer(console, flops_per_s)
         recording = _open_recording(config, dist, console, timer, record, num_iterations, stack)
         sync_dtype = _engine_dtype(resolved)
         dropout = getattr(policy.config.lora, "dropout", 0.0)

@@ -14,7 +14,6 @@ from benchmarks.gpu_bench import Bench, Line, Report
 from benchmarks.gpu_models import REAL, TINY
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
-from rl.meter.flop_meter import Ceilings, Work
 from rl.policies.qwen_vl.config import Config
 from rl.policies.qwen_vl.loading import load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.prompts import QwenPrompts
@@ -205,13 +204,12 @@ def test_calls_run_in_turn_and_those_that_cannot_are_left_out():
 
 def test_shares_and_goals_by_hand(tmp_path, monkeypatch):
     bench = new_bench(tmp_path)
-    monkeypatch.setattr(gpu_bench.flop_meter, "measure_ceilings", lambda *_: Ceilings(1e12, 1e9))
-    assert bench.floor_ms(Work(flops=5e11, bytes_moved=1e8)) == 500
-    assert bench.floor_ms(Work(flops=5e11, bytes_moved=2e9)) == 2000
+    monkeypatch.setattr(gpu_bench, "measure_flops_per_s", lambda *_: 1e12)
+    assert bench.floor_ms(5e11) == 500
     assert Line("4", "", ms=1000.0, floor_ms=500.0).floor_share == 0.5
     assert Line("4", "", ms=1000.0).floor_share is None
     ours, theirs = (gpu_bench.Timing(ms, 1, 3.0) for ms in (800.0, 2000.0))
-    bench.tell_time("a pass", ours, Work(5e11), theirs)
+    bench.tell_time("a pass", ours, 5e11, theirs)
     assert "| a pass | 800 | 500 | 62.5% | 2.50x | 3.0 |" in bench.report.line_table()
     bench.report.at_most("D5", 0.55, 0.6, "s")
     bench.report.at_least("D1", 0.78, 0.79)

@@ -54,15 +54,6 @@ def test_the_record_writes_the_bytes_that_the_judge_got(
     assert Image.open(io.BytesIO(got)).tobytes() == image.convert("RGB").tobytes()
 
 
-def test_a_judge_that_gets_a_smaller_picture_changes_nothing_of_the_record(
-    encoded: Counter[tuple[int, int]],
-) -> None:
-    image = Image.effect_noise((40, 30), 60)
-    assert Image.open(io.BytesIO(sent(image, 20))).size == (20, 15)
-    assert Image.open(io.BytesIO(png_bytes(image))).size == (40, 30)
-    assert encoded == {(20, 15): 1, (40, 30): 1}
-
-
 def test_a_digest_tells_pictures_apart() -> None:
     grey = Image.new("L", (4, 6), 7)
     tall, palette = Image.new("L", (6, 4), 7), Image.new("P", (4, 6), 7)

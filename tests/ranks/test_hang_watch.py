@@ -178,7 +178,7 @@ def test_who_hangs_is_named_and_ended_and_not_who_waits(
 
     # What hangs is asked to leave. These have no handler of SIGTERM, and end at once.
     watch, lines = ranks.watches["spins"], list[str]()
-    ending = endings.end_hung(watch, ranks.of("spins"), lines.append)
+    ending = endings.Ranks(ranks.of("spins"), watch, lines.append).end_hung()  # type: ignore[arg-type]
     assert (ending.code, ending.what, ending.by_machine) == (124, "rank 1 hung", True)
     assert len(lines) == 1 and "rank 1 hung for too long (hang_limit_s)" in lines[0]
     assert all(process.poll() is not None for process in ranks.of("spins").values())

@@ -52,16 +52,3 @@ def test_no_garbage_is_collected_while_another_thread_reads(collections: list[st
     assert "MainThread" in collections, "else the threshold is without effect"
     reading = [name for name in collections if name.startswith("ThreadPoolExecutor")]
     assert len(reading) < 50, "one for each call that was read"
-
-
-def test_a_process_without_garbage_collection_keeps_it_off() -> None:
-    gc.disable()
-    try:
-        read_elsewhere(0)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_the_main_thread_reads_its_own() -> None:
-    assert main_thread.calls()[0].code == id(test_the_main_thread_reads_its_own.__code__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -78,15 +77,6 @@ def test_one_process_needs_no_group():
     dist.barrier()
     dist.close()
     assert torch.distributed.is_initialized() == had_group
-
-
-@pytest.mark.parametrize(("given", "kept"), [(None, "cpu"), ("cuda", "cuda")])
-def test_a_cpu_rank_spares_its_user_the_accelerator_warning(monkeypatch, given, kept):
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    if given is not None:
-        monkeypatch.setenv("DS_ACCELERATOR", given)
-    Dist.from_env("cpu")
-    assert os.environ["DS_ACCELERATOR"] == kept
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,6 @@ def test_lines_come_while_something_loads_and_stop_when_asked(capsys) -> None:
     assert capsys.readouterr().out
 
 
-def test_what_loads_quickly_is_silent(capsys) -> None:
-    loading.start(first_s=5)
-    loading.stop()
-    time.sleep(0.1)
-    assert capsys.readouterr().out == ""
-
-
 def test_the_line_names_our_module_and_the_package_it_waits_for(tmp_path, monkeypatch) -> None:
     """`rl.try_me` imports `heavy`, which imports `inner`."""
     (tmp_path / "heavy.py").write_text("import inner")
@@ -59,17 +52,3 @@ def test_the_line_names_our_module_and_the_package_it_waits_for(tmp_path, monkey
     assert sys.modules["inner"].seen == "rl.try_me, in heavy"
     for name in ("rl.try_me", "heavy", "inner"):
         del sys.modules[name]
-
-
-def test_no_stack_is_no_mishap() -> None:
-    assert loading.under_way([]) == "Python"
-
-
-def test_a_module_that_was_started_has_its_own_name() -> None:
-    code = (
-        "from rl.ranks import loading, main_thread; print(loading.under_way(main_thread.calls()))"
-    )
-    scope = {"__name__": "__main__", "__spec__": importlib.util.find_spec("rl.simple_launch")}
-    lines: list[str] = []
-    exec(code, scope | {"print": lines.append})
-    assert lines == ["rl.simple_launch"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +12,7 @@ import torch
 from tiny_messages import names
 
 from rl import build
-from rl.config.schema import ConfigError, listed, load_config
-from rl.judge.background import BackgroundLoop
+from rl.config.schema import ConfigError, load_config
 from rl.judge.endpoint import resolve_api_base
 from rl.ranks.dist import Dist
 from rl.ranks.error_messages import sentence
@@ -38,20 +36,6 @@ def test_every_problem_of_a_config_is_a_line() -> None:
     assert told(fail) is None, "raised here, not in the package"
     text = told(lambda: load_config("missing.jsonnet"))
     assert text is not None and text.splitlines()[1].startswith("  - missing.jsonnet: ")
-
-
-def test_further_lines_of_a_problem_stay_under_its_bullet() -> None:
-    assert listed(["a: wrong\nRemedy: mend it", "b"]) == "  - a: wrong\n    Remedy: mend it\n  - b"
-
-
-def test_a_sentence_survives_another_thread() -> None:
-    async def ask() -> str:
-        await asyncio.sleep(0)
-        return resolve_api_base("")
-
-    with BackgroundLoop("test") as loop:
-        text = told(lambda: loop.submit(ask()).result())
-    assert names(text, "judge.api_base ... empty")
 
 
 def test_a_model_that_cannot_be_had_is_named_by_its_key() -> None:

@@ -26,14 +26,6 @@ def test_what_needs_vision_and_audio_imports_after_rl() -> None:
     """)
 
 
-def test_rl_and_its_plugin_bases_import_without_torch() -> None:
-    run("""
-        import sys
-        import rl.api.reward, rl.build
-        assert not {"torch", "torchvision", "transformers"} & set(sys.modules)
-    """)
-
-
 @pytest.mark.parametrize("order", ["import rl; import datasets", "import datasets; import rl"])
 def test_a_broken_torchaudio_looks_uninstalled_and_a_working_one_stays(tmp_path, order):
     broken, working = tmp_path / "torchaudio.py", tmp_path / "torchcodec.py"

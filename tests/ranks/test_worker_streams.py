@@ -47,18 +47,6 @@ def test_what_one_place_refuses_reaches_the_other(error: Exception) -> None:
         assert whole.getvalue() == "a line\nb\nc\nd\n"
 
 
-def test_a_full_device_and_a_character_of_no_encoding() -> None:
-    kept: Any = io.StringIO()
-    with open("/dev/full", "w", buffering=1) as full:
-        copied: Any = Lossy(full, kept)
-        print("said", file=copied, flush=True)
-        print("half \ud800", file=copied, flush=True)
-        with pytest.raises(OSError):
-            full.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
-    assert kept.getvalue() == "said\nhalf \ud800\n"
-
-
 @pytest.mark.parametrize("number", REMEDIES)
 def test_what_the_system_refuses_is_a_sentence(number: int) -> None:
     said = sentence(OSError(number, os.strerror(number), "/a/file\x1b[2J"))

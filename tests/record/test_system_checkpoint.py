@@ -6,26 +6,22 @@ import itertools
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny_checkpoints import checkpoints_in, names_in, save
 from tiny_messages import names
-from tiny_ranks import run_ranks, spawn
+from tiny_ranks import spawn
 
-from rl.config.schema import CheckpointConfig
-from rl.ranks.dist import Dist
-from rl.ranks.seeding import rng_state, seed_everything, set_rng_state
+from rl.ranks.seeding import rng_state
 from rl.record import checkpoint
-from rl.record.checkpoint import Checkpoints, ResumePoint, SaveError, model_folder, problem_of
+from rl.record.checkpoint import ResumePoint, SaveError, model_folder, problem_of
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
@@ -256,28 +252,6 @@ def test_a_failed_save_costs_nothing_but_itself(tmp_path, capfd):
     assert save(checkpoints, 20, final=True) is not None
 
 
-def save_on_a_small_disk(folder: Path, answers: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    checkpoints = checkpoints_in(folder)
-    first = save(checkpoints, 1)
-    too_large = save(checkpoints, 2, size=100_000)
-    found = checkpoints.latest()
-    answers.send((first, too_large, found, save(checkpoints, 3)))
-
-
-@pytest.mark.slow
-def test_a_disk_that_refuses_bytes_midway_leaves_the_old_checkpoint(tmp_path):
-    """A real refusal by the kernel: files may not grow beyond 20 kB."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    spawn(save_on_a_small_disk, tmp_path, sender)
-    assert receiver.poll(60)
-    first, too_large, found, third = receiver.recv()
-    assert first == found and first.name == "step_000001"
-    assert too_large is None
-    assert third.name == "step_000003"
-    assert names_in(tmp_path) == ["step_000001", "step_000003"]
-
-
 def save_forever(folder: Path, answers: Connection) -> None:
     checkpoints = checkpoints_in(folder)
     newest = checkpoints.latest()
@@ -337,45 +311,6 @@ def test_kill_9_inside_a_save_leaves_the_one_before(tmp_path, stage):
     assert checkpoints.latest().name == "step_000001"
     save(checkpoints, 2)
     assert names_in(tmp_path) == ["step_000001", "step_000002"]
-
-
-def save_and_load_together(folder: Path) -> dict[str, Any]:
-    def fail(_: Path) -> None:
-        raise OSError("no space")
-
-    dist = Dist.from_env("cpu")
-    checkpoints = Checkpoints(folder, CheckpointConfig(), dist)
-    seed_everything(100 + dist.rank)
-    rng = rng_state()
-    expected = torch.rand(2).tolist()
-    rng_by_rank = dist.gather(rng)
-
-    def point(iteration: int, write_model: Callable[[Path], None]) -> ResumePoint | None:
-        tensors = {"w": torch.ones(3)}
-        made = ResumePoint(iteration, tensors, {}, rng_by_rank, write_model, "card")
-        return made if dist.is_main else None
-
-    path = checkpoints.save(point(1, lambda folder: None))
-    failed = checkpoints.save(point(2, fail))
-    loaded = checkpoints.load(checkpoints.latest())
-    set_rng_state(loaded.rng)
-    dist.close()
-    return {
-        "path": path.name,
-        "failed": failed,
-        "w": loaded.tensors["w"].tolist(),
-        "own_rng": torch.rand(2).tolist() == expected,
-    }
-
-
-@pytest.mark.slow
-def test_two_ranks_agree_and_keep_their_own_generators(tmp_path):
-    ranks = run_ranks(save_and_load_together, 2, tmp_path)
-    whole = {"path": "step_000001", "failed": None, "w": [1.0, 1.0, 1.0], "own_rng": True}
-    assert ranks == [whole, whole]
-    # Read by one process: the state is there, generators of another world size are not used.
-    loaded = checkpoints_in(tmp_path).load(tmp_path / "checkpoints" / "step_000001")
-    assert loaded.iteration == 1 and loaded.rng is None
 
 
 def test_pickles_in_a_checkpoint_are_not_executed(tmp_path):

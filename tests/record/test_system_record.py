@@ -23,8 +23,7 @@ from rl.files.held import GoneError
 from rl.judge.journal import ReplyJournal
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
-from rl.record.scrub import scrub, scrubbed
-from rl.record.writer import MAX_WAITING, BackgroundWriter
+from rl.record.writer import MAX_WAITING
 from rl.run.page import Page
 
 KEY = "sk-0123456789abcdef"
@@ -307,23 +306,6 @@ def test_what_a_run_did_not_write_stays_where_it_is(tmp_path):
     assert {name: (tmp_path / name).read_text() for name in others} == {n: n for n in others}
 
 
-def test_two_restarts_in_a_second_are_set_aside_apart(tmp_path):
-    for _ in range(3):
-        write_some(tmp_path, 2).rewind(-1)
-    folders = list((tmp_path / "set_aside").iterdir())
-    assert len(folders) == 3
-    assert all(len(read_rows(folder / "metrics.jsonl")[0]) == 2 for folder in folders)
-
-
-def test_a_replaced_file_is_old_or_new_never_half(tmp_path, monkeypatch):
-    path = tmp_path / "file.txt"
-    write_atomically(path, "old")
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
-    with pytest.raises(OSError, match="killed here"):
-        write_atomically(path, "new" * 1000)
-    assert path.read_text() == "old"
-
-
 def test_keys_in_the_environment_reach_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOSTED_JUDGE_KEY", KEY)
     monkeypatch.setenv("ODDLY_NAMED", "hunter2-hunter2")
@@ -343,17 +325,6 @@ def test_keys_in_the_environment_reach_no_file(tmp_path, monkeypatch):
     assert record.config["rewards"]["judge"]["header"] == "<HOSTED_JUDGE_KEY>"
     assert record.config["judge"]["api_key_env"] == "ODDLY_NAMED"
     assert "<ODDLY_NAMED>" in (tmp_path / "episodes" / "it_000001.rank0.jsonl").read_text()
-
-
-def test_scrubbing_spares_what_is_no_key(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghij")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "yes-please-in-parallel")
-    monkeypatch.setenv("SHORT_KEY", "abc")
-    text = "abc yes-please-in-parallel hf_abcdefghij"
-    assert scrub(text) == "abc yes-please-in-parallel <HF_TOKEN>"
-    assert scrubbed({"hf_abcdefghij": ["hf_abcdefghij", 1, None]}) == {
-        "<HF_TOKEN>": ["<HF_TOKEN>", 1, None]
-    }
 
 
 def hold(folder: Path, answers: Connection) -> None:
@@ -399,30 +370,6 @@ def test_a_run_folder_that_is_deleted_is_not_made_again(tmp_path):
     assert save(checkpoints, 1) is None
     Page(run_dir, True).refresh()
     assert not run_dir.exists()
-
-
-def test_one_that_vanishes_while_it_is_written_to_is_told_as_well(tmp_path, monkeypatch):
-    record = record_in(tmp_path / "run")
-    record.claim()
-
-    def vanish(path, *_):
-        (tmp_path / "run").rename(tmp_path / "elsewhere")
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-
-    monkeypatch.setattr("rl.record.run_record.write_atomically", vanish)
-    with pytest.raises(GoneError, match="is gone"):
-        record.write_episodes(2, [[episode()]], [[1.0]])
-
-
-def test_the_thread_that_writes_sees_that_the_run_folder_vanished(tmp_path):
-    record = record_in(tmp_path / "run")
-    record.claim()
-    writer = BackgroundWriter(tmp_path / "run")
-    (tmp_path / "run").rename(tmp_path / "elsewhere")
-    writer.put("metrics", lambda: record.write_metrics(1, {"loss": 0.4}))
-    with pytest.raises(GoneError, match="is gone"):
-        writer.flush()
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
-from tiny_messages import names
 from tiny_run import episode, run_config
 
 from rl.ranks.dist import Dist
 from rl.record.console import PhaseTimer
 from rl.record.run_record import RunRecord
-from rl.record.trackers import wandb_page
+from rl.record.trackers import page as page_module
 from rl.record.trackers.wandb_page import allowed_by_env, page_id
 from rl.record.tracking import Tracker
 
@@ -85,26 +82,6 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
         if path.is_file():
             data = path.read_bytes()
             assert KEY.encode() not in data and b"hunter2" not in data, path
-
-
-@pytest.mark.slow
-def test_a_resumed_run_continues_its_page(tmp_path):
-    page_ids = []
-    for _ in range(2):
-        page = tracker(tmp_path, "offline")
-        page_ids.append(wandb.run.id)
-        page.close()
-    assert page_ids == [page_id(tmp_path / "run")] * 2
-    assert page_id(tmp_path / "other") != page_ids[0]
-
-
-@pytest.mark.slow
-def test_the_table_keeps_to_its_limit(tmp_path):
-    page = tracker(tmp_path, "offline")
-    page.log_episodes(1, [[episode()] * 5], [[0.0] * 5])
-    page.close()
-    (table,) = (tmp_path / "run").glob(f"{TABLES}/episodes_*.json")
-    assert len(json.loads(table.read_text())["data"]) == 3
 
 
 def test_off_and_other_ranks_never_import_wandb(tmp_path, monkeypatch):
@@ -186,40 +163,6 @@ def test_online_without_key_or_network_goes_on_offline_at_once(
     assert b"reward/mean" in page_of(tmp_path)
 
 
-class _Refuses(http.server.BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(401)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    do_GET = do_POST  # noqa: N815  http.server's names
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def refusing_server() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_key_that_is_refused_goes_on_offline(tmp_path, monkeypatch, capfd, refusing_server):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_BASE_URL", refusing_server)
-    monkeypatch.setattr(wandb_page, "INIT_TIMEOUT_S", 3.0)
-    page = tracker(tmp_path, "online")
-    assert page.mode == "offline"
-    use(page)
-    assert names(capfd.readouterr().err, "wandb ... online failed")
-    assert b"reward/mean" in page_of(tmp_path)
-
-
 def test_an_error_in_the_middle_turns_the_page_off_with_one_line(tmp_path, monkeypatch, capfd):
     page = tracker(tmp_path, "offline")
 
@@ -241,7 +184,7 @@ def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd
     run, hangs = wandb.run, _Hangs()
     finish = run.finish
     monkeypatch.setattr(run, "finish", hangs.finish)
-    monkeypatch.setattr(wandb_page, "FINISH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(page_module, "FINISH_TIMEOUT_S", 0.2)
     page.close()
     assert hangs.began.is_set() and not hangs.ended.is_set()
     assert "no answer in 0.2 s" in capfd.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import stat
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands import report
 from rl.files.private import private
 from rl.record import terminal
 from rl.record.console import Console, PhaseTimer, warn
@@ -95,21 +93,6 @@ def test_a_traceback_that_nobody_foresaw_is_guarded_too() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert_harmless(done.stderr)
-
-
-def test_a_report_on_a_run_with_hostile_words(tmp_path, capsys) -> None:
-    """Names of categories come from the data, and stand in lines of their own."""
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\nno json\n')
-    for iteration in (0, 1):
-        folder = tmp_path / "evaluation" / f"it_{iteration:06d}"
-        folder.mkdir(parents=True)
-        record = {"id": "a", "category": f"{EVIL}\nforged", "reward": 0.5, "instruction": EVIL}
-        record |= {"source_file": None, "image_file": None, "completion": EVIL}
-        (folder / "records.jsonl").write_text(json.dumps(record))
-    assert report.main([str(tmp_path)]) == 0
-    seen = capsys.readouterr()
-    assert_harmless(seen.out)
-    assert not [line for line in seen.out.split("\n") if line.strip().startswith("forged")]
 
 
 def test_private_files_have_no_other_readers(tmp_path: Path) -> None:

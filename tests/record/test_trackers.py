@@ -108,14 +108,6 @@ def test_tensorboard_reads_no_foreign_word_as_markup(tmp_path: Path) -> None:
     assert not any(tag in html for tag in ("<script", "<strong", "<a ", "\u202e"))
 
 
-def test_other_ranks_and_trackers_that_nobody_named_write_nothing(tmp_path: Path) -> None:
-    for page in (tracker(tmp_path), tracker(tmp_path, Dist(1, 2), tensorboard=True, trackio=True)):
-        page.log(1, {"reward/mean": 0.25})
-        page.log_episodes(1, [[episode()]], [[1.0]])
-        page.close()
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "install"),
     [

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_messages import names
 
 from rl.files.atomic import append_line, write_atomically
 from rl.ranks import signals
@@ -111,33 +110,6 @@ def test_what_ends_the_run_is_what_the_user_is_told(tmp_path, capsys) -> None:
     assert "first could not be written: [Errno 5]" in capsys.readouterr().err
     with pytest.raises(OSError, match="Input/output"), BackgroundWriter(tmp_path) as writer:
         writer.put("the last of a run that ends well", fail)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_makes_the_run_wait_and_say_where_and_how_much(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: int,
-) -> None:
-    monkeypatch.setattr(room, "TRY_EVERY_S", 0.0)
-    monkeypatch.setattr(room, "SAY_EVERY_S", 0.0)
-    path, real, failures = tmp_path / "file.bin", os.fsync, [no_room(number)] * 3
-
-    def fsync(descriptor: int) -> None:
-        if failures:
-            raise failures.pop()
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with BackgroundWriter(tmp_path) as writer:
-        writer.put("the record", lambda: write_atomically(path, b"x" * 1500))
-        writer.put("the next", lambda: write_atomically(tmp_path / "next", b"y"))
-    lines = capsys.readouterr().err.splitlines()
-    assert names(lines[0], f"WARNING: ... {tmp_path} ... full ... record ... 1.5 kB ... SIGTERM")
-    assert len(lines) == 4 and "room again" in lines[-1]
-    assert path.read_bytes() == b"x" * 1500
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.bin", "next"]
 
 
 def test_a_line_a_minute_not_one_a_try(tmp_path, monkeypatch, capsys) -> None:

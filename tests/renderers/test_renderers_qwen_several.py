@@ -17,10 +17,8 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE, apart
 
 from rl.api.types import RenderFailure, RenderJob
-from rl.meter import flop_meter
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
 from rl.renderers.qwen_image.loop import QwenImageLoop
-from rl.renderers.shared.cost import denoising_work
 
 SIZES = ((128, 64), (64, 96), (64, 64))
 PICTURES = tuple(make_picture(seed, *size) for seed, size in enumerate(SIZES))
@@ -142,20 +140,6 @@ def test_more_pictures_than_it_reads_are_no_batch(stock: StockParts) -> None:
         assert isinstance(failure, RenderFailure)
         assert failure.reason == f"too_many_sources: 3, of which this editor reads {most}"
         assert failure.blame == "renderer"
-
-
-def test_work_is_counted_of_all_pictures(stock: StockParts) -> None:
-    """Three times one picture: it is encoded once, and read three times in each of four steps."""
-    spent = []
-    for num_pictures in (1, 3):
-        before = flop_meter.done()
-        render_floats(plus(stock), [job_of(PICTURES[2:] * num_pictures)])
-        spent.append(flop_meter.done() - before)
-    steps = [
-        denoising_work(stock.transformer.config, 16, 16 * num_pictures, [9], bytes_per_value=4)
-        for num_pictures in (1, 3)
-    ]
-    assert spent[1].flops - spent[0].flops == 4 * (steps[1].flops - steps[0].flops) > 0
 
 
 def test_sources_that_fill_the_positions_are_no_fault_of_the_policys(stock: StockParts) -> None:

@@ -39,11 +39,6 @@ def pictures() -> LostPictures:
     return LostPictures(run_config().max_render_failure_rate)
 
 
-def test_the_renderers_limit_is_far_below_the_judges() -> None:
-    config = run_config()
-    assert config.max_render_failure_rate == 0.05 < config.judge.max_failure_rate
-
-
 @pytest.mark.parametrize(
     "iterations",
     [

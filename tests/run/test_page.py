@@ -73,14 +73,6 @@ def test_what_goes_wrong_is_said_once(slow: Path, capsys: pytest.CaptureFixture[
     assert names(said, f"exit code 1 ... rl report {slow / 'run'}")
 
 
-def test_a_program_that_cannot_start_harms_nothing(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    page = Page(tmp_path, wanted=True)
-    page.refresh()
-    page.close()
-    assert capsys.readouterr().err.count("the page could not be refreshed") == 1
-
-
 def test_none_is_left_behind(slow: Path, monkeypatch, capsys) -> None:
     """And what finishes the last page is said, whatever was said before."""
     monkeypatch.setattr(page_module, "MAX_WAIT_S", 0.2)

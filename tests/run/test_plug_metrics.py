@@ -184,12 +184,6 @@ def test_what_is_not_as_declared_is_refused_at_first_and_left_out_later(
     assert names(warning, "rank 0: rewards.mine: outsider.plugs.Careful ... left out")
 
 
-def test_a_renderer_is_held_to_the_same(resolved: build.Resolved) -> None:
-    plug_metrics = PlugMetrics(resolved, made_of(resolved), Dist())
-    with pytest.raises(ValueError, match=r"renderer: outsider.plugs.Brush .*'blobs'.*strokes"):
-        plug_metrics.take({"blobs": 1.0})
-
-
 @pytest.mark.parametrize(
     "value", [float("nan"), float("-inf"), 10**400], ids=["nan", "-inf", "huge"]
 )
@@ -204,17 +198,6 @@ def test_a_value_that_is_not_finite_is_left_out_and_said_once(
     assert names(warning, "rewards.mine: outsider.plugs.Careful ... 'hits'")
     made[0][1].report = {"hits": 0.25}
     assert taken(plug_metrics) == {NAMES[1]: 0.25}, "it is asked again"
-
-
-def test_what_was_not_for_an_iteration_is_forgotten(resolved: build.Resolved) -> None:
-    made = made_of(resolved)
-    source = made[1][1]
-    plug_metrics = PlugMetrics(resolved, made, Dist())
-    _ = source[0], source[1]
-    made[0][1].report = ValueError("not now")
-    plug_metrics.drop()
-    made[0][1].report = {}
-    assert taken(plug_metrics) == {}
 
 
 def test_a_held_out_run_reports_nothing(resolved: build.Resolved, monkeypatch) -> None:

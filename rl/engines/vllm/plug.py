@@ -26,8 +26,6 @@ from rl.engines.vllm import start
 from rl.engines.vllm import weights as vllm_weights
 from rl.engines.vllm.config import GRID, Config
 from rl.files.weights import fingerprint
-from rl.meter import flop_meter
-from rl.meter.flops import LanguageModel, sampling_work
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +110,6 @@ class VllmEngine(Engine[Config]):
         self._llm = self._start(policy)
         model_config = self._llm.llm_engine.model_config
         self._dtype = model_config.dtype
-        self._sizes = LanguageModel.of(model_config.hf_text_config)
         self._image_token_id = getattr(model_config.hf_config, "image_token_id", None)
 
     @classmethod
@@ -314,14 +311,10 @@ class VllmEngine(Engine[Config]):
         except BaseException:
             self._failed = True
             raise
-        completions_PG = [
+        return [
             self._group(prompt, output, params)
             for prompt, output in zip(prompts_P, outputs_P, strict=True)
         ]
-        prompt_lens_P = [len(prompt.token_ids) for prompt in prompts_P]
-        lens_PG = [[len(member.token_ids) for member in group] for group in completions_PG]
-        flop_meter.add(sampling_work(self._sizes, prompt_lens_P, lens_PG, self._dtype.itemsize))
-        return completions_PG
 
     def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
         """A `RequestOutput` for each input."""

@@ -76,10 +76,7 @@ class PictureFeatures:
         grid = torch.cat([picture.grid for picture in pictures]).to(device)
         with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
             encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
-            features = list(self._tower.features(encoded))
-        grids = [(rows, columns) for p in pictures for _, rows, columns in p.grid.tolist()]
-        self._tower.count(vl_model.config.vision_config, grids, features[0].element_size())
-        return features
+            return list(self._tower.features(encoded))
 
 
 def _blank(visual: Any) -> Picture:

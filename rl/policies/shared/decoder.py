@@ -13,7 +13,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rl.api.types import TokenBatch
-from rl.policies.shared.cost import count_step
 
 
 class PackedDecoder:
@@ -65,7 +64,6 @@ class PackedDecoder:
             use_cache=True,
         ).last_hidden_state
         self._next_B = self._next_B + 1
-        count_step(self._module.sizes, states_B1D, self._cache.get_seq_length())
         return states_B1D[:, -1]
 
     def _as_rows(self, packed: torch.Tensor) -> torch.Tensor:

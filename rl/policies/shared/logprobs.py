@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl.policies.shared.cost import count_head
-
 if TYPE_CHECKING:
     import torch
 
@@ -58,9 +56,7 @@ def token_logprobs(
     from torch.utils.checkpoint import checkpoint
 
     def project(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        projected = head(hidden)
-        count_head(projected, hidden, any(weight.requires_grad for weight in head.parameters()))
-        logits = projected.float() / temperature
+        logits = head(hidden).float() / temperature
         logits = logits.index_fill(-1, banned_ids, float("-inf"))
         logprobs = logits.log_softmax(-1)
         entropy = torch.special.entr(logprobs.detach().exp()).sum(-1)

@@ -15,7 +15,6 @@ from torch import nn
 from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.meter.flops import LanguageModel
-from rl.policies.shared.cost import count_row
 from rl.policies.shared.logprobs import token_logprobs
 from rl.policies.shared.packed_attention import Packing
 from rl.policies.shared.packing import completion_tokens
@@ -38,7 +37,7 @@ class TrainedModule(nn.Module):
         dtype = getattr(torch, config.dtype)
         self._kernel = choose_kernel(config.attn_implementation, policy.device, dtype)
         text_config = self.base_model.config.get_text_config()
-        self.sizes = LanguageModel.of(text_config, config.lora, setup.gradient_checkpointing)
+        self.sizes = LanguageModel.of(text_config, config.lora)
 
     @property
     def base_model(self) -> Any:
@@ -70,15 +69,13 @@ class TrainedModule(nn.Module):
 
     def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
         """transformers' own outputs of the packed row, [1, S, D] post-norm."""
-        outputs = self.base_model.model(
+        return self.base_model.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.model_inputs["position_ids"].unsqueeze(-2),
             packing=Packing(batch.groups, self._kernel),
             use_cache=use_cache,
             **self.encoded(batch),
         )
-        count_row(self.sizes, batch.groups, outputs.last_hidden_state)
-        return outputs
 
     def encoded(self, batch: TokenBatch) -> Mapping[str, Any]:
         """What the backbone reads beside ids and positions."""

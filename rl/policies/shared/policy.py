@@ -17,7 +17,7 @@ from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
 from rl.files.model_files import model_problems
 from rl.files.weights import align_weights
-from rl.meter.flops import STAGES
+from rl.meter.flops import STAGES, prefix_tree_pairs
 from rl.policies.shared.trained_weights import TrainedWeights
 from rl.record.adapter_base import ADAPTER_CONFIG, read_config
 from rl.record.untrusted import shown
@@ -151,6 +151,17 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         """See the prompts' `collate`; on the policy's device."""
         batch: TokenBatch = self.prompts.collate(rows, self.device)
         return batch
+
+    def train_flops(self, prompt_len: int, completion_lens: Sequence[int]) -> float:
+        """See `rl.api.policy.Policy`; the vision tower is left out."""
+        sizes, num_completed = self.module.sizes, sum(completion_lens)
+        layers = prompt_len + num_completed, prefix_tree_pairs(prompt_len, completion_lens)
+        head_passes = 3 if self.config.lora is None else 2
+        return float(
+            sizes.forward_flops(*layers)
+            + sizes.backward_flops(*layers)
+            + head_passes * sizes.head_flops(num_completed)
+        )
 
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
         """See `PackedDecoder`."""

@@ -5,40 +5,59 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from PIL.Image import Image
 
 from rl.record.console import warn
 from rl.record.scrub import scrub
 
+FINISH_TIMEOUT_S = 60.0
 Cell = str | float | Image | None
-"""Of a table."""
+
+
+class Table(NamedTuple):
+    name: str
+    iteration: int | None
+    """None: of the whole run."""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
 
 
 class Page(ABC):
-    """Of one run at one tracker. Any method may raise anything: the page is given up then."""
+    """One run at one tracker. Any method may raise anything: the page is given up then."""
 
     name: ClassVar[str]
-    """Of the tracker, as warnings say it."""
 
     @abstractmethod
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Scalars under their stable names."""
 
     @abstractmethod
-    def log_table(
-        self,
-        name: str,
-        iteration: int | None,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-    ) -> None:
-        """Rows of words, numbers and pictures, without keys; `iteration` None: of the whole run."""
+    def log_table(self, table: Table) -> None:
+        """Rows of words, numbers and pictures, without keys."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:
         """The run has ended; waits for a bounded time."""
+
+
+class ServicePage(Page):
+    """A page of wandb, or of trackio, which has its interface."""
+
+    def __init__(self, module: Any, run: Any) -> None:
+        self._module, self._run = module, run
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Any:
+        cells = [[self._module.Image(c) if is_picture(c) else c for c in row] for row in rows]
+        return self._module.Table(columns=list(columns), data=cells)
+
+    def finish(self, failed: bool) -> None:
+        """May take any time."""
+        self._run.finish()
+
+    def close(self, failed: bool) -> None:
+        call_within(lambda: self.finish(failed), FINISH_TIMEOUT_S)
 
 
 def is_picture(cell: Cell) -> TypeGuard[Image]:
@@ -55,21 +74,20 @@ def tried(name: str, what: str, call: Callable[[], object]) -> bool:
     return True
 
 
-def call_within(call: Callable[[], object], seconds: float) -> str | None:
-    """None when `call` returned in time, else what went wrong.
-
-    A name look-up takes no timeout, so it gets a daemon thread, which may be abandoned.
-    """
-    outcome: list[str | None] = [f"no answer in {seconds:g} s"]
+def call_within(call: Callable[[], object], seconds: float) -> None:
+    """Run `call` in a daemon thread, abandoned when it takes longer (a name look-up takes no
+    timeout). Raises what it raised, or TimeoutError."""
+    outcome: list[Exception | None] = [TimeoutError(f"no answer in {seconds:g} s")]
 
     def run() -> None:
         try:
             call()
             outcome[0] = None
         except Exception as error:
-            outcome[0] = repr(error)
+            outcome[0] = error
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return outcome[0]
+    if outcome[0] is not None:
+        raise outcome[0]

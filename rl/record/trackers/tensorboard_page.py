@@ -1,8 +1,4 @@
-"""TensorBoard event files in `<run>/tensorboard`.
-
-Each start begins a file; its first step purges what an earlier start wrote from there on, so that
-an iteration that is done again is shown once.
-"""
+"""TensorBoard event files in `<run>/tensorboard`."""
 
 from __future__ import annotations
 
@@ -14,20 +10,21 @@ from typing import Any
 from PIL import Image
 
 from rl.config.schema import RunConfig
-from rl.record.markdown import code, table, text
-from rl.record.trackers.page import Cell, Page, is_picture, tried
+from rl.record.markdown import code, text
+from rl.record.markdown import table as markdown_table
+from rl.record.trackers.page import Cell, Page, Table, is_picture, tried
 
 MAX_CELL_CHARS = 600
 
 
 class TensorboardPage(Page):
-    """See the module."""
+    """Each start of a run begins a file, whose first step purges what earlier starts wrote from
+    there on: an iteration that is done again is shown once."""
 
     name = "tensorboard"
 
     def __init__(self, folder: Path, written: Mapping[str, Any]) -> None:
-        self._folder = folder
-        self._written = written
+        self._folder, self._written = folder, written
         self._writer: Any = None
         self._last_iteration = 0
 
@@ -37,31 +34,24 @@ class TensorboardPage(Page):
             writer.add_scalar(name, value, iteration)
         writer.flush()
 
-    def log_table(
-        self,
-        name: str,
-        iteration: int | None,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-    ) -> None:
+    def log_table(self, table: Table) -> None:
         """Words and numbers as a table of text, a row's pictures side by side as one picture."""
-        step = self._last_iteration if iteration is None else iteration
-        writer = self._at(step)
+        step = self._last_iteration if table.iteration is None else table.iteration
+        writer, columns, rows = self._at(step), table.columns, table.rows
         kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
         head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
-        cells = [[_shown(row[i]) for i in kept] for row in rows]
-        writer.add_text(name, "\n".join(table(head, cells)), step)
+        lines = markdown_table(head, [[_words(row[i]) for i in kept] for row in rows])
+        writer.add_text(table.name, "\n".join(lines), step)
         for number, row in enumerate(rows):
-            pictures = [cell for cell in row if is_picture(cell)]
-            if pictures:
-                writer.add_image(f"{name}/{number:02d}", _sheet(pictures), step, dataformats="HWC")
+            if pictures := [cell for cell in row if is_picture(cell)]:
+                tag = f"{table.name}/{number:02d}"
+                writer.add_image(tag, _sheet(pictures), step, dataformats="HWC")
 
     def close(self, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
 
     def _at(self, step: int) -> Any:
-        """The writer, opened at the first step that is written."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -74,14 +64,14 @@ class TensorboardPage(Page):
 def open_page(
     run_dir: Path, config: RunConfig, written: Mapping[str, Any]
 ) -> TensorboardPage | None:
-    """None where none is wanted or its package is missing, which is said."""
+    """None where no page is wanted, or after a warning that the package is missing."""
     if not config.tracking.tensorboard:
         return None
     is_there = tried("tensorboard", "import", lambda: import_module("tensorboard"))
     return TensorboardPage(run_dir / "tensorboard", written) if is_there else None
 
 
-def _shown(cell: Cell) -> str:
+def _words(cell: Cell) -> str:
     if cell is None or is_picture(cell):
         return ""
     return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"

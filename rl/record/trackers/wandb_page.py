@@ -1,9 +1,4 @@
-"""A run's page in wandb. Each failure degrades it one step: online, offline, off.
-
-Guards against wandb's own ways: without a key it raises or asks; without a network its first call
-blocks for 100 s; pictures wait for their upload in $HOME. The x axis is our own `iteration`,
-because an offline run that is resumed starts wandb's step at 0.
-"""
+"""A run's page in wandb. Each failure degrades it one step: online, offline, off."""
 
 from __future__ import annotations
 
@@ -12,7 +7,8 @@ import netrc
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,55 +17,41 @@ from urllib.parse import urlsplit
 from rl.config.schema import RunConfig
 from rl.files.atomic import write_atomically
 from rl.record.console import warn
-from rl.record.trackers.page import Cell, Page, call_within, is_picture, tried
+from rl.record.trackers.page import FINISH_TIMEOUT_S, ServicePage, Table, call_within, tried
 
 REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 30.0
-FINISH_TIMEOUT_S = 60.0
 Mode = Literal["online", "offline", "off"]
 _ORDER: tuple[Mode, ...] = ("online", "offline", "off")
 
 
-class WandbPage(Page):
-    """See the module."""
+class WandbPage(ServicePage):
+    """The x axis is our own `iteration`: a resumed offline run starts wandb's step at 0."""
 
     name = "wandb"
 
-    def __init__(self, wandb: Any, run: Any, mode: Mode) -> None:
-        """`wandb`: the module; `run`: its run; `mode`: 'online' or 'offline'."""
-        self._wandb, self._run, self.mode = wandb, run, mode
-
-    def tell(self, config: Mapping[str, Any]) -> None:
-        """The run's config, beside what it measures."""
-        self._run.config.update(dict(config))
+    def __init__(self, module: Any, run: Any, mode: Mode) -> None:
+        """`mode`: 'online' or 'offline'."""
+        super().__init__(module, run)
+        self.mode = mode
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, "iteration": iteration})
 
-    def log_table(
-        self,
-        name: str,
-        iteration: int | None,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[Cell]],
-    ) -> None:
-        cells = [[self._wandb.Image(c) if is_picture(c) else c for c in row] for row in rows]
-        table = {name: self._wandb.Table(list(columns), cells)}
-        self._run.log(table if iteration is None else {**table, "iteration": iteration})
+    def log_table(self, table: Table) -> None:
+        row = {table.name: self.table(table.columns, table.rows)}
+        if table.iteration is not None:
+            row["iteration"] = table.iteration
+        self._run.log(row)
 
-    def close(self, failed: bool) -> None:
-        def finish() -> None:
-            self._run.finish(exit_code=int(failed))
-            self._wandb.teardown()  # `finish` alone returns before an offline page is on the disk
-
-        problem = call_within(finish, FINISH_TIMEOUT_S)
-        if problem is not None:
-            raise TimeoutError(problem)
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+        self._module.teardown()  # `finish` alone returns before an offline page is on the disk
 
 
 def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> WandbPage | None:
-    """The page of a run whose config, as it may be written, is `written`; None where none is wanted
-    or none can be had, which is said."""
+    """The page with the scrubbed config `written`; None where none is wanted, or after a
+    warning."""
     wanted = config.tracking.wandb
     if wanted == "off":
         return None
@@ -80,8 +62,8 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> W
         return None
     wandb = importlib.import_module("wandb")
     wanted = allowed_by_env(wanted)
-    problem = _why_not_online(wandb.Settings().base_url) if wanted == "online" else None
-    if problem is not None:
+    problem = _why_not_online(wandb.Settings().base_url) if wanted == "online" else ""
+    if problem:
         warn(f"wandb: {problem}; going on offline (`wandb sync` uploads it later)")
         wanted = "offline"
     pages: list[WandbPage] = []
@@ -91,7 +73,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> W
 
     for mode in _ORDER[_ORDER.index(wanted) : -1]:
         if attempt(f"init {mode}", partial(open_in, mode)):
-            attempt("config", lambda: pages[0].tell(written))
+            attempt("config", lambda: pages[0]._run.config.update(dict(written)))
             return pages[0]
         # wandb's helper process keeps the id "in use" after a failed start.
         attempt("teardown", wandb.teardown)
@@ -99,7 +81,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> W
 
 
 def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
-    # Else it says what it would like to have installed: the run's own settings come too late.
+    # Else it prints what it would like to have installed: the run's own settings come too late.
     wandb.setup(settings=wandb.Settings(silent=True))
     settings = wandb.Settings(
         init_timeout=INIT_TIMEOUT_S,
@@ -124,11 +106,8 @@ def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
 
 
 def page_id(run_dir: Path) -> str:
-    """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell.
-
-    It is WANDB_RUN_ID where that is set when the run begins. Later the folder's wins: one that is
-    still exported for another run must not tear this one's page in two.
-    """
+    """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell,
+    even if WANDB_RUN_ID is exported for another run; a new run takes that id."""
     path = run_dir / "wandb_id.txt"
     wanted = os.environ.get("WANDB_RUN_ID", "").strip()
     if path.exists():
@@ -139,9 +118,9 @@ def page_id(run_dir: Path) -> str:
                 "is not heeded (move that file away to begin a page of that id)"
             )
         return kept
-    made = wanted or uuid.uuid4().hex[:12]
-    write_atomically(path, made + "\n")
-    return made
+    new = wanted or uuid.uuid4().hex[:12]
+    write_atomically(path, new + "\n")
+    return new
 
 
 def allowed_by_env(wanted: Mode) -> Mode:
@@ -150,25 +129,23 @@ def allowed_by_env(wanted: Mode) -> Mode:
     return max(wanted, named if named in _ORDER else "off", key=_ORDER.index)
 
 
-def _why_not_online(base_url: str) -> str | None:
-    """What wandb would trip over, found in seconds; None when online looks possible."""
+def _why_not_online(base_url: str) -> str:
+    """Why wandb cannot go online, found in seconds (its own call would block for 100 s), or ''."""
     url = os.environ.get("WANDB_BASE_URL") or base_url
     host = urlsplit(url).hostname or url
-    if not os.environ.get("WANDB_API_KEY") and not _netrc_knows(host):
+    netrc_file = os.environ.get("NETRC", str(Path.home() / ".netrc"))
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    with suppress(OSError, netrc.NetrcParseError):
+        has_key = has_key or netrc.netrc(netrc_file).authenticators(host) is not None
+    if not has_key:
         return "no API key (WANDB_API_KEY, or `wandb login`)"
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     target = urlsplit(proxy or url)
-    port = target.port or (80 if target.scheme == "http" else 443)
-    problem = call_within(
-        lambda: socket.create_connection((target.hostname, port), REACH_TIMEOUT_S).close(),
-        REACH_TIMEOUT_S,
-    )
-    return problem and f"{target.hostname}:{port} cannot be reached ({problem})"
-
-
-def _netrc_knows(host: str) -> bool:
-    path = os.environ.get("NETRC", str(Path.home() / ".netrc"))
+    place = target.hostname, target.port or (80 if target.scheme == "http" else 443)
     try:
-        return netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+        call_within(
+            lambda: socket.create_connection(place, REACH_TIMEOUT_S).close(), REACH_TIMEOUT_S
+        )
+    except Exception as error:
+        return f"{place[0]}:{place[1]} cannot be reached ({error!r})"
+    return ""

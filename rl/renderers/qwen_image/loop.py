@@ -19,7 +19,6 @@ from PIL import Image
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
 from rl.files.images import over_white
-from rl.meter import flop_meter
 from rl.renderers.qwen_image.attention import attention_of
 from rl.renderers.qwen_image.components import EditorParts
 from rl.renderers.qwen_image.config import PATCH_PX, QwenImageConfig, fit_area, output_size
@@ -28,7 +27,6 @@ from rl.renderers.qwen_image.denoising import denoise, prepared
 from rl.renderers.qwen_image.modulation import ModulationTables, StepModulation
 from rl.renderers.qwen_image.sources import Size, SourceLatents
 from rl.renderers.shared.batches import Fits, render_in_batches
-from rl.renderers.shared.cost import denoising_work
 from rl.renderers.shared.decoding import decode_in_slices, in_slices, to_pictures
 
 NUM_ROTARY_ROWS = 4096
@@ -158,9 +156,6 @@ class QwenImageLoop:
             repeats = len(given.num_words) // len(latents)
             rows = latents.repeat(repeats, 1, 1)
             outputs.extend(self._denoiser.velocity(rows, given, modulation).chunk(repeats))
-            sizes = rows.shape[1], given.sources.shape[1], given.num_words
-            config = self.parts.transformer.config
-            flop_meter.add(denoising_work(config, *sizes, bytes_per_value=rows.element_size()))
         if len(outputs) == 1:
             return outputs[0]
         positive, negative = outputs

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl.meter import flop_meter
-
 
 class FrameConv(nn.Conv2d):
     """What a causal 3-D convolution does to a first frame: [B, C, 1, H, W] -> [B, C', 1, H', W']"""
@@ -74,8 +72,7 @@ class FrameVae(nn.Module):
         """[B, 3, H, W] in -1..1 -> the posterior's mode [B, C, H / 8, W / 8], mean 0, deviation 1
         over the pictures the checkpoint saw."""
         pixels = pixels.to(self.mean.device, self.mean.dtype).unsqueeze(2)
-        with flop_meter.counted(self.encoder, pixels.shape):
-            moments = self.quant_conv(self.encoder(pixels)).squeeze(2)
+        moments = self.quant_conv(self.encoder(pixels)).squeeze(2)
         mode: torch.Tensor = moments.chunk(2, dim=1)[0]
         return (mode - self.mean) / self.std
 
@@ -83,8 +80,7 @@ class FrameVae(nn.Module):
         """Normalised [B, C, h, w] -> [B, 3, 8h, 8w] in -1..1."""
         # Dividing by the reciprocal rounds as the stock pipeline does; multiplying would not.
         latents = latents.to(self.std.dtype) / (1.0 / self.std) + self.mean
-        with flop_meter.counted(self.decoder, latents.shape):
-            frames: torch.Tensor = self.decoder(self.post_quant_conv(latents.unsqueeze(2)))
+        frames: torch.Tensor = self.decoder(self.post_quant_conv(latents.unsqueeze(2)))
         return frames.squeeze(2).clamp(-1.0, 1.0)
 
 

@@ -21,7 +21,6 @@ from PIL import Image
 from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
 from rl.files.images import digest, over_white
-from rl.meter import flop_meter
 from rl.renderers.qwen_image.denoising import denoise, prepared
 from rl.renderers.qwen_image.sources import SourceLatents
 from rl.renderers.qwen_image_21.components import Parts
@@ -34,7 +33,6 @@ from rl.renderers.qwen_image_21.config import (
     condition_sizes,
     drawn_size,
 )
-from rl.renderers.qwen_image_21.cost import Sizes, preparing_work, step_work
 from rl.renderers.qwen_image_21.denoiser import Conditioning, Denoiser, Group, Shown
 from rl.renderers.qwen_image_21.layout import end_of
 from rl.renderers.shared.batches import Fits, render_in_batches
@@ -73,14 +71,6 @@ class Row:
             and [one.place for one in self.shown] == [one.place for one in other.shown]
             and torch.equal(self.states[: self.start], other.states[: self.start])
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Forward:
-    """One of a step's forwards."""
-
-    given: Conditioning
-    sizes: Sizes
 
 
 class QwenImage21Loop:
@@ -234,7 +224,7 @@ class QwenImage21Loop:
         digests = tuple(map(digest, sources))
         return Row(states.to(transformer.device, transformer.dtype), shown, digests)
 
-    def _forward(self, rows: Sequence[Row], shape: tuple[int, int]) -> Forward:
+    def _forward(self, rows: Sequence[Row], shape: tuple[int, int]) -> Conditioning:
         groups = [
             Group(
                 part[0].states[: part[0].start],
@@ -243,28 +233,18 @@ class QwenImage21Loop:
             )
             for part in in_groups(rows)
         ]
-        sizes = Sizes(
-            pieces=[group.pieces for group in groups],
-            words=[[len(words) for words in group.words] for group in groups],
-            num_targets=shape[0] * shape[1],
-        )
-        transformer = self.parts.transformer
-        given = self._denoiser.prepare(groups, shape)
-        flop_meter.add(preparing_work(transformer.config, sizes, transformer.dtype.itemsize))
-        return Forward(given, sizes)
+        return self._denoiser.prepare(groups, shape)
 
     def _predict(
-        self, latents: torch.Tensor, forwards: Sequence[Forward], timestep: torch.Tensor
+        self, latents: torch.Tensor, forwards: Sequence[Conditioning], timestep: torch.Tensor
     ) -> torch.Tensor:
         """Velocity [B, tokens, channels], guided if there are negative rows."""
         outputs: list[torch.Tensor] = []
         for forward in forwards:
-            repeats = len(forward.given.num_words) // len(latents)
+            repeats = len(forward.num_words) // len(latents)
             rows = latents.repeat(repeats, 1, 1)
-            velocity = self._denoiser.velocity(rows, forward.given, timestep)
+            velocity = self._denoiser.velocity(rows, forward, timestep)
             outputs.extend(velocity.chunk(repeats))
-            config = self.parts.transformer.config
-            flop_meter.add(step_work(config, forward.sizes, rows.element_size()))
         if len(outputs) == 1:
             return outputs[0]
         positive, negative = outputs

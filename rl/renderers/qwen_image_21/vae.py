@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl.meter import flop_meter
 from rl.renderers.qwen_image.vae2d import FrameNorm, FrameVae
 
 
@@ -37,10 +36,9 @@ class PictureVae(FrameVae):
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Normalised [B, C, h, w] -> [B, 4, 16h, 16w] in -1..1."""
         latents = latents.to(self.std.dtype) * self.std + self.mean
-        with flop_meter.counted(self.decoder, latents.shape):
-            frames: torch.Tensor = self.decoder(
-                self.post_quant_conv(latents.unsqueeze(2)), first_chunk=True
-            )
+        frames: torch.Tensor = self.decoder(
+            self.post_quant_conv(latents.unsqueeze(2)), first_chunk=True
+        )
         return self._unfold(frames).squeeze(2).clamp(-1.0, 1.0)
 
 

@@ -20,7 +20,6 @@ import torch
 
 from rl.api.types import RenderJob
 from rl.files.weights import align_weights
-from rl.meter import flop_meter
 from rl.record.progress import weights_counted
 from rl.renderers.sd3.text import PromptEncoder, TextParts, TextStates
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
@@ -219,14 +218,13 @@ class SD3Loop:
         outputs: list[torch.Tensor] = []
         for embeds, pooled in conditionings:
             rows = latents.repeat(len(embeds) // len(latents), 1, 1, 1)
-            with flop_meter.counted(self.parts.transformer, rows.shape, embeds.shape):
-                output = self.parts.transformer(
-                    hidden_states=rows,
-                    timestep=timestep.expand(len(rows)),
-                    encoder_hidden_states=embeds,
-                    pooled_projections=pooled,
-                    return_dict=False,
-                )[0]
+            output = self.parts.transformer(
+                hidden_states=rows,
+                timestep=timestep.expand(len(rows)),
+                encoder_hidden_states=embeds,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
             outputs.extend(output.split(len(latents)))
         if len(outputs) == 1:
             return outputs[0]
@@ -236,8 +234,7 @@ class SD3Loop:
     def _decode(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.parts.vae
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        with flop_meter.counted(vae.decoder, latents.shape):
-            return vae.decode(latents, return_dict=False)[0]
+        return vae.decode(latents, return_dict=False)[0]
 
 
 def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:

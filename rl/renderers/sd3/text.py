@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from cachetools import LRUCache, cachedmethod
 
-from rl.meter import flop_meter
-
 logger = logging.getLogger(__name__)
 
 NUM_KEPT_PROMPTS = 64
@@ -69,8 +67,7 @@ class PromptEncoder:
         states, pooled, num_cut = [], [], 0
         for tokenizer, encoder in zip(parts.tokenizers, parts.encoders, strict=True):
             ids, cut = _tokenize(tokenizer, prompt, self._max_clip_tokens)
-            with flop_meter.counted(encoder, ids.shape):
-                output = encoder(ids.to(encoder.device), output_hidden_states=True)
+            output = encoder(ids.to(encoder.device), output_hidden_states=True)
             states.append(output.hidden_states[-2])
             pooled.append(output.text_embeds)
             num_cut = max(num_cut, cut)
@@ -88,8 +85,7 @@ class PromptEncoder:
         if tokenizer is None or encoder is None:
             return like.new_zeros(1, self._max_t5_tokens, self._states_dim), 0
         ids, num_cut = _tokenize(tokenizer, prompt, self._max_t5_tokens)
-        with flop_meter.counted(encoder, ids.shape):
-            return encoder(ids.to(encoder.device))[0], num_cut
+        return encoder(ids.to(encoder.device))[0], num_cut
 
     def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
         """Once a run; `take_metrics` of the renderer goes on counting."""

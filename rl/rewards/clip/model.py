@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from rl.files.images import over_white
 from rl.files.weights import align_weights
-from rl.meter import flop_meter
 from rl.record.progress import weights_counted
 from rl.rewards.clip.config import Config
 
@@ -93,8 +92,7 @@ class ClipModel:
 
     def _embed_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
         pixels = pixels.to(self._model.device, self._model.dtype)
-        with flop_meter.counted(self._model.vision_model, pixels.shape):
-            features: torch.Tensor = self._model.get_image_features(pixels).pooler_output
+        features: torch.Tensor = self._model.get_image_features(pixels).pooler_output
         return features
 
     def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
@@ -104,6 +102,5 @@ class ClipModel:
         tokens = self._tokenizer(
             prompt, truncation=True, max_length=self._max_tokens, return_tensors="pt"
         ).to(self._model.device)
-        with flop_meter.counted(self._model.text_model, tokens["input_ids"].shape):
-            features = self._model.get_text_features(**tokens).pooler_output
+        features = self._model.get_text_features(**tokens).pooler_output
         return normalize(features.float(), dim=-1)[0], num_tokens > self._max_tokens

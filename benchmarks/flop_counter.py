@@ -1,0 +1,63 @@
+"""Counts executed operations with torch's counter, corrected for attention on a CPU.
+
+Torch has no formula for the CPU's attention kernel, and counts causal attention as the full square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+Shape = Sequence[int]
+
+
+def flop_counter() -> FlopCounterMode:
+    """Its `get_total_flops()` is the sum over all that ran inside; a multiply-add is two."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return FlopCounterMode(
+        display=False, custom_mapping={kernel: _attention, backward: _attention_backward}
+    )
+
+
+def flops_of(call: Callable[[], object]) -> int:
+    """Executed by a call; a compiled model runs uncompiled meanwhile."""
+    with torch.compiler.set_stance("force_eager"), flop_counter() as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def _attention(
+    query: Shape, key: Shape, value: Shape, dropout: float = 0, causal: bool = False, **_: Any
+) -> float:
+    return sdpa_flop_count(query, key, value) * (_causal_share(query, key) if causal else 1)
+
+
+def _attention_backward(
+    gradient: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    out: Shape,
+    logsumexp: Shape,
+    dropout: float,
+    causal: bool,
+    **_: Any,
+) -> float:
+    flops = sdpa_backward_flop_count(gradient, query, key, value)
+    return flops * (_causal_share(query, key) if causal else 1)
+
+
+def _causal_share(query: Shape, key: Shape) -> float:
+    """Pairs on and below the diagonal over all pairs."""
+    num_queries, num_keys = query[-2], key[-2]
+    square = min(num_queries, num_keys)
+    pairs = square * (square + 1) / 2 + max(0, num_queries - num_keys) * num_keys
+    return pairs / (num_queries * num_keys)
