@@ -1,7 +1,4 @@
-"""The frozen generator at real size: transformer forwards and the VAE, diffusers' and ours.
-
-Items 2 and 3. Both sides compute with the same weights, in turn; one forward's numbers stand for
-all steps.
+"""Items 2 and 3: transformer forwards and the VAE at real size, diffusers' and ours in turn.
 
 Legend: N tokens of the picture and as many of its source, L words.
 """

@@ -141,17 +141,6 @@ def case_named(words: str) -> Case:
     return case
 
 
-def test_the_table_counts_by_group() -> None:
-    cases = [case_named(f"call | a backward | {kind}") for kind in ("ENOSPC", "SIGTERM")]
-    outcomes = {
-        cases[0].name: trial.Outcome("stopped", "", 1, 1.0),
-        cases[1].name: trial.Outcome("LOST", "", 0, 1.0),
-    }
-    header, _, *rows = campaign.table(cases, outcomes).split("\n")
-    assert header.startswith("| group | cases | survived | stopped | LOST | SILENT | HUNG | ")
-    assert rows == [f"| {group} | 2 | 0 | 1 | 1 | 0 | 0 | 0 | 0 |" for group in ("call", "all")]
-
-
 SEAL = "fsync checkpoints/.tmp-step_000003/manifest.json"
 """Before it the manifest is written."""
 
