@@ -5,9 +5,8 @@
     rl bench-gpu --items 5 --seconds-per-item 400
     rl bench-gpu --tiny                         the same code in seconds on a CPU
 
-Prints a table, holds it against the project's goals, and writes both to `--out`. Exit code 1 when
-an item failed or a check found wrong numbers; a missed goal is not a failure. "floor" is the time
-that the operations take at the rate of item 1; "peak GB" is what torch held at most.
+Writes a table to `--out`, and the project's goals. Exit code 1 when an item failed or a check found
+wrong numbers. "floor" is the time that the operations take at the rate of item 1.
 """
 
 from __future__ import annotations

@@ -63,13 +63,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For a table."""
         policy = "one step off-policy" if self.max_staleness else "on-policy"
         return f"{self.side_px}^2, {self.num_steps} steps, judge {self.latency_s:g} s, {policy}"
 
     @property
     def num_iterations(self) -> int:
-        """In all."""
         return NUM_WARM_UP + NUM_TIMED + self.max_staleness
 
 

@@ -3,8 +3,6 @@
     python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
     python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of existing runs
     python -m benchmarks.seeds quickstart --fresh 256     on held-out samples of another data seed
-
-A run takes one thread; the same command goes on with unfinished runs.
 """
 
 from __future__ import annotations

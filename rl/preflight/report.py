@@ -226,12 +226,12 @@ def _questions_per_picture(resolved: build.Resolved) -> int:
 
 
 def _judge_lines(resolved: build.Resolved) -> list[str]:
-    config, judge = resolved.config, resolved.config.judge
+    config, judge, evaluation = resolved.config, resolved.config.judge, resolved.config.evaluation
     per_picture = _questions_per_picture(resolved)
     if not per_picture:
         return ["is not asked"]
-    pictures = config.generations_per_prompt * config.images_per_completion
-    training = config.prompts_per_iteration * pictures * per_picture
+    per_sample = config.images_per_completion * per_picture
+    training = config.prompts_per_iteration * config.generations_per_prompt * per_sample
     places = [judge.api_base] if isinstance(judge.api_base, str) else judge.api_base
     where = ", ".join(filter(None, places)) or "the URL that start_command tells"
     lines = [f"{judge.model} at {where}"]
@@ -246,15 +246,13 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         f"{training} questions an iteration: {training * 60} an hour at one iteration a minute; up "
         f"to {judge.max_concurrency * config.world_size} in flight, {judge.max_attempts} tries each"
     )
-    every = config.evaluation.every_n_iterations
-    if every:
+    if every := evaluation.every_n_iterations:
         draws = resolved.renderer.cls.makes_images
-        bare = draws and config.bare_arm != "never"
-        cut = config.evaluation.thought_gain and resolved.policy.config.thought is not None
-        arms = 1 + bare + config.evaluation.reference_drift + cut
-        held_out = config.evaluation.num_samples * config.images_per_completion * per_picture
+        cut = evaluation.thought_gain and resolved.policy.config.thought is not None
+        arms = 1 + (draws and config.bare_arm != "never") + evaluation.reference_drift + cut
+        held_out = evaluation.num_samples * per_sample
         line = f"held-out run: up to {held_out * arms} more every {every} iterations"
-        if draws and config.evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
+        if draws and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
             line += f", and {2 * held_out} once for the stock arm"
         lines.append(line)
     return lines

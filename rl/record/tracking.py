@@ -75,7 +75,7 @@ class Tracker:
 
     def log_where_time_went(self, timer: PhaseTimer) -> None:
         """The closing table of this process, as the console prints it."""
-        rows = [list(row) for row in timer.closing_rows()]
+        rows: list[list[Cell]] = [[*row] for row in timer.closing_rows()]
         columns = list(ClosingRow._fields)
         self._on_each(
             "closing table", lambda page: page.log_table("where_time_went", None, columns, rows)
