@@ -385,12 +385,10 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
             continue
         if not isinstance(sample, Sample):
             raise ValueError(f"{at}: row {index} is {shown(sample)}; expected rl.api.types.Sample")
-        for field, value in (("id", sample.id), ("instruction", sample.instruction)):
-            if not isinstance(value, str):
-                raise ValueError(f"{at}: row {index} has {field} {shown(value)}; expected words")
-        if not isinstance(sample.sources, tuple):
-            what = shown(sample.sources)
-            raise ValueError(f"{at}: row {index} has sources {what}; expected a tuple")
+        for field, kind in (("id", str), ("instruction", str), ("sources", tuple)):
+            if not isinstance(value := getattr(sample, field), kind):
+                what = f"{field} {shown(value)}; expected {kind.__name__}"
+                raise ValueError(f"{at}: row {index} has {what}")
         ids[index] = sample.id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
