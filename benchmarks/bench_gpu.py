@@ -5,13 +5,8 @@
     rl bench-gpu --items 5 --seconds-per-item 400
     rl bench-gpu --tiny                         the same code in seconds on a CPU
 
-Runs the items in order, each whether or not another failed; prints a table, holds the numbers
-against the project's goals, and writes both, and all digits, to `--out`. Exit code 1 when an item
-failed or a check found wrong numbers; a missed goal is not a failure.
-
-Every time stands beside the floor of the same work at the rates that item 1 measured on this very
-device. Ratios are of calls made in turn, in this process; only in item 4 one side runs after the
-other, since both do not fit. "peak GB" is what torch held at most.
+Writes a table to `--out`, and the project's goals. Exit code 1 when an item failed or a check found
+wrong numbers. "floor" is the time that the operations take at the rate of item 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The savings one by one, and how each is defeated from outside a run that has them all.
-
-A defeat wraps objects of an opened run, sets a key of its config, or changes the shape of its work.
-Production code has no switches for these, because they are exact.
-"""
+"""The savings one by one, and how each is defeated from outside, by wrapping objects of an opened
+run or changing its config or shape."""
 
 from __future__ import annotations
 

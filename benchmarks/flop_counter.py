@@ -1,7 +1,5 @@
-"""Counts executed operations with torch's counter, corrected for attention on a CPU.
-
-Torch has no formula for the CPU's attention kernel, and counts causal attention as the full square.
-"""
+"""Counts executed operations with torch's counter, corrected for attention on a CPU: torch has no
+formula for its kernel, and counts causal attention as the full square."""
 
 from __future__ import annotations
 
@@ -9,11 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 Shape = Sequence[int]
 
@@ -22,9 +16,8 @@ def flop_counter() -> FlopCounterMode:
     """Its `get_total_flops()` is the sum over all that ran inside; a multiply-add is two."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return FlopCounterMode(
-        display=False, custom_mapping={kernel: _attention, backward: _attention_backward}
-    )
+    mapping = {kernel: _attention, backward: _attention_backward}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
 def flops_of(call: Callable[[], object]) -> int:
@@ -37,27 +30,20 @@ def flops_of(call: Callable[[], object]) -> int:
 def _attention(
     query: Shape, key: Shape, value: Shape, dropout: float = 0, causal: bool = False, **_: Any
 ) -> float:
-    return sdpa_flop_count(query, key, value) * (_causal_share(query, key) if causal else 1)
+    return sdpa_flop_count(query, key, value) * _computed_share(query, key, causal)
 
 
 def _attention_backward(
-    gradient: Shape,
-    query: Shape,
-    key: Shape,
-    value: Shape,
-    out: Shape,
-    logsumexp: Shape,
-    dropout: float,
-    causal: bool,
-    **_: Any,
+    gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any
 ) -> float:
+    _, _, _, causal = rest
     flops = sdpa_backward_flop_count(gradient, query, key, value)
-    return flops * (_causal_share(query, key) if causal else 1)
+    return flops * _computed_share(query, key, causal)
 
 
-def _causal_share(query: Shape, key: Shape) -> float:
-    """Pairs on and below the diagonal over all pairs."""
+def _computed_share(query: Shape, key: Shape, causal: bool) -> float:
+    """Pairs on and below the diagonal over all pairs, if causal."""
     num_queries, num_keys = query[-2], key[-2]
     square = min(num_queries, num_keys)
     pairs = square * (square + 1) / 2 + max(0, num_queries - num_keys) * num_keys
-    return pairs / (num_queries * num_keys)
+    return pairs / (num_queries * num_keys) if causal else 1.0

@@ -1,8 +1,4 @@
-"""The numbers that this project set itself, beside those that were measured.
-
-What not: goals that need a GPU (`rl bench-gpu`), or that are tests: equal gradients and states, a
-judge that stalls.
-"""
+"""The numbers that this project set itself, beside the measured ones."""
 
 from __future__ import annotations
 

@@ -88,12 +88,10 @@ class Report:
         print(f"FAIL {what}", file=sys.stderr, flush=True)
 
     def at_most(self, name: str, limit: float, value: float, unit: str) -> None:
-        """A goal."""
         goal = Goal(name, f"<= {limit:g} {unit}", f"{value:.3g} {unit}", value <= limit)
         self.goals.append(goal)
 
     def at_least(self, name: str, limit: float, value: float, unit: str = "") -> None:
-        """A goal."""
         wanted, measured = f">= {limit:g} {unit}", f"{value:.3g} {unit}"
         self.goals.append(Goal(name, wanted.strip(), measured.strip(), value >= limit))
 

@@ -1,7 +1,4 @@
-"""Is the device what it should be, and do its kernels compute what they should?
-
-Item 4b holds the fast attention kernel against a dense mask written from the definition, and a
-whole small policy against itself in float32; without it no time of the policy means anything.
+"""Items 1 and 4b: the device's rate, and its attention kernel against a dense mask.
 
 Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 """

@@ -1,8 +1,7 @@
-"""Whole iterations at real size, and the fast sampler beside everything else.
+"""Items 5 and 7: whole iterations at real size, and vLLM beside everything else.
 
-Items 5 and 7. Item 5 is `train.py`'s loop on a run opened as any other, with random weights, a
-judge of known slowness, and an engine that says what it is told but is synced and checked like any;
-sampling is thus neither in the seconds nor in the floor.
+Item 5 is `train.py`'s loop with random weights, a judge of known slowness, and an engine that
+returns given completions; sampling is thus neither in the seconds nor in the floor.
 """
 
 from __future__ import annotations
@@ -64,13 +63,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For a table."""
         policy = "one step off-policy" if self.max_staleness else "on-policy"
         return f"{self.side_px}^2, {self.num_steps} steps, judge {self.latency_s:g} s, {policy}"
 
     @property
     def num_iterations(self) -> int:
-        """In all."""
         return NUM_WARM_UP + NUM_TIMED + self.max_staleness
 
 

@@ -1,8 +1,4 @@
-"""Models of real size with random weights, born on the device, in this project's own classes.
-
-No checkpoint is read, so a machine without a network can run this. Speed does not depend on the
-values, as long as they are not zeros.
-"""
+"""Models of real size with random weights, made on the device: no checkpoint is read."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The policy's side of one group at real size: ours, packed, and the peers' padded rows.
+"""Items 4 and 6: the policy's side of one group at real size, ours packed, the peers' padded.
 
-Items 4 and 6. Ours is what `train.py` does with a group, through the learner. The peers' rows are
-transformers' own model under PEFT, a group's picture and prompt once per completion, in as many
-passes as TRL and a reward function make. The peer is favoured where it costs nothing to: its rows
-need no padding, since completions are equally long, so its attention runs without a mask; its
-log-probs are computed in chunks as ours.
+The peers' rows are transformers' own model under PEFT, a group's picture and prompt once per
+completion, in as many passes as TRL and a reward function make; since completions are equally long,
+their rows need no padding and no mask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The frozen generator at real size: transformer forwards and the VAE, diffusers' and ours.
-
-Items 2 and 3. Both sides compute with the same weights, in turn; one forward's numbers stand for
-all steps.
+"""Items 2 and 3: transformer forwards and the VAE at real size, diffusers' and ours in turn.
 
 Legend: N tokens of the picture and as many of its source, L words.
 """
@@ -65,6 +62,11 @@ class Forward:
         given = stock.prepare(self.states, self.sources, self.shapes)
         return lambda: stock.velocity(self.latents, given, timestep)
 
+    def flops(self, transformer: Any, modulation: StepModulation) -> int:
+        """Of one step; torch counts its own attention alone."""
+        native = attention_of(CANDIDATES[0], transformer.device)
+        return flops_of(self.ours(Denoiser(transformer, native), modulation))
+
     def ours(self, denoiser: Denoiser, modulation: StepModulation) -> Callable[[], torch.Tensor]:
         """One step; what a batch prepares once is prepared once."""
         given = denoiser.prepare(self.states, self.sources, self.shapes)
@@ -123,7 +125,7 @@ def _modulation(transformer: Any) -> StepModulation:
 def _attention_backends(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
     side, batch = bench.size.render[0]
     forward = make_forward(bench, transformer, side, [bench.size.num_words(side)] * batch)
-    calls, floor = {}, None
+    calls = {}
     for backend in CANDIDATES:
         try:
             denoiser = Denoiser(transformer, attention_of(backend, transformer.device))
@@ -131,8 +133,7 @@ def _attention_backends(bench: Bench, transformer: Any, modulation: StepModulati
             bench.tell(f"attention {backend}", note=first_line(error))
         else:
             calls[f"attention {backend}"] = forward.ours(denoiser, modulation)
-            if backend == CANDIDATES[0]:
-                floor = flops_of(calls[f"attention {backend}"])
+    floor = forward.flops(transformer, modulation)
     for name, timing in bench.race(calls, share=0.2).items():
         bench.tell_time(f"{forward.name}, {name}", timing, floor)
 
@@ -151,7 +152,7 @@ def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -
         }
         _check_equal(bench, forward.name, calls["diffusers"], calls["ours"])
         timings = bench.race(calls, share=0.6 / len(all_cases))
-        floor, stock = flops_of(calls["ours"]), timings.get("diffusers")
+        floor, stock = forward.flops(transformer, modulation), timings.get("diffusers")
         for name, timing in timings.items():
             peer = None if name == "diffusers" else stock
             bench.tell_time(f"{forward.name}, {name}", timing, floor, peer)

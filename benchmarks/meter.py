@@ -1,8 +1,4 @@
-"""What a stretch of a program spends: seconds, CPU seconds, FLOPs; and how often a thing happens.
-
-Spans are exclusive (an inner one pauses the outer) and are laid around other people's functions
-from outside, so that both sides of a comparison carry the same gauge.
-"""
+"""Seconds, CPU seconds and FLOPs of spans laid around functions; an inner span pauses the outer."""
 
 from __future__ import annotations
 

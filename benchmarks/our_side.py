@@ -1,8 +1,5 @@
-"""This project: `rl.train` itself, unmodified, on the toy, with completions put into its mouth.
-
-Weights are not synced (`Run.sync_engine` does nothing): on neither side is there a sampler to give
-them to. The bare arm, evaluations and checkpoints are off.
-"""
+"""This project: `rl.train` itself, unmodified, on the toy, with given completions, no weight sync,
+bare arm, evaluations or checkpoints."""
 
 from __future__ import annotations
 

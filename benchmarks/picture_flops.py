@@ -1,10 +1,8 @@
-"""What a picture costs in FLOPs: Qwen-Image-2.1 beside Qwen-Image-Edit, as this project computes
-them.
+"""What a picture costs in FLOPs: Qwen-Image-2.1 beside Qwen-Image-Edit.
 
     python -m benchmarks.picture_flops > benchmarks/results/picture_flops.md
 
-Our own forwards run on the meta device, in the shapes of the released models (diffusers' class
-defaults, not read from a checkpoint), under torch's counter of operations.
+Our own forwards run on the meta device, in the shapes of diffusers' class defaults.
 """
 
 from __future__ import annotations

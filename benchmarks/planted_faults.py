@@ -2,10 +2,8 @@
 
     python -m benchmarks.planted_faults [ID ...] [--tests CHECKOUT] [--jobs 2] [--fast]
 
-Each fault of `planted_faults.json` replaces one piece of text in a copy of this checkout. The test
-directories whose files import the changed module (themselves, or through a helper beside them) run
-until the first failure: fast tests first, then, without `--fast`, slow ones. `--tests` takes the
-tests of another checkout, such as an older commit's. Prints a Markdown table.
+The test directories whose files import the changed module run until the first failure: fast tests
+first, then, without `--fast`, slow ones. `--tests` takes those of another checkout.
 """
 
 from __future__ import annotations

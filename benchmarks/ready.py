@@ -1,7 +1,4 @@
-"""What a worker of a contest imports, once for all of them: they fork off where this was read.
-
-Half a minute of CPU each otherwise, a dozen times in the shortest of runs.
-"""
+"""The imports of a contest's workers, which fork off behind them: half a minute of CPU once."""
 
 import importlib
 import os

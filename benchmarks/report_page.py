@@ -1,9 +1,7 @@
 """How large the page of a long run is, how long it takes to make, and to open.
 
-`python -m benchmarks.report_page FOLDER [iterations] [groups] [completions]` writes a made-up run
-there (default 1,000 iterations of 8 groups of 8, texts of a real run's length) and its page, once
-from nothing and once more after one new iteration. With a browser (`scripts/test.sh
---with-chromium`) it opens it too.
+`python -m benchmarks.report_page FOLDER [iterations] [groups] [completions]` makes up a run there,
+and its page twice: from nothing, and after one new iteration.
 """
 
 from __future__ import annotations

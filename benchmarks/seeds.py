@@ -1,13 +1,8 @@
-"""One config on many seeds: every one printed, none picked.
+"""One config on many seeds, all of which are printed.
 
     python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
-    python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of runs that are there
-    python -m benchmarks.seeds quickstart --fresh 256     on held-out samples nobody had seen
-
-A run takes one thread, so that as many as there are cores go on beside each other; the same command
-goes on with those that are not finished. What is read of a held-out run is the reward, of
-`tiny_reasoning` the share of right answers. `--fresh N` evaluates on N held-out samples of another
-data seed than the configs' (`tiny_prompts` has 72 held-out prompts in all, and repeats them).
+    python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of existing runs
+    python -m benchmarks.seeds quickstart --fresh 256     on held-out samples of another data seed
 """
 
 from __future__ import annotations

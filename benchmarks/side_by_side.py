@@ -5,12 +5,9 @@
     .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, ten minutes or so
     .venv/bin/python -m benchmarks.side_by_side --only latency ranks
 
-The experiments in order; a report (Markdown), its records (JSON) and a plot (PNG) in `--out`, where
-what is not measured anew is kept.
-
-How to read it. Every side is a process with one thread; they run an iteration each in turn, the
-first round is dropped, ratios are taken within a round, and the median of them is given with the
-smallest and largest. CPU seconds, not wall seconds, unless something waits.
+Every side is a process with one thread; they run an iteration each in turn, and the first round is
+dropped. A ratio is the median over rounds, with the smallest and largest; CPU seconds, not wall
+seconds, unless something waits. What is not measured anew is kept in `--out`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The models, samples and completions that both sides of a comparison work on.
+"""The tiny models, samples and completions of both sides of a comparison; also a data plugin.
 
-Random weights of the released classes, on disk as the released ones lie there. Prompts have 64 +
-107 tokens and the picture's, as the released editor's have 64 + 110. Also a data plug.
+Prompts have 64 + 107 tokens and the picture's, as the released editor's have 64 + 110.
 """
 
 from __future__ import annotations

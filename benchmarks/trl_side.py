@@ -1,15 +1,9 @@
 """The peer: TRL's `GRPOTrainer` with a reward function that conditions, renders and asks a judge.
 
-What: 'stock' is what a user writes first: one completion at a time through forward, diffusers' own
-`QwenImageEditPipeline` and the judge (four questions in flight, once all is rendered), gradient
-checkpointing, TRL's importance-sampling pass. 'tuned' has no checkpointing, no such pass, a group
-per micro-batch, and a reward function that preprocesses a picture once, conditions the group in one
-batch without the head, renders it in one batch with this project's own renderer, source latents
-cached, and judges while it renders; `trl_tunings.py` adds to it. What not: anything of TRL's
-changed; completions come in by its own `rollout_func`.
-
-TRL runs its importance-sampling pass whenever vLLM samples. Here nothing samples but the injected
-completions, so 'stock' tells the trainer after its making that vLLM does.
+'stock' is what a user writes first: one completion at a time through forward, diffusers' own
+pipeline and the judge. 'tuned' batches and caches what it can, and renders with this project's
+renderer; `trl_tunings.py` adds to it. TRL runs its importance-sampling pass whenever vLLM samples;
+here completions are given by its `rollout_func`, and 'stock' sets the trainer's flag afterwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a user of TRL can still do who has batched and cached all, in some eighty lines.
+"""What a user of TRL can still do who has batched and cached all, without changing a line of it.
 
-What: a vision tower that remembers a picture, and a trainer that forwards a prompt once for all of
-its completions. Either gives the plain path's numbers, asserted at its first use (`EQUAL`). What
-not: a line of TRL's or transformers' changed.
+A vision tower that remembers a picture, and a trainer that forwards a prompt once for all of its
+completions; either gives the plain path's numbers, asserted at its first use (`EQUAL`).
 
 Axes: `_G` completions of one prompt, `P` its tokens, `T` completion tokens, `D` hidden size.
 """

@@ -1,8 +1,7 @@
 """Starts a command: `rl <command> ...` becomes the process `python -m <module> ...`.
 
-Signals and the exit code are then the command's own. `train` and `check` also look for plugins in
-the working folder; the others import nothing from there (`-P`). Light: neither torch nor anything
-else outside the standard library.
+`train` and `check` also look for plugins in the working folder; other commands import nothing from
+there (`-P`). Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -58,44 +57,32 @@ def main() -> NoReturn:
     """Exit code: the command's own; 0 for help, 2 for wrong usage, 1 for what is not installed."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(_help())
+        print("usage: rl <command> ...        (rl <command> --help, rl --version)\n")
+        width = max(map(len, COMMANDS))
+        for name, command in COMMANDS.items():
+            print(f"  {name:{width}}  {command.help}")
         sys.exit(0)
     if name == "--version":
         print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
         sys.exit(0)
     if name not in COMMANDS:
-        _fail(2, f"rl: no command {name!r}{_nearest(name)}; rl --help lists them")
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        _fail(2, f"rl: no command {name!r}{hint}; rl --help lists them")
     command = COMMANDS[name]
-    if missing := _missing(command):
-        _fail(1, f"rl {name}: {missing}")
+    package = command.module.split(".")[0]
+    if find_spec(package) is None:
+        _fail(1, f"rl {name}: {package}/ comes with a clone, not with the wheel")
+    if command.needs_torch and find_spec("torch") is None:
+        _fail(
+            1,
+            f"rl {name}: torch is not installed beside this Python ({sys.executable}); pip install "
+            f"'{DISTRIBUTION}[cuda]' on a machine with a GPU, '{DISTRIBUTION}[cpu]' on another",
+        )
     words = ["-m", command.module, *command.before, *arguments, *command.after]
     if command.module.startswith("rl.commands.") and not os.path.samefile(".", HOME):
         words.insert(0, "-P")
     os.execv(sys.executable, [sys.executable, *words])
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
-    head = "usage: rl <command> ...        (rl <command> --help, rl --version)"
-    return "\n".join([head, "", *lines])
-
-
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _missing(command: Command) -> str:
-    """What has to be installed first; '' when nothing."""
-    if find_spec(command.module.split(".")[0]) is None:
-        return f"{command.module.split('.')[0]}/ comes with a clone, not with the wheel"
-    if command.needs_torch and find_spec("torch") is None:
-        return (
-            f"torch is not installed beside this Python ({sys.executable}); pip install "
-            f"'{DISTRIBUTION}[cuda]' on a machine with a GPU, '{DISTRIBUTION}[cpu]' on another"
-        )
-    return ""
 
 
 def _fail(code: int, sentence: str) -> NoReturn:

@@ -1,5 +1,4 @@
-"""From a config to the plugs it names: find them, read their sections, make them. Nothing heavy is
-imported before a `build_*` is called."""
+"""Finds, reads and makes the plugins that a config names; torch is imported by `build_*` alone."""
 
 from __future__ import annotations
 
@@ -39,10 +38,10 @@ ROOMS: Mapping[str, type[PlugBase[Any]]] = {
     "rewards": Reward,
     "data": DataSource,
 }
-"""What a plug of each room is derived from."""
+"""The base class of each room's plugins."""
 
 WEIGHTS = ("weight", "coefficient")
-"""Keys of a training source's section that are the mixture's, not the plug's."""
+"""Keys of a training source's section that are the mixture's, not the plugin's."""
 
 
 PlugT = TypeVar("PlugT", bound=PlugBase[Any], covariant=True)
@@ -50,12 +49,12 @@ PlugT = TypeVar("PlugT", bound=PlugBase[Any], covariant=True)
 
 @dataclass(frozen=True)
 class Plug(Generic[PlugT]):
-    """A plug with its section of the config, read."""
+    """A plugin with its section of the config."""
 
     key: str
-    """Where the section stands in the config, e.g. 'rewards.viescore'."""
+    """The section's place in the config, e.g. 'rewards.viescore'."""
     config: Any
-    """The plug's own `Config`."""
+    """The plugin's own `Config`."""
     cls: type[PlugT]
 
     @property
@@ -66,7 +65,7 @@ class Plug(Generic[PlugT]):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config whose every plug has been found."""
+    """A config with all of its plugins."""
 
     config: RunConfig
     policy: Plug[Policy]
@@ -98,8 +97,8 @@ class Resolved:
 
 
 def resolve(config: RunConfig) -> Resolved:
-    """Find and read every plug. Raises ConfigError with all problems of all plugs."""
-    problems: list[str] = []
+    """Find and read every plugin. Raises ConfigError with all problems of all plugins."""
+    weights, per_row, problems = _weights(config)
 
     def plug_of(room: str, key: str, section: PlugSection) -> Any:
         plug, wrong = _find_plug(room, key, section)
@@ -111,11 +110,9 @@ def resolve(config: RunConfig) -> Resolved:
         return [plug_of("data", f"data.{name}.{i}", section) for i, section in enumerate(bare)]
 
     if config.algorithm.loss not in SHIPPED_LOSSES:
-        found, wrong = find.import_plug(config.algorithm.loss)
-        wrong = wrong or find.loss_problems(found)
+        loss, wrong = find.import_plug(config.algorithm.loss)
+        wrong = wrong or find.loss_problems(loss)
         problems.extend(f"algorithm.loss: {problem}" for problem in wrong)
-    weights, per_row, wrong = _weights(config)
-    problems.extend(wrong)
     for name in config.rewards:
         try:
             usable_name(name)
@@ -137,7 +134,12 @@ def resolve(config: RunConfig) -> Resolved:
     )
     if problems:
         raise ConfigError(problems)
-    return replace(resolved, config=_without_diagnostics(resolved))
+    counted = [name for name, plug in resolved.rewards.items() if not plug.cls.diagnostic]
+    if config.final_reward.weights or len(counted) == len(resolved.rewards):
+        return resolved
+    # With no weights stated every reward that is not a mere diagnostic counts once.
+    final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
+    return replace(resolved, config=config.model_copy(update={"final_reward": final}))
 
 
 def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
@@ -167,36 +169,20 @@ def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
     return [entry.get(key, 1) for entry in given], per_row, problems
 
 
-def _without_diagnostics(resolved: Resolved) -> RunConfig:
-    """With no weights given, every reward that is not a mere diagnostic counts once."""
-    config = resolved.config
-    counted = [n for n, plug in resolved.rewards.items() if not plug.cls.diagnostic]
-    if config.final_reward.weights or len(counted) == len(resolved.rewards):
-        return config
-    final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
-    return config.model_copy(update={"final_reward": final})
-
-
 def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | None, list[str]]:
     """The plug that `section` names, or None and what is wrong."""
-    name = section.get("type")
-    known = plugs_of(room)
+    name, known = section.get("type"), plugs_of(room)
+    own = "(one of your own: its dotted path, 'my_package.my_plug')"
     if not isinstance(name, str) or not name:
-        given = "missing" if "type" not in section else f"{json.dumps(name)} given"
-        return None, [
-            f"{key}.type: {given}; name a file of rl/{room}: {', '.join(known)} (one of your own: "
-            "its dotted path, 'my_package.my_plug')"
-        ]
+        stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
+        return None, [f"{key}.type: {stated}; name a file of rl/{room}: {', '.join(known)} {own}"]
     if name not in known and not find.is_dotted_path(name):
         near = difflib.get_close_matches(name, known, n=1)
         dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
         if find.is_dotted_path(dotted) and name != dotted:
             near = [dotted]
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        return None, [
-            f"{key}.type: no plug {name!r} in rl/{room}; {hint} "
-            "(one of your own: its dotted path, 'my_package.my_plug')"
-        ]
+        return None, [f"{key}.type: no plug {name!r} in rl/{room}; {hint} {own}"]
     found, wrong = find.import_plug(module_of(room, name) if name in known else name)
     if not wrong:
         found, wrong = find.plug_class(found, ROOMS[room])
@@ -209,26 +195,20 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
     if config is None:
         return None, problems
     plug = Plug(key, config, found)
-    return plug, _model_problems(plug) or _answers(plug)
-
-
-def _model_problems(plug: Plug[Any]) -> list[str]:
-    """Asked before its other answers, some of which are read off the files."""
-    if not issubclass(plug.cls, RunPlug):
-        return []
-    models, wrong = ask_plug(plug, "models")
-    return wrong or [f"{plug.key}.{problem}" for problem in model_problems(models)]
+    if issubclass(found, RunPlug):  # first, since other answers are read off the files
+        models, wrong = ask_plug(plug, "models")
+        wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
+    return plug, wrong or _answers(plug)
 
 
 def ask_plug(plug: Plug[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
-    """What a class method of a plug answers about its section: (answer, []), or (None, what is
-    wrong with it)."""
+    """A class method's answer about a plugin's section: (answer, []), or (None, what is wrong)."""
     answer, wrong = find.ask(plug.cls, member, plug.config, *more)
     return answer, [f"{plug.key}: {problem}" for problem in wrong]
 
 
 def _answers(plug: Plug[Any]) -> list[str]:
-    """What is wrong with what a plug says of its section."""
+    """What is wrong with a plugin's answers about its section."""
     base = next(base for base in ROOMS.values() if issubclass(plug.cls, base))
     found = [problem for name in find.questions(base) for problem in ask_plug(plug, name)[1]]
     if not found and issubclass(plug.cls, Reward) and plug.cls.needs_judge:
@@ -264,16 +244,6 @@ def num_iterations(config: RunConfig, num_samples: int) -> int:
         return config.num_iterations
     assert config.num_epochs is not None, "compatibility_problems refuses a config with neither"
     return max(1, round(config.num_epochs * num_samples / config.prompts_per_iteration))
-
-
-def planned_iterations(resolved: Resolved) -> int | None:
-    """The same before the data is loaded; None where only that would tell."""
-    config = resolved.config
-    counts = [plug.cls.count(plug.config) for plug in resolved.train]
-    if config.num_iterations is not None or config.num_epochs is None or not counts:
-        return config.num_iterations
-    known = [count for count in counts if count is not None]
-    return num_iterations(config, sum(known)) if len(known) == len(counts) else None
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
@@ -329,8 +299,8 @@ def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
 
 @contextmanager
 def _readable(plug: Plug[Any]) -> Iterator[None]:
-    """A hub id that does not exist, a folder that lacks a file, or weights that are no numbers, are
-    the user's to mend."""
+    """Names the key of a hub id that does not exist, a folder that lacks a file, or weights that
+    are not finite."""
     try:
         yield
     except NotFiniteError as error:
@@ -415,12 +385,10 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
             continue
         if not isinstance(sample, Sample):
             raise ValueError(f"{at}: row {index} is {shown(sample)}; expected rl.api.types.Sample")
-        for field, value in (("id", sample.id), ("instruction", sample.instruction)):
-            if not isinstance(value, str):
-                raise ValueError(f"{at}: row {index} has {field} {shown(value)}; expected words")
-        if not isinstance(sample.sources, tuple):
-            what = shown(sample.sources)
-            raise ValueError(f"{at}: row {index} has sources {what}; expected a tuple")
+        for field, kind in (("id", str), ("instruction", str), ("sources", tuple)):
+            if not isinstance(value := getattr(sample, field), kind):
+                what = f"{field} {shown(value)}; expected {kind.__name__}"
+                raise ValueError(f"{at}: row {index} has {what}")
         ids[index] = sample.id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(

@@ -28,7 +28,7 @@ from rl.config.imports import ROOT_VARIABLE
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
-from rl.preflight import host_memory, report, run_folder, this_machine
+from rl.preflight import report, run_folder, this_machine
 from rl.preflight.fetch import fetch_models
 from rl.ranks import endings, heartbeat, loading, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
@@ -101,7 +101,7 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
         machine = placement.Machine((args.gpu_gb,) * len(machine.cuda_gb))
 
     def problems_of(config: RunConfig) -> list[str]:
-        return report.problems_here(config, machine, num_ranks, host_memory.here_gb())
+        return report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
 
     problems = problems_of(config)
     own_gb = report.own_gpu_gb(build.resolve(config), machine, num_ranks)

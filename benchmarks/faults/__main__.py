@@ -4,9 +4,8 @@
     python -m benchmarks.faults --out campaign.jsonl     # goes on where it was stopped
     python -m benchmarks.faults --only 'judge' --list
 
-Each case is a real training process (tiny, one rank) and, where that did not come to its end,
-another that goes on once what is broken is mended. Its outcome is one of: survived; stopped (with a
-sentence and nothing lost); LOST, SILENT, HUNG, UNCLEAR (a traceback where a sentence is due).
+An outcome is one of: survived; stopped (with a sentence and nothing lost); LOST, SILENT, HUNG,
+UNCLEAR (a traceback where a sentence is due).
 """
 
 from __future__ import annotations

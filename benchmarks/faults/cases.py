@@ -1,8 +1,4 @@
-"""The campaign's cases: a place, a kind of fault, and what may come of the two.
-
-What: `CASES`, in five groups: calls of the loop, operations on files, the judge's HTTP, rows of the
-data, and damage to a run that lies still. What not: how one is tried and judged (`trial.py`).
-"""
+"""The campaign's cases: a place, a kind of fault, and what may come of the two."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Faults put into a process: an error or a signal at a call, or at an operation on a file.
-
-What: `end_at` (the n-th call of a function), `end_at_phase`, `at_files` (operations on files, as
-Python's audit events tell of them; what native code writes is announced by hand), and what arms a
-process with them. What not: what is expected of the run (`cases.py`), damage to files of a run that
-is not running.
-"""
+"""Puts an error or a signal into a process, at a call or at an operation on a file."""
 
 from __future__ import annotations
 

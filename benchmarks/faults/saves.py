@@ -3,9 +3,8 @@
     python -m benchmarks.faults.saves                 # every operation: a table, 1 if any lost
     python -m benchmarks.faults.saves --only 3 17     # some
 
-A save: from the moment its update is applied to the end of the run: checkpoint, seal, rename, the
-pointer, older checkpoints pruned and deleted, journals forgotten, the line of metrics, episodes,
-the model's card. A file that was being written is left whole, half, and empty.
+A save begins when its update is applied and ends with the run. A file that was being written is
+left whole, half, and empty.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""The smallest run that trains, saves and asks a judge, as a process that is forked warm.
-
-What: its data, config and judge, `start` (the rank's own entry, `rl.ranks.worker`, so that what is
-printed is what a user reads), and what it left. What not: faults (`inject.py`), what is expected of
-them (`cases.py`). Three iterations of two prompts, a second or two of one core.
-"""
+"""The smallest run that trains, saves and asks a judge, as a process that is forked warm: three
+iterations of two prompts, a second or two of one core."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds a plugin by its name, and says in a sentence what is wrong with it.
+"""Finds a plugin by its name, and explains what is wrong with it.
 
-Nothing of a plugin is run here but its module, and by `ask` one of its class methods. Each returns
-(what was found or None, sentences without the config's key).
+Only its module is run here, and by `ask` one of its class methods. Functions return (the result or
+None, problems without the config's key).
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
     else:
         cls, wrong = _class_in(found, base)
         if cls is not None:
-            wrong = [*_config(cls, base), *_abstract(cls, base), *_signatures(cls, base)]
+            wrong = list(_members(cls, base))
     if cls is not None:
         wrong += list(_variables(cls, base)) or list(_pairs(cls))
     return (None if wrong else cls), wrong
@@ -192,7 +192,7 @@ def _functions_of(module: ModuleType) -> str:
 
 
 def loss_problems(found: Any) -> list[str]:
-    """Of what `algorithm.loss` names by a dotted path."""
+    """What is wrong with what `algorithm.loss` names by a dotted path."""
     if isinstance(found, ModuleType):
         held = _functions_of(found)
         return [f"{found.__name__} is a module; name a function in it behind a dot{held}"]
@@ -205,35 +205,27 @@ def loss_problems(found: Any) -> list[str]:
 # --- its members ----------------------------------------------------------------------------------
 
 
+_GRADE = "(self, x: RewardInput) -> RewardOutput"
+
+
 def _owners(base: type[PlugBase[Any]]) -> list[type]:
     return [cls for cls in base.__mro__ if issubclass(cls, PlugBase)]
 
 
-def _config(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
-    config, expected = cls.Config, base.Config
-    name = f"{cls.__name__}.Config"
+def _members(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+    """What is wrong with its `Config`; missing methods, and those not called as the base's are."""
+    own, config, expected = cls.__name__, cls.Config, base.Config
     if not (isinstance(config, type) and issubclass(config, Section)):
-        yield f"{name} is {shown(config)}; derive it from {expected.__name__}"
+        yield f"{own}.Config is {shown(config)}; derive it from {expected.__name__}"
     elif missing := sorted(expected.model_fields.keys() - config.model_fields.keys()):
-        yield f"{name} has no field {missing[0]!r}; derive it from {expected.__name__}"
-
-
-_GRADE = "(self, x: RewardInput) -> RewardOutput"
-
-
-def _abstract(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+        yield f"{own}.Config has no field {missing[0]!r}; derive it from {expected.__name__}"
     for member in sorted(getattr(cls, "__abstractmethods__", ())):
-        signature = _signature(getattr(base, member))
-        yield f"{cls.__name__} has no {member}; expected `def {member}{signature}`"
+        yield f"{own} has no {member}; expected `def {member}{_signature(getattr(base, member))}`"
     if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):
         if cls.scores_groups():
-            yield f"{cls.__name__} has grade and score_group; keep the one that is meant"
+            yield f"{own} has grade and score_group; keep the one that is meant"
         else:
-            yield f"{cls.__name__} has no grade; expected `async def grade{_GRADE}`, or score_group"
-
-
-def _signatures(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
-    """Members that cannot be called as the base's are."""
+            yield f"{own} has no grade; expected `async def grade{_GRADE}`, or score_group"
     for member in sorted(_methods(base)):
         static, of_base = (inspect.getattr_static(one, member) for one in (cls, base))
         if static is of_base:
@@ -264,7 +256,7 @@ def _methods(base: type[PlugBase[Any]]) -> set[str]:
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    """As its author would write it: '(cls, config: Config) -> int'."""
+    """As in its source: '(cls, config: Config) -> int'."""
     if function is Reward.grade:
         return _GRADE
     found = inspect.signature(function)
@@ -337,8 +329,8 @@ def _pairs(cls: type[PlugBase[Any]]) -> Iterator[str]:
 
 
 def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
-    """Members of an outsider's class that nobody reads, and that nearly have the name of one that
-    is read: 'name: why'."""
+    """'name: why' of members of an outsider's class that nobody reads and whose names are close to
+    one that is read."""
     known = {*_methods(base), *_annotated(base)}
     for owner in cls.__mro__:
         for name in () if owner.__module__.startswith(("rl.", "abc", "typing")) else vars(owner):
@@ -361,7 +353,7 @@ def questions(base: type[PlugBase[Any]]) -> list[str]:
 
 
 def ask(cls: type[PlugBase[Any]], member: str, *given: object) -> Found:
-    """What a class method of a plugin answers, held to the return annotation of its base."""
+    """A class method's answer, validated against the return annotation of its base."""
     question = getattr(cls, member)
     bases = (one for one in _owners(cls) if one.__module__.startswith("rl.api."))
     owner = next(one for one in bases if member in vars(one))
@@ -377,7 +369,7 @@ def ask(cls: type[PlugBase[Any]], member: str, *given: object) -> Found:
 
 
 def _misfit(what: str, value: Any, owner: type, text: str) -> Iterator[str]:
-    """Why `value` is none of what the annotation `text` in the class `owner` says."""
+    """Why `value` does not fit the annotation `text` in the class `owner`."""
     plain = frozenset(value) if isinstance(value, AbstractSet) else value
     try:
         _adapter(owner, text).validate_python(plain, strict=True)

@@ -1,5 +1,4 @@
-"""What plugs of every room have in common: a section of the config, read as their `Config`, and
-metrics of their own."""
+"""The base of every plugin: a section of the config as its `Config`, and metrics of its own."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class PlugConfig(Section):
-    """Base of a plug's own keys; by itself: no keys."""
+    """Base of a plugin's own keys; by itself: no keys."""
 
     type: str = ""
-    """The plug's name, or its dotted path."""
+    """The plugin's name, or its dotted path."""
 
 
 class PlacedConfig(PlugConfig):
-    """Base of the keys of a plug that keeps a model on a device."""
+    """Base of the keys of a plugin that keeps a model on a device."""
 
     device: str = "auto"
     """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's number and 1)."""
@@ -40,7 +39,7 @@ class PlacedConfig(PlugConfig):
 
 
 class FrozenModelConfig(PlacedConfig):
-    """Base of the keys of a plug that runs a frozen model in batches."""
+    """Base of the keys of a plugin that runs a frozen model in batches."""
 
     model_path: str
     """Hub id or local folder (safetensors)."""
@@ -51,17 +50,17 @@ class FrozenModelConfig(PlacedConfig):
 
 
 class FileConfig(PlugConfig):
-    """Base of the keys of a plug that reads a file or a data set."""
+    """Base of the keys of a plugin that reads a file or a data set."""
 
     path: str
     """File or folder."""
 
 
 def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
-    """For `no_effect`: those of `keys` (words; None: of all) that are set away from their defaults.
-    `at`: where the section stands, 'lora.'."""
-    set_ones = changed(section, None if keys is None else keys.split())
-    return [f"{at}{key}: {why}" for key in set_ones]
+    """For `no_effect`: those of `keys` (separated by spaces; None: all) that differ from their
+    defaults. `at`: the section's place, 'lora.'."""
+    names = None if keys is None else keys.split()
+    return [f"{at}{key}: {why}" for key in changed(section, names)]
 
 
 ConfigT = TypeVar("ConfigT", bound=Section, default=PlugConfig)
@@ -72,11 +71,11 @@ class PlugBase(ABC, Generic[ConfigT]):
     keys. Class methods answer before anything is loaded, and load nothing."""
 
     Config: ClassVar[type[Section]] = PlugConfig
-    """Of its section: what stands in those brackets."""
+    """The model of its section: the class in those brackets."""
     metrics: ClassVar[Mapping[MetricName, Metric]] = {}
-    """What `take_metrics` may report, by name. In a run's lines, wandb and the metrics table a name
-    stands behind the plug's place: `reward/metric/<reward>/<name>`, `data/metric/train.<i>/<name>`,
-    `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
+    """What `take_metrics` may report, by name. A run logs a name behind the plugin's place:
+    `reward/metric/<reward>/<name>`, `data/metric/train.<i>/<name>`, `policy/metric/<name>`,
+    `engine/<name>`, `renderer/<name>`."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -97,8 +96,8 @@ class PlugBase(ABC, Generic[ConfigT]):
 
     @classmethod
     def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        """Keys that are set and that nothing reads beside the section's others, as 'key: why';
-        `--check` tells them. What contradicts the others is a problem instead."""
+        """Keys that are set and that nothing reads beside the section's others, as 'key: why', for
+        `--check`. A key that contradicts the others is a problem instead."""
         found = []
         if isinstance(config, PlacedConfig) and config.device == "cpu":
             found += unread(config, "max_memory_gb", "a CPU's memory is not limited")
@@ -134,7 +133,7 @@ DIFFUSERS_SAFETENSORS = ("diffusion_pytorch_model.safetensors",)
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """One model that a plug loads: what its folder has to hold."""
+    """One model that a plugin loads: what its folder has to hold."""
 
     key: str
     """Of the section, where the folder is named: 'model_path'."""
@@ -158,7 +157,7 @@ class ModelFiles:
 
 
 class RunPlug(PlugBase[ConfigT]):
-    """A plug that the rest of the config may contradict: all but data sources."""
+    """A plugin that the rest of the config may contradict: all but data sources."""
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
@@ -184,7 +183,7 @@ class RunPlug(PlugBase[ConfigT]):
 
 @dataclass(frozen=True)
 class Saving:
-    """A value of a key of the plug's section with which it takes less memory."""
+    """A value of one of the plugin's keys that saves memory."""
 
     key: str
     value: Any
@@ -193,7 +192,7 @@ class Saving:
 
 
 class ModelRunner(RunPlug[ConfigT]):
-    """A plug that may run a frozen model of its own; its `Config` then derives from
+    """A plugin that may run a frozen model of its own; its `Config` then derives from
     `PlacedConfig`."""
 
     runs_model: ClassVar[bool] = False
@@ -238,7 +237,7 @@ class Resources:
 
 
 def too_old(capability: float | None, least: float, what: str, remedy: str) -> list[str]:
-    """For `device_problems`: of a GPU of less compute capability than `what` needs."""
+    """For `device_problems`: where a GPU has less compute capability than `what` needs."""
     if capability is None or capability >= least:
         return []
     return [
@@ -250,6 +249,6 @@ def shown(value: object) -> str:
     """A value and its type on one line, short."""
     try:
         text = " ".join(repr(value).split())
-    except Exception as error:  # a stranger's
+    except Exception as error:  # an outsider's class
         text = f"what raises {type(error).__name__} when it is printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -23,7 +23,6 @@ from rl.api.types import (
     Sample,
     StateKind,
 )
-from rl.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,11 +65,6 @@ class Renderer(ModelRunner[ConfigT]):
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> Count | None:
         """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
-        return None
-
-    @classmethod
-    def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int | None:
-        """Of a drawn picture, at the most, for `--check`'s plan of the disk; None: unknown."""
         return None
 
     def size_bucket(self, sample: Sample) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Asks the judge for real before a model is loaded, with the client and the code of training."""
+"""Asks the judge real questions before a model is loaded, as the rewards of training ask them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rl.api.judge import Answer, Question
 from rl.api.plug import Resources
@@ -18,12 +18,10 @@ from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
 from rl.judge.http import TOO_MANY_REQUESTS
-from rl.preflight.dry_run import READABLE, graded, made_up
+from rl.preflight.compatibility import READABLE
+from rl.preflight.dry_run import graded, made_up
 from rl.record.console import duration
 from rl.record.untrusted import shown
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 T = TypeVar("T")
 
@@ -34,11 +32,11 @@ START_PATIENCE_S = 60.0
 
 @dataclass
 class Heard:
-    """What came of asking."""
+    """The outcome."""
 
     problems: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    """What was answered, and which places are down though others are not."""
+    """The answers, and which places are down though others are not."""
     dialects: dict[str, Dialect] = field(default_factory=dict)
     """By place."""
 
@@ -48,15 +46,16 @@ async def ask_judge(
 ) -> Heard:
     """`wait_s`: how long a judge that is still starting has. `sample`: of the run's data; what it
     lacks is made up, and the picture to be graded is its source, as if nothing had been edited."""
-    asked = (_ask_base(resolved, base, wait_s, sample) for base in api_bases)
     heard, down = Heard(), []
-    for found in await asyncio.gather(*asked):
-        if isinstance(found, JudgeUnreachableError):
-            down.append(str(found))
+    for answered in await asyncio.gather(
+        *(_ask_base(resolved, base, wait_s, sample) for base in api_bases)
+    ):
+        if isinstance(answered, JudgeUnreachableError):
+            down.append(str(answered))
             continue
-        heard.problems += found.problems
-        heard.lines += found.lines
-        heard.dialects |= found.dialects
+        heard.problems += answered.problems
+        heard.lines += answered.lines
+        heard.dialects |= answered.dialects
     if heard.dialects:
         heard.lines += down
     else:
@@ -67,7 +66,7 @@ async def ask_judge(
 async def _ask_base(
     resolved: Resolved, base: str, wait_s: float, sample: Sample | None
 ) -> Heard | JudgeUnreachableError:
-    # What it waits out in a run, e.g. that a quota is spent, is told before one.
+    # A run waits out e.g. a spent quota; before a run it is reported.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
     try:
@@ -102,38 +101,35 @@ async def _ask_reward(
         why = "loads a model" if plug.cls.runs_model else "reads hidden keys of the data"
         heard.lines.append(f"{plug.key}: not asked, since it {why}")
         return
-    config = resolved.config.judge
-    listening = _Listening(client)
-    resources = Resources(listening, "cpu")
-    limit_s = 2 * config.timeout_s
+    judge = _RecordingJudge(client)
+    limit_s = 2 * client.config.timeout_s
     started = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
-            output, problems = await graded(plug, resources, _given(resolved, sample))
+            inputs = _reward_input(resolved, sample)
+            output, problems = await graded(plug, Resources(judge, "cpu"), inputs)
     except TimeoutError:
-        output, problems = None, [f"{plug.key}: {base} did not answer within {limit_s:g} s"]
-        problems[0] += _remedy("timeout", client)
-    failed = next((answer for answer in listening.answers if answer.failure), None)
+        remedy = _remedy("timeout", client)
+        output, problems = None, [f"{plug.key}: {base} did not answer within {limit_s:g} s{remedy}"]
+    failed = next((answer for answer in judge.answers if answer.failure), None)
     if not problems and failed is not None:
-        problems = [f"{plug.key}: {base} {_said(failed, client)}"]
+        problems = [f"{plug.key}: {base} {_why_unusable(failed, client)}"]
     heard.problems += problems
     if problems or output is None:
         return
-    num_unreadable = sum(len(answer.replies) - 1 for answer in listening.answers)
+    taken = duration(time.monotonic() - started)
+    num_unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
     heard.lines.append(
-        f"{plug.key}: {base} answered {len(listening.answers)} questions in "
-        f"{duration(time.monotonic() - started)}"
+        f"{plug.key}: {base} answered {len(judge.answers)} questions in {taken}"
         + (f", {num_unreadable} replies unreadable" if num_unreadable > 0 else "")
         + (f", value {output.value:.3g}" if output.value is not None else f", {output.failure}")
     )
 
 
-def _said(failed: Answer[Any], client: JudgeClient) -> str:
-    """What the judge said that cannot be read, or why it said nothing."""
-    failure = str(failed.failure)
+def _why_unusable(failed: Answer[Any], client: JudgeClient) -> str:
+    failure, config = str(failed.failure), client.config
     if not failed.replies:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
-    config = client.config
     reply = shown(failed.replies[-1], SHOWN_REPLY_CHARS)
     return (
         f"answers, but not as asked: {failure}; it said: {reply or '(nothing)'}\nRemedy: set "
@@ -144,18 +140,17 @@ def _said(failed: Answer[Any], client: JudgeClient) -> str:
 
 
 def _remedy(failure: str, client: JudgeClient) -> str:
-    config = client.config
     if failure.startswith("http_"):
         status = 429 if failure.startswith(TOO_MANY_REQUESTS) else 500
-        return f"\n{remedy_for(status, failure, None, config)}"
+        return f"\n{remedy_for(status, failure, None, client.config)}"
     return (
         "\nRemedy: look into the endpoint's own log; raise judge.timeout_s="
-        f"{config.timeout_s:g} if it is slow."
+        f"{client.config.timeout_s:g} if it is slow."
     )
 
 
-class _Listening:
-    """The judge, and what it answered."""
+class _RecordingJudge:
+    """The judge; keeps its answers."""
 
     def __init__(self, client: JudgeClient) -> None:
         self.config = client.config
@@ -170,27 +165,20 @@ class _Listening:
         return answer
 
 
-def _given(resolved: Resolved, sample: Sample | None) -> RewardInput:
-    made = made_up(resolved, _noise(resolved.config.judge.image_side_px))
+def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
+    """Without a `sample`: noise as large as the largest picture for the judge, since its PNG has
+    about as many bytes as a photo's, and as many sources as any row has."""
+    from PIL import Image
+
+    side_px = resolved.config.judge.image_side_px
+    pixels = random.Random(0).randbytes(side_px * side_px)
+    noise = Image.frombytes("L", (side_px, side_px), pixels).convert("RGB")
+    made = made_up(resolved, noise)
     if sample is None:
-        num = _most_pictures(resolved)
-        return replace(made, sample=replace(made.sample, sources=made.sample.sources * num))
+        plugs = [*resolved.train, *resolved.validation]
+        known = [plug.cls.most_pictures(plug.config) or 1 for plug in plugs]
+        most = min(row_rules(resolved).max_pictures or 1, max(known, default=1))
+        return replace(made, sample=replace(made.sample, sources=made.sample.sources * most))
     sources = sample.sources or made.sample.sources
     full = replace(sample, sources=sources, target=sample.target or made.sample.target)
     return replace(made, sample=full, image=made.image and (full.source or made.image))
-
-
-def _most_pictures(resolved: Resolved) -> int:
-    """Source pictures of any sample that the run takes, as far as that can be told; >= 1."""
-    most = row_rules(resolved).max_pictures or 1
-    plugs = [*resolved.train, *resolved.validation]
-    known = [plug.cls.most_pictures(plug.config) or 1 for plug in plugs]
-    return min(most, max(known, default=1))
-
-
-def _noise(side_px: int) -> Image:
-    """As large as the judge is ever shown one; its PNG has about as many bytes as a photo's."""
-    from PIL import Image
-
-    pixels = random.Random(0).randbytes(side_px * side_px)
-    return Image.frombytes("L", (side_px, side_px), pixels).convert("RGB")

@@ -1,4 +1,4 @@
-"""Whether the chosen plugs run together: rules across rooms, asked before any process starts."""
+"""Checks whether the chosen plugins run together: rules across rooms."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from rl.api.data import RowRules
 from rl.build import ask_plug, claims, row_rules
 from rl.config.schema import RunConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
-from rl.preflight import footprint, thought
+from rl.preflight import footprint
 from rl.ranks import placement
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 RANKS_OF_A_NODE = 8
 """More ranks than this are taken to be on several machines."""
-WORDS = frozenset({"source", "image", "target", "text", "reference"})
-"""What a reward may need, hidden keys apart."""
+READABLE = frozenset({"source", "image", "target", "text", "reference"})
+"""What a reward may need beside hidden keys of the data."""
 
 
 def compatibility_problems(resolved: Resolved) -> list[str]:
-    """Everything that keeps these plugs from running together, each with its key and remedy."""
+    """Everything that keeps these plugins from running together, each with its key and remedy."""
     return [*plug_problems(resolved), *_data_problems(resolved)]
 
 
@@ -40,9 +41,24 @@ def plug_problems(resolved: Resolved) -> list[str]:
     ]
 
 
+def _own_problems(plug: Plug[Any], given: object) -> Iterable[str]:
+    """What a plugin says of its own section beside the rest."""
+    problems, wrong = ask_plug(plug, "problems", given)
+    mark = ": " if isinstance(given, RowRules) else "."
+    yield from (f"{plug.key}{mark}{problem}" for problem in problems or ())
+    yield from wrong
+
+
+def _sources_without(resolved: Resolved, need: str) -> str:
+    """Keys of the data sources that do not provide it."""
+    sources = [*resolved.train, *resolved.validation]
+    return ", ".join(s.key for s in sources if need not in s.cls.provides(s.config))
+
+
 def _room_problems(resolved: Resolved) -> Iterable[str]:
-    policy, renderer = resolved.policy, resolved.renderer
+    policy, engine, renderer = resolved.policy, resolved.engine, resolved.renderer
     accepts, emits = renderer.cls.accepts, policy.cls.emits
+    sizes, reads = footprint.sizes(resolved), renderer.cls.state_dim_of(renderer.config)
     if accepts not in emits:
         yield (
             f"renderer.type: {renderer.name} takes {accepts}, but policy {policy.name} emits "
@@ -54,16 +70,18 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             f"policy {policy.name} gives {' or '.join(sorted(policy.cls.state_kinds))} ones; "
             "choose another policy or renderer"
         )
-    else:
-        yield from _width_problems(resolved)
-    sources = [*resolved.train, *resolved.validation]
+    elif sizes is not None and reads is not None and sizes.model.width != reads:
+        yield (
+            f"policy: the hidden states of {footprint.policy_weights(resolved)!r} are "
+            f"{sizes.model.width} wide, and {renderer.key} ({renderer.name}) "
+            f"reads {reads}; start from the text encoder that it was trained with "
+            "(policy.model_path, policy.init_text_encoder_from)"
+        )
     for need in sorted(policy.cls.needs):
-        lacking = [s.key for s in sources if need not in s.cls.provides(s.config)]
-        if lacking:
+        if lacking := _sources_without(resolved, need):
             yield (
-                f"policy.type: {policy.name} reads each sample's {need!r}, which "
-                f"{', '.join(lacking)} does not provide; tokenise the data with "
-                "rl prepare"
+                f"policy.type: {policy.name} reads each sample's {need!r}, which {lacking} does "
+                "not provide; tokenise the data with rl prepare"
             )
     if renderer.cls.prompt_template(renderer.config) is not None:
         yield from (
@@ -71,12 +89,10 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             "encoder was trained under, and the policy writes under those; drop the key"
             for key in changed(policy.config, sorted(policy.cls.own_words))
         )
-    yield from thought.problems(resolved)
-    for plug in (policy, resolved.engine, renderer):
-        problems, wrong = ask_plug(plug, "problems", resolved.config)
-        yield from (f"{plug.key}.{problem}" for problem in problems or ())
-        yield from wrong
-    stated = resolved.engine.cls.memory(resolved.engine.config)
+    yield from _thought_problems(resolved)
+    for plug in (policy, engine, renderer):
+        yield from _own_problems(plug, resolved.config)
+    stated = engine.cls.memory(engine.config)
     length = stated and stated.max_model_len
     longest = resolved.config.sampling.max_completion_tokens
     prompt = policy.config.max_prompt_tokens
@@ -88,52 +104,52 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
         )
 
 
-def _width_problems(resolved: Resolved) -> Iterable[str]:
-    """As far as both are known; the rest is found when both are loaded."""
-    sizes = footprint.sizes(resolved)
-    reads = resolved.renderer.cls.state_dim_of(resolved.renderer.config)
-    if sizes is not None and reads is not None and sizes.model.width != reads:
+def _thought_problems(resolved: Resolved) -> Iterable[str]:
+    policy, section = resolved.policy, resolved.policy.config.thought
+    if section is None:
+        return
+    if not policy.cls.thinks:
+        own = ": what it writes before its picture is its thought already"
+        own *= "image_tokens" in policy.cls.emits
+        yield f"policy.thought: policy {policy.name} reads none{own}; drop the key"
+    if not section.marker.strip():
         yield (
-            f"policy: the hidden states of {footprint.policy_weights(resolved)!r} are "
-            f"{sizes.model.width} wide, and {resolved.renderer.key} ({resolved.renderer.name}) "
-            f"reads {reads}; start from the text encoder that it was trained with "
-            "(policy.model_path, policy.init_text_encoder_from)"
+            "policy.thought.marker: white space alone would end a thought anywhere; give words or "
+            "a tag, e.g. '</think>'"
+        )
+    total = resolved.config.sampling.max_completion_tokens
+    if section.max_tokens is not None and section.max_tokens >= total:
+        yield (
+            f"policy.thought.max_tokens: a thought of {section.max_tokens} tokens leaves no room "
+            f"for words within sampling.max_completion_tokens = {total}; lower the one or raise "
+            "the other"
         )
 
 
 def _reward_problems(resolved: Resolved) -> Iterable[str]:
     if not resolved.rewards:
         yield "rewards: empty; give at least one, e.g. { viescore: { type: 'viescore' } }"
-    sources = [*resolved.train, *resolved.validation]
-    for plug in resolved.rewards.values():
-        for need in sorted(plug.cls.needs):
-            if need == "text":
-                continue
-            if need == "image":
-                if not resolved.renderer.cls.makes_images:
-                    makes_none = f"renderer {resolved.renderer.name} makes none"
-                    yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
-                continue
-            named = need if need in WORDS else f"hidden:{need}"
-            lacking = [s.key for s in sources if named not in s.cls.provides(s.config)]
-            if lacking:
-                near = "".join(get_close_matches(need, sorted(WORDS - {need}), n=1))
-                yield (
-                    f"{plug.key}: needs each sample's {need!r}, which {', '.join(lacking)} does "
-                    "not provide; map a column to it" + (f", or is {near!r} meant?" if near else "")
-                )
-        problems, wrong = ask_plug(plug, "problems", resolved.config)
-        yield from (f"{plug.key}.{problem}" for problem in problems or ())
-        yield from wrong
     known = set(resolved.rewards)
     for name, plug in resolved.rewards.items():
         known |= {f"{name}/{part}" for part in plug.cls.unit_parts}
-    for name, weight in resolved.config.final_reward.weights.items():
+        if "image" in plug.cls.needs and not resolved.renderer.cls.makes_images:
+            makes_none = f"renderer {resolved.renderer.name} makes none"
+            yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
+        for need in sorted(plug.cls.needs - {"text", "image"}):
+            column = need if need in READABLE else f"hidden:{need}"
+            if lacking := _sources_without(resolved, column):
+                near = "".join(get_close_matches(need, sorted(READABLE - {need}), n=1))
+                yield (
+                    f"{plug.key}: needs each sample's {need!r}, which {lacking} does not provide; "
+                    "map a column to it" + (f", or is {near!r} meant?" if near else "")
+                )
+        yield from _own_problems(plug, resolved.config)
+    weights = resolved.config.final_reward.weights
+    for name, weight in weights.items():
         if name not in known:
             yield f"final_reward.weights.{name}: no such reward; known: {', '.join(sorted(known))}"
         if not 0 <= weight < math.inf:
             yield f"final_reward.weights.{name}: {weight} given, must be >= 0"
-    weights = resolved.config.final_reward.weights
     if weights and not any(weights.values()):
         yield "final_reward.weights: all zero; give at least one reward a weight > 0"
     diagnostic = all(plug.cls.diagnostic for plug in resolved.rewards.values())
@@ -148,13 +164,13 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
     judge = resolved.config.judge
     if not resolved.needs_judge:
         return
-    if judge.start_command:
-        yield from start_problems(judge)
-    else:
-        try:
+    try:
+        if judge.start_command:
+            yield from start_problems(judge)
+        else:
             resolve_api_bases(judge.api_base)
-        except ValueError as error:
-            yield str(error)
+    except ValueError as error:
+        yield str(error)
     try:
         auth_header(judge.api_key_env)
     except ValueError as error:
@@ -246,18 +262,16 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
             "data.validation: empty, and evaluation.every_n_iterations asks for a held-out run; "
             "give a source or set that key to 0"
         )
-    renderer = resolved.renderer
+    renderer, rules = resolved.renderer, row_rules(resolved)
     template = renderer.cls.prompt_template(renderer.config)
     shows_picture = template is not None and template.needs_picture
-    needs_picture = shows_picture or renderer.cls.needs_source
     for plug in [*resolved.train, *resolved.validation]:
-        problems, wrong = ask_plug(plug, "problems", row_rules(resolved))
-        yield from (f"{plug.key}: {problem}" for problem in problems or ())
-        yield from wrong
-        if needs_picture and "source" not in plug.cls.provides(plug.config):
+        yield from _own_problems(plug, rules)
+        has_source = "source" in plug.cls.provides(plug.config)
+        if (shows_picture or renderer.cls.needs_source) and not has_source:
             yield (
-                f"{plug.key}: renderer {resolved.renderer.name} edits a picture, and these samples "
-                "have no source; map a column to it"
+                f"{plug.key}: renderer {renderer.name} edits a picture, and these samples have no "
+                "source; map a column to it"
             )
         yield from _prompt_problems(resolved, plug)
 

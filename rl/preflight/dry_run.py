@@ -1,37 +1,37 @@
-"""Tries an outsider's plugs once, on made-up inputs, before any model is loaded."""
+"""Runs outsiders' plugins once, on made-up inputs, before any model is loaded."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl.api import find
-from rl.api.loss import Denominators, Loss, LossInputs, LossTerms
+from rl.api.loss import Denominators, LossInputs, LossTerms
 from rl.api.plug import Resources, shown
 from rl.api.reward import Reward
 from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
 from rl.build import Plug, Resolved, build_data
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
+from rl.preflight.compatibility import READABLE
 from rl.rollout.grading import grade, score_group
 
 if TYPE_CHECKING:
-    import torch
     from PIL.Image import Image
 
 SIDE_PX = 64
 SLOW_S = 10.0
-READABLE = frozenset({"source", "image", "target", "text", "reference"})
-"""What can be made up of what a reward needs: nobody knows what hidden keys hold."""
+ROWS = ((3, 1.0), (1, -0.5))
+"""(tokens, advantage) of two made-up completions."""
 
 
 def tried(resolved: Resolved) -> list[Plug[Any]]:
-    """The plugs whose code a dry run runs: rewards and renderers that ask no judge and load no
-    model, and data sources that read little."""
+    """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model,
+    and data sources that read little. Hidden keys of data and the width of hidden states are
+    unknown, so rewards and renderers that read them are left out."""
     renderer = resolved.renderer.cls
+    skips_renderer = renderer.runs_model or renderer.accepts == "hidden_states"
     return [
         *(
             plug
@@ -39,53 +39,57 @@ def tried(resolved: Resolved) -> list[Plug[Any]]:
             if not (plug.cls.needs_judge or plug.cls.runs_model or plug.cls.needs - READABLE)
         ),
         *(p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much),
-        # Nobody knows how wide hidden states are.
-        *[resolved.renderer][: not (renderer.runs_model or renderer.accepts == "hidden_states")],
+        *([] if skips_renderer else [resolved.renderer]),
     ]
 
 
 def dry_problems(resolved: Resolved) -> list[str]:
-    """What raises, or gives something that cannot be used."""
+    """What raises, or returns something unusable."""
     found = []
     for plug in tried(resolved):
-        with _said_if_slow(plug):
-            if issubclass(plug.cls, Reward):
-                given = made_up(resolved, _picture())
-                found += asyncio.run(graded(plug, Resources(None, "cpu"), given))[1]
-            elif plug is resolved.renderer:
-                found += _renderer(plug, made_up(resolved, _picture()).sample)
-            else:
-                found += _data(resolved, plug)
+        words = f"{plug.key}: still trying {plug.name} on made-up inputs"
+        timer = threading.Timer(SLOW_S, print, [words], {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
+        if issubclass(plug.cls, Reward):
+            inputs = made_up(resolved, _picture())
+            found += asyncio.run(graded(plug, Resources(None, "cpu"), inputs))[1]
+        elif plug is resolved.renderer:
+            found += _renderer(plug, made_up(resolved, _picture()).sample)
+        else:
+            found += _data(resolved, plug)
+        timer.cancel()
     return [*found, *_loss(resolved.config.algorithm)]
 
 
 async def graded(
-    plug: Plug[Reward], resources: Resources, given: RewardInput
+    plug: Plug[Reward], resources: Resources, inputs: RewardInput
 ) -> tuple[RewardOutput | None, list[str]]:
-    """What a reward says of one picture, made for it and closed again, and what is wrong with the
+    """A reward's output for one picture, made for it and closed again, and what is wrong with the
     reward. Raises `JudgeError`."""
-    cls = plug.cls
     try:
-        reward = await asyncio.to_thread(cls, plug.config, resources)
+        reward = await asyncio.to_thread(plug.cls, plug.config, resources)
     except find.STRANGE as error:
-        why = find.described(error, cls.__init__)
-        return None, [f"{plug.key}: making {plug.name} raises {why}"]
+        return None, [_raises(f"{plug.key}: making {plug.name}", error, plug.cls.__init__)]
     if reward.scores_groups():
-        output = (await score_group({plug.key: reward}, [given, given]))[0][plug.key]
+        output = (await score_group({plug.key: reward}, [inputs, inputs]))[0][plug.key]
     else:
-        output = (await grade({plug.key: reward}, given))[plug.key]
+        output = (await grade({plug.key: reward}, inputs))[plug.key]
     try:
         await asyncio.to_thread(reward.close)
     except find.STRANGE as error:
-        why = find.described(error, cls.close)
-        return None, [f"{plug.key}: closing {plug.name} raises {why}"]
+        return None, [_raises(f"{plug.key}: closing {plug.name}", error, plug.cls.close)]
     if not output.traceback:
         return output, []
-    had = ", ".join(name for name in ("source", "target") if getattr(given.sample, name))
+    had = ", ".join(name for name in ("source", "target") if getattr(inputs.sample, name))
     sample = f"a made-up sample with {had or 'no pictures'}"
-    if given.image is None:
+    if inputs.image is None:
         sample += " and nothing rendered"
     return None, [f"{plug.key}: on {sample}, {plug.name} {output.failure}"]
+
+
+def _raises(what: str, error: BaseException, code: object) -> str:
+    return f"{what} raises {find.described(error, code)}"
 
 
 def _data(resolved: Resolved, plug: Plug[Any]) -> list[str]:
@@ -96,25 +100,12 @@ def _data(resolved: Resolved, plug: Plug[Any]) -> list[str]:
     try:
         source.close()
     except find.STRANGE as error:
-        return [f"{plug.key}: closing {plug.name} raises {find.described(error, plug.cls.close)}"]
+        return [_raises(f"{plug.key}: closing {plug.name}", error, plug.cls.close)]
     return []
 
 
-@contextmanager
-def _said_if_slow(plug: Plug[Any]) -> Iterator[None]:
-    """A plug that takes its time is named while it does."""
-    words = f"{plug.key}: still trying {plug.name} on made-up inputs"
-    timer = threading.Timer(SLOW_S, lambda: print(words, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def made_up(resolved: Resolved, picture: Image) -> RewardInput:
-    """With what every sample of this config has, each picture this one."""
+    """With the columns that every sample of this config has, each picture this one."""
     sources = [*resolved.train, *resolved.validation]
     carried = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
     sample = Sample(
@@ -135,6 +126,8 @@ def _picture() -> Image:
 
 
 def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
+    from PIL.Image import Image
+
     payload: Any = "a red square"
     if plug.cls.accepts == "image_tokens":
         import numpy as np
@@ -146,44 +139,45 @@ def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
         drawn = list(renderer.render(jobs))
         renderer.close()
     except find.STRANGE as error:
-        why = find.described(error, plug.cls.render)
-        return [f"{plug.key}: on made-up jobs, {plug.name} raises {why}"]
-    expected = "expected (number of the job, RGB picture) for each job, once"
+        return [_raises(f"{plug.key}: on made-up jobs, {plug.name}", error, plug.cls.render)]
+    wrong = ""
     for outcome in drawn:
-        is_pair = isinstance(outcome, tuple) and len(outcome) == 2
-        if not (is_pair and isinstance(outcome[0], int) and outcome[0] in (0, 1)):
-            return [f"{plug.key}: {plug.name} yields {shown(outcome)}; {expected}"]
-        if not _is_picture(outcome[1], plug.cls.makes_images):
-            return [f"{plug.key}: {plug.name} draws {shown(outcome[1])}; {expected}"]
-    numbers = [number for number, _ in drawn]
-    if sorted(numbers) != [0, 1]:
-        return [f"{plug.key}: {plug.name} yields pictures for jobs {numbers} of 0, 1; {expected}"]
-    return []
-
-
-def _is_picture(outcome: Any, makes_images: bool) -> bool:
-    from PIL.Image import Image
-
-    if isinstance(outcome, RenderFailure):
-        return True
-    if isinstance(outcome, Image):
-        return outcome.mode == "RGB"
-    return outcome is None and not makes_images
+        if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
+            wrong = wrong or f"yields {shown(outcome)}"
+            continue
+        picture = outcome[1]
+        is_rgb = isinstance(picture, Image) and picture.mode == "RGB"
+        is_none = picture is None and not plug.cls.makes_images
+        if not (is_rgb or is_none or isinstance(picture, RenderFailure)):
+            wrong = wrong or f"draws {shown(picture)}"
+    if not wrong and sorted(number for number, _ in drawn) != [0, 1]:
+        wrong = f"yields pictures for jobs {[number for number, _ in drawn]} of 0, 1"
+    expected = "expected (number of the job, RGB picture) for each job, once"
+    return [f"{plug.key}: {plug.name} {wrong}; {expected}"] if wrong else []
 
 
 def _loss(algorithm: AlgorithmConfig) -> list[str]:
     if algorithm.loss in SHIPPED_LOSSES:
         return []
+    import torch
+
     loss, _ = find.import_plug(algorithm.loss)
     key = f"algorithm.loss: {algorithm.loss}"
+
+    def gradient(inputs: LossInputs) -> torch.Tensor:
+        """Of the log-prob of each token that is trained, as the step computes it."""
+        terms = loss(inputs)
+        [found] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
+        return found[inputs.mask]
+
+    both, first, second = (_micro_batch(algorithm, *rows) for rows in (ROWS, ROWS[:1], ROWS[1:]))
     try:
-        if wrong := _unusable(loss(_micro_batch(algorithm, [3, 1]))):
+        if wrong := _unusable(loss(both)):
             return [f"{key}: {problem}" for problem in wrong]
-        together = _gradient(loss, algorithm, [3, 1])
-        apart = [*_gradient(loss, algorithm, [3]), *_gradient(loss, algorithm, [1], first=1)]
+        together, apart = gradient(both), torch.cat([gradient(first), gradient(second)])
     except find.STRANGE as error:
-        return [f"{key} on a made-up micro-batch raises {find.described(error, loss)}"]
-    if all(abs(a - b) < 1e-5 for a, b in zip(together, apart, strict=True)):
+        return [_raises(f"{key} on a made-up micro-batch", error, loss)]
+    if torch.allclose(together, apart, atol=1e-5, rtol=0):
         return []
     return [
         f"{key}: a batch that is split into two micro-batches gives another gradient; divide by "
@@ -192,18 +186,17 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
     ]
 
 
-def _micro_batch(algorithm: AlgorithmConfig, lengths: Sequence[int], first: int = 0) -> LossInputs:
-    """Completions of so many tokens, the advantages by number, `first` for the first."""
+def _micro_batch(algorithm: AlgorithmConfig, *rows: tuple[int, float]) -> LossInputs:
     import torch
 
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    advantages = torch.tensor([1.0, -0.5])[first : first + len(lengths), None].expand(mask.shape)
+    lengths, advantages = torch.tensor([n for n, _ in rows]), torch.tensor([a for _, a in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
     zeros = torch.zeros(mask.shape)
     return LossInputs(
         logprobs=zeros.clone().requires_grad_(),
         old_logprobs=zeros,
         sampler_logprobs=zeros,
-        advantages=advantages,
+        advantages=advantages[:, None].expand(mask.shape),
         mask=mask,
         denominators=Denominators(8.0, 4.0, 4.0, 16),
         clip_low=algorithm.clip_low,
@@ -228,16 +221,3 @@ def _unusable(terms: Any) -> list[str]:
     if not wrong and not (terms.weights * terms.terms).isfinite().all():
         wrong.append("weights * terms are not finite on a made-up micro-batch")
     return wrong
-
-
-def _gradient(
-    loss: Loss, algorithm: AlgorithmConfig, lengths: Sequence[int], first: int = 0
-) -> list[float]:
-    """Of each token's log-prob, as the step computes it."""
-    import torch
-
-    inputs = _micro_batch(algorithm, lengths, first)
-    terms = loss(inputs)
-    [gradient] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
-    found: torch.Tensor = gradient[inputs.mask]
-    return [float(value) for value in found]

@@ -1,4 +1,4 @@
-"""What a config's models want of one GPU: the memory plan's sizes, read off the chosen plugs."""
+"""Reads the sizes that the memory plan needs off a config's plugins."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from pathlib import Path
 from rl.api.plug import ModelRunner, PlacedConfig
 from rl.build import Plug, Resolved
 from rl.files.weights import num_parameters
-from rl.preflight import host_memory, memory_plan
-from rl.preflight.engine_memory import InferenceEngine, pinned_bytes
-from rl.preflight.host_memory import HostPlan
-from rl.preflight.memory_plan import FrozenModel, Plan, Sizes
-from rl.preflight.policy_model import KNOWN, PolicyModel
+from rl.preflight import memory_plan
+from rl.preflight.memory_plan import (
+    KNOWN,
+    FrozenModel,
+    InferenceEngine,
+    Plan,
+    PolicyModel,
+    Sizes,
+    pinned_bytes,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
-"""What a model's config.json has to say of it."""
+"""What a model's config.json has to state."""
 
 
 def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
-    """The plan for one rank's GPU; None where the policy's shape is not known. `folder`: where its
-    weights lie, once they are here."""
+    """The plan for one rank's GPU; None where the policy is on the CPU or its shape is unknown.
+    `folder`: the folder of its weights, once they are downloaded."""
     found = gpu_sizes(resolved, folder)
     return None if found is None else memory_plan.plan(found, gpu_gb)
 
 
-def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> HostPlan | None:
+def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> Plan | None:
     """The same for the host memory of a machine with that many ranks."""
     found = gpu_sizes(resolved)
     if found is None:
         return None
-    return host_memory.plan(found, memory_plan.plan(found, gpu_gb), gpu_gb, num_ranks)
+    return memory_plan.host_plan(found, memory_plan.plan(found, gpu_gb), gpu_gb, num_ranks)
 
 
 def unknowns(resolved: Resolved) -> list[str]:
-    """What the plan leaves out because nobody knows its size, each with its key."""
+    """What the plan leaves out because its size is unknown, each with its key."""
     found = []
     if _policy_model(resolved) is None:
         found.append(
@@ -59,11 +64,22 @@ def policy_weights(resolved: Resolved) -> str:
     return next(iter(places), resolved.policy.name)
 
 
+def policy_device(resolved: Resolved) -> str:
+    """The policy's device as its section states it."""
+    return str(resolved.policy.config.device)
+
+
 def group_tokens(resolved: Resolved) -> int:
     """The longest group as a packed row, its prompt once, cut nowhere."""
     config = resolved.config
     completions = config.generations_per_prompt * config.sampling.max_completion_tokens
-    return _prompt_tokens(resolved) + completions
+    return int(resolved.policy.config.max_prompt_tokens) + completions
+
+
+def iteration_tokens(resolved: Resolved) -> int:
+    """All groups of one rank, each as long as it can be."""
+    config = resolved.config
+    return config.prompts_per_iteration // config.world_size * group_tokens(resolved)
 
 
 def kept_tokens(resolved: Resolved) -> tuple[int, str]:
@@ -74,24 +90,13 @@ def kept_tokens(resolved: Resolved) -> tuple[int, str]:
         return 0, "max_staleness 1"
     if lora is not None and lora.dropout:
         return 0, "policy.lora.dropout"
-    if optimizer.backend == "deepspeed" and optimizer.zero_stage == 3:
+    if _zero_stage(resolved) == 3:
         return 0, "optimizer.zero_stage 3"
-    all_of_them = iteration_tokens(resolved)
-    first_update = all_of_them // optimizer.updates_per_iteration
+    first_update = iteration_tokens(resolved) // optimizer.updates_per_iteration
     if optimizer.max_kept_tokens is not None and optimizer.max_kept_tokens < first_update:
         return optimizer.max_kept_tokens, "optimizer.max_kept_tokens"
     why = "optimizer.updates_per_iteration" if optimizer.updates_per_iteration > 1 else ""
     return first_update, why
-
-
-def iteration_tokens(resolved: Resolved) -> int:
-    """Of one rank's groups, each as long as it can be."""
-    config = resolved.config
-    return config.prompts_per_iteration // config.world_size * group_tokens(resolved)
-
-
-def _prompt_tokens(resolved: Resolved) -> int:
-    return int(resolved.policy.config.max_prompt_tokens)
 
 
 def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
@@ -100,18 +105,18 @@ def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
 
 
 def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
-    """What decides the memory of one rank; None where the policy's shape is not known. `folder`:
-    see `footprint`."""
+    """The sizes of one rank; None where the policy's shape is unknown. `folder`: as above."""
     config, optimizer = resolved.config, resolved.config.optimizer
     policy = resolved.policy.config
     model = _policy_model(resolved, folder)
     if model is None:
         return None
     lora = policy.lora
-    prompt, completion = _prompt_tokens(resolved), config.sampling.max_completion_tokens
+    prompt, completion = int(policy.max_prompt_tokens), config.sampling.max_completion_tokens
     kept, not_all = kept_tokens(resolved)
     # A completion that is longer than the budget is a row of its own.
     longest_row = max(optimizer.max_tokens_per_micro_batch, prompt + completion)
+    prompts = config.prompts_per_iteration // config.world_size
     return Sizes(
         model=model,
         bytes_per_weight=BYTES[policy.dtype],
@@ -124,9 +129,7 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         all_kept=not not_all,
         prompt_tokens=prompt,
         completion_tokens=completion,
-        num_completions=config.prompts_per_iteration
-        // config.world_size
-        * config.generations_per_prompt,
+        num_completions=prompts * config.generations_per_prompt,
         checkpointing=optimizer.gradient_checkpointing,
         engine=_engine(resolved, model, prompt + completion),
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
@@ -134,19 +137,9 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
     )
 
 
-def policy_device(resolved: Resolved) -> str:
-    """Where the policy lies, as its section says it."""
-    return str(resolved.policy.config.device)
-
-
 def _zero_stage(resolved: Resolved) -> int:
     optimizer = resolved.config.optimizer
     return optimizer.zero_stage if optimizer.backend == "deepspeed" else 0
-
-
-def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
-    places = [*resolved.policy.cls.reads_from(resolved.policy.config), folder]
-    return next((model for place in places if (model := _language_model(place))), None)
 
 
 def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEngine | None:
@@ -176,11 +169,13 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
 
 
 def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
-    """A plug that runs a model of its own says how large it is; one that runs none says nothing."""
+    """A plugin that runs no model of its own has no sizes."""
     config = plug.config if isinstance(plug.config, PlacedConfig) else PlacedConfig()
+    # As rank 0 sees it.
+    is_own = config.device in ("auto", "cuda:+0", "cuda:0" if own_device == "auto" else own_device)
     return FrozenModel(
         name=plug.key,
-        device="auto" if _is_own(config.device, own_device) else config.device,
+        device="auto" if is_own else config.device,
         bytes_per_value=BYTES[config.dtype],
         weights=plug.cls.parameter_counts(plug.config),
         activations=plug.cls.activation_counts(plug.config),
@@ -189,9 +184,9 @@ def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
     )
 
 
-def _is_own(device: str, own: str) -> bool:
-    """Whether that is the policy's device, on rank 0."""
-    return device in ("auto", "cuda:+0", "cuda:0" if own == "auto" else own)
+def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
+    places = [*resolved.policy.cls.reads_from(resolved.policy.config), folder]
+    return next((model for place in places if (model := _language_model(place))), None)
 
 
 def _language_model(path: str) -> PolicyModel | None:

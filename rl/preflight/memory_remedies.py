@@ -1,4 +1,4 @@
-"""Does a config's memory plan fit a GPU, and which keys make it fit? GB is 1e9 bytes."""
+"""Names what does not fit the GPUs, and the keys that make it smaller. GB is 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from rl.build import Resolved
 from rl.config.schema import RunConfig
 from rl.preflight import footprint, memory_plan
 from rl.preflight.compatibility import RANKS_OF_A_NODE, plug_problems
-from rl.preflight.engine_memory import InferenceEngine
-from rl.preflight.memory_plan import PHASES, Plan, Sizes
+from rl.preflight.memory_plan import PHASES, InferenceEngine, Plan, Sizes
 from rl.ranks import placement
 
 SHARE = "engine.gpu_memory_utilization"
 CACHE = "engine.kv_cache_memory_mb"
 WORTH_GB = 0.05
-"""A remedy that saves less is not named."""
+"""A key that saves less is not named."""
 
 Changes = Mapping[str, Any]
 """Config key -> value, as on the command line."""
 SizeOf = Callable[[str], float]
-"""CUDA device, as a config spells it -> GB."""
+"""CUDA device, as a config names it -> GB."""
 
 
 def memory_problems(resolved: Resolved, gpu_gb: float, size_of: SizeOf | None = None) -> list[str]:
-    """What keeps the run from fitting its GPUs; [] too where nobody knows the sizes.
+    """What keeps the run from fitting its GPUs; [] also where the sizes are unknown.
 
     `gpu_gb`: the policy's GPU; `size_of`: the others (None: the same).
     """
@@ -41,29 +40,29 @@ def memory_problems(resolved: Resolved, gpu_gb: float, size_of: SizeOf | None = 
         *_limit_problems(resolved, sizes),
         *_elsewhere_problems(sizes, gpu_gb, size_of or (lambda device: gpu_gb)),
     ]
-    needed: dict[str, Any] = {}
+    needed: Changes = {}
     if sizes.engine is not None and sizes.engine.starves(gpu_gb):
         needed, problem = _engine_problem(sizes.engine, gpu_gb)
         found.append(problem)
         if not needed:
             return found
     enough = _changed(resolved, needed)
-    if _over_gb(enough, gpu_gb):
+    if _planned(enough, gpu_gb).peak_gb > gpu_gb:
         found.append(_plan_problem(enough, gpu_gb, needed))
     return found
 
 
 def _limit_problems(resolved: Resolved, sizes: Sizes) -> Iterator[str]:
-    """A limit that not even the weights keep; beyond them a batch is halved until it fits."""
+    """Limits below the weights alone; above them a batch is halved until it fits."""
     claims = build.claims(resolved)
     stated = footprint.policy_device(resolved)
     own = "cuda:0" if stated == "auto" else stated
     if placement.problems(claims, [own], machine=None):
-        return  # `compatibility.py` says so
+        return  # `compatibility.py` reports it
     engine_gb = 0.0 if sizes.engine is None else sizes.engine.weights_gb
     weights_gb = {model.name: model.weights_gb for model in sizes.frozen}
     ranks = sizes.world_size if sizes.zero_stage == 3 else 1
-    weights_gb["policy"] = sizes.model.params * sizes.bytes_per_weight / 1e9 / ranks + engine_gb
+    weights_gb["policy"] = sizes.weights_gb / ranks + engine_gb
     for device, limit_gb in placement.limits_gb(claims, own).items():
         there = [c.key for c in claims if placement.resolve_device(c.device, own) == device]
         wanted_gb = sum(weights_gb[key] for key in there)
@@ -86,9 +85,8 @@ def _elsewhere_problems(sizes: Sizes, gpu_gb: float, size_of: SizeOf) -> Iterato
             )
 
 
-def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[dict[str, Any], str]:
+def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, str]:
     """(what lets it start, {} if nothing does; what is wrong)."""
-    weights = f"its weights alone are {engine.weights_gb:.1f} GB"
     if engine.cache_gb is not None:
         least_mb = math.ceil(round(engine.cache_of_gb(1) * 1e9) / 2**20)
         return {CACHE: least_mb}, (
@@ -96,112 +94,91 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[dict[str, A
             f"{engine.longest_tokens} tokens, prompt included; at least {least_mb} are needed"
         )
     claimed_gb = engine.claimed_gb(gpu_gb)
-    given = f"{SHARE}: {engine.share} of {gpu_gb:g} GB is {claimed_gb:.1f} GB"
-    if claimed_gb > engine.weights_gb:
-        weights = (
+    problem = f"{SHARE}: {engine.share} of {gpu_gb:g} GB is {claimed_gb:.1f} GB, and "
+    if claimed_gb <= engine.weights_gb:
+        problem += f"its weights alone are {engine.weights_gb:.1f} GB"
+    else:
+        problem += (
             f"beside its weights ({engine.weights_gb:.1f} GB) and workspace "
             f"({engine.workspace_gb(gpu_gb):.1f} GB) there is no room for one completion of "
             f"{engine.longest_tokens} tokens, prompt included"
         )
     least = _least_share(engine, gpu_gb)
-    if least is None:
-        return {}, (
-            f"{given}, and {weights}; no share works, it wants {engine.least_gb(gpu_gb):.1f} GB: "
-            "take a larger GPU, a smaller policy.model_path, or engine.dtype 'bfloat16' if it is "
-            "wider"
-        )
-    return {SHARE: least}, (
-        f"{given}, and {weights}; at least {least:g} is needed ('auto': what it needs)"
+    if least <= 1:
+        return {SHARE: least}, f"{problem}; at least {least:g} is needed ('auto': what it needs)"
+    return {}, (
+        f"{problem}; no share works, it wants {engine.least_gb(gpu_gb):.1f} GB: take a larger GPU, "
+        "a smaller policy.model_path, or engine.dtype 'bfloat16' if it is wider"
     )
 
 
-def _least_share(engine: InferenceEngine, gpu_gb: float) -> float | None:
-    """In hundredths; None if not even the whole GPU is enough."""
-    shares = (hundredth / 100 for hundredth in range(1, 101))
-    return next((s for s in shares if not replace(engine, share=s).starves(gpu_gb)), None)
+def _least_share(engine: InferenceEngine, gpu_gb: float) -> float:
+    """The least with which it starts, in hundredths; above 1 if the whole GPU is not enough."""
+    share = math.ceil(100 * engine.least_gb(gpu_gb) / gpu_gb) / 100
+    return share + 0.01 if replace(engine, share=share).starves(gpu_gb) else share
 
 
 def _plan_problem(resolved: Resolved, gpu_gb: float, needed: Changes) -> str:
-    """`needed`: what is in `resolved` beside the config's own values."""
+    """`needed`: the values in `resolved` that are not the config's own."""
     plan = _planned(resolved, gpu_gb)
     phase = max(PHASES, key=plan.total_gb)
-    beside = "".join(f" (under {_spelled(key, value)})" for key, value in needed.items())
-    wanted = (
-        f"memory{beside}: DOES NOT FIT by {plan.peak_gb - gpu_gb:.1f} GB: {plan.peak_gb:.1f} GB of "
-        f"{gpu_gb:g} in phase {phase!r}; "
-    )
-    remedies, left_gb = _remedies(resolved, gpu_gb)
+    beside = "".join(f" (under {_written(key, value)})" for key, value in needed.items())
+    hints, left_gb = _hints(resolved, gpu_gb)
     named = ", ".join(
-        f"{_spelled(key, value)} ({saved_gb:.1f} GB less)"
-        for key, (value, saved_gb) in remedies.items()
+        f"{_written(key, value)} ({saved_gb:.1f} GB less)"
+        for key, (value, saved_gb) in hints.items()
     )
-    if not left_gb:
-        return f"{wanted}this fits: {named}"
-    too_much = f"{left_gb:.1f} GB too much even with {named}" if named else "no key of it helps"
-    return f"{wanted}{too_much}; take larger GPUs, or a smaller model"
+    advice = f"this fits: {named}"
+    if left_gb > 0:
+        advice = f"{left_gb:.1f} GB too much even with {named}" if named else "no key of it helps"
+        advice += "; take larger GPUs, or a smaller model"
+    return (
+        f"memory{beside}: DOES NOT FIT by {plan.peak_gb - gpu_gb:.1f} GB: {plan.peak_gb:.1f} GB of "
+        f"{gpu_gb:g} in phase {phase!r}; {advice}"
+    )
 
 
-def _remedies(resolved: Resolved, gpu_gb: float) -> tuple[dict[str, tuple[Any, float]], float]:
-    """({key: (value, GB that it saves in the phase it helps most)}, GB still over)."""
-    chosen: dict[str, tuple[Any, float]] = {}
-    best = resolved
-    while _over_gb(best, gpu_gb):
-        before = _planned(best, gpu_gb)
-        for key, value in (*_fitting_share(best, gpu_gb), *_candidates(best, gpu_gb)):
-            trial = _changed(best, {key: value})
-            saved_gb = _saved_gb(before, _planned(trial, gpu_gb), gpu_gb)
-            if saved_gb > WORTH_GB and _starts(trial, resolved, gpu_gb):
-                earlier_gb = chosen.pop(key, (None, 0.0))[1]
-                chosen[key] = (value, earlier_gb + saved_gb)
-                best = trial
-                break
-        else:
-            return chosen, _over_gb(best, gpu_gb)
-    for key in list(chosen):  # those before a large one may be for nothing
-        others = {name: value for name, (value, _) in chosen.items() if name != key}
-        trial = _changed(resolved, others)
-        if not _over_gb(trial, gpu_gb) and _starts(trial, resolved, gpu_gb):
-            del chosen[key]
-    return chosen, 0.0
-
-
-def _starts(trial: Resolved, resolved: Resolved, gpu_gb: float) -> bool:
-    """Whether the trial makes nothing wrong that was not, and its engine has room (under ZeRO-3 it
-    has a vision tower of its own)."""
-    engine = _known(trial).engine
-    starves = engine is not None and engine.starves(gpu_gb)
-    return not starves and set(plug_problems(trial)) <= set(plug_problems(resolved))
-
-
-def _saved_gb(before: Plan, after: Plan, gpu_gb: float) -> float:
-    """The most saved in a phase that does not fit; 0 where another phase gets worse."""
-    full = [phase for phase in PHASES if before.total_gb(phase) > gpu_gb]
-    worse = any(after.total_gb(p) > max(before.total_gb(p), gpu_gb) for p in PHASES)
-    return 0.0 if worse else max(before.total_gb(p) - after.total_gb(p) for p in full)
-
-
-def _fitting_share(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any]]:
-    """The largest share of the engine's that lets all fit, if there is one."""
-    sizes = _known(resolved)
-    engine = sizes.engine
-    if engine is None or engine.share is None or engine.cache_gb is not None:
-        return
-    least = _least_share(engine, gpu_gb) or math.inf
-    for hundredth in range(math.ceil(engine.share * 100) - 1, 0, -1):
-        smaller = replace(sizes, engine=replace(engine, share=hundredth / 100))
-        if hundredth / 100 < least:
-            return
-        if memory_plan.plan(smaller, gpu_gb).peak_gb <= gpu_gb:
-            yield SHARE, hundredth / 100
-            return
+def _hints(resolved: Resolved, gpu_gb: float) -> tuple[dict[str, tuple[Any, float]], float]:
+    """({key: (value, GB that it saves in the phase where it saves most)}, GB still over): one key
+    after the other, the cheapest first, until the plan fits."""
+    hints: dict[str, tuple[Any, float]] = {}
+    plan, allowed = _planned(resolved, gpu_gb), set(plug_problems(resolved))
+    for key, value in _candidates(resolved, gpu_gb):
+        if plan.peak_gb <= gpu_gb:
+            break
+        trial = _changed(resolved, {name: hint for name, (hint, _) in hints.items()} | {key: value})
+        smaller = _planned(trial, gpu_gb)
+        full = [phase for phase in PHASES if plan.total_gb(phase) > gpu_gb]
+        saved_gb = max(plan.total_gb(phase) - smaller.total_gb(phase) for phase in full)
+        starves = smaller.inference is not None and smaller.inference.starves(gpu_gb)
+        moved_gb = sum(smaller.elsewhere.values()) - sum(plan.elsewhere.values())
+        is_right = not starves and moved_gb <= gpu_gb and set(plug_problems(trial)) <= allowed
+        if is_right and saved_gb > WORTH_GB and smaller.peak_gb <= plan.peak_gb:
+            hints[key] = value, saved_gb + hints.pop(key, (None, 0.0))[1]
+            plan = smaller
+    if plan.peak_gb <= gpu_gb:
+        for key in list(hints):  # a large saving may make those before it needless
+            others = {name: hint for name, (hint, _) in hints.items() if name != key}
+            if _planned(_changed(resolved, others), gpu_gb).peak_gb <= gpu_gb:
+                del hints[key]
+    return hints, plan.peak_gb - gpu_gb
 
 
 def _candidates(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any]]:
     """Keys to try in this order: what costs the least speed comes first."""
     config, optimizer = resolved.config, resolved.config.optimizer
     sizes = _known(resolved)
-    stated = resolved.engine.cls.memory(resolved.engine.config)
-    if stated is not None and stated.residency == "resident":
+    engine = sizes.engine
+    plan = _planned(resolved, gpu_gb)
+    least = math.inf
+    if engine is not None and engine.share is not None and engine.cache_gb is None:
+        least = _least_share(engine, gpu_gb)
+        assert plan.engine is not None
+        over_gb = max(map(plan.total_gb, plan.engine.phases)) - gpu_gb
+        fitting = math.floor(100 * (engine.share - over_gb / gpu_gb)) / 100
+        if least <= fitting < engine.share:
+            yield SHARE, fitting
+    if engine is not None and engine.residency == "resident":
         yield "engine.residency", "sleep"
     if optimizer.gradient_checkpointing is False:
         yield "optimizer.gradient_checkpointing", "mlp"
@@ -219,24 +196,15 @@ def _candidates(resolved: Resolved, gpu_gb: float) -> Iterator[tuple[str, Any]]:
     yield from ((key, saving.value) for key, saving in savings if saving.exact)
     if optimizer.backend == "deepspeed" and config.world_size > 1:
         # Under stage 3 full fine-tuning has no reference at hand.
-        last = 2 if sizes.reads_reference else 3
-        for stage in range(optimizer.zero_stage + 1, last + 1):
+        for stage in range(optimizer.zero_stage + 1, 3 if sizes.reads_reference else 4):
             yield "optimizer.zero_stage", stage
-    engine = sizes.engine
-    if engine is not None and engine.share is not None and engine.cache_gb is None:
-        least = _least_share(engine, gpu_gb)
-        if least is not None and least < engine.share:
-            yield SHARE, least
+    if least < math.inf:
+        yield SHARE, least
     yield from ((key, saving.value) for key, saving in savings if not saving.exact)
-    alone_gb = sum(row.gb for row in _planned(resolved, gpu_gb).rows if "renderer" in row.part)
     renderer = resolved.renderer.config
     movable = isinstance(renderer, PlacedConfig) and renderer.device == "auto"
-    if movable and alone_gb <= gpu_gb and 2 * config.world_size <= RANKS_OF_A_NODE:
+    if movable and 2 * config.world_size <= RANKS_OF_A_NODE:
         yield "renderer.device", f"cuda:+{config.world_size}"
-
-
-def _over_gb(resolved: Resolved, gpu_gb: float) -> float:
-    return max(0.0, _planned(resolved, gpu_gb).peak_gb - gpu_gb)
 
 
 def _planned(resolved: Resolved, gpu_gb: float) -> Plan:
@@ -245,12 +213,12 @@ def _planned(resolved: Resolved, gpu_gb: float) -> Plan:
 
 def _known(resolved: Resolved) -> Sizes:
     sizes = footprint.gpu_sizes(resolved)
-    assert sizes is not None, "no remedy is sought where they are unknown"
+    assert sizes is not None, "no key is tried where they are unknown"
     return sizes
 
 
 def _changed(resolved: Resolved, changes: Changes) -> Resolved:
-    """The config with these values in it, its plugs read again."""
+    """The config with these values in it, its plugins read again."""
     if not changes:
         return resolved
     values = resolved.config.model_dump(mode="json")
@@ -263,6 +231,6 @@ def _changed(resolved: Resolved, changes: Changes) -> Resolved:
     return build.resolve(RunConfig.model_validate(values))
 
 
-def _spelled(key: str, value: Any) -> str:
+def _written(key: str, value: Any) -> str:
     """As the command line takes it."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"

@@ -1,32 +1,28 @@
-"""Keys of a config that nothing reads beside its other keys, and keys that hardly do what is meant.
+"""Reports keys that nothing reads beside a config's other keys, and keys that hardly work as meant.
 
-Rules across the schema and across rooms; within a plug's section they are the plug's own
-(`PlugBase.no_effect`). Keys that contradict each other are refused (`compatibility.py`).
+Rules about a plugin's own section are in the plugin (`PlugBase.no_effect`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rl.api.find import misspelt
 from rl.api.plug import unread
 from rl.api.policy import Policy
 from rl.build import ROOMS, Resolved, ask_plug
-from rl.config.schema import SHIPPED_LOSSES, SamplingConfig, Section
-from rl.preflight import footprint, thought
-
-Rule = tuple[bool, str, str | None, str]
-"""Whether they are unread, the section, its keys (None: all), why."""
+from rl.config.schema import SHIPPED_LOSSES, SamplingConfig
+from rl.preflight import footprint
 
 
 def no_effect(resolved: Resolved) -> list[str]:
     """'key: why', each key once and only where its value is not the default."""
     config = resolved.config
-    found = [*_of_run(resolved), *_of_policy(resolved)]
-    for unread_here, name, keys, why in _rules(resolved):
-        section: Section = getattr(config, name)
-        if unread_here:
-            found += unread(section, keys, why, at=f"{name}.")
+    found = [*_of_rooms(resolved)]
+    for keys, is_unread, why in _rules(resolved):
+        section, _, names = keys.partition(".")
+        if is_unread:
+            found += unread(getattr(config, section), names or None, why, at=f"{section}.")
     for plug in resolved.plugs:
         lines = ask_plug(plug, "no_effect")[0] or []
         base = next(base for base in ROOMS.values() if issubclass(plug.cls, base))
@@ -60,108 +56,55 @@ def doubtful(resolved: Resolved) -> list[str]:
     return found
 
 
-def _rules(resolved: Resolved) -> Sequence[Rule]:
+def _rules(resolved: Resolved) -> Iterator[tuple[str, bool, str]]:
+    """('section.key key', or the whole 'section'; whether nothing reads them; why)."""
     config = resolved.config
     algorithm, optimizer, evaluation = config.algorithm, config.optimizer, config.evaluation
-    lora = resolved.policy.config.lora
-    is_on_policy = (
-        optimizer.updates_per_iteration == 1
-        and config.max_staleness == 0
-        and not (lora and lora.dropout)
-        and algorithm.loss in SHIPPED_LOSSES
-    )
+    tracking, lora = config.tracking, resolved.policy.config.lora
+    on_policy = optimizer.updates_per_iteration == 1 and config.max_staleness == 0
+    on_policy &= not (lora and lora.dropout) and algorithm.loss in SHIPPED_LOSSES
     kept, why_not_kept = footprint.kept_tokens(resolved)
-    return [
-        (not resolved.needs_judge, "judge", None, "no reward asks a judge"),
-        (
-            not config.judge.start_command,
-            "judge",
-            "start_timeout_s",
-            "start_command is empty",
-        ),
-        (
-            is_on_policy,
-            "algorithm",
-            "clip_low clip_high",
-            "one update an iteration and max_staleness 0: the ratio is 1",
-        ),
-        (
-            algorithm.loss == "cispo" and not is_on_policy,
-            "algorithm",
-            "clip_low",
-            "'cispo' has no lower bound",
-        ),
-        (algorithm.kl_coeff == 0, "algorithm", "kl_estimator kl_placement", "kl_coeff is 0"),
-        (
-            algorithm.advantage_scale == "none",
-            "algorithm",
-            "advantage_eps",
-            "advantage_scale 'none' divides by nothing",
-        ),
-        (
-            algorithm.importance_correction == "none",
-            "algorithm",
-            "importance_cap",
-            "importance_correction is 'none'",
-        ),
-        (optimizer.backend == "torch", "optimizer", "zero_stage", "backend 'torch' shards nothing"),
-        (
-            not kept and optimizer.max_kept_tokens != 0,
-            "optimizer",
-            "max_kept_tokens",
-            f"nothing can be kept ({why_not_kept})",
-        ),
-        (
-            not evaluation.every_n_iterations,
-            "evaluation",
-            None,
-            "every_n_iterations is 0, and no held-out run is made",
-        ),
-        (evaluation.temperature == 0, "evaluation", "top_k", "temperature is 0"),
-        (
-            resolved.policy.config.thought is None,
-            "evaluation",
-            "thought_gain",
-            "policy.thought is null, and there is none to cut",
-        ),
-        (
-            not config.checkpoint.push_to_hub_every_n_iterations,
-            "checkpoint",
-            "push_to_hub_repo_id",
-            "push_to_hub_every_n_iterations is 0, and nothing is pushed",
-        ),
-        (config.tracking.wandb == "off", "tracking", "wandb_project", "wandb is 'off'"),
-        (not config.tracking.trackio, "tracking", "trackio_space", "trackio is false"),
-        (
-            not config.tracking.log_episodes_every_n_iterations,
-            "tracking",
-            "images_per_iteration",
-            "log_episodes_every_n_iterations is 0",
-        ),
-        (
-            not config.tracking.log_episodes_every_n_iterations,
-            "tracking",
-            "keep_images_of_last_n_iterations",
-            "log_episodes_every_n_iterations is 0",
-        ),
-    ]
+    no_held_out = not evaluation.every_n_iterations
+
+    yield "judge", not resolved.needs_judge, "no reward asks a judge"
+    yield "judge.start_timeout_s", not config.judge.start_command, "start_command is empty"
+    why = "one update an iteration and max_staleness 0: the ratio is 1"
+    yield "algorithm.clip_low clip_high", on_policy, why
+    is_cispo = algorithm.loss == "cispo" and not on_policy
+    yield "algorithm.clip_low", is_cispo, "'cispo' has no lower bound"
+    yield "algorithm.kl_estimator kl_placement", algorithm.kl_coeff == 0, "kl_coeff is 0"
+    why = "advantage_scale 'none' divides by nothing"
+    yield "algorithm.advantage_eps", algorithm.advantage_scale == "none", why
+    uncorrected = algorithm.importance_correction == "none"
+    yield "algorithm.importance_cap", uncorrected, "importance_correction is 'none'"
+    yield "optimizer.zero_stage", optimizer.backend == "torch", "backend 'torch' shards nothing"
+    nothing_kept = not kept and optimizer.max_kept_tokens != 0
+    yield "optimizer.max_kept_tokens", nothing_kept, f"nothing can be kept ({why_not_kept})"
+    yield "evaluation", no_held_out, "every_n_iterations is 0, and no held-out run is made"
+    yield "evaluation.top_k", evaluation.temperature == 0, "temperature is 0"
+    no_thought = resolved.policy.config.thought is None
+    yield "evaluation.thought_gain", no_thought, "policy.thought is null, and there is none to cut"
+    no_push = not config.checkpoint.push_to_hub_every_n_iterations
+    why = "push_to_hub_every_n_iterations is 0, and nothing is pushed"
+    yield "checkpoint.push_to_hub_repo_id", no_push, why
+    yield "tracking.wandb_project", tracking.wandb == "off", "wandb is 'off'"
+    yield "tracking.trackio_space", not tracking.trackio, "trackio is false"
+    no_episodes = not tracking.log_episodes_every_n_iterations
+    keys = "tracking.images_per_iteration keep_images_of_last_n_iterations"
+    yield keys, no_episodes, "log_episodes_every_n_iterations is 0"
 
 
-def _of_run(resolved: Resolved) -> Iterator[str]:
-    config, renderer = resolved.config, resolved.renderer
+def _of_rooms(resolved: Resolved) -> Iterator[str]:
+    config, policy, renderer = resolved.config, resolved.policy, resolved.renderer
     if not renderer.cls.makes_images:
         why = f"renderer {renderer.name} makes no pictures"
         yield from unread(config, "images_per_completion", why)
-    policy = resolved.policy
     if policy.cls.pass_through_completion is Policy.pass_through_completion:
         yield from unread(config, "bare_arm", f"policy {policy.name} has no bare arm")
     if config.data.validation and not config.evaluation.every_n_iterations:
         yield "data.validation: evaluation.every_n_iterations is 0, and no held-out run is made"
-
-
-def _of_policy(resolved: Resolved) -> Iterator[str]:
-    policy, renderer = resolved.policy, resolved.renderer
     if renderer.cls.accepts != "hidden_states":
         why = f"renderer {renderer.name} takes {renderer.cls.accepts}, not hidden states"
         yield from unread(policy.config, " ".join(sorted(policy.cls.own_states)), why, "policy.")
-    yield from thought.no_effect(resolved)
+        if policy.config.thought is not None:
+            yield from unread(policy.config.thought, "states", why, at="policy.thought.")

@@ -1,4 +1,4 @@
-"""Has this machine what a run on its GPUs needs beside memory? Asked offline, without torch."""
+"""Checks what this machine offers a run: GPUs, driver, compiler, memory. Offline, without torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,15 @@ from rl import build
 from rl.build import Plug, Resolved
 from rl.preflight import footprint
 from rl.preflight.disk import disk_problems
-from rl.preflight.leaving import hub_models, is_offline
+from rl.preflight.fetch import hub_models, is_offline
 from rl.record.tracking import not_installed
 
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
-"""Of the pinned PyTorch; the least NVIDIA driver and compute capability of its kernels."""
+"""CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""
 BUSY_GB = 1.0
 """More than a desktop takes of a GPU."""
 SHARED, MIN_SHARED_GB = "/dev/shm", 1.0  # nosec B108
-"""Where NCCL's ranks exchange data, and its size; Docker gives a container 0.064."""
+"""Where NCCL's ranks exchange data, and the size it wants; Docker gives a container 0.064."""
 
 
 def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
@@ -35,16 +36,22 @@ def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
     here = driver() if wants_gpu(resolved) and _torch_build() != "cpu" else ""
     if not here:
         return _device_problems(resolved, "cpu" if starts else "", math.inf)
-    capability = _capability()
-    found = _device_problems(resolved, "cuda", capability)
-    found += [*_driver_problems(here, capability), *_offline_problems(resolved)]
-    found += [*_sharing_problems(resolved), *disk_problems(resolved)]
-    return found + (_compiler_problems() if _builds_kernels(resolved) else [])
+    # The best of this machine's GPUs, as others may be hidden from the run.
+    words = [word for word in _of_each_gpu("compute_cap") if word[:1].isdecimal()]
+    capability = max(map(float, words), default=math.inf)
+    return [
+        *_device_problems(resolved, "cuda", capability),
+        *_driver_problems(here, capability),
+        *_offline_problems(resolved),
+        *_sharing_problems(resolved),
+        *disk_problems(resolved),
+        *_compiler_problems(resolved),
+    ]
 
 
 def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[str]:
-    """What plugs cannot compute where they are. `auto`: the kind of device that 'auto' is, '' where
-    nobody knows; `capability`: the GPU's."""
+    """What plugins cannot compute on their devices. `auto`: the kind of device that 'auto' is, ''
+    if unknown; `capability`: the GPU's."""
     found = []
     plugs: list[Plug[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
     for plug in plugs:
@@ -57,18 +64,18 @@ def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[s
 
 
 def _device(resolved: Resolved, stated: str) -> str:
-    """Of a plug: 'auto', which an engine's is too, is where the policy is."""
+    """'auto', which an engine's is too, is the policy's device."""
     return footprint.policy_device(resolved) if stated == "auto" else stated
 
 
 def machine_lines(resolved: Resolved) -> list[str]:
-    """What this machine has, or what the one that trains has to have; and which trackers it lacks,
-    without which a run goes on."""
+    """What this machine has, or what the one that trains has to have; and missing trackers, without
+    which a run goes on."""
     return [*_gpu_lines(resolved), *busy_lines(resolved), *not_installed(resolved.config.tracking)]
 
 
 def busy_lines(resolved: Resolved) -> list[str]:
-    """Of a forgotten job, whose memory the run would miss minutes after its start."""
+    """GPU memory that other processes hold, which the run would miss minutes after its start."""
     words = _of_each_gpu("memory.used") if wants_gpu(resolved) and driver() else []
     used_gb = [float(word) * 2**20 / 1e9 for word in words if word.isdecimal()]
     held = [f"{gb:.1f} GB of GPU {i}" for i, gb in enumerate(used_gb) if gb > BUSY_GB]
@@ -80,15 +87,13 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
     if not wants_gpu(resolved):
         return ["the run uses no GPU"]
     needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"
-    if _builds_kernels(resolved):
+    if not resolved.engine.cls.samples_with_trainer:
         needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
     found = driver()
     if not found:
         wrong = _device_problems(resolved, "cuda", math.inf)
-        return [
-            f"no GPU to be seen; the machine that trains needs {needs}",
-            *(f"on a GPU it would be refused: {problem}" for problem in wrong),
-        ]
+        refused = [f"on a GPU it would be refused: {problem}" for problem in wrong]
+        return [f"no GPU to be seen; the machine that trains needs {needs}", *refused]
     if _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
     return [f"NVIDIA driver {found}; needed: {needs}"]
@@ -101,21 +106,50 @@ def driver() -> str:
     return next(iter(_of_each_gpu("driver_version")), "")
 
 
-def _capability() -> float:
-    """The best compute capability among this machine's GPUs, as others may be hidden from the run;
-    infinity where the tool does not tell."""
-    words = _of_each_gpu("compute_cap")
-    return max((float(word) for word in words if word[:1].isdecimal()), default=math.inf)
-
-
 def _of_each_gpu(field: str) -> list[str]:
-    """What nvidia-smi says; [] where there is none."""
+    """nvidia-smi's answer; [] where there is none."""
     question = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         done = subprocess.run(question, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.split() if done.returncode == 0 else []
+
+
+def has_gpus() -> bool:
+    """Whether this may be the machine that trains."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def host_memory_gb(root: Path = Path("/")) -> float | None:
+    """Memory of this machine, or the smallest limit of a control group around us; None where that
+    cannot be read."""
+    try:
+        lines = (root / "proc/meminfo").read_text().split("\n")
+        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    return min([total, *_group_limits(root)]) / 1e9
+
+
+def _group_limits(root: Path) -> Iterable[int]:
+    """Bytes; both versions of control groups, from our own group upwards. In a container's own name
+    space our path is '/', and the limit is at the mount itself."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().split()
+    except OSError:
+        return
+    for _, controllers, path in (group.split(":", 2) for group in groups):
+        mount, name = "sys/fs/cgroup", "memory.max"
+        if "memory" in controllers.split(","):
+            mount, name = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        elif controllers:
+            continue
+        inside = Path(path.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            file = root / mount / folder / name
+            if file.is_file() and (word := file.read_text().strip()).isdigit():
+                yield int(word)
 
 
 def wants_gpu(resolved: Resolved) -> bool:
@@ -131,22 +165,22 @@ def _torch_build() -> str:
         return ""
 
 
-def _builds_kernels(resolved: Resolved) -> bool:
-    """An engine of its own has Triton's kernels; PyTorch's eager ones need no compiler."""
-    return not resolved.engine.cls.samples_with_trainer
-
-
 def _driver_problems(found: str, capability: float) -> list[str]:
-    """Of a driver of that version and of such GPUs, for the pinned PyTorch."""
+    """What keeps the pinned PyTorch from running with that driver and GPU."""
     if not _torch_build() and capability < MIN_CAPABILITY:
         return [
             f"this machine: its GPU has compute capability {capability}, and the pinned PyTorch "
             f"has no kernels below {MIN_CAPABILITY}; use another GPU, or set policy.device=cpu"
         ]
     major = found.partition(".")[0]
-    is_old = major.isdecimal() and int(major) < MIN_DRIVER
-    if not is_old or _torch_build() or _compatible_cuda() >= CUDA:
+    if _torch_build() or not major.isdecimal() or int(major) >= MIN_DRIVER:
         return []
+    with suppress(OSError, AttributeError):
+        # The library that programs load here, if for forward compatibility, is newer.
+        number = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        if number.value // 1000 >= CUDA:
+            return []
     return [
         f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is built "
         f"for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
@@ -154,7 +188,7 @@ def _driver_problems(found: str, capability: float) -> list[str]:
 
 
 def _sharing_problems(resolved: Resolved) -> list[str]:
-    """Of ranks that exchange what they compute through shared memory."""
+    """Ranks exchange data through shared memory, which may be too small."""
     several = resolved.config.world_size > 1 and os.path.isdir(SHARED)
     size_gb = shutil.disk_usage(SHARED).total / 1e9 if several else math.inf
     if size_gb >= MIN_SHARED_GB:
@@ -165,8 +199,11 @@ def _sharing_problems(resolved: Resolved) -> list[str]:
     ]
 
 
-def _compiler_problems() -> list[str]:
-    """As Triton looks for them."""
+def _compiler_problems(resolved: Resolved) -> list[str]:
+    """A compiler and Python's headers, as Triton looks for them: an engine of its own has Triton's
+    kernels, and PyTorch's eager ones need no compiler."""
+    if resolved.engine.cls.samples_with_trainer:
+        return []
     stated = os.environ.get("CC")
     found = []
     if stated is not None and shutil.which(stated) is None:
@@ -189,17 +226,6 @@ def _compiler_problems() -> list[str]:
             f"with it: apt install {python}-dev, or use a Python that brings its headers"
         )
     return found
-
-
-def _compatible_cuda() -> int:
-    """CUDA's number as the library says it that programs here load: one for forward compatibility
-    is newer than the driver. 0 where there is none."""
-    try:
-        found = ctypes.c_int()
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
-        return found.value // 1000
-    except (OSError, AttributeError):
-        return 0
 
 
 def _offline_problems(resolved: Resolved) -> Iterable[str]:

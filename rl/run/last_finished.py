@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.policy import Policy
 from rl.learner.learner import Learner
-from rl.preflight.host_memory import HELD_STATE_GB
+from rl.preflight.memory_plan import HELD_STATE_GB
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
 from rl.record.checkpoint import Checkpoints, ResumePoint, find, iteration_of

@@ -249,18 +249,6 @@ def test_a_mistake_is_one_line_with_its_key_and_remedy(
     assert "\n" not in found and "Traceback" not in found
 
 
-def test_a_renderer_that_edits_needs_pictures(tmp_path, monkeypatch) -> None:
-    changes = {
-        "data": {"train": [{"type": "tiny_plugs.nothing"}], "validation": []},
-        "renderer": {"type": "stranger.R"},
-        "rewards": NO_REWARD,
-        "evaluation": {"every_n_iterations": 0},
-    }
-    code = f"{DRAWS}{EACH} | needs_source = True"
-    [found] = problems_of(tmp_path, monkeypatch, code, **changes)
-    assert names(found, "data.train.0: ... stranger.R ... no source ... column")
-
-
 ENGINE = "class P(Engine): | def generate(self, *x): ... | def load_weights(self"
 OTHERS: list[tuple[str, str, str]] = [
     ("policy", "class P(Policy): pass", "P has no build_prompt ... `def build_prompt(self, "),

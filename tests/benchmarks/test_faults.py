@@ -19,7 +19,7 @@ from benchmarks.faults import __main__ as campaign
 from benchmarks.faults import saves, trial
 from benchmarks.faults.cases import CASES, Case
 from benchmarks.faults.harness import Harness
-from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, FileOperation, at_files
+from benchmarks.faults.inject import DoAt, EndAt, FileOperation, at_files
 from benchmarks.faults.tiny_run import Ended, Judge
 from rl.files.atomic import append_line, fsync
 
@@ -86,23 +86,6 @@ def test_every_operation_on_a_file_is_seen_native_ones_too(tmp_path: Path) -> No
     ]
 
 
-def fill_the_disk(folder_name: str) -> None:
-    folder = Path(folder_name)
-    FailAtFile("write", "*.txt", 2, "FULL")(folder)
-    (folder / "one.txt").write_text("x" * 1000)
-    for name, error in (("two.txt", "File too large"), ("three.bin", "File too large")):
-        try:
-            (folder / name).write_text("x" * 1000)
-        except OSError as refused:
-            assert error in str(refused)
-    print(*((folder / name).stat().st_size for name in ("one.txt", "two.txt", "three.bin")))
-
-
-def test_a_full_disk_leaves_torn_files(tmp_path: Path) -> None:
-    ended = tiny_ranks.run_forked(fill_the_disk, str(tmp_path))
-    assert ended.stdout.split() == ["1000", "64", "64"], ended.stderr
-
-
 FIRST = Ended(1, "this run cannot go on:\n  the disk is full", 2, 1.0)
 AGAIN = Ended(0, "", 3, 1.0)
 CASE = Case("call", "anywhere", "ENOSPC", save_every=3)
@@ -139,17 +122,6 @@ def test_what_is_bad_is_called_so(
 def case_named(words: str) -> Case:
     [case] = [case for case in CASES if case.name == words]
     return case
-
-
-def test_the_table_counts_by_group() -> None:
-    cases = [case_named(f"call | a backward | {kind}") for kind in ("ENOSPC", "SIGTERM")]
-    outcomes = {
-        cases[0].name: trial.Outcome("stopped", "", 1, 1.0),
-        cases[1].name: trial.Outcome("LOST", "", 0, 1.0),
-    }
-    header, _, *rows = campaign.table(cases, outcomes).split("\n")
-    assert header.startswith("| group | cases | survived | stopped | LOST | SILENT | HUNG | ")
-    assert rows == [f"| {group} | 2 | 0 | 1 | 1 | 0 | 0 | 0 | 0 |" for group in ("call", "all")]
 
 
 SEAL = "fsync checkpoints/.tmp-step_000003/manifest.json"

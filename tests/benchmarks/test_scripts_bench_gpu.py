@@ -117,16 +117,6 @@ def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_
     assert bench.report.lines[-1].note.startswith("FAIL")
 
 
-def test_a_kernel_that_is_not_there_fails_the_check(tmp_path, monkeypatch):
-    def raises(*_: object) -> Kernel:
-        raise TypeError("_varlen_attn() got an unexpected keyword argument")
-
-    monkeypatch.setattr(attention_kernels, "choose_kernel", raises)
-    bench = new_bench(tmp_path)
-    gpu_check.packed_attention(bench)
-    assert bench.attention == "sdpa" and "unexpected keyword" in bench.report.failures[0]
-
-
 def test_what_a_packed_token_sees_by_hand():
     """A prompt of 2, completions of 2 and 1; then a prompt of 1 with one of 1."""
     mask = gpu_check.visible(gpu_check.groups_of([(2, (2, 1)), (1, (1,))]))
@@ -187,19 +177,6 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
 
 
 # Arithmetic
-
-
-def test_calls_run_in_turn_and_those_that_cannot_are_left_out():
-    turns = []
-
-    def cannot() -> None:
-        raise RuntimeError("no kernel")
-
-    calls = {"a": lambda: turns.append("a"), "b": cannot, "c": lambda: turns.append("c")}
-    timings, refused = gpu_bench.race("cpu", calls, 0.0)
-    assert turns == ["a", "c", "a", "c"], "one to warm up, one that counts"
-    assert refused == {"b": "RuntimeError: no kernel"}
-    assert {name: timing.num_rounds for name, timing in timings.items()} == {"a": 1, "c": 1}
 
 
 def test_shares_and_goals_by_hand(tmp_path, monkeypatch):

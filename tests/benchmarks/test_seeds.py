@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import seeds
-from rl.config.schema import load_config
 
 
 def write_run(out: Path, seed: int, held_out: list[float], dead: list[float]) -> None:
@@ -38,30 +37,3 @@ def test_every_seed_is_printed_and_the_worst_named(
         "best 0.900; before training 0.300 +- 0.071. Sampled in training: 0.300 +- 0.071 in the "
         "first ten iterations, 0.850 +- 0.071 in the last."
     ) in out
-
-
-def test_fresh_held_out_samples_are_other_ones_in_runs_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[list[str]] = []
-
-    def train(command: list[str], **_: object) -> None:
-        started.append(command)
-        write_run(tmp_path, 7, [0.25, 0.9], [0.0] * 10)
-        folder = tmp_path / "quickstart-seed-7-fresh-256"
-        (tmp_path / "quickstart-seed-7").rename(folder)
-        records = folder / "evaluation/it_000010/records.jsonl"
-        records.parent.mkdir(parents=True)
-        rows = [{"id": str(i), "reward": i / 10, "parts": {}} for i in (1, 3, 2)]
-        records.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    monkeypatch.setattr("subprocess.run", train)
-    seeds.main(["quickstart", "--first", "7", "--count", "1", "--fresh", "256",
-                "--out", str(tmp_path)])  # fmt: skip
-    [command] = started
-    config = load_config("configs/quickstart.jsonnet", command[command.index("1") + 2 :])
-    assert (config.run_name, config.evaluation.num_samples) == ("quickstart-seed-7-fresh-256", 256)
-    [validation] = config.data.validation
-    assert (validation["num_samples"], validation["held_out"]) == (256, True)
-    assert validation["seed"] not in (1, 2)
-    assert "over the held-out samples: 0.058" in capsys.readouterr().out

@@ -18,8 +18,8 @@ from rl import build
 from rl.api.engine import EngineClaim, EngineSetup
 from rl.config.schema import load_config
 from rl.engines.vllm import plug
-from rl.preflight import engine_memory, footprint, memory_plan
-from rl.preflight.policy_model import PolicyModel
+from rl.preflight import footprint, memory_plan
+from rl.preflight.memory_plan import PolicyModel
 
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
@@ -36,10 +36,10 @@ def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tu
     config.model_config = SimpleNamespace(
         max_model_len=longest_tokens, original_max_model_len=longest_tokens
     )
-    config.cache_config = CacheConfig(block_size=engine_memory.CACHE_BLOCK)
+    config.cache_config = CacheConfig(block_size=memory_plan.CACHE_BLOCK)
     config.cache_config.kv_cache_layout = "NHD"
     spec = FullAttentionSpec(
-        block_size=engine_memory.CACHE_BLOCK,
+        block_size=memory_plan.CACHE_BLOCK,
         num_kv_heads=model.num_kv_heads,
         head_size=model.head_dim,
         dtype=torch.bfloat16,
@@ -83,8 +83,8 @@ def test_vllms_largest_step(monkeypatch: pytest.MonkeyPatch, gib: float, name: s
     )
     monkeypatch.setattr(arg_utils, "current_platform", platform)
     most, _ = arg_utils.EngineArgs.get_batch_defaults(world_size=1)
-    large = gib * 2**30 / 1e9 >= engine_memory.LARGE_GPU_GB
-    tokens = engine_memory.ENGINE_STEP_TOKENS
+    large = gib * 2**30 / 1e9 >= memory_plan.LARGE_GPU_GB
+    tokens = memory_plan.ENGINE_STEP_TOKENS
     assert most[UsageContext.LLM_CLASS] == (tokens if large else tokens // 2)
 
 

@@ -12,27 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_config
-import tiny_emu3_vq
 import tiny_loop
-import tiny_sd3
 import torch
 from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from tiny_rewards import make
-from torch.utils.flop_counter import FlopCounterMode
 
-from rl.api.types import Completion, RenderJob, RewardInput, RewardOutput, Sample
+from rl.api.types import Completion, RewardInput, RewardOutput, Sample
 from rl.config.jsonnet import evaluate
 from rl.config.schema import RunConfig
 from rl.files.images import png_bytes
 from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
-from rl.renderers.emu3_vq.codec import Emu3Codec
-from rl.renderers.emu3_vq.loop import Emu3VqLoop
 from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
-from rl.rewards.clip import plug as clip
-from rl.rewards.clip.model import ClipModel
 from rl.rollout.stream import Rollout
 from rl.run.run import Run
 from rl.run.set_up import open_run
@@ -143,85 +135,6 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
     assert len(encoded) == len(pictures) + with_other and set(encoded.values()) == {1}
 
 
-# --- CLIP --------------------------------------------------------------------------------------
-
-
-def test_clip_reads_each_picture_and_each_prompt_once() -> None:
-    """Six pictures of two prompts, of which four are looked at together; and once more."""
-    model = ClipModel(
-        clip.Config(model_path=str(tiny_config.WEIGHTS / "clip"), batch_size=4), "cpu"
-    )
-    seen = rows_of_calls(model._model.vision_model)
-    read = rows_of_calls(model._model.text_model)
-    prepared = pictures_prepared(model._processor)
-    pairs = [("a red circle" if i < 3 else "a blue square", noise_picture(i)) for i in range(6)]
-    model.compare(pairs)
-    assert prepared == [4, 2] and seen == [1] * 6 and read == [1, 1]
-    model._one_by_one = False  # as on a GPU
-    model.compare(pairs)
-    assert seen[6:] == [4, 4]
-    assert read == [1, 1], "the prompts are remembered"
-
-
-# --- Stable Diffusion 3 ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("guidance_scale", "rows_per_picture"), [(7.0, 2), (1.0, 1)])
-def test_sd3_does_steps_forwards_per_batch_and_encodes_each_prompt_once(
-    guidance_scale: float, rows_per_picture: int
-) -> None:
-    """Two groups of four: the first prompt of each is written twice, under two noises."""
-    parts = tiny_sd3.make_parts()
-    denoised = rows_of_calls(parts.transformer)
-    decoded = rows_of_calls(parts.vae.decoder)
-    encoders = [*parts.text.encoders, parts.text.encoder_3]
-    encoded = [rows_of_calls(encoder) for encoder in encoders]
-    renderer = tiny_sd3.make_renderer(
-        parts, batch_size=3, num_steps=2, guidance_scale=guidance_scale
-    )
-    words = ["a cat", "a cat", "a dog", "a bird", "a fish", "a fish", "a tree", "a boat"]
-    jobs = [tiny_sd3.make_job(prompt, seed) for seed, prompt in enumerate(words)]
-    assert len(list(renderer.render(iter(jobs)))) == 8
-    assert denoised == [rows_per_picture * rows for rows in (3, 3, 3, 3, 2, 2)]
-    assert decoded == [3, 3, 2]
-    num_encodes = 6 + (guidance_scale > 1)
-    assert encoded == [[1] * num_encodes] * 3
-
-
-# --- Emu3's pictures ---------------------------------------------------------------------------
-
-
-def test_emu3_paints_one_frame_of_four_and_each_distinct_grid_once() -> None:
-    vq = tiny_emu3_vq.make_vq()
-    renderer = Emu3VqLoop(Emu3Codec(vq), batch_size=4)
-    painted = rows_of_calls(vq.decoder.conv_in)
-    source, *drawn = (tiny_emu3_vq.make_codes(seed) for seed in range(4))
-    samples = [Sample(str(i), "", source_codes=codes) for i, codes in enumerate((source, drawn[0]))]
-    for _ in range(2):
-        renderer.decode_sources(samples)
-    assert painted == [2], "the second time they are remembered"
-    jobs = [RenderJob(samples[0], drawn[i], noise_seed=0) for i in (0, 0, 1, 2, 1, 0)]
-    assert len(list(renderer.render(iter(jobs)))) == 6
-    assert painted == [2, 3]
-
-
-def test_emu3s_codec_does_a_quarter_of_the_stock_models_work() -> None:
-    vq = tiny_emu3_vq.make_vq()
-    codec = Emu3Codec(vq)
-    codes = torch.from_numpy(tiny_emu3_vq.make_codes(0, 8, 8)).long()[None]
-    pixels = torch.zeros(1, 3, 64, 64)
-
-    def flops(work: Any) -> int:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            work()
-        return counter.get_total_flops()
-
-    decode = flops(lambda: codec.decode_tensor(codes)) / flops(lambda: vq.decode(codes))
-    sizes = torch.tensor([[64, 64]])
-    encode = flops(lambda: codec.encode_tensor(pixels)) / flops(lambda: vq.encode(pixels, sizes))
-    assert decode < 0.26 and encode < 0.26, (decode, encode)
-
-
 # --- whole iterations --------------------------------------------------------------------------
 
 
@@ -328,28 +241,3 @@ def test_an_iteration_of_earl(tmp_path: Path) -> None:
         drawn = {e.image.tobytes() for group in rollout.episodes for e in group if e.image}
         assert sum(painted) == 2 + 2 + len(drawn)
         assert num_asked(run) == 3 * num_distinct(rollout)
-
-
-def test_an_iteration_of_the_prompt_writer(tmp_path: Path) -> None:
-    """With guidance: each distinct prompt is encoded once, and so is the negative one."""
-    with opened("tiny_prompts", tmp_path, num_steps=2, guidance_scale=4.0) as run:
-        loop: Any = run.context.renderer.loop
-        encoded = rows_of_calls(loop.parts.text.encoders[0])
-        denoised = rows_of_calls(loop.parts.transformer)
-        decoded = rows_of_calls(loop.parts.vae.decoder)
-        rollout = iterate(run)
-        num_pictures = num_distinct(rollout)
-        arms = [e for group in rollout.episodes for e in group] + list(rollout.bare_episodes)
-        prompts = {arm.action.text for arm in arms if arm is not None}
-        assert sum(encoded) == len(prompts) + 1
-        assert sum(denoised) == 2 * 2 * num_pictures and sum(decoded) == num_pictures
-
-
-def test_an_iteration_of_the_reasoner(tmp_path: Path) -> None:
-    """Its pictures are looked at once: in the prompt, whatever is computed of it."""
-    with opened("tiny_reasoning", tmp_path) as run:
-        policy: Any = run.context.policy
-        prepared = pictures_prepared(policy.prompts.image_processor)
-        looked_at = grids_of_calls(policy.module.base_model.model.visual)
-        iterate(run)
-        assert sum(prepared) == sum(looked_at) == 2

@@ -348,7 +348,7 @@ def readme_row(stem: str) -> str:
     return next((line for line in lines if line.startswith(f"| `configs/{stem}.jsonnet`")), "")
 
 
-@pytest.mark.parametrize("gpu_gb", [141, 80, 60, 48, 40, 24, 12])
+@pytest.mark.parametrize("gpu_gb", [80, 48, 24, 12])
 @pytest.mark.parametrize("more", ["seed=1", "optimizer.gradient_checkpointing=false"])
 @pytest.mark.parametrize(
     "name", ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning"]
@@ -460,18 +460,6 @@ def test_what_is_unknown_is_not_said_to_fit(overrides: list[str], what: str, par
     assert "nothing is wrong" not in text and "  fits with" not in text
 
 
-def test_a_model_folder_of_no_known_shape_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    for name in ("tokenizer.json", "preprocessor_config.json"):
-        (tmp_path / name).write_text("{}")
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
-    size = len(header).to_bytes(8, "little")
-    (tmp_path / "model.safetensors").write_bytes(size + header.encode() + bytes(8))
-    change = [f"policy.model_path={tmp_path}", "policy.init_text_encoder_from=''"]
-    text, _ = report.report(shipped("qwen_image_edit", *change), 141)
-    assert f"unknown: policy: '{tmp_path}' " in text
-
-
 def launched(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
@@ -536,7 +524,7 @@ def test_a_start_on_other_gpus_than_stated_says_so(
 ) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda: Machine((cuda_gb,)))
-    monkeypatch.setattr("rl.simple_launch.host_memory.here_gb", lambda: 1000.0)
+    monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
     assert launched(sized(tmp_path), *arguments) == code
     printed = capsys.readouterr().err
     assert names(printed, said) and (said or "gpu_gb" not in printed)
@@ -567,7 +555,7 @@ def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(tmp_pa
 def test_a_start_is_refused_on_gpus_that_are_too_small(tmp_path, capsys, monkeypatch) -> None:
     """Against the ranks' own GPUs as they are, or as --gpu-gb says they are."""
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
-    monkeypatch.setattr("rl.simple_launch.host_memory.here_gb", lambda: 1000.0)
+    monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
     path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=2)))
     for cuda_gb, arguments, code in (
         ((85.5, 150.8), [], 1),  # the smaller of the two

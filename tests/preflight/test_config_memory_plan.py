@@ -21,23 +21,28 @@ from torch.utils._pytree import tree_leaves
 from rl.api.policy import PolicySetup
 from rl.meter.flops import Recompute
 from rl.policies import qwen2_5_vl
-from rl.preflight import host_memory
-from rl.preflight.engine_memory import InferenceEngine, pinned_bytes
 from rl.preflight.memory_plan import (
     CONTEXT_GB,
+    HOST_PHASES,
+    KNOWN,
     LOGITS_GB,
     PHASES,
     FrozenModel,
+    InferenceEngine,
     Plan,
+    PolicyModel,
     Row,
     Sizes,
     engine_claim,
     engine_line,
+    host_plan,
+    host_problems,
+    pinned_bytes,
     plan,
     residency,
     residency_line,
 )
-from rl.preflight.policy_model import KNOWN, PolicyModel
+from rl.preflight.this_machine import host_memory_gb
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
@@ -375,7 +380,7 @@ def test_a_step_of_the_optimiser() -> None:
 def test_host_memory() -> None:
     full = replace(SIZES, lora_rank=None, zero_stage=2, reads_reference=True)
     on_gpu = plan(full, 120)
-    parts = {row.part: row.gb for row in host_memory.plan(full, on_gpu, 120, 4, {}).rows}
+    parts = {row.part: row.gb for row in host_plan(full, on_gpu, 120, 4, {}).rows}
     assert parts == pytest.approx(
         {
             "processes": 4 * 4,
@@ -388,16 +393,16 @@ def test_host_memory() -> None:
     exactly = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:1"}
     [asleep] = [
         row.gb
-        for row in host_memory.plan(full, on_gpu, 120, 4, exactly).rows
+        for row in host_plan(full, on_gpu, 120, 4, exactly).rows
         if row.part.startswith("engine")
     ]
     assert asleep == pytest.approx(4 * 6)
     # 2 + 6 + 40 + half of the GPU; where 6 GB more have no room, all weights twice on the host.
-    small = host_memory.plan(full, plan(full, 107), 107, 4, {})
+    small = host_plan(full, plan(full, 107), 107, 4, {})
     assert small.total_gb("start") == pytest.approx(16 + 4 * 2 * 6)
     # An engine that stays pins nothing; an adapter alone is little.
     stays = plan(replace(SIZES, engine=replace(ENGINE, residency="resident")), 200)
-    assert host_memory.plan(SIZES, stays, 200, 4, {}).peak_gb == pytest.approx(16, abs=1e-3)
+    assert host_plan(SIZES, stays, 200, 4, {}).peak_gb == pytest.approx(16, abs=1e-3)
     offloads = replace(EDITOR, host_weights=5e9)
     assert offloads.host_gb(4) == 10 and replace(offloads, host_shared=False).host_gb(4) == 40
 
@@ -412,10 +417,10 @@ def test_a_sleeping_tensor_takes_a_power_of_two() -> None:
 
 
 def test_host_problems(tmp_path: Path) -> None:
-    planned = host_memory.HostPlan([Row("engine asleep, pinned", 30, ("run",))])
-    assert host_memory.host_problems(planned, 8, None) == []
-    assert host_memory.host_problems(planned, 8, 30) == []
-    [found] = host_memory.host_problems(planned, 8, 20)
+    planned = Plan([Row("engine asleep, pinned", 30, ("run",))], phases=HOST_PHASES)
+    assert host_problems(planned, 8, None) == []
+    assert host_problems(planned, 8, 30) == []
+    [found] = host_problems(planned, 8, 20)
     assert names(found, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
 
 
@@ -443,14 +448,14 @@ def test_host_problems(tmp_path: Path) -> None:
     ],
 )
 def test_the_memory_of_this_machine(tmp_path, files: dict[str, str], expected_gb: float) -> None:
-    assert host_memory.here_gb(tmp_path) is None
+    assert host_memory_gb(tmp_path) is None
     files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
     for name, text in files.items():
         base = "proc" if name in ("meminfo", "self/cgroup") else "sys/fs/cgroup"
         file = tmp_path / base / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    assert host_memory.here_gb(tmp_path) == pytest.approx(expected_gb)
+    assert host_memory_gb(tmp_path) == pytest.approx(expected_gb)
 
 
 @pytest.mark.parametrize("size", ["2B", "4B", "8B"])

@@ -44,7 +44,7 @@ def test_what_is_read_is_fetched_and_what_cannot_be_is_named(fetched, monkeypatc
         (EDIT, f"transformer/{part}.bin", False),
     ):
         assert any(fnmatch(name, pattern) for pattern in fetched[path]) == is_read, name
-    monkeypatch.setattr("rl.preflight.leaving._is_cached", lambda model: True)
+    monkeypatch.setattr("rl.preflight.fetch._is_cached", lambda model: True)
     assert fetch_models(resolved) == [], "what is there is not missed"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fetched.clear()

@@ -15,7 +15,6 @@ from tiny_messages import names
 
 from rl import build
 from rl.api.plug import ModelFiles
-from rl.config.schema import ConfigError
 from rl.files.model_files import model_problems
 from rl.preflight import report
 
@@ -225,27 +224,3 @@ def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) ->
     assert quickstart(change, "policy.revision=other") == []
     file.write_text('{"model_type": "qwen2_5_vl"}')
     assert quickstart(change) == [], "its weights are fetched when it is loaded"
-
-
-def test_a_strangers_plug_says_what_it_loads(tmp_path, monkeypatch) -> None:
-    values = tiny_config.nothing(tmp_path, renderer={"type": "tiny_plugs.nothing"})
-    config = tiny_config.validated(values)
-
-    def problems(answer: Any) -> list[str]:
-        told = classmethod(lambda cls, config: answer)
-        monkeypatch.setattr("tiny_plugs.nothing.Nil.models", told)
-        try:
-            build.resolve(config)
-        except ConfigError as error:
-            return list(error.problems)
-        return []
-
-    assert problems([]) == []
-    kinds = frozenset({"my_model"})
-    clip = ModelFiles("weights", str(tiny_config.WEIGHTS / "clip"), kinds)
-    [problem] = problems([clip])
-    assert names(
-        problem,
-        f"renderer.weights: {tiny_config.WEIGHTS}/clip/config.json ... 'clip' ... 'my_model'",
-    )
-    assert names(problems("clip")[0], "'clip' (str) ... Sequence[ModelFiles]")

@@ -63,17 +63,6 @@ def test_pictures_that_fill_a_prompt_are_told_before_anything_is_loaded(tmp_path
     assert "data.train.0: " not in told(565) + told(564, data={"on_bad_row": "skip"})
 
 
-def test_as_many_as_it_reads_are_planned_for(tmp_path: Path) -> None:
-    planned = []
-    for most in (1, 3):
-        renderer = {"max_pictures": most, "model_path": "Qwen/Qwen-Image-Edit-2511"}
-        config = config_of(tmp_path, "qwen_image_edit_plus", ONE, renderer=renderer)
-        text, _ = report.report(config, 141)
-        planned.append(text)
-        assert "source pictures" not in text
-    assert planned[0] != planned[1]
-
-
 @pytest.mark.parametrize(("most", "shown"), [(3, 3), (4, 3)])
 def test_the_judge_is_asked_with_as_many_as_a_row_has(tmp_path, most: int, shown: int) -> None:
     with FaultyJudge() as judge:

@@ -18,10 +18,8 @@ from tiny_messages import names
 
 from rl import build
 from rl.config import engine_choice
-from rl.config.schema import RunConfig
 from rl.preflight import report, this_machine
-from rl.preflight.disk import disk_need
-from rl.preflight.leaving import leaving_lines
+from rl.preflight.disk import checkpoint_gb
 from rl.preflight.this_machine import machine_lines, machine_problems
 from rl.ranks.placement import Machine
 
@@ -167,71 +165,68 @@ def test_ranks_share_memory_that_a_container_may_lack(box: Box, monkeypatch) -> 
     assert names(*lacking("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
 
 
-def test_a_machine_with_everything_lacks_nothing(box: Box) -> None:
-    box()
-    assert lacking() == []
-    box(driver="570.1", torch="2.13.0+cu126")
-    assert lacking() == [], "a PyTorch of one's own for an older driver"
-    box(driver="595.10", programs=("clang",))
-    assert lacking() == []
-    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU)))
-    assert names(line, "driver 595.10 ... >= 580 ... CUDA 13")
+LACKS = {"driver": "570.86.15", "programs": ("cc",), "has_headers": False}
+OLD = "this machine: ... driver 570.86.15 ... CUDA 13 ... 580"
+HEADERS = "this machine: ... include/Python.h ... apt install python3."
 
 
-def test_what_is_missing_is_named(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = box(driver="570.86.15", programs=("cc",), has_headers=False)
-    old, compiler, headers = lacking()
-    assert names(old, "this machine: ... driver 570.86.15 ... CUDA 13 ... 580")
-    assert names(compiler, NO_COMPILER)
-    assert names(headers, f"this machine: ... {folder}/include/Python.h ... apt install python3.")
-    monkeypatch.setenv("CC", "icx")
-    assert names(lacking()[1], "this machine: ... CC ... 'icx'")
-    monkeypatch.setenv("CC", "cc")
-    assert lacking() == [old, headers]
+@pytest.mark.parametrize(
+    ("machine", "compiler", "overrides", "parts"),
+    [
+        ({}, None, [], []),
+        ({"driver": "570.1", "torch": "2.13.0+cu126"}, None, [], []),  # one's own PyTorch
+        ({"driver": "595.10", "programs": ("clang",)}, None, [], []),
+        (LACKS, None, [], [OLD, NO_COMPILER, HEADERS]),
+        (LACKS, "icx", [], [OLD, "this machine: ... CC ... 'icx'", HEADERS]),
+        (LACKS, "cc", [], [OLD, HEADERS]),
+        (LACKS, None, ["engine.type=transformers"], [OLD]),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(
+    machine, compiler, overrides, parts, box: Box, monkeypatch
+) -> None:
+    box(**machine)
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    for problem, expected in zip(lacking(*overrides), parts, strict=True):
+        assert names(problem, expected)
 
 
-def test_a_newer_cuda_library_makes_up_for_an_old_driver(box: Box, monkeypatch) -> None:
+@pytest.mark.parametrize(("cuda", "number"), [(13000, 0), (12080, 1)])
+def test_a_newer_cuda_library_makes_up_for_an_old_driver(
+    cuda: int, number: int, box: Box, monkeypatch
+) -> None:
     """NVIDIA's forward compatibility, as in its containers."""
     box(driver="570.86.15")
 
-    def library(found: int) -> Any:
-        def ask(place: Any) -> int:
-            place._obj.value = found
-            return 0
+    def ask(place: Any) -> int:
+        place._obj.value = cuda
+        return 0
 
-        return lambda name: SimpleNamespace(cuDriverGetVersion=ask)
-
-    monkeypatch.setattr(this_machine.ctypes, "CDLL", library(13000))
-    assert lacking() == []
-    monkeypatch.setattr(this_machine.ctypes, "CDLL", library(12080))
-    assert len(lacking()) == 1
+    library = SimpleNamespace(cuDriverGetVersion=ask)
+    monkeypatch.setattr(this_machine.ctypes, "CDLL", lambda name: library)
+    assert len(lacking()) == number
 
 
-@pytest.mark.parametrize("why", ["no tool", "no device", "hidden", "CPU build", "on the CPU"])
-def test_where_no_gpu_is_used_nothing_is_wrong(why: str, box: Box, monkeypatch) -> None:
-    box(
-        driver="570.1",
-        programs=(),
-        has_headers=False,
-        torch="2.13.0+cpu" if why == "CPU build" else "2.13.0",
-        says="9" if why == "no device" else "0",
-        vllm="cpu",
-    )
-    if why == "no tool":
-        monkeypatch.setenv("PATH", "/nowhere")
-    if why == "hidden":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    places = ["policy.device=cpu"] * (why == "on the CPU")
-    assert lacking(*places) == []
-    [line] = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *places)))
-    parts = {"CPU build": "PyTorch ... CPU", "on the CPU": "no GPU"}
-    assert names(line, parts.get(why, "no GPU ... >= 580"))
-
-
-def test_an_engine_without_kernels_needs_no_compiler(box: Box) -> None:
-    box(programs=(), has_headers=False)
-    assert len(lacking()) == 2
-    assert lacking("engine.type=transformers") == []
+@pytest.mark.parametrize(
+    ("machine", "environ", "overrides", "line"),
+    [
+        ({}, {"PATH": "/nowhere"}, [], "no GPU ... >= 580"),
+        ({"says": "9"}, {}, [], "no GPU ... >= 580"),
+        ({}, {"CUDA_VISIBLE_DEVICES": ""}, [], "no GPU ... >= 580"),
+        ({"torch": "2.13.0+cpu"}, {}, [], "PyTorch ... CPU"),
+        ({}, {}, ["policy.device=cpu"], "no GPU"),
+    ],
+)
+def test_where_no_gpu_is_used_nothing_is_wrong(
+    machine, environ, overrides, line, box: Box, monkeypatch
+) -> None:
+    box(driver="570.1", programs=(), has_headers=False, vllm="cpu", **machine)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert lacking(*overrides) == []
+    resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides))
+    assert names(*machine_lines(resolved), line)
 
 
 def test_check_and_launch_say_it(box: Box) -> None:
@@ -251,89 +246,60 @@ def test_what_the_hub_may_not_be_asked_for_must_be_there(box: Box, monkeypatch) 
     assert lacking("policy.model_path=some/one") == []
 
 
-EARL_GB = 8.49e9 * 1e-9
-"""Emu3's parameters."""
+@pytest.mark.parametrize(
+    ("name", "size_gb"),
+    [
+        ("sft_s__rl_sc", 8.49 * (12 + 2)),  # bfloat16 weights; base.libsonnet says 119 GB
+        ("qwen_image_edit", 0.323),  # an adapter
+    ],
+)
+def test_a_checkpoint_holds_weights_and_float32_moments(name: str, size_gb: float) -> None:
+    found_gb = checkpoint_gb(build.resolve(tiny_config.shipped(name)))
+    assert found_gb == pytest.approx(size_gb, rel=1e-3)
 
 
-def test_the_disk_that_earls_run_fills() -> None:
-    """Float32 weights and moments beside bfloat16 weights; the hub keeps models, the disk none."""
-    need = disk_need(build.resolve(tiny_config.shipped("sft_s__rl_sc")))
-    assert need.num_iterations == 3000
-    point, _, stock = need.fixed.values()
-    # The newest two, one that is being written, and the best.
-    assert point == pytest.approx(4 * EARL_GB * (12 + 2)), "119 GB each: base.libsonnet says so"
-    pictures, episodes = need.per_iteration.values()
-    # Every 5: the run's 16 pictures with 2 groups' sources, targets and bare arms, and wandb's.
-    logged = 16 + 2 * 3 + 16 * 3
-    held_out = 64 * 4  # ours, the bare words, source, target; every 100
-    area_px = 1720 * 8**2
-    assert stock == pytest.approx(64 * 3 * area_px * 2 / 1e9), "once"
-    assert pictures == pytest.approx((logged / 5 + held_out / 100) * area_px * 2 / 1e9)
-    more = disk_need(
-        build.resolve(tiny_config.shipped("sft_s__rl_sc", "tracking.tensorboard=true"))
-    )
-    beside = more.per_iteration["pictures"] - pictures
-    assert beside == pytest.approx(16 * 3 / 5 * area_px * 2 / 1e9), "TensorBoard's, as wandb's"
-    assert episodes == pytest.approx(128 * (24 * 1720 + 3000) / 5 / 1e9)
-    assert need.total_gb == pytest.approx(sum(need.fixed.values()) + 3000 * (pictures + episodes))
-
-
-def test_an_adapters_checkpoints_are_small() -> None:
-    """0.3 GB, as qwen_image_edit.jsonnet says."""
-    need = disk_need(build.resolve(tiny_config.shipped("qwen_image_edit")))
-    assert next(iter(need.fixed.values())) == pytest.approx(4 * 0.323, rel=1e-3)
-    assert need.num_iterations is None, "the hub's data is counted when it is loaded"
-
-
-def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_found_before_the_run(
+    box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The newest two, one that is being written, and the best; a resumed run writes one more."""
     box()
-    config = tiny_config.shipped("quickstart", *ON_GPU)
-    need = disk_need(build.resolve(config)).total_gb
-    for free, wrong in ((need * 1.01, 0), (need * 0.99, 1)):
-        disk_of(monkeypatch, free=free * 1e9)
-        assert len(lacking()) == wrong
-    assert lacking()[0].startswith("base_exp_dir: ")
-
-
-def test_what_was_written_is_not_counted_again(tmp_path: Path) -> None:
-    config = tiny_config.shipped("quickstart", f"base_exp_dir={tmp_path}")
-    fresh = disk_need(build.resolve(config))
+    change = f"base_exp_dir={tmp_path}"
+    config = tiny_config.shipped("quickstart", *ON_GPU, change)
+    one_gb = checkpoint_gb(build.resolve(config))
+    assert one_gb is not None
+    for free, wrong in ((4.01, 0), (3.99, 1)):
+        disk_of(monkeypatch, free=free * one_gb * 1e9)
+        assert len(lacking(change)) == wrong
+    assert lacking(change)[0].startswith("base_exp_dir: ")
     step = config.run_dir / "checkpoints" / "step_000030"
     step.mkdir(parents=True)
     (step / "state.json").write_text("")
     manifest = {"state.json": {"size": 0, "sha256": "not read"}}
     (step / "manifest.json").write_text(json.dumps(manifest))
-    resumed = disk_need(build.resolve(config))
-    assert (fresh.num_iterations, resumed.num_iterations) == (40, 10)
-    before, after = (next(iter(need.fixed.values())) for need in (fresh, resumed))
-    assert after == pytest.approx(before / 4)
-    stock_gb = [need.fixed["the stock arm's pictures"] for need in (fresh, resumed)]
-    assert stock_gb == [pytest.approx(64 * 3 * 64**2 * 2 / 1e9), 0.0]
-
-
-def leaving(config: RunConfig) -> list[str]:
-    return leaving_lines(build.resolve(config))
+    assert lacking(change) == []
 
 
 def test_what_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nowhere")
-    judge, hub = leaving(tiny_config.shipped("qwen_image_edit"))
-    assert names(judge, "judge:4877 ... unencrypted ... instructions ... source ... 768 px")
-    models = "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen-Image-Edit, UCSC-VLAA/Complex-Edit"
-    assert names(hub, f"huggingface.co ... {models}")
-    judge, hub, push, wandb = leaving(tiny_config.shipped("sft_s__rl_sc"))
-    assert hub.endswith(": mair-lab/sft-simple, BAAI/Emu3-Stage1, BAAI/Emu3-VisionTokenizer")
+
+    def leaving(*arguments: str) -> list[str]:
+        text, _ = report.report(tiny_config.shipped(*arguments), 141)
+        after = text.partition("leaves this machine\n")[2]
+        return [line.strip() for line in after.split("\n") if line.startswith("  ")]
+
+    judge, hub, push, wandb = leaving("sft_s__rl_sc")[:4]
+    assert names(judge, "judge:4877 ... unencrypted ... instructions ... pictures")
+    assert names(
+        hub, "huggingface.co ... mair-lab/sft-simple, BAAI/Emu3-Stage1, BAAI/Emu3-VisionTokenizer"
+    )
     assert names(push, "huggingface.co/imged_rl__mine ... model ... 100 iterations")
-    assert names(wandb, "api.wandb.ai ... config ... metrics ... 5 iterations ... 16 ... pictures")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert leaving(tiny_config.shipped("sft_s__rl_sc")) == [judge, push]
-    page = ["tracking.trackio_space=me/runs", "tracking.log_episodes_every_n_iterations=0"]
-    assert leaving(tiny_config.shipped("quickstart", *page)) == ["nothing"]
-    [line] = leaving(tiny_config.shipped("quickstart", *page, "tracking.trackio=true"))
-    assert names(line, "huggingface.co/spaces/me/runs ... trackio ... config, metrics")
+    assert names(wandb, "api.wandb.ai ... config, metrics ... pictures")
+    assert leaving("quickstart") == ["nothing"]
+    trackio = ["tracking.trackio=true", "tracking.trackio_space=me/runs"]
+    assert names(*leaving("quickstart", *trackio), "huggingface.co/spaces/me/runs ... trackio")
+    local = leaving("qwen_image_edit", "judge.api_base=http://127.0.0.1:4877")
+    assert not any("judge" in line for line in local)
 
 
 def test_a_tracker_that_is_not_installed_is_said_and_no_problem(monkeypatch) -> None:
@@ -341,10 +307,3 @@ def test_a_tracker_that_is_not_installed_is_said_and_no_problem(monkeypatch) -> 
     resolved = build.resolve(tiny_config.shipped("quickstart", "tracking.tensorboard=true"))
     assert "pip install 'vlm-edit-rl[tensorboard]'" in machine_lines(resolved)[-1]
     assert not machine_problems(resolved)
-
-
-def test_the_tiny_world_stays_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert leaving(tiny_config.shipped("quickstart")) == ["nothing"]
-    local = tiny_config.shipped("qwen_image_edit", "judge.api_base=http://127.0.0.1:4877")
-    assert not any("judge" in line for line in leaving(local))

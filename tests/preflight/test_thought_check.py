@@ -6,16 +6,14 @@ import pytest
 import tiny_config
 from tiny_messages import names
 
-from rl import build
 from rl.api.policy import ThoughtSection
-from rl.config.schema import ConfigError
-from rl.preflight import thought
+from rl.preflight import report
 from rl.preflight.resume import check_resume
 
 
 def problems(name: str, *overrides: str) -> list[str]:
     config = tiny_config.shipped(name, *overrides)
-    return list(thought.problems(build.resolve(config)))
+    return report.problems(config)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +39,8 @@ def test_a_thought_as_long_as_the_completion_leaves_no_words() -> None:
 
 @pytest.mark.parametrize("wrong", ['marker=""', "max_tokens=0", "states=both", "tag=x"])
 def test_a_section_that_cannot_be_read(wrong: str) -> None:
-    with pytest.raises(ConfigError, match=r"policy\.thought\." + wrong.partition("=")[0]):
-        problems("quickstart", f"policy.thought.{wrong}")
+    found = problems("quickstart", f"policy.thought.{wrong}")
+    assert any(problem.startswith(f"policy.thought.{wrong.partition('=')[0]}") for problem in found)
 
 
 def test_the_instruction_names_the_marker_and_off_is_off() -> None:

@@ -16,7 +16,7 @@ from pydantic import Field
 from rl.api.plug import Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
-from rl.config.schema import MAX_COUNT, RunConfig
+from rl.config.schema import MAX_COUNT
 from rl.ranks.placement import resolve_device
 from rl.renderers.emu3_vq.checkpoint import (
     ORIGINAL,
@@ -97,8 +97,3 @@ class Emu3Vq(Renderer[Config]):
         file = Path(config.model_path) / "config.json"
         stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
         return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}
-
-    @classmethod
-    def picture_area_px(cls, config: Config, run: RunConfig) -> int:
-        """Every token of a completion a code."""
-        return run.sampling.max_completion_tokens * CODE_PX**2

@@ -106,10 +106,6 @@ class QwenImage(Renderer[ConfigT]):
         ]
 
     @classmethod
-    def picture_area_px(cls, config: ConfigT, run: RunConfig) -> int:
-        return output_area_px(config)
-
-    @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
         """Fewer pictures at once, then smaller weights."""
         smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []

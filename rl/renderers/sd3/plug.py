@@ -134,10 +134,6 @@ class SD3(Renderer[Config]):
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
         return {"transformer": 20 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
 
-    @classmethod
-    def picture_area_px(cls, config: Config, run: RunConfig) -> int:
-        return config.height_px * config.width_px
-
 
 def _parts(config: Config) -> list[str]:
     encoders = ["text_encoder", "text_encoder_2", *(["text_encoder_3"] if config.use_t5 else [])]
