@@ -134,9 +134,7 @@ def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> No
     assert (again.id, again.instruction, again.thoughts) == ("a/b", "zünde an", {"why": "…"})
     np.testing.assert_array_equal(again.source_codes, source)
     assert again.target_codes.dtype == np.int32 and again.target_codes.max() == 32005
-    assert emu3_files.is_whole(file)
     file.write_bytes(file.read_bytes()[:-1])
-    assert not emu3_files.is_whole(file)
     with pytest.raises(UnreadableError, match="safetensors"):
         emu3_files.read(file)
 

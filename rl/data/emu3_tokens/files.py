@@ -78,15 +78,6 @@ def write(path: Path, edit: TokenisedEdit) -> None:
     aside.replace(path)
 
 
-def is_whole(path: Path) -> bool:
-    """Whether `path` is one of our files, complete to its last byte (its header states them)."""
-    try:
-        _read_own(path)
-    except (UnreadableError, OSError):
-        return False
-    return True
-
-
 def _read_own(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
