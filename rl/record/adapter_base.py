@@ -1,11 +1,7 @@
-"""Which weights an adapter belongs to, as its `adapter_config.json` says it.
-
-What: `Base`, how it is written so that PEFT and transformers load it (`noted`), and how it is read
-back (`base_of`, our older spelling too). What not: the adapter's tensors and shape
-(`policies/shared/adapters.py`).
+"""Writes and reads which weights an adapter belongs to, in its `adapter_config.json`.
 
 Loaders hand `base_model_name_or_path` to the hub as it is, so it is a folder or a repository's id
-and nothing else. They know no field for a subfolder, and warn of any key that is not theirs; what
+and nothing else. They have no field for a subfolder, and warn of any key that is not theirs; what
 `auto_mapping` holds beside the class they read is left alone (PEFT 0.21).
 """
 
@@ -35,7 +31,7 @@ class Base:
     revision: str | None = None
     """Hub revision; None = the newest."""
     subfolder: str = ""
-    """Of the hub's repository; a folder names it in its path."""
+    """Of the hub's repository; '' for a folder, whose path has it."""
     words: str = ""
     """Folder or hub id of tokenizer and image processor; '' = the same."""
 
@@ -102,7 +98,6 @@ def read_config(adapter: Path) -> dict[str, Any]:
 
 
 def _own(adapter_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where keys of ours may be."""
     mapping = adapter_config.get(MAPPING)
     return mapping if isinstance(mapping, Mapping) else {}
 

@@ -403,7 +403,7 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
 def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Path) -> None:
     policy = make_policy()
     for renderer, policy_keys, why in (
-        ({"type": "sd3"}, {}, "'sd3' reads text"),
+        ({"type": "sd3"}, {}, "renderer 'sd3' is no editor's"),
         ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
     ):
         folder = tmp_path / renderer["type"]
@@ -495,4 +495,4 @@ def test_links_of_a_hubs_cache_are_its_own(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     blob.write_text("{}")
     (snapshot / "config.json").symlink_to(blob)
-    assert export.own_file(snapshot / "config.json") == snapshot / "config.json"
+    assert export._inside(snapshot / "config.json") == snapshot / "config.json"
