@@ -254,16 +254,16 @@ class Rows:
             try:
                 return use(locate(cell, self.folder), self.rules.max_image_side_px)
             except UnusableError as error:
-                raise UnusableError(f"{what} picture ({column!r}): {error}") from error
+                raise UnusableError(f"{what} ({column!r}): {error}") from error
 
         sources = []
         for number, (column, cell) in enumerate(cells, 1):
-            what = "source" if len(cells) == 1 else f"{ordinal(number)} source"
+            what = "source picture" if len(cells) == 1 else f"source picture {number}"
             sources.append(used(what, column, cell, use_source))
         target = pick(row, columns.target, None) if columns.target else None
         if target is None and columns.target not in columns.required():
             return sources, None
-        return sources, used("target", columns.target, target, use_target)
+        return sources, used("target picture", columns.target, target, use_target)
 
     def most_pictures(self) -> int:
         """Source pictures of a row, at the most; none is opened."""
@@ -302,12 +302,6 @@ def shorten(problems: Sequence[str]) -> list[str]:
     more = len(problems) - MAX_PROBLEMS_SHOWN
     tail = [f"... and {more} more bad rows"] if more > 0 else []
     return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
-
-
-def ordinal(number: int) -> str:
-    """'1st', '2nd', '3rd', '4th', ..."""
-    endings = {} if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}
-    return f"{number}{endings.get(number % 10, 'th')}"
 
 
 def _read_from(columns: Columns, row: Mapping[str, Any]) -> Columns:
