@@ -65,13 +65,6 @@ def test_a_held_out_sample_has_all_that_its_record_says(run_dir: Path) -> None:
     assert (row["bare"], row["stock"], row["bimg"]) == (0.1, 0.2, "0_bare.png")
 
 
-@pytest.mark.parametrize("named", ["x.png", {"a": 1}, [], None, 7])
-def test_what_is_no_list_of_sources_is_none(run_dir: Path, named: Any) -> None:
-    row = episode(1, 0, 0) | {"other_source_files": named}
-    group = rows.group_row([row], [], run_dir, tokens.Pieces({}), rows.WHOLE)
-    assert "others" not in group and group["src"] is not None
-
-
 def test_of_several_sources_those_that_are_there_are_shown(run_dir: Path) -> None:
     there = "images/it_000001/rank0_g01_source.png"
     named = [there, "../../etc/passwd", "images/it_000001/gone.png", None, *[there] * 100]

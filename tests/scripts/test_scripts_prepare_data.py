@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -255,32 +253,3 @@ def test_three_processes_make_from_parquet_what_one_makes_from_jsonl(
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
     lists = [json.loads((tmp_path / name / LIST).read_text()) for name in ("one", "three")]
     assert lists[0]["path_list"] == lists[1]["path_list"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
-def test_a_killed_run_ends_whole_and_is_finished_by_the_next(vq_folder: Path, tmp_path) -> None:
-    data, output = write_edits(tmp_path / "raw", 300), tmp_path / "out"
-    command = arguments(data, vq_folder, output, "--num-workers", "2")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rl.commands.prepare_data", *command],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    deadline = time.monotonic() + 150
-    while len(list((output / "feature").glob("[0-9]*"))) < 20:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert len(children) >= 2
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "workers outlive their run"
-        time.sleep(0.05)
-    assert 20 <= len(contents(output)) < 300
-    assert not (output / LIST).exists()
-    assert prepare_data.main(command) == 0
-    assert len(json.loads((output / LIST).read_text())["path_list"]) == 300
-    assert prepare_data.main(arguments(data, vq_folder, tmp_path / "whole")) == 0
-    assert contents(output) == contents(tmp_path / "whole")

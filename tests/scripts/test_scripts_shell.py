@@ -202,7 +202,8 @@ FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu"
 )  # fmt: skip
 def test_how_packages_are_installed(copy, uv, torch, calls):
     told = new_machine(copy, uv=WITH_UV if uv else "exit 1", torch=torch)
-    fake(copy / "bin/uv", uv)
+    if uv:
+        fake(copy / "bin/uv", uv)
     done = run(copy, "scripts/_install.sh")
     assert done.returncode == 0, done.stderr
     made = told.read_text().splitlines()
