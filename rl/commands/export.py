@@ -206,7 +206,7 @@ def model_config(trained: Trained, base: str | None, text_encoder_from: str | No
 
 
 def num_parameters_of(config: Any) -> float:
-    """Of the model, from its files' headers; 0 where they are not on this machine yet."""
+    """Number of parameters, by the files' headers; 0 where they are not on this machine yet."""
     policy = families.policies()[config.type]
     [model] = [model for model in policy.models(config) if model.weights]
     file: Path | None = Path(model.path, model.subfolder, model.config)

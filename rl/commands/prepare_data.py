@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rl.api.data import RowRules
+from rl.commands.edit import at_least_one
 from rl.data import hf_dataset
 from rl.data.emu3_tokens.files import SUFFIX, TokenisedEdit, write
 from rl.data.shared.rows import BadRowError, Columns, Rows
@@ -68,8 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("task", choices=["tokenize"], help="pictures to codes")
     add("--output-path", type=Path, required=True)
     add("--device", default="auto", help="auto = every GPU in turn, or the CPU")
-    add("--batch-size", type=positive, default=8, help="pictures encoded together")
-    add("--num-workers", type=positive, default=1, help="processes")
+    add("--batch-size", type=at_least_one, default=8, help="pictures encoded together")
+    add("--num-workers", type=at_least_one, default=1, help="processes")
     add("--on-bad-row", default="error", choices=["error", "skip"])
     # A folder is continued only with the same values of what follows.
     codes = parser.add_argument_group("what decides the codes")
@@ -81,7 +82,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--edit-instruction-key", default="instruction", help="column of the user's words")
     add("--id-key", default="", help="column that names a row; '' = its number")
     add("--CoT-keys", dest="cot_keys", nargs="+", default=[], help="columns of written reasoning")
-    add("--image-area", type=positive, default=256 * 256, help="of a picture before coding, px^2")
+    add(
+        "--image-area",
+        type=at_least_one,
+        default=256 * 256,
+        help="of a picture before coding, px^2",
+    )
     add("--model-path", default="BAAI/Emu3-VisionTokenizer", help="the tokenizer: id or folder")
     add("--revision", default=None, help="of --model-path on the hub")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
@@ -89,13 +95,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [action.dest for action in codes._group_actions]
     options.made_from = {name: getattr(options, name) for name in names}
     return options
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} given, must be >= 1")
-    return value
 
 
 def list_of(output: Path) -> Path:

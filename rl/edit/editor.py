@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Weights = Callable[[], AbstractContextManager[None]]
-"""Under which a policy's states are taken."""
+"""Sets the weights under which a policy's states are taken."""
 Given = Union["Image", Path, str]
 """A picture, or its file."""
 Size = tuple[int, int]
@@ -61,7 +61,7 @@ class EditRequest:
 
     @property
     def images(self) -> tuple[Given, ...]:
-        """All of them."""
+        """All pictures, in order."""
         if isinstance(self.image, Path | str) or not isinstance(self.image, Sequence):
             return () if self.image is None else (self.image,)
         return tuple(self.image)
@@ -69,10 +69,10 @@ class EditRequest:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """What one way of asking came to."""
+    """The result of one way of asking."""
 
     words: str
-    """Without a thought."""
+    """The text without the thought."""
     image: Image | None
     """RGB; None: nothing was drawn."""
     failure: str | None = None
@@ -314,7 +314,7 @@ class Editor:
 
     @cached_property
     def _area_px(self) -> int:
-        """Of a picture that is read as codes."""
+        """Area of a picture that is read as codes, px^2."""
         if self._size_px:
             return self._size_px[0] * self._size_px[-1]
         return self.trained.source_area_px() if self.trained else 512 * 512

@@ -45,7 +45,7 @@ class Trained:
     """A PEFT folder, or the folder of a whole model."""
     is_adapter: bool
     run_dir: Path | None = None
-    """With the record of the training; None for a folder away from its run."""
+    """The run's folder; None where that has no record of the training."""
     config: Mapping[str, Any] | None = None
     """The run's, under today's names; None for a model folder alone."""
     iterations: int = 0

@@ -15,7 +15,7 @@ _MAX_README_BYTES = 1_000_000
 
 
 def at(config: Any, key: str) -> Any:
-    """What stands at 'section.key'; None where it does not."""
+    """The value at 'section.key'; None where there is none."""
     for word in key.split("."):
         config = config.get(word) if isinstance(config, Mapping) else None
     return config

@@ -1,6 +1,6 @@
-"""One tokenised edit per file: read without running anything, written whole or not at all.
+"""Reads and writes one tokenised edit, without running anything.
 
-The published form is a `.pth` pickle of arrays and text; our own is safetensors, the text in its
+The published form is a `.pth` pickle of arrays and text; ours is safetensors, the text in its
 header. torch is imported only for a `.pth`.
 """
 

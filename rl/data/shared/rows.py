@@ -1,4 +1,4 @@
-"""Rows of a user's own data as samples: which column is what, and what makes a row bad."""
+"""Makes samples of the rows of a user's own data, and names the bad ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,10 +46,6 @@ SEVERAL = "images"
 
 class BadRowError(UnusableSampleError):
     """A row that cannot become a sample; the message names file, row and remedy."""
-
-
-class _MissingColumnError(KeyError):
-    """(column, the keys that are there)."""
 
 
 class Columns(Section):
@@ -130,7 +127,7 @@ class Columns(Section):
 
 
 def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
-    """The cell at `column`, which may be a dotted path; _MissingColumnError without a default."""
+    """The cell at `column`, which may be a dotted path; UnusableError without a default."""
     if column in row:
         return row[column]
     cell: Any = row
@@ -140,7 +137,9 @@ def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
         elif isinstance(cell, list) and part.isdecimal() and int(part) < len(cell):
             cell = cell[int(part)]
         elif default is _MISSING:
-            raise _MissingColumnError(column, list(map(str, row)))
+            raise UnusableError(
+                f"has no {column!r}; it has {', '.join(map(str, row)) or 'nothing'}"
+            )
         else:
             return default
     return cell
@@ -267,24 +266,15 @@ class Rows:
 
     def most_pictures(self) -> int:
         """Source pictures of a row, at the most; none is opened."""
-        return max((self._num_pictures(row) for row in self.rows), default=0)
-
-    def _num_pictures(self, row: Mapping[str, Any]) -> int:
-        try:
-            return len(_source_cells(row, _read_from(self.columns, row)))
-        except Exception:  # a bad row: see `problems`
-            return 0
+        most = 0
+        for row in self.rows:
+            with suppress(Exception):  # a bad row: see `problems`
+                most = max(most, len(_source_cells(row, _read_from(self.columns, row))))
+        return most
 
     def _sentence(self, index: int, error: Exception) -> str:
-        match error:
-            case UnusableError():
-                message = str(error)
-            case _MissingColumnError():
-                message = (
-                    f"has no {error.args[0]!r}; it has {', '.join(error.args[1]) or 'nothing'}"
-                )
-            case _:
-                message = f"cannot be read ({type(error).__name__}: {error})"
+        is_known = isinstance(error, UnusableError)
+        message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
         return f"{self.origin}, row {self.numbers[index]}: {shown(message, MAX_SHOWN)}"
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
