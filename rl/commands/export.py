@@ -28,13 +28,16 @@ from time import monotonic
 from typing import Any, get_args
 
 from rl import build
+from rl.api import find
 from rl.commands.export_evidence import gather
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
-from rl.edit import families
 from rl.edit.trained import Trained, load_trained
+from rl.files.atomic import row_of
 from rl.files.model_files import cached, model_problems
 from rl.files.weights import num_parameters
+from rl.policies.shared.loading import local_folder
+from rl.policies.shared.policy import TrainedPolicy
 from rl.preflight.disk import free_gb
 from rl.record import adapter_base, hub, terminal
 from rl.record.card_facts import at
@@ -157,9 +160,9 @@ def refuse_without_text_encoder(trained: Trained) -> None:
             "encoder is the base's own; export what was trained --as model"
         )
     renderer = at(trained.config, "renderer.type")
-    kind = at(trained.config, "policy.type") or families.of_folder(trained.model)
+    kind = at(trained.config, "policy.type") or policy_of_folder(trained.model)
     is_read = renderer in PIPELINES or renderer not in build.plugs_of("renderers")
-    if not is_read or "hidden_states" not in families.policies()[kind].emits:
+    if not is_read or "hidden_states" not in policies()[kind].emits:
         raise ValueError(
             f"a {kind} with renderer {renderer!r} is no editor's text encoder; export it --as model"
         )
@@ -183,13 +186,13 @@ def model_config(trained: Trained, base: str | None, text_encoder_from: str | No
                 f"{error}; or give --base (and --text-encoder-from for an editor's text encoder)"
             ) from error
     if "type" not in section:
-        section["type"] = families.of_folder(trained.model, base)
+        section["type"] = policy_of_folder(trained.model, base)
     if trained.is_adapter and base is not None:
         section |= {"model_path": base, "revision": None}
         section.pop("init_text_encoder_from", None)
     if trained.is_adapter and text_encoder_from is not None:
         section["init_text_encoder_from"] = text_encoder_from
-    policy = families.policies().get(section["type"])
+    policy = policies().get(section["type"])
     if policy is None:
         raise ValueError(f"policies of type {section['type']!r} cannot be exported here")
     # No attention is computed: the run's kernel need not run here.
@@ -205,9 +208,39 @@ def model_config(trained: Trained, base: str | None, text_encoder_from: str | No
     return config
 
 
+def policies() -> Mapping[str, type[TrainedPolicy[Any]]]:
+    """Type -> plugin."""
+    found = {}
+    for name in build.plugs_of("policies"):
+        module, _ = find.import_plug(build.module_of("policies", name))
+        [plug] = find.plugs_in(module, build.ROOMS["policies"])
+        assert issubclass(plug, TrainedPolicy)
+        found[name] = plug
+    return found
+
+
+def policy_of_folder(model: Path, base: str | None = None) -> str:
+    """The policy's type by the adapter's config, else by the config.json of its base (or `base`),
+    or of the whole model; 'qwen2_5_vl' where none says it."""
+    path: Any = str(model)
+    if (model / adapter_base.ADAPTER_CONFIG).is_file():
+        noted = adapter_base.read_config(model)
+        model_class = adapter_base.model_class_of(noted)
+        for name, plug in policies().items():
+            if model_class in plug.model_classes:
+                return name
+        path = base or noted.get(adapter_base.NAME)
+    try:
+        file = local_folder(str(path), None, ["config.json"]) / "config.json"
+        kind = str((row_of(file.read_bytes()) or {}).get("model_type"))
+    except (OSError, ValueError):  # loading it will say what is wrong
+        kind = ""
+    return next((n for n, plug in policies().items() if kind in plug.model_types), "qwen2_5_vl")
+
+
 def num_parameters_of(config: Any) -> float:
     """Number of parameters, by the files' headers; 0 where they are not on this machine yet."""
-    policy = families.policies()[config.type]
+    policy = policies()[config.type]
     [model] = [model for model in policy.models(config) if model.weights]
     file: Path | None = Path(model.path, model.subfolder, model.config)
     if not Path(model.path).is_dir():
@@ -220,7 +253,7 @@ def merge(trained: Trained, config: Any, dtype: str, with_words: bool, target: P
     `with_words` with what its prompts need."""
     import torch
 
-    policy = families.policies()[config.type]
+    policy = policies()[config.type]
     with stage(f"loading {config.model_path} in float32"):
         model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:

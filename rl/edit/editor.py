@@ -184,7 +184,9 @@ class Editor:
     ) -> Self:
         """Of a run; arguments as for `load_trained`, `config_for_use` and `Editor`."""
         trained = load_trained(Path(run), checkpoint)
-        config, base_policy = config_for_use(trained, settings, device, num_steps, size_px)
+        config, base_policy = config_for_use(
+            trained, settings, device, num_steps, size_px, only_words
+        )
         return cls(config, device, trained, base_policy, size_px, only_words)
 
     def __enter__(self) -> Self:

@@ -144,6 +144,7 @@ def config_for_use(
     device: str = "auto",
     num_steps: int | None = None,
     size_px: tuple[int, ...] = (),
+    only_words: bool = False,
 ) -> tuple[RunConfig, Mapping[str, Any]]:
     """The run's config with the trained weights, and its policy section before training.
 
@@ -154,12 +155,15 @@ def config_for_use(
         num_steps: the renderer's denoising steps; None: the run's.
         size_px: (width, height), or one number: a square of that side, or where the renderer keeps
             the source's aspect about as many pixels. (): the run's.
+        only_words: nothing will be drawn.
 
     Raises ValueError (ConfigError among them) for what the user can fix, before anything is loaded.
     """
     trained.policy()  # or there is no config
     where = str(trained.run_dir or trained.model.parent)
     values = {**(trained.config or {}), **UNUSED}
+    if only_words and (values.get("renderer") or {}).get("type") == "sd3":
+        values["renderer"] = {"type": "none"}  # it asks nothing of the words, and need not be here
     config = _config(values, where)
     for room in ("policy", "renderer"):
         _refuse_plugin(f"{room}.type", getattr(config, room).get("type"), where, settings)
