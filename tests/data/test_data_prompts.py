@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -18,9 +17,6 @@ from rl.data.shared.rows import BadRowError
 
 MAX_SIDE_PX = 8192
 RULES = RowRules("error", MAX_SIDE_PX)
-SMALL_WORDS = {"a", "an", "and", "as", "at", "by", "for", "from", "in", "is", "it", "its"} | {
-    *("of", "on", "one", "that", "the", "to", "whose", "with")
-}
 
 
 def config(**settings: object) -> prompts.Config:
@@ -30,10 +26,6 @@ def config(**settings: object) -> prompts.Config:
 def samples(settings: prompts.Config, on_bad_row: str = "error") -> list[Sample]:
     source = prompts.Prompts(settings, RowRules(on_bad_row, MAX_SIDE_PX))
     return [source[index] for index in range(len(source))]
-
-
-def words(prompt: str) -> frozenset[str]:
-    return frozenset(word.strip(",.").lower() for word in prompt.split()) - SMALL_WORDS
 
 
 def test_the_built_in_set_is_large_and_balanced() -> None:
@@ -59,21 +51,6 @@ def test_the_default_trains_and_all_is_both() -> None:
         assert prompts.Prompts.count(config(split=split)) == number
         assert prompts.Prompts.problems(config(split=split), RULES) == []
     assert prompts.Prompts.provides(config()) == frozenset()
-
-
-def test_no_two_prompts_are_alike() -> None:
-    everything = samples(config(split="all"))
-    assert len({sample.id for sample in everything}) == 256
-    bags = [(sample.instruction, words(sample.instruction)) for sample in everything]
-    alike = [
-        (left, right)
-        for (left, a), (right, b) in itertools.combinations(bags, 2)
-        if len(a & b) > 0.4 * len(a | b)
-    ]
-    assert not alike
-    for prompt, bag in bags:
-        assert 3 <= len(prompt.split()) <= 16 and len(bag) >= 2, prompt
-        assert prompt == prompt.strip() and prompt.isascii() and not prompt.endswith("."), prompt
 
 
 def test_a_text_file_is_a_prompt_per_line(tmp_path: Path) -> None:
